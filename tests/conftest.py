@@ -1,0 +1,88 @@
+"""Fixtures for every test: a clean environment, programs from PATH, children that do not outlive their test."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import support
+
+pytest_plugins = ["pytester", "tests.skips"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what lies in tests/e2e and tests/faults, so that no file can forget to."""
+    for item in items:
+        folder = item.path.relative_to(support.ROOT).parts[1] if item.path.is_relative_to(support.ROOT) else ""
+        if folder in {"e2e", "faults", "gpu"}:
+            item.add_marker(folder)
+
+
+@pytest.fixture(autouse=True)
+def _no_job_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test, and no child of one, learns its rank or its endpoint from where the tests happen to run."""
+    for name in os.environ.keys() - support.clean_environment().keys():
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def checkout() -> Path:
+    """The root of the source checkout; skips where only the tests are (`make wheel-test`)."""
+    if not (support.ROOT / "pyproject.toml").is_file():
+        pytest.skip(support.NEEDS_CHECKOUT)
+    return support.ROOT
+
+
+@pytest.fixture
+def program() -> Callable[[str], str]:
+    """Find a program on PATH, or skip the test and say how to get it."""
+
+    def find(name: str) -> str:
+        if reason := support.why_missing(name):
+            pytest.skip(reason)
+        return str(shutil.which(name))
+
+    return find
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """Ports nobody listens on; call it once per port."""
+    return support.free_port
+
+
+@pytest.fixture
+def flight_dir() -> Iterator[Path]:
+    """A private directory on tmpfs (where there is one), as a rank would choose it; removed afterwards."""
+    shm = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="torchobs-test-", dir=shm if shm.is_dir() else None))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a program that is killed when the test ends, if it has not ended by then.
+
+    Output goes to `<tmp_path>/<number>.log` unless the caller says otherwise: an unread pipe would block the program.
+    """
+    children: list[subprocess.Popen[str]] = []
+
+    def run(*argv: str | Path, **options: object) -> subprocess.Popen[str]:
+        with (tmp_path / f"{len(children)}.log").open("w") as log:
+            given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "text": True, **options}
+            child: subprocess.Popen[str] = subprocess.Popen(argv, **given)  # type: ignore[call-overload]
+        children.append(child)
+        return child
+
+    yield run
+    for child in reversed(children):
+        child.kill()
+        child.wait(timeout=10)
+        for stream in (child.stdin, child.stdout, child.stderr):
+            if stream:
+                stream.close()

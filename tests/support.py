@@ -1,0 +1,76 @@
+"""What tests and the programs that tests start have in common: plain functions, no fixtures."""
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parent.parent
+"""Where `tests` lies: the checkout, unless the tests were copied away from it to run against an installed wheel."""
+
+NEEDS_CUDA = "needs a CUDA device"
+NEEDS_MEMORY_CGROUP = "needs a memory cgroup it may create"
+NEEDS_CHECKOUT = "needs the source checkout"
+NEEDS_PROGRAM = "needs a program that Debian does not package"
+UNAVOIDABLE = (NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_CHECKOUT, NEEDS_PROGRAM)
+"""Beginnings of the only reasons for which a test may be skipped in CI (`tests/skips.py`)."""
+
+FETCHED_BY_MAKE = frozenset({"prometheus", "promtool"})
+"""Programs that `make test-tools` provides, so that there is no excuse for skipping their tests."""
+
+JOB_PREFIXES = ("TORCHOBS_", "OTEL_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "KUBERNETES_", "ROLE_")
+JOB_VARIABLES = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT", "JOB_COMPLETION_INDEX", "TRACEPARENT", "TRACESTATE", "XDG_RUNTIME_DIR"),
+        *("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"),
+    }
+)
+
+
+def describes_a_job(variable: str) -> bool:
+    """Whether `variable` would tell torchobs something about the job, or send a request to 127.0.0.1 elsewhere."""
+    return variable in JOB_VARIABLES or variable.startswith(JOB_PREFIXES)
+
+
+def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`environ` without what describes a job, for a child process whose identity the test decides."""
+    return {name: value for name, value in environ.items() if not describes_a_job(name)}
+
+
+def free_port() -> int:
+    """A TCP port that nothing on 127.0.0.1 listened on a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_until(condition: Callable[[], T], timeout_s: float = 10.0, interval_s: float = 0.02) -> T:
+    """The first true value of `condition()`, asked for every `interval_s`.
+
+    Raises:
+        TimeoutError: `condition()` was not true within `timeout_s`; the message holds its last value.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            name = getattr(condition, "__qualname__", repr(condition))
+            msg = f"{name} was still {value!r} after {timeout_s:g} s"
+            raise TimeoutError(msg)
+        time.sleep(interval_s)
+    return value
+
+
+def why_missing(program: str) -> str | None:
+    """None if `program` is on PATH, else the reason to give for a skip: what is missing and how to get it."""
+    if shutil.which(program):
+        return None
+    if program in FETCHED_BY_MAKE:
+        return f"needs {program} on PATH: `make test` fetches it"
+    return f"{NEEDS_PROGRAM}: {program}, on PATH"
