@@ -1,0 +1,285 @@
+"""Every metric, event and span of torchobs, described once (DESIGN: names follow OpenTelemetry, units follow UCUM).
+
+Everything else is derived by import: the flight file's series, the exporter's page, the dashboards, the alert rules and
+``docs/metrics.md``. A dashboard that names an unknown metric is an ``AttributeError``.
+
+Dimensionless gauges that are no ratio have the empty unit, because a gauge with unit ``1`` becomes ``_ratio`` in Prometheus.
+An entry with ``planned=True`` has its name reserved here, and no probe records it in this version.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Attribute", "Event", "Kind", "Metric", "Severity", "Span", "prometheus_label", "prometheus_name"]
+
+
+class Kind(Enum):
+    """What an instrument is; the values are the ones stored in the flight file."""
+
+    COUNTER = 1
+    UPDOWN = 2
+    GAUGE = 3
+    HISTOGRAM = 4
+
+
+class Severity(Enum):
+    """OpenTelemetry severity numbers of the events that torchobs emits."""
+
+    INFO = 9
+    WARNING = 13
+    ERROR = 17
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A metric's label: its name, what it means, and its closed set of values (empty: open, but capped by its probe)."""
+
+    name: str
+    brief: str
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One instrument. ``survives``: a dead rank keeps showing its last value for the grace (counters always do)."""
+
+    name: str
+    kind: Kind
+    unit: str
+    brief: str
+    attributes: tuple[Attribute, ...] = ()
+    bounds: tuple[float, ...] = ()
+    integer: bool = False
+    survives: bool = False
+    planned: bool = False
+
+    @property
+    def prometheus(self) -> str:
+        """The sample name in Prometheus (a histogram's without ``_bucket``, ``_sum`` and ``_count``)."""
+        return prometheus_name(self.name, self.unit, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A dated fact in the event ring, exported as a span event and shown by the page and by ``inspect``."""
+
+    name: str
+    brief: str
+    severity: Severity
+    attributes: tuple[Attribute, ...] = ()
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A timed region exported as an OpenTelemetry span."""
+
+    name: str
+    brief: str
+    attributes: tuple[Attribute, ...] = ()
+    planned: bool = False
+
+
+# Powers of two and of four: exact boundaries of base-2 exponential and of Prometheus native histograms, so that both
+# conversions lose nothing.
+SECONDS_BOUNDS = tuple(2.0**exponent for exponent in range(-11, 11))
+NORM_BOUNDS = tuple(4.0**exponent for exponent in range(-13, 14))
+
+_UNITS = {
+    "s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds", "min": "minutes", "h": "hours",
+    "d": "days", "By": "bytes", "KiBy": "kibibytes", "MiBy": "mebibytes", "GiBy": "gibibytes", "TiBy": "tibibytes",
+    "KBy": "kilobytes", "MBy": "megabytes", "GBy": "gigabytes", "TBy": "terabytes", "m": "meters", "V": "volts",
+    "A": "amperes", "J": "joules", "W": "watts", "g": "grams", "Cel": "celsius", "Hz": "hertz", "1": "", "%": "percent",
+}  # fmt: skip
+_PER_UNITS = {"s": "second", "m": "minute", "h": "hour", "d": "day", "w": "week", "mo": "month", "y": "year"}
+_WORDS = re.compile(r"[^a-zA-Z0-9:]+")
+_NOT_LABEL = re.compile(r"[^a-zA-Z0-9_]")
+
+
+def prometheus_name(name: str, unit: str, kind: Kind) -> str:
+    """Translate an OpenTelemetry instrument name as Prometheus' own OTLP endpoint does (UnderscoreEscapingWithSuffixes).
+
+    Source: the rules of ``prometheus/otlptranslator``; a test compares with a running Prometheus 3.
+    """
+    words = [word for word in _WORDS.split(name) if word]
+    main, _, per = unit.partition("/")
+    for suffix in (_unit_word(main, _UNITS), _per_words(per)):
+        if suffix and suffix not in words:
+            words.append(suffix)
+    if kind is Kind.COUNTER:
+        words = [word for word in words if word != "total"] + ["total"]
+    if kind is Kind.GAUGE and unit == "1":
+        words = [word for word in words if word != "ratio"] + ["ratio"]
+    joined = "_".join(words)
+    return f"_{joined}" if joined[:1].isdigit() else joined
+
+
+def prometheus_label(name: str) -> str:
+    """Translate an attribute's name to a Prometheus label as its OTLP endpoint does: ``a.b`` becomes ``a_b``."""
+    label = _NOT_LABEL.sub("_", name)
+    if label[:1].isdigit():
+        return f"key_{label}"
+    return f"key{label}" if label.startswith("_") and not label.startswith("__") else label
+
+
+def _unit_word(unit: str, words: dict[str, str]) -> str:
+    unit = unit.strip()
+    if not unit or "{" in unit or "}" in unit:
+        return ""
+    return "_".join(part for part in _WORDS.split(words.get(unit, unit)) if part)
+
+
+def _per_words(unit: str) -> str:
+    word = _unit_word(unit, _PER_UNITS)
+    return f"per_{word}" if word else ""
+
+
+def _counter(name: str, unit: str, brief: str, *attributes: Attribute, integer: bool = True, planned: bool = False) -> Metric:
+    return Metric(name, Kind.COUNTER, unit, brief, attributes, integer=integer, planned=planned)
+
+
+def _gauge(name: str, unit: str, brief: str, *attributes: Attribute, survives: bool = False, planned: bool = False) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, brief, attributes, survives=survives, planned=planned)
+
+
+def _histogram(name: str, unit: str, brief: str, bounds: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, unit, brief, bounds=bounds)
+
+
+# --- attributes ---------------------------------------------------------------------------------------------------------------
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint")
+ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
+RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
+EXIT_REASONS = ("finished", "exception", "exit_code", "lost", "out_of_memory")
+
+ANOMALY_SEVERITY = {
+    "nonfinite_loss": Severity.ERROR,
+    "nonfinite_gradient": Severity.WARNING,
+    "gradient_explosion": Severity.WARNING,
+    "loss_spike": Severity.WARNING,
+}
+"""A function of the kind, so that it needs no label: a non-finite gradient may be the loss scaler at work."""
+
+PHASE = Attribute("phase", "part of a training step", PHASES)
+GOODPUT_STATE = Attribute("state", "what the wall time went into", GOODPUT_STATES)
+ANOMALY_KIND = Attribute("kind", "what went wrong", ANOMALY_KINDS)
+RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
+EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
+GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
+SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
+LAYER = Attribute("layer", "parameter's qualified name; capped, the rest is 'other'")
+DEVICE = Attribute("device", "torch device, e.g. cuda:0")
+SPACE = Attribute("space", "memory that grows", ("host", "device"))
+COMPILE_STAGE = Attribute("stage", "compiler stage", ("dynamo", "aot", "inductor", "triton", "other"))
+COMPILE_CAUSE = Attribute("cause", "why it was compiled", ("first", "recompile", "recompile_limit"))
+CACHE_RESULT = Attribute("result", "outcome of the lookup", ("hit", "miss", "bypass"))
+PROBE = Attribute("probe", "the probe's name")
+
+# --- progress -----------------------------------------------------------------------------------------------------------------
+STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, those that a loss scaler skipped included.")
+STEP_DURATION = _histogram("torchobs.step.duration", "s", "Time from one step's end to the next one's, evaluation and checkpoints excluded.", SECONDS_BOUNDS)
+STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", "Time spent in each phase of the steps.", PHASE, integer=False)
+LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", "Unix time at which the last step ended.", survives=True)
+LOSS = _gauge("torchobs.loss", "", "Loss of the last step: the sum over its backward passes, or the value given to torchobs.log(). Finite values only.", survives=True)
+LEARNING_RATE = _gauge("torchobs.learning_rate", "", "Learning rate of each parameter group.", GROUP, survives=True)
+SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().")
+TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().")
+TOTAL_STEPS = _gauge("torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True)
+GOODPUT_TIME = _counter("torchobs.goodput.time", "s", "Wall time by what it went into; productive is training without waiting for data.", GOODPUT_STATE, integer=False)
+SCALAR_VALUE = _gauge("torchobs.scalar", "", "Last value of each extra number given to torchobs.log().", SCALAR, survives=True)
+
+# --- gradients ----------------------------------------------------------------------------------------------------------------
+GRAD_NORM = _gauge("torchobs.grad.norm", "", "L2 norm of all gradients before the optimizer's step, unscaled, as the optimizer found them. Finite values only.", survives=True)
+GRAD_NORM_DISTRIBUTION = _histogram("torchobs.grad.norm_distribution", "", "Distribution of the total gradient norm over the steps measured.", NORM_BOUNDS)
+GRAD_INTERVAL = _gauge("torchobs.grad.interval", "{step}", "Every how many steps the gradient norm is measured at present.")
+GRAD_LAYER_NORM = _gauge("torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient.", LAYER, planned=True)
+PARAM_LAYER_NORM = _gauge("torchobs.param.layer.norm", "", "L2 norm of a layer's weights.", LAYER, planned=True)
+UPDATE_LAYER_RATIO = _gauge("torchobs.update.layer.ratio", "1", "Norm of a layer's update over the norm of its weights.", LAYER, planned=True)
+GRAD_NONFINITE_ELEMENTS = _counter("torchobs.grad.nonfinite_elements", "{element}", "Gradient elements that were NaN or infinite.", planned=True)
+GRAD_NONFINITE_STEPS = _counter("torchobs.grad.nonfinite_steps", "{step}", "Measured steps whose gradient norm was NaN or infinite.")
+GRAD_CLIPPED_STEPS = _counter("torchobs.grad.clipped_steps", "{step}", "Steps whose gradient was clipped.", planned=True)
+
+# --- verdicts -----------------------------------------------------------------------------------------------------------------
+ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", "Steps judged anomalous, by kind.", ANOMALY_KIND)
+ANOMALY_ACTIVE = _gauge("torchobs.anomaly.active", "", "1 while the last measured step was anomalous in this way.", ANOMALY_KIND)
+
+# --- automatic mixed precision ------------------------------------------------------------------------------------------------
+AMP_SCALE = _gauge("torchobs.amp.scale", "", "Loss scale.", planned=True)
+AMP_GROWTH_TRACKER = _gauge("torchobs.amp.growth_tracker", "{step}", "Steps without overflow since the scale last changed.", planned=True)
+AMP_SKIP_STREAK = _gauge("torchobs.amp.skip_streak", "{step}", "Steps skipped in a row.", planned=True)
+AMP_STEPS_SKIPPED = _counter("torchobs.amp.steps_skipped", "{step}", "Steps that the loss scaler skipped because of non-finite gradients.")
+
+# --- compilation --------------------------------------------------------------------------------------------------------------
+COMPILE_TIME = _counter("torchobs.compile.time", "s", "Time spent compiling; stages nest.", COMPILE_STAGE, integer=False, planned=True)
+COMPILE_COMPILATIONS = _counter("torchobs.compile.compilations", "{compilation}", "Compilations.", COMPILE_CAUSE, planned=True)
+COMPILE_GRAPH_BREAKS = _counter("torchobs.compile.graph_breaks", "{break}", "Graph breaks.", planned=True)
+COMPILE_CACHE_LOOKUPS = _counter("torchobs.compile.cache.lookups", "{lookup}", "Compile cache lookups.", CACHE_RESULT, planned=True)
+COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is at work.", planned=True)
+
+# --- memory -------------------------------------------------------------------------------------------------------------------
+MEMORY_DEVICE_ALLOCATED = _gauge("torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE, planned=True)
+MEMORY_DEVICE_RESERVED = _gauge("torchobs.memory.device.reserved", "By", "Device memory held by the caching allocator.", DEVICE, planned=True)
+MEMORY_DEVICE_ACTIVE = _gauge("torchobs.memory.device.active", "By", "Device memory in active blocks.", DEVICE, planned=True)
+MEMORY_DEVICE_INACTIVE_SPLIT = _gauge("torchobs.memory.device.inactive_split", "By", "Device memory in inactive split blocks: fragmentation.", DEVICE, planned=True)
+MEMORY_DEVICE_PEAK = _gauge("torchobs.memory.device.peak", "By", "Highest allocated device memory seen by torchobs.", DEVICE, planned=True)
+MEMORY_DEVICE_LIMIT = _gauge("torchobs.memory.device.limit", "By", "Device memory there is.", DEVICE, planned=True)
+MEMORY_ALLOC_RETRIES = _counter("torchobs.memory.alloc_retries", "{retry}", "Allocations that succeeded only after the cache was flushed.", DEVICE, planned=True)
+MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE, planned=True)
+MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set of the rank's process.", planned=True)
+MEMORY_GROWTH_PER_STEP = _gauge("torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step.", SPACE, planned=True)
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------------
+CHECKPOINT_TIMESTAMP = _gauge("torchobs.checkpoint.timestamp", "s", "Unix time of the last checkpoint.", survives=True, planned=True)
+CHECKPOINT_DURATION = _gauge("torchobs.checkpoint.duration", "s", "Time the last checkpoint took.", survives=True, planned=True)
+CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Size of the last checkpoint.", survives=True, planned=True)
+
+# --- ranks, as the exporter sees them -----------------------------------------------------------------------------------------
+RANK_STATE_SET = _gauge("torchobs.rank.state", "", "State of the rank, one series per state.", RANK_STATE, survives=True)
+RANK_UP = _gauge("torchobs.rank.up", "", "1 while the rank's process lives.", survives=True)
+RANK_HEARTBEAT_TIMESTAMP = _gauge("torchobs.rank.heartbeat.timestamp", "s", "Unix time of the rank's last heartbeat.", survives=True)
+RANK_PROGRESS_AGE = _gauge("torchobs.rank.progress.age", "s", "Time since the rank last finished a step (since its start, before the first).")
+RANK_START_TIME = _gauge("torchobs.rank.start_time", "s", "Unix time at which torchobs started in the rank.", survives=True)
+RANK_RESTARTS = _counter("torchobs.rank.restarts", "{restart}", "Times the launcher has restarted the rank.")
+RANK_SLOWDOWN = _gauge("torchobs.rank.slowdown", "1", "Rank's own step time over the median of its peers.", planned=True)
+RANK_EXIT = _gauge("torchobs.rank.exit", "", "1 for the way in which the rank ended, 0 for the others.", EXIT_REASON, survives=True)
+RANK_INFO = _gauge("torchobs.rank.info", "", "Constant 1; its labels describe the rank.", survives=True)
+WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", "Ranks in the run, as its launcher says.", survives=True)
+
+# --- torchobs itself ----------------------------------------------------------------------------------------------------------
+OVERHEAD = _counter("torchobs.overhead", "s", "Time that torchobs itself took in the training thread.", PROBE, integer=False)
+PROBE_ERRORS = _counter("torchobs.probe.errors", "{error}", "Exceptions raised inside a probe; the first disables it.", PROBE)
+PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", "1 if the probe is not at work.", PROBE)
+FLIGHT_DROPPED = _counter("torchobs.flight.dropped", "{item}", "Items that did not fit the flight file.", Attribute("what", "what was dropped", ("series", "event", "record")))
+BUILD_INFO = _gauge("torchobs.build.info", "", "Constant 1; its labels are the exporter's versions.", Attribute("version", "torchobs version"), Attribute("python", "Python version"))
+EXPORTER_FILES = _gauge("torchobs.exporter.files", "{file}", "Flight files in the directory, by what became of them.", Attribute("status", "outcome of reading", ("served", "superseded", "expired", "bad")))
+EXPORTER_READ_ERRORS = _counter("torchobs.exporter.read_errors", "{error}", "Flight files that could not be read, by reason.", Attribute("reason", "why", ("header", "io", "kind", "timeout")))
+EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s", "Time the last reading of all flight files took.")
+EXPORTER_CONFIG_OK = _gauge("torchobs.exporter.config_ok", "", "0 while a part of the configuration cannot be honoured.")
+EXPORTER_DUPLICATES = _counter("torchobs.exporter.duplicate_ranks", "{rank}", "Times two living processes claimed one rank of one run.")
+EXPORTER_SERIES_DROPPED = _counter("torchobs.exporter.series_dropped", "{series}", "Series not served, by reason.", Attribute("reason", "why", ("limit", "conflict")))
+
+# --- events -------------------------------------------------------------------------------------------------------------------
+EVENT_RUN_START = Event("torchobs.run.start", "torchobs.init() has finished.", Severity.INFO)
+EVENT_RUN_END = Event("torchobs.run.end", "The rank ended in order.", Severity.INFO, (EXIT_REASON,))
+EVENT_EXCEPTION = Event("torchobs.exception", "An exception nobody caught.", Severity.ERROR, (Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")))
+EVENT_ANOMALY = Event("torchobs.anomaly", "A step was judged anomalous.", Severity.WARNING, (ANOMALY_KIND, Attribute("value", "what was seen"), Attribute("baseline", "what was usual")))
+EVENT_PROBE_DISABLED = Event("torchobs.probe.disabled", "A probe raised and was switched off.", Severity.WARNING, (PROBE, Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")))
+EVENT_MODEL = Event("torchobs.model", "A model was handed to torchobs.watch().", Severity.INFO, (Attribute("name", "its class"), Attribute("parameters", "elements in its parameters"), Attribute("trainable", "of which trained")))
+EVENT_LOG = Event("torchobs.log", "torchobs itself had something to say.", Severity.WARNING, (Attribute("message", "the message"),))
+EVENT_STACKS = Event("torchobs.stacks", "Stacks of all threads.", Severity.INFO, planned=True)
+
+# --- spans --------------------------------------------------------------------------------------------------------------------
+SPAN_RUN = Span("torchobs.run", "From init() to the rank's end; the launcher's TRACEPARENT is its parent.")
+SPAN_PHASE = Span("torchobs.phase", "A region opened by torchobs.phase(), when it lasts 100 ms or longer.", (Attribute("phase", "the name given"),))
+SPAN_STEP = Span("torchobs.step", "A training step, sampled.", planned=True)
+SPAN_COMPILE = Span("torchobs.compile", "A compilation.", planned=True)
+
+
+METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+EVENTS: tuple[Event, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Event))
+SPANS: tuple[Span, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Span))
+BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}

@@ -1,0 +1,1 @@
+"""Verdicts: pure functions of numbers. No torch, no I/O, nothing of ours is imported here."""

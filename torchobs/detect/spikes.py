@@ -1,0 +1,34 @@
+"""Is a value far above what its own recent past makes likely?
+
+The baseline is an exponentially weighted mean and variance (Finch 2009, "Incremental calculation of weighted mean and
+variance", eqs. 124 and 143), the test a z-score beside a least excess, as spike-aware trainers use it (ZClip, Kumar et
+al. 2025, arXiv:2504.02507: EMA statistics of the gradient norm, z threshold 2.5 for clipping). A verdict that may page
+a person wants a rarer event than one that clips, hence 6 standard deviations and an excess that matters by itself.
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+ALPHA = 0.03
+"""Weight of a new value: a memory of about 33 values (ZClip: 0.97 decay)."""
+WARM_UP = 20
+"""Values seen before the first verdict; until then the plain mean and variance are learned."""
+Z_LIMIT = 6.0
+
+
+def judge(value: float, mean: float, variance: float, seen: int, least_excess: float) -> tuple[bool, float, float, int]:
+    """Judge one finite value against its baseline and return ``(is_spike, mean, variance, seen)`` updated.
+
+    ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit. A spike moves the
+    baseline only as far as the limit itself would (winsorised), so that one outlier does not hide the next, while a
+    lasting new level is learned within some tens of values.
+    """
+    limit = max(Z_LIMIT * sqrt(variance), least_excess)
+    excess = value - mean
+    is_spike = seen >= WARM_UP and excess > limit
+    if seen >= WARM_UP:
+        excess = min(max(excess, -limit), limit)
+    alpha = max(ALPHA, 1.0 / (seen + 1))
+    step = alpha * excess
+    return is_spike, mean + step, (1.0 - alpha) * (variance + excess * step), min(seen + 1, WARM_UP * 100)
