@@ -1,0 +1,63 @@
+# `make` alone lists what there is. Everything happens in .venv and .cache; `make clean` removes both.
+# A CUDA build: `make setup TORCH=2.13.0`; another Python: `make setup PYTHON=python3.12`.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= 2.13.0+cpu
+PROGRAMS := $(CURDIR)/.cache/debian
+
+export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
+
+.PHONY: help setup demo test lint docs bench wheel-test test-tools clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: $(VENV)/.installed ## Make .venv with torch (CPU), torchobs and everything its tests need
+
+demo: setup ## Train a small GPT on two ranks and watch it live
+	$(BIN)/python -m examples.demo
+
+test: setup test-tools lint ## Everything that CI runs: lint, all tests, the wheel
+	$(BIN)/pytest -n 2 -m "not e2e and not faults and not serial"
+	$(BIN)/pytest -m "e2e or faults or serial"
+	tests/wheel.sh $(VENV)
+
+lint: setup ## Style, types, direction of imports, generated files
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python docs/generate.py --check
+
+docs: setup ## Write the generated pages again
+	$(BIN)/python docs/generate.py
+
+bench: setup ## What torchobs costs per training step, as a table
+	$(BIN)/python -m tests.bench.overhead
+
+wheel-test: setup ## Build sdist and wheel, run the unit tests against the installed wheel
+	tests/wheel.sh $(VENV)
+
+test-tools: ## Fetch the programs that tests run and this machine lacks (Prometheus, promtool)
+	@tests/tools.sh $(PROGRAMS)
+
+clean: ## Remove the environment, caches and build output
+	rm -rf $(VENV) .cache .demo .bench build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/bin/python:
+	PYTHON=$(PYTHON) tests/venv.sh $(VENV)
+
+# Torch first: whatever the rest would like of it is decided here.
+$(VENV)/.torch-$(TORCH): | $(VENV)/bin/python
+	tests/torch.sh $(BIN)/pip $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch-$(TORCH)
+	$(BIN)/pip install -q -e '.[all,dev]'
+	@touch $@
