@@ -9,5 +9,5 @@ if [ "$(uname)" != Linux ] || [ "$version" = "${version%+cpu}" ]; then
   exec "$pip" install -q "torch==${version%+cpu}"
 fi
 "$pip" install -q "torch==$version" 2> /dev/null ||
-  "$pip" install -q "torch==$version" --extra-index-url https://download.pytorch.org/whl/cpu ||
+  "$pip" install -q "torch==$version" --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu ||
   "$pip" install -q "torch==${version%+cpu}"
