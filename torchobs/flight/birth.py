@@ -1,0 +1,122 @@
+"""How a flight file comes to be: ``.tmp-random`` → allocate → header → lock → rename.
+
+So a published file is complete, and one whose lock is free is dead for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_bytes, token_hex
+from typing import TYPE_CHECKING
+
+from torchobs.flight import lock
+from torchobs.flight.layout import Header, encode_header, plan
+from torchobs.flight.room import shortage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchobs.flight.place import Place
+
+SUFFIX, LOCK_SUFFIX, TEMPORARY = ".flight", ".lock", ".tmp-"
+
+
+class NoRoomError(OSError):
+    """The file system or the memory cgroup has no room for a flight file; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Born:
+    """A published flight file: its map, its name in ``place``, and the lock's descriptor, which must never be closed before the end."""
+
+    place: Place
+    name: str
+    header: Header
+    map: mmap.mmap
+    lock_fd: int
+
+
+def new_header(resource: Mapping[str, str | int], size: int) -> Header:
+    """Return the header of a new incarnation, born now."""
+    # the pair is read wall, monotonic, wall and halved, so that a preemption between the two is not taken for an offset
+    before, monotonic_ns, after = time.time_ns(), time.monotonic_ns(), time.time_ns()
+    wall_ns = (before + after) // 2
+    return Header(size, token_bytes(16), boot_id(), monotonic_ns, wall_ns, os.getpid(), os.getuid(), plan(size), resource)
+
+
+def boot_id() -> bytes:
+    """Return this boot's random id, 16 bytes; zeros where the system has none."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return bytes.fromhex(text.strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def file_name(header: Header) -> str:
+    """Return the published name: rank and incarnation."""
+    return f"r{header.resource.get('rank', 0)}-{header.incarnation.hex()}{SUFFIX}"
+
+
+def lock_name(name: str) -> str:
+    """Return the name of the lock beside a flight file."""
+    return name.removesuffix(SUFFIX) + LOCK_SUFFIX
+
+
+def create(place: Place, header: Header, content: bytes | None = None) -> Born:
+    """Make and publish the file; ``content`` is what a deleted one of the same incarnation held.
+
+    Raises :class:`NoRoomError` or ``OSError``; then nothing is left behind.
+    """
+    name = file_name(header)
+    why = shortage(place.fd, header.file_size)
+    if why is not None:
+        raise NoRoomError(why)
+    temporary = TEMPORARY + token_hex(8)
+    lock_fd = -1
+    try:
+        mapped = _allocate(place, temporary, header, content)
+        lock_fd = _open(place, lock_name(name))
+        lock.take(lock_fd)
+        os.rename(temporary, name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=place.fd)
+        if lock_fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(lock_name(name), dir_fd=place.fd)
+            lock.release(lock_fd)
+        raise
+    return Born(place, name, header, mapped, lock_fd)
+
+
+def _allocate(place: Place, name: str, header: Header, content: bytes | None) -> mmap.mmap:
+    fd = _open(place, name)
+    try:
+        # a store into a page that a full tmpfs cannot back is SIGBUS; allocated beforehand it is ENOSPC here
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, header.file_size)
+        else:
+            os.pwrite(fd, bytes(header.file_size), 0)
+        populate = getattr(mmap, "MAP_POPULATE", 0)
+        mapped = mmap.mmap(fd, header.file_size, flags=mmap.MAP_SHARED | populate)
+    finally:
+        os.close(fd)
+    if content is not None:
+        mapped[:] = content
+    raw = encode_header(header)
+    mapped[: len(raw)] = raw
+    return mapped
+
+
+def _open(place: Place, name: str) -> int:
+    mode = 0o640 if place.shared else 0o600
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, mode, dir_fd=place.fd)
+    os.fchmod(fd, mode)  # whatever the umask: the sidecar reads by group
+    return fd

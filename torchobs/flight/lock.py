@@ -1,0 +1,63 @@
+"""Liveness: a POSIX record lock on a sibling ``.lock`` file, held until the kernel lets the process go.
+
+A record lock is dropped by ANY close of the locked file in its process, so nothing in this process may open it again
+(:func:`held_here` lets others ask). It is not inherited by fork, unlike an OFD lock, which survives in forked workers. It is
+probed by ``F_GETLK`` through a read-only descriptor, which works across containers, users and PID namespaces.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import sys
+
+_LINUX = sys.platform == "linux"
+# struct flock: Linux 64-bit has type, whence, start, len, pid; macOS has start, len, pid, type, whence.
+_FLOCK = struct.Struct("@hhqqi4x" if _LINUX else "@qqihh")
+_held: set[tuple[int, int]] = set()
+os.register_at_fork(after_in_child=_held.clear)
+
+
+def _flock(kind: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0) if _LINUX else _FLOCK.pack(0, 0, 0, kind, os.SEEK_SET)
+
+
+def _kind(raw: bytes) -> int:
+    fields = _FLOCK.unpack(raw)
+    return int(fields[0] if _LINUX else fields[3])
+
+
+def take(fd: int) -> None:
+    """Lock the open, writable file for as long as this process lives. Raises ``OSError`` when another process has it.
+
+    The caller must never close ``fd`` while the lock shall hold.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
+    status = os.fstat(fd)
+    _held.add((status.st_dev, status.st_ino))
+
+
+def release(fd: int) -> None:
+    """Close the file and so drop its lock."""
+    status = os.fstat(fd)
+    _held.discard((status.st_dev, status.st_ino))
+    os.close(fd)
+
+
+def held_here(directory_fd: int, name: str) -> bool:
+    """Tell whether this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
+    status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    return (status.st_dev, status.st_ino) in _held
+
+
+def is_held(directory_fd: int, name: str) -> bool:
+    """Tell whether a living process, this one or another, holds the lock on that name. Raises ``OSError`` if it cannot be opened."""
+    if held_here(directory_fd, name):
+        return True
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=directory_fd)
+    try:
+        return _kind(fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))) != fcntl.F_UNLCK
+    finally:
+        os.close(fd)
