@@ -1,0 +1,1 @@
+"""Runnable examples; ``python -m examples.demo`` (or ``make demo``) shows them live."""
