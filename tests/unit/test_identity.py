@@ -1,0 +1,426 @@
+"""Identity: which rank of which run this process is, under every launcher, from literal environments."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchobs.identity import Identity, discover
+from torchobs.launchers import tasks_on_node
+from torchobs.process import Process, parse_start_ticks, this_process
+from torchobs.settings import SettingsProblem, resolve
+
+PROCESS = Process(
+    host="node7", pid=4242, start_ns=1_763_680_000_123_456_789, parent="4000-88-0f1e2d3c", argv0="/home/me/train.py"
+)
+
+ELASTIC = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node6",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_RUN_ID": "gpt-42",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_grzndjlf/gpt-42_v8tm0dnr/attempt_2/1/error.json",
+}
+UNNAMED = ELASTIC | {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_aek_zb3s/none_juw2_885/attempt_0/1/error.json",
+}
+SRUN = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_JOB_NAME": "gpt",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+# What a batch script finds, and the torchrun in it inherits: one process, although PROCID and NTASKS are set.
+SBATCH = {"SLURM_JOB_ID": "1234", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "PMIX_NAMESPACE": "prterun-node6-311@1",
+}
+PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+INDEXED = {"JOB_COMPLETION_INDEX": "3"}
+
+
+def _discover(
+    environ: Mapping[str, str], process: Process = PROCESS, **overrides: object
+) -> tuple[Identity, list[SettingsProblem]]:
+    settings, _ = resolve(overrides, environ)
+    identity, problems = discover(environ, settings, process)
+    return identity, list(problems)
+
+
+def _place(identity: Identity) -> tuple[object, ...]:
+    return (
+        identity.launcher,
+        identity.rank,
+        identity.world_size,
+        identity.local_rank,
+        identity.local_world_size,
+        identity.node_rank,
+        identity.restart,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "place", "run_id"),
+    [
+        pytest.param(ELASTIC, ("torchrun", 5, 8, 1, 4, 1, 2), "gpt-42", id="torchrun"),
+        pytest.param(SBATCH | ELASTIC, ("torchrun", 5, 8, 1, 4, 1, 2), "1234", id="torchrun in sbatch"),
+        pytest.param(SRUN | ELASTIC, ("torchrun", 5, 8, 1, 4, 1, 2), "1234", id="torchrun by srun"),
+        pytest.param(INDEXED | ELASTIC, ("torchrun", 5, 8, 1, 4, 1, 2), "gpt-42", id="torchrun in an indexed job"),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"},
+            ("env", 1, 4, 1, 4, None, 0),
+            "node7-4000-88-0f1e2d3c",
+            id="deepspeed",
+        ),
+        pytest.param(SRUN, ("slurm", 3, 5, 1, 2, 1, 0), "1234", id="srun"),
+        pytest.param(
+            SRUN | {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7", "SLURM_RESTART_COUNT": "2"},
+            ("slurm", 3, 5, 1, 2, 1, 2),
+            "1200_7",
+            id="srun in a requeued array",
+        ),
+        pytest.param(
+            {"SLURM_JOBID": "1234", "SLURM_STEPID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+            ("slurm", 0, 8, 0, None, None, 0),
+            "1234",
+            id="srun, old names",
+        ),
+        pytest.param(SBATCH, ("python", 0, 1, 0, 1, 0, 0), "1234", id="sbatch without srun"),
+        pytest.param(
+            SBATCH | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_PROCID": "1"},
+            ("python", 0, 1, 0, 1, 0, 0),
+            "1234",
+            id="interactive step",
+        ),
+        pytest.param(OPENMPI, ("openmpi", 3, 4, 1, 2, None, 0), "prterun-node6-311@1", id="mpirun"),
+        pytest.param(SRUN | {"SLURM_PROCID": "1"} | OPENMPI, ("openmpi", 3, 4, 1, 2, None, 0), "1234", id="mpirun in sbatch"),
+        pytest.param(PMI, ("pmi", 3, 4, 1, 2, None, 0), "node7-4000-88-0f1e2d3c", id="mpiexec"),
+        pytest.param(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "5"}, ("pmi", 3, 5, 1, None, None, 0), "1234", id="srun --mpi=pmi2"),
+        pytest.param(
+            INDEXED | {"WORLD_SIZE": "4", "TORCHOBS_K8S_JOB_UID": "c9948307"},
+            ("kubernetes", 3, 4, 0, None, None, 0),
+            "c9948307",
+            id="indexed job",
+        ),
+        pytest.param(
+            INDEXED | {"TORCHOBS_WORLD_SIZE": "8", "TORCHOBS_K8S_JOB_UID": "c9948307"},
+            ("kubernetes", 3, 8, 0, None, None, 0),
+            "c9948307",
+            id="indexed job, our variable",
+        ),
+        pytest.param({}, ("python", 0, 1, 0, 1, 0, 0), "node7-20251120T230640Z-4242", id="bare python"),
+    ],
+)
+def test_every_launcher_is_understood(environ: Mapping[str, str], place: tuple[object, ...], run_id: str) -> None:
+    """Launcher, rank, world size, local rank, local world size, node rank, restarts and run id, as each launcher says."""
+    identity, _ = _discover(environ)
+    assert (_place(identity), identity.run_id) == (place, run_id)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [ELASTIC, SRUN, SBATCH, OPENMPI, {}, UNNAMED | {"WORLD_SIZE": "4", "RANK": "1"}],
+    ids=["torchrun", "srun", "sbatch", "mpirun", "python", "one node"],
+)
+def test_an_ordinary_environment_is_no_problem(environ: Mapping[str, str]) -> None:
+    """No warning for somebody who did nothing wrong."""
+    assert _discover(environ)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher", "named"),
+    [
+        (ELASTIC | {"RANK": "abc"}, "python", "RANK"),
+        (ELASTIC | {"RANK": "-1"}, "python", "RANK"),
+        (ELASTIC | {"RANK": "8"}, "python", "RANK"),
+        (SRUN | {"RANK": "٣"}, "slurm", "RANK"),
+        (SRUN | {"RANK": "1", "WORLD_SIZE": "1"}, "slurm", "RANK"),
+        (SRUN | {"SLURM_PROCID": "5"}, "python", "SLURM_PROCID"),
+        (INDEXED | OPENMPI | {"OMPI_COMM_WORLD_SIZE": "3"}, "kubernetes", "OMPI_COMM_WORLD_RANK"),
+        (ELASTIC | {"WORLD_SIZE": "many"}, "torchrun", "WORLD_SIZE"),
+        (ELASTIC | {"LOCAL_RANK": "1.5"}, "torchrun", "LOCAL_RANK"),
+        (ELASTIC | {"TORCHELASTIC_RESTART_COUNT": "twice"}, "torchrun", "TORCHELASTIC_RESTART_COUNT"),
+    ],
+)
+def test_nonsense_is_reported_once_and_the_next_launcher_asked(environ: dict[str, str], launcher: str, named: str) -> None:
+    """A value that does not parse, or a rank outside its world, never raises and names its variable."""
+    identity, problems = _discover(environ | {"TORCHOBS_RUN_ID": "run"})
+    assert identity.launcher == launcher
+    assert [problem.name for problem in problems] == [named]
+    assert problems[0].value == environ[named]
+
+
+def test_settings_beat_the_launcher() -> None:
+    """Rank, local rank, world size, restart, run id and job name can be told, by argument or variable."""
+    identity, problems = _discover(
+        ELASTIC | {"TORCHOBS_RANK": "6", "TORCHOBS_RUN_ID": "mine", "OTEL_SERVICE_NAME": "gpt"},
+        local_rank=2,
+        world_size=16,
+        restart=9,
+    )
+    assert _place(identity) == ("torchrun", 6, 16, 2, 4, 1, 9)
+    assert (identity.run_id, identity.job_name, problems) == ("mine", "gpt", [])
+
+
+def test_a_rank_outside_its_world_is_not_taken_from_the_settings() -> None:
+    """Contradicting settings are reported and the launcher believed."""
+    identity, problems = _discover(ELASTIC, rank=9)
+    assert (identity.rank, identity.world_size) == (5, 8)
+    assert [str(problem) for problem in problems] == ["rank='9': allowed is less than the world size, 8"]
+
+
+def test_a_rank_by_setting_alone_leaves_the_world_unknown() -> None:
+    """Somebody who starts rank 2 by hand has more than one process, and torchobs does not know how many."""
+    identity, _ = _discover({"TORCHOBS_RANK": "2"})
+    assert (identity.rank, identity.world_size, identity.local_world_size) == (2, None, None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "run_id"),
+    [
+        ({"TORCHOBS_RUN_ID": "chosen"}, "chosen"),
+        ({"TORCHOBS_K8S_JOB_UID": "c9948307"}, "c9948307"),
+        ({"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"}, "1200_7"),
+        ({"SLURM_JOB_ID": "1234"}, "1234"),
+        ({"TORCHELASTIC_RUN_ID": "gpt-42"}, "gpt-42"),
+        ({"TORCHELASTIC_ERROR_FILE": UNNAMED["TORCHELASTIC_ERROR_FILE"]}, "node7-juw2_885"),
+        ({}, "node7-4000-88-0f1e2d3c"),
+    ],
+)
+def test_the_better_source_of_the_run_id_wins(lines: Mapping[str, str], run_id: str) -> None:
+    """Each source beats all that are listed after it."""
+    order = [
+        {"TORCHOBS_RUN_ID": "chosen"},
+        {"TORCHOBS_K8S_JOB_UID": "c9948307"},
+        {"SLURM_ARRAY_JOB_ID": "1200", "SLURM_ARRAY_TASK_ID": "7"},
+        {"SLURM_JOB_ID": "1234"},
+        {"TORCHELASTIC_RUN_ID": "gpt-42"},
+        {"TORCHELASTIC_ERROR_FILE": UNNAMED["TORCHELASTIC_ERROR_FILE"]},
+        {},
+    ]
+    environ = {name: value for name, value in UNNAMED.items() if name != "TORCHELASTIC_ERROR_FILE"}
+    for weaker in reversed(order[order.index(dict(lines)) :]):
+        environ |= weaker
+    assert _discover(environ)[0].run_id == run_id
+
+
+def test_an_unnamed_torchrun_gives_its_ranks_and_restarts_one_run() -> None:
+    """Two ranks and a restart of one launch agree, although a shell of its own started each; the next launch differs."""
+    workers = [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "attempt_0/0", "51"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "attempt_0/1", "52"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "attempt_1/1", "53"),
+    ]
+    first, second = (
+        {
+            _discover(
+                UNNAMED | rank | {"TORCHELASTIC_ERROR_FILE": f"/logs/none_{launch}/{directory}/error.json"},
+                dataclasses.replace(PROCESS, parent=parent),
+            )[0].run_id
+            for rank, directory, parent in workers
+        }
+        for launch in ("juw2a885", "w2fr259u")
+    )
+    assert (first, second) == ({"node7-juw2a885"}, {"node7-w2fr259u"})
+
+
+def test_ranks_of_one_parent_share_a_run_and_of_another_do_not() -> None:
+    """A launcher that leaves no name at all is told apart by its pid, start and boot."""
+    environ = {"RANK": "1", "WORLD_SIZE": "2"}
+    one, same, other = (
+        _discover(environ, dataclasses.replace(PROCESS, pid=pid, parent=parent))[0].run_id
+        for pid, parent in ((1, "9-1-a"), (2, "9-1-a"), (3, "9-2-a"))
+    )
+    assert one == same != other
+
+
+def test_a_rank_whose_parent_is_unknown_names_its_run_after_itself() -> None:
+    """In a container the rank may be the first process: its parent is pid 0, of which nothing is known."""
+    identity, _ = _discover({"RANK": "1", "WORLD_SIZE": "2"}, dataclasses.replace(PROCESS, parent=None))
+    assert identity.run_id == "node7-20251120T230640Z-4242"
+
+
+def test_a_restarted_single_rank_of_an_unnamed_torchrun_stays_in_its_run() -> None:
+    """World size 1 is no reason to name the run after a process that a restart replaces."""
+    environ = UNNAMED | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_ERROR_FILE": ""}
+    runs = {_discover(environ, dataclasses.replace(PROCESS, pid=pid, start_ns=pid))[0].run_id for pid in (1, 2)}
+    assert runs == {"node7-4000-88-0f1e2d3c"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [UNNAMED, PMI, INDEXED, INDEXED | {"WORLD_SIZE": "4"}, {"RANK": "1", "WORLD_SIZE": "2"}, {"TORCHOBS_RANK": "1"}],
+)
+def test_nodes_that_cannot_agree_on_a_run_id_are_reported(environ: dict[str, str]) -> None:
+    """Half of a run under another id is a defect that only the user can cure: say how."""
+    [problem] = _discover(environ)[1]
+    assert str(problem).startswith("TORCHOBS_RUN_ID is not set")
+    assert _discover(environ | {"TORCHOBS_RUN_ID": "mine"})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "host", "argv0", "name"),
+    [
+        ({"TORCHOBS_JOB_NAME": "a", "OTEL_SERVICE_NAME": "b"}, "node7", "train.py", "a"),
+        ({"OTEL_SERVICE_NAME": "b", "OTEL_RESOURCE_ATTRIBUTES": "service.name=c"}, "node7", "train.py", "b"),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=c", "TORCHOBS_K8S_JOB_NAME": "d"}, "node7", "train.py", "c"),
+        ({"TORCHOBS_K8S_JOB_NAME": "d", "JOB_COMPLETION_INDEX": "3"}, "gpt-3", "train.py", "d"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "gpt-3", "train.py", "gpt"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "node-4", "train.py", "train"),
+        ({"SLURM_JOB_NAME": "gpt"}, "node7", "train.py", "gpt"),
+        ({"SLURM_JOB_NAME": "interactive"}, "node7", "train.py", "train"),
+        ({"TORCHOBS_JOB_NAME": "\x00\n"}, "node7", "train.py", "_"),
+        ({}, "node7", "/site-packages/ipykernel_launcher.py", "notebook"),
+        ({}, "node7", "/src/gpt/__main__.py", "gpt"),
+        ({}, "node7", "-c", "torch"),
+        ({}, "node7", "-", "torch"),
+        ({}, "node7", "", "torch"),
+    ],
+)
+def test_the_job_name_is_the_best_that_is_known(environ: Mapping[str, str], host: str, argv0: str, name: str) -> None:
+    """Told, else the scheduler's, else the script's."""
+    assert _discover(environ, dataclasses.replace(PROCESS, host=host, argv0=argv0))[0].job_name == name
+
+
+def test_names_are_printable_and_bounded_and_stay_apart() -> None:
+    """A label never holds a line break, an invisible character or more than 128 characters."""
+    assert _discover({"TORCHOBS_RUN_ID": "a\nb\u202ec\udcffd"})[0].run_id == "a_b_c_d"
+    long, longer = (_discover({"TORCHOBS_RUN_ID": "x" * length})[0].run_id for length in (200, 201))
+    assert len(long) == len(longer) == 128
+    assert long != longer
+    assert _discover({"TORCHOBS_RUN_ID": "x" * 128})[0].run_id == "x" * 128
+
+
+def test_what_else_describes_the_process_is_kept() -> None:
+    """The pod by its downward API, the Job, and what the user says, which wins."""
+    identity, problems = _discover(
+        {
+            "POD_NAME": "gpt-3-x7k",
+            "K8S_POD_UID": "0f1e",
+            "POD_NAMESPACE": "research",
+            "NODE_NAME": "",
+            "TORCHOBS_K8S_JOB_NAME": "gpt",
+            "TORCHOBS_K8S_JOB_UID": "c994",
+            "OTEL_RESOURCE_ATTRIBUTES": "team=nlp,k8s.namespace.name=mine",
+        }
+    )
+    assert dict(identity.resource) == {
+        "k8s.pod.name": "gpt-3-x7k",
+        "k8s.pod.uid": "0f1e",
+        "k8s.namespace.name": "mine",
+        "k8s.job.name": "gpt",
+        "k8s.job.uid": "c994",
+        "team": "nlp",
+    }
+    assert problems == []
+
+
+def test_a_description_leaves_out_what_is_unknown_and_cannot_be_forged() -> None:
+    """Fields win over resource attributes of the same name."""
+    described = _discover({"JOB_COMPLETION_INDEX": "3", "OTEL_RESOURCE_ATTRIBUTES": "rank=9,team=nlp"})[0].described()
+    assert described == {
+        "team": "nlp",
+        "job_name": "train",
+        "run_id": "node7-4000-88-0f1e2d3c",
+        "rank": 3,
+        "local_rank": 0,
+        "restart": 0,
+        "launcher": "kubernetes",
+        "host": "node7",
+    }
+
+
+def test_the_longest_description_fits_the_flight_file() -> None:
+    """Whatever the environment holds, the header's JSON has room; what was left out is reported."""
+    wide = "\N{GRINNING FACE}" * 1000
+    attributes = ",".join(f"key{number}={wide[:20]}" for number in range(100))
+    environ = ELASTIC | {"TORCHOBS_JOB_NAME": wide, "TORCHOBS_RUN_ID": wide, "OTEL_RESOURCE_ATTRIBUTES": attributes}
+    identity, problems = _discover(environ, dataclasses.replace(PROCESS, host=wide))
+    assert len(json.dumps(identity.described(), ensure_ascii=False, separators=(",", ":")).encode()) <= 3300
+    assert len(identity.resource) + len(problems) == 100
+
+
+@pytest.mark.parametrize(
+    ("layout", "tasks"),
+    [
+        ("2(x3),1", [2, 2, 2, 1, None]),
+        ("4", [4, None]),
+        ("1,2,1(x2)", [1, 2, 1, 1, None]),
+        ("", [None]),
+        ("2(x", [None]),
+    ],
+)
+def test_slurms_tasks_per_node_are_read(layout: str, tasks: list[int | None]) -> None:
+    """The notation of SLURM_TASKS_PER_NODE, expanded node by node."""
+    assert [tasks_on_node(layout, node) for node in range(len(tasks))] == tasks
+
+
+VARIABLES = sorted(
+    {*ELASTIC, *SRUN, *OPENMPI, *PMI, *INDEXED, "SLURM_RESTART_COUNT", "SLURM_JOBID", "SLURM_TASKS_PER_NODE", "POD_NAME"}
+)
+TEXTS = st.one_of(st.sampled_from(["0", "1", "2", "8", "-1", "none", "", "2(x2)"]), st.text(max_size=12))
+
+
+@given(st.dictionaries(st.sampled_from(VARIABLES), TEXTS), st.text(max_size=8), st.text(max_size=8))
+def test_no_environment_makes_it_raise(environ: dict[str, str], host: str, argv0: str) -> None:
+    """Always an identity, and always one that makes sense: names that are there, a rank within its world."""
+    identity, problems = _discover(environ, dataclasses.replace(PROCESS, host=host, argv0=argv0))
+    assert identity.job_name
+    assert identity.run_id
+    assert identity.host
+    assert 0 <= identity.rank < (identity.world_size or identity.rank + 1)
+    assert len(set(problems)) == len(problems)
+
+
+def test_the_start_of_a_process_is_read_whatever_its_program_is_called() -> None:
+    """A program's name may hold spaces, parentheses and digits."""
+    fields = " ".join(str(number) for number in range(4, 53))
+    assert parse_start_ticks(f"77 (a) b) 1 2 (c) S {fields}\n") == 22
+    with pytest.raises(ValueError, match="no line of"):
+        parse_start_ticks("77 (python) S 1 2")
+
+
+def test_a_process_knows_itself_the_same_whenever_it_asks() -> None:
+    """A run that is named after its process keeps its name through shutdown() and init() in a notebook."""
+    facts = this_process()
+    assert facts is this_process()
+    assert (facts.host, facts.pid) == (os.uname().nodename, os.getpid())
+
+
+def test_a_forked_child_is_another_process_of_this_parent() -> None:
+    """Forked ranks do not inherit the facts of the process that forked them, and share their parent."""
+    this_process()
+    read, write = os.pipe()
+    for _ in range(2):
+        if (pid := os.fork()) == 0:
+            os.write(write, json.dumps(dataclasses.asdict(this_process())).encode() + b"\n")
+            os._exit(0)
+        os.waitpid(pid, 0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        children = [Process(**json.loads(line)) for line in lines]
+    assert len({child.pid for child in children} | {os.getpid()}) == 3
+    assert all(a.parent == b.parent != this_process().parent for a, b in pairwise(children))
+    assert all(child.start_ns >= this_process().start_ns for child in children)
