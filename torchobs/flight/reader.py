@@ -116,7 +116,7 @@ class FlightFile:
 
         Raises :class:`BadFlightFileError` when the file shrank and nothing was served before.
         """
-        live = self._live()
+        live = self.live()
         self._more_series()
         for block in sorted({series.block for series in self._series} | {0}):
             self._read_block(block)
@@ -150,7 +150,8 @@ class FlightFile:
         raw = os.pread(self._fd, span.length, span.offset)
         return raw.ljust(span.length, b"\0")
 
-    def _live(self) -> LiveWords:
+    def live(self) -> LiveWords:
+        """Return the live words alone: 256 bytes, for who looks every second and reads all only when asked to."""
         words = memoryview(self._region(Region.LIVE)).cast("Q")
         heartbeat, phase, exit_word = words[Live.HEARTBEAT_NS], words[Live.PHASE], words[Live.EXIT]
         phase_id = phase >> 56
