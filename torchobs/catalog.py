@@ -95,46 +95,52 @@ _UNITS = {
     "A": "amperes", "J": "joules", "W": "watts", "g": "grams", "Cel": "celsius", "Hz": "hertz", "1": "", "%": "percent",
 }  # fmt: skip
 _PER_UNITS = {"s": "second", "m": "minute", "h": "hour", "d": "day", "w": "week", "mo": "month", "y": "year"}
-_WORDS = re.compile(r"[^a-zA-Z0-9:]+")
+_NOT_METRIC = re.compile(r"[^a-zA-Z0-9:]+")
 _NOT_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 
 
 def prometheus_name(name: str, unit: str, kind: Kind) -> str:
     """Translate an OpenTelemetry instrument name as Prometheus' own OTLP endpoint does (UnderscoreEscapingWithSuffixes).
 
-    Source: the rules of ``prometheus/otlptranslator``; a test compares with a running Prometheus 3.
+    Source: the rules of ``prometheus/otlptranslator``; a test compares with a running Prometheus 3. A name of which nothing is
+    left, which Prometheus refuses, is ``_``, so that a page stays a page.
     """
-    words = [word for word in _WORDS.split(name) if word]
-    main, _, per = unit.partition("/")
-    for suffix in (_unit_word(main, _UNITS), _per_words(per)):
-        if suffix and suffix not in words:
-            words.append(suffix)
+    words = [word for word in _NOT_METRIC.split(name) if word]
+    words += _unit_suffixes(unit, words)
     if kind is Kind.COUNTER:
         words = [word for word in words if word != "total"] + ["total"]
     if kind is Kind.GAUGE and unit == "1":
         words = [word for word in words if word != "ratio"] + ["ratio"]
     joined = "_".join(words)
-    return f"_{joined}" if joined[:1].isdigit() else joined
+    return f"_{joined}" if not joined or joined[0].isdigit() else joined
 
 
 def prometheus_label(name: str) -> str:
-    """Translate an attribute's name to a Prometheus label as its OTLP endpoint does: ``a.b`` becomes ``a_b``."""
+    """Translate an attribute's name to a Prometheus label as its OTLP endpoint does: ``a.b`` becomes ``a_b``.
+
+    Names that the endpoint refuses (nothing but underscores is left) or drops (``__name__``, which on a page would rename the
+    series) get the ``key`` that it puts before a single underscore.
+    """
     label = _NOT_LABEL.sub("_", name)
     if label[:1].isdigit():
         return f"key_{label}"
-    return f"key{label}" if label.startswith("_") and not label.startswith("__") else label
+    reserved = not label.strip("_") or label == "__name__" or (label.startswith("_") and not label.startswith("__"))
+    return f"key{label}" if reserved else label
+
+
+def _unit_suffixes(unit: str, words: list[str]) -> list[str]:
+    """The words that a unit adds to a name's: ``By/s`` is ``bytes``, ``per_second``, each unless the name has it already."""
+    amount, _, per = unit.partition("/")
+    # An odd unit keeps one underscore at its end (`m²` is `m_`), unless a `per` follows: the translator does so too.
+    main = _NOT_METRIC.sub("_", _unit_word(amount, _UNITS)).removeprefix("_")
+    rate = _NOT_METRIC.sub("_", _unit_word(per, _PER_UNITS)).strip("_")
+    suffixes = [suffix for suffix in (main, f"per_{rate}" if rate else "") if suffix and suffix not in words]
+    return [suffixes[0].removesuffix("_"), suffixes[1]] if len(suffixes) > 1 else suffixes
 
 
 def _unit_word(unit: str, words: dict[str, str]) -> str:
     unit = unit.strip()
-    if not unit or "{" in unit or "}" in unit:
-        return ""
-    return "_".join(part for part in _WORDS.split(words.get(unit, unit)) if part)
-
-
-def _per_words(unit: str) -> str:
-    word = _unit_word(unit, _PER_UNITS)
-    return f"per_{word}" if word else ""
+    return "" if "{" in unit or "}" in unit else words.get(unit, unit)
 
 
 def _counter(name: str, unit: str, brief: str, *attributes: Attribute, integer: bool = True, planned: bool = False) -> Metric:
@@ -181,71 +187,138 @@ PROBE = Attribute("probe", "the probe's name")
 
 # --- progress -----------------------------------------------------------------------------------------------------------------
 STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, those that a loss scaler skipped included.")
-STEP_DURATION = _histogram("torchobs.step.duration", "s", "Time from one step's end to the next one's, evaluation and checkpoints excluded.", SECONDS_BOUNDS)
+STEP_DURATION = _histogram(
+    "torchobs.step.duration",
+    "s",
+    "Time from one step's end to the next one's, evaluation and checkpoints excluded.",
+    SECONDS_BOUNDS,
+)
 STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", "Time spent in each phase of the steps.", PHASE, integer=False)
 LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", "Unix time at which the last step ended.", survives=True)
-LOSS = _gauge("torchobs.loss", "", "Loss of the last step: the sum over its backward passes, or the value given to torchobs.log(). Finite values only.", survives=True)
+LOSS = _gauge(
+    "torchobs.loss",
+    "",
+    "Loss of the last step: the sum over its backward passes, or the value given to torchobs.log(). Finite values only.",
+    survives=True,
+)
 LEARNING_RATE = _gauge("torchobs.learning_rate", "", "Learning rate of each parameter group.", GROUP, survives=True)
 SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().")
 TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().")
 TOTAL_STEPS = _gauge("torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True)
-GOODPUT_TIME = _counter("torchobs.goodput.time", "s", "Wall time by what it went into; productive is training without waiting for data.", GOODPUT_STATE, integer=False)
+GOODPUT_TIME = _counter(
+    "torchobs.goodput.time",
+    "s",
+    "Wall time by what it went into; productive is training without waiting for data.",
+    GOODPUT_STATE,
+    integer=False,
+)
 SCALAR_VALUE = _gauge("torchobs.scalar", "", "Last value of each extra number given to torchobs.log().", SCALAR, survives=True)
 
 # --- gradients ----------------------------------------------------------------------------------------------------------------
-GRAD_NORM = _gauge("torchobs.grad.norm", "", "L2 norm of all gradients before the optimizer's step, unscaled, as the optimizer found them. Finite values only.", survives=True)
-GRAD_NORM_DISTRIBUTION = _histogram("torchobs.grad.norm_distribution", "", "Distribution of the total gradient norm over the steps measured.", NORM_BOUNDS)
+GRAD_NORM = _gauge(
+    "torchobs.grad.norm",
+    "",
+    "L2 norm of all gradients before the optimizer's step, unscaled, as the optimizer found them. Finite values only.",
+    survives=True,
+)
+GRAD_NORM_DISTRIBUTION = _histogram(
+    "torchobs.grad.norm_distribution", "", "Distribution of the total gradient norm over the steps measured.", NORM_BOUNDS
+)
 GRAD_INTERVAL = _gauge("torchobs.grad.interval", "{step}", "Every how many steps the gradient norm is measured at present.")
 GRAD_LAYER_NORM = _gauge("torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient.", LAYER, planned=True)
 PARAM_LAYER_NORM = _gauge("torchobs.param.layer.norm", "", "L2 norm of a layer's weights.", LAYER, planned=True)
-UPDATE_LAYER_RATIO = _gauge("torchobs.update.layer.ratio", "1", "Norm of a layer's update over the norm of its weights.", LAYER, planned=True)
-GRAD_NONFINITE_ELEMENTS = _counter("torchobs.grad.nonfinite_elements", "{element}", "Gradient elements that were NaN or infinite.", planned=True)
-GRAD_NONFINITE_STEPS = _counter("torchobs.grad.nonfinite_steps", "{step}", "Measured steps whose gradient norm was NaN or infinite.")
+UPDATE_LAYER_RATIO = _gauge(
+    "torchobs.update.layer.ratio", "1", "Norm of a layer's update over the norm of its weights.", LAYER, planned=True
+)
+GRAD_NONFINITE_ELEMENTS = _counter(
+    "torchobs.grad.nonfinite_elements", "{element}", "Gradient elements that were NaN or infinite.", planned=True
+)
+GRAD_NONFINITE_STEPS = _counter(
+    "torchobs.grad.nonfinite_steps", "{step}", "Measured steps whose gradient norm was NaN or infinite."
+)
 GRAD_CLIPPED_STEPS = _counter("torchobs.grad.clipped_steps", "{step}", "Steps whose gradient was clipped.", planned=True)
 
 # --- verdicts -----------------------------------------------------------------------------------------------------------------
 ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", "Steps judged anomalous, by kind.", ANOMALY_KIND)
-ANOMALY_ACTIVE = _gauge("torchobs.anomaly.active", "", "1 while the last measured step was anomalous in this way.", ANOMALY_KIND)
+ANOMALY_ACTIVE = _gauge(
+    "torchobs.anomaly.active", "", "1 while the last measured step was anomalous in this way.", ANOMALY_KIND
+)
 
 # --- automatic mixed precision ------------------------------------------------------------------------------------------------
 AMP_SCALE = _gauge("torchobs.amp.scale", "", "Loss scale.", planned=True)
-AMP_GROWTH_TRACKER = _gauge("torchobs.amp.growth_tracker", "{step}", "Steps without overflow since the scale last changed.", planned=True)
+AMP_GROWTH_TRACKER = _gauge(
+    "torchobs.amp.growth_tracker", "{step}", "Steps without overflow since the scale last changed.", planned=True
+)
 AMP_SKIP_STREAK = _gauge("torchobs.amp.skip_streak", "{step}", "Steps skipped in a row.", planned=True)
-AMP_STEPS_SKIPPED = _counter("torchobs.amp.steps_skipped", "{step}", "Steps that the loss scaler skipped because of non-finite gradients.")
+AMP_STEPS_SKIPPED = _counter(
+    "torchobs.amp.steps_skipped", "{step}", "Steps that the loss scaler skipped because of non-finite gradients."
+)
 
 # --- compilation --------------------------------------------------------------------------------------------------------------
-COMPILE_TIME = _counter("torchobs.compile.time", "s", "Time spent compiling; stages nest.", COMPILE_STAGE, integer=False, planned=True)
+COMPILE_TIME = _counter(
+    "torchobs.compile.time", "s", "Time spent compiling; stages nest.", COMPILE_STAGE, integer=False, planned=True
+)
 COMPILE_COMPILATIONS = _counter("torchobs.compile.compilations", "{compilation}", "Compilations.", COMPILE_CAUSE, planned=True)
 COMPILE_GRAPH_BREAKS = _counter("torchobs.compile.graph_breaks", "{break}", "Graph breaks.", planned=True)
-COMPILE_CACHE_LOOKUPS = _counter("torchobs.compile.cache.lookups", "{lookup}", "Compile cache lookups.", CACHE_RESULT, planned=True)
+COMPILE_CACHE_LOOKUPS = _counter(
+    "torchobs.compile.cache.lookups", "{lookup}", "Compile cache lookups.", CACHE_RESULT, planned=True
+)
 COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is at work.", planned=True)
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
-MEMORY_DEVICE_ALLOCATED = _gauge("torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE, planned=True)
-MEMORY_DEVICE_RESERVED = _gauge("torchobs.memory.device.reserved", "By", "Device memory held by the caching allocator.", DEVICE, planned=True)
+MEMORY_DEVICE_ALLOCATED = _gauge(
+    "torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE, planned=True
+)
+MEMORY_DEVICE_RESERVED = _gauge(
+    "torchobs.memory.device.reserved", "By", "Device memory held by the caching allocator.", DEVICE, planned=True
+)
 MEMORY_DEVICE_ACTIVE = _gauge("torchobs.memory.device.active", "By", "Device memory in active blocks.", DEVICE, planned=True)
-MEMORY_DEVICE_INACTIVE_SPLIT = _gauge("torchobs.memory.device.inactive_split", "By", "Device memory in inactive split blocks: fragmentation.", DEVICE, planned=True)
-MEMORY_DEVICE_PEAK = _gauge("torchobs.memory.device.peak", "By", "Highest allocated device memory seen by torchobs.", DEVICE, planned=True)
+MEMORY_DEVICE_INACTIVE_SPLIT = _gauge(
+    "torchobs.memory.device.inactive_split",
+    "By",
+    "Device memory in inactive split blocks: fragmentation.",
+    DEVICE,
+    planned=True,
+)
+MEMORY_DEVICE_PEAK = _gauge(
+    "torchobs.memory.device.peak", "By", "Highest allocated device memory seen by torchobs.", DEVICE, planned=True
+)
 MEMORY_DEVICE_LIMIT = _gauge("torchobs.memory.device.limit", "By", "Device memory there is.", DEVICE, planned=True)
-MEMORY_ALLOC_RETRIES = _counter("torchobs.memory.alloc_retries", "{retry}", "Allocations that succeeded only after the cache was flushed.", DEVICE, planned=True)
+MEMORY_ALLOC_RETRIES = _counter(
+    "torchobs.memory.alloc_retries",
+    "{retry}",
+    "Allocations that succeeded only after the cache was flushed.",
+    DEVICE,
+    planned=True,
+)
 MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE, planned=True)
 MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set of the rank's process.", planned=True)
-MEMORY_GROWTH_PER_STEP = _gauge("torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step.", SPACE, planned=True)
+MEMORY_GROWTH_PER_STEP = _gauge(
+    "torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step.", SPACE, planned=True
+)
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
-CHECKPOINT_TIMESTAMP = _gauge("torchobs.checkpoint.timestamp", "s", "Unix time of the last checkpoint.", survives=True, planned=True)
+CHECKPOINT_TIMESTAMP = _gauge(
+    "torchobs.checkpoint.timestamp", "s", "Unix time of the last checkpoint.", survives=True, planned=True
+)
 CHECKPOINT_DURATION = _gauge("torchobs.checkpoint.duration", "s", "Time the last checkpoint took.", survives=True, planned=True)
 CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Size of the last checkpoint.", survives=True, planned=True)
 
 # --- ranks, as the exporter sees them -----------------------------------------------------------------------------------------
 RANK_STATE_SET = _gauge("torchobs.rank.state", "", "State of the rank, one series per state.", RANK_STATE, survives=True)
 RANK_UP = _gauge("torchobs.rank.up", "", "1 while the rank's process lives.", survives=True)
-RANK_HEARTBEAT_TIMESTAMP = _gauge("torchobs.rank.heartbeat.timestamp", "s", "Unix time of the rank's last heartbeat.", survives=True)
-RANK_PROGRESS_AGE = _gauge("torchobs.rank.progress.age", "s", "Time since the rank last finished a step (since its start, before the first).")
+RANK_HEARTBEAT_TIMESTAMP = _gauge(
+    "torchobs.rank.heartbeat.timestamp", "s", "Unix time of the rank's last heartbeat.", survives=True
+)
+RANK_PROGRESS_AGE = _gauge(
+    "torchobs.rank.progress.age", "s", "Time since the rank last finished a step (since its start, before the first)."
+)
 RANK_START_TIME = _gauge("torchobs.rank.start_time", "s", "Unix time at which torchobs started in the rank.", survives=True)
 RANK_RESTARTS = _counter("torchobs.rank.restarts", "{restart}", "Times the launcher has restarted the rank.")
 RANK_SLOWDOWN = _gauge("torchobs.rank.slowdown", "1", "Rank's own step time over the median of its peers.", planned=True)
-RANK_EXIT = _gauge("torchobs.rank.exit", "", "1 for the way in which the rank ended, 0 for the others.", EXIT_REASON, survives=True)
+RANK_EXIT = _gauge(
+    "torchobs.rank.exit", "", "1 for the way in which the rank ended, 0 for the others.", EXIT_REASON, survives=True
+)
 RANK_INFO = _gauge("torchobs.rank.info", "", "Constant 1; its labels describe the rank.", survives=True)
 WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", "Ranks in the run, as its launcher says.", survives=True)
 
@@ -253,28 +326,86 @@ WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", "Ranks in the run, as its l
 OVERHEAD = _counter("torchobs.overhead", "s", "Time that torchobs itself took in the training thread.", PROBE, integer=False)
 PROBE_ERRORS = _counter("torchobs.probe.errors", "{error}", "Exceptions raised inside a probe; the first disables it.", PROBE)
 PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", "1 if the probe is not at work.", PROBE)
-FLIGHT_DROPPED = _counter("torchobs.flight.dropped", "{item}", "Items that did not fit the flight file.", Attribute("what", "what was dropped", ("series", "event", "record")))
-BUILD_INFO = _gauge("torchobs.build.info", "", "Constant 1; its labels are the exporter's versions.", Attribute("version", "torchobs version"), Attribute("python", "Python version"))
-EXPORTER_FILES = _gauge("torchobs.exporter.files", "{file}", "Flight files in the directory, by what became of them.", Attribute("status", "outcome of reading", ("served", "superseded", "expired", "bad")))
-EXPORTER_READ_ERRORS = _counter("torchobs.exporter.read_errors", "{error}", "Flight files that could not be read, by reason.", Attribute("reason", "why", ("header", "io", "kind", "timeout")))
+FLIGHT_DROPPED = _counter(
+    "torchobs.flight.dropped",
+    "{item}",
+    "Items that did not fit the flight file.",
+    Attribute("what", "what was dropped", ("series", "event", "record")),
+)
+BUILD_INFO = _gauge(
+    "torchobs.build.info",
+    "",
+    "Constant 1; its labels are the exporter's versions.",
+    Attribute("version", "torchobs version"),
+    Attribute("python", "Python version"),
+)
+EXPORTER_FILES = _gauge(
+    "torchobs.exporter.files",
+    "{file}",
+    "Flight files in the directory, by what became of them.",
+    Attribute("status", "outcome of reading", ("served", "superseded", "expired", "bad")),
+)
+EXPORTER_READ_ERRORS = _counter(
+    "torchobs.exporter.read_errors",
+    "{error}",
+    "Flight files that could not be read, by reason.",
+    Attribute("reason", "why", ("header", "io", "kind", "timeout")),
+)
 EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s", "Time the last reading of all flight files took.")
 EXPORTER_CONFIG_OK = _gauge("torchobs.exporter.config_ok", "", "0 while a part of the configuration cannot be honoured.")
-EXPORTER_DUPLICATES = _counter("torchobs.exporter.duplicate_ranks", "{rank}", "Times two living processes claimed one rank of one run.")
-EXPORTER_SERIES_DROPPED = _counter("torchobs.exporter.series_dropped", "{series}", "Series not served, by reason.", Attribute("reason", "why", ("limit", "conflict")))
+EXPORTER_DUPLICATES = _counter(
+    "torchobs.exporter.duplicate_ranks", "{rank}", "Times two living processes claimed one rank of one run."
+)
+EXPORTER_SERIES_DROPPED = _counter(
+    "torchobs.exporter.series_dropped",
+    "{series}",
+    "Series not served, by reason.",
+    Attribute("reason", "why", ("limit", "conflict")),
+)
 
 # --- events -------------------------------------------------------------------------------------------------------------------
 EVENT_RUN_START = Event("torchobs.run.start", "torchobs.init() has finished.", Severity.INFO)
 EVENT_RUN_END = Event("torchobs.run.end", "The rank ended in order.", Severity.INFO, (EXIT_REASON,))
-EVENT_EXCEPTION = Event("torchobs.exception", "An exception nobody caught.", Severity.ERROR, (Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")))
-EVENT_ANOMALY = Event("torchobs.anomaly", "A step was judged anomalous.", Severity.WARNING, (ANOMALY_KIND, Attribute("value", "what was seen"), Attribute("baseline", "what was usual")))
-EVENT_PROBE_DISABLED = Event("torchobs.probe.disabled", "A probe raised and was switched off.", Severity.WARNING, (PROBE, Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")))
-EVENT_MODEL = Event("torchobs.model", "A model was handed to torchobs.watch().", Severity.INFO, (Attribute("name", "its class"), Attribute("parameters", "elements in its parameters"), Attribute("trainable", "of which trained")))
-EVENT_LOG = Event("torchobs.log", "torchobs itself had something to say.", Severity.WARNING, (Attribute("message", "the message"),))
+EVENT_EXCEPTION = Event(
+    "torchobs.exception",
+    "An exception nobody caught.",
+    Severity.ERROR,
+    (Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")),
+)
+EVENT_ANOMALY = Event(
+    "torchobs.anomaly",
+    "A step was judged anomalous.",
+    Severity.WARNING,
+    (ANOMALY_KIND, Attribute("value", "what was seen"), Attribute("baseline", "what was usual")),
+)
+EVENT_PROBE_DISABLED = Event(
+    "torchobs.probe.disabled",
+    "A probe raised and was switched off.",
+    Severity.WARNING,
+    (PROBE, Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")),
+)
+EVENT_MODEL = Event(
+    "torchobs.model",
+    "A model was handed to torchobs.watch().",
+    Severity.INFO,
+    (
+        Attribute("name", "its class"),
+        Attribute("parameters", "elements in its parameters"),
+        Attribute("trainable", "of which trained"),
+    ),
+)
+EVENT_LOG = Event(
+    "torchobs.log", "torchobs itself had something to say.", Severity.WARNING, (Attribute("message", "the message"),)
+)
 EVENT_STACKS = Event("torchobs.stacks", "Stacks of all threads.", Severity.INFO, planned=True)
 
 # --- spans --------------------------------------------------------------------------------------------------------------------
 SPAN_RUN = Span("torchobs.run", "From init() to the rank's end; the launcher's TRACEPARENT is its parent.")
-SPAN_PHASE = Span("torchobs.phase", "A region opened by torchobs.phase(), when it lasts 100 ms or longer.", (Attribute("phase", "the name given"),))
+SPAN_PHASE = Span(
+    "torchobs.phase",
+    "A region opened by torchobs.phase(), when it lasts 100 ms or longer.",
+    (Attribute("phase", "the name given"),),
+)
 SPAN_STEP = Span("torchobs.step", "A training step, sampled.", planned=True)
 SPAN_COMPILE = Span("torchobs.compile", "A compilation.", planned=True)
 

@@ -1,0 +1,176 @@
+"""The catalog keeps the conventions that its names are translated by, and translates as Prometheus does."""
+
+import math
+from collections import Counter
+
+import pytest
+
+from torchobs import catalog
+from torchobs.catalog import Kind, Metric, prometheus_label, prometheus_name
+
+METRICS = pytest.mark.parametrize("metric", catalog.METRICS, ids=lambda metric: metric.name)
+
+# What Prometheus 3.11 made of these over OTLP; tests/integration/test_names_oracle.py asks a running one.
+TRANSLATIONS = [
+    ("a.b-c", "", Kind.GAUGE, "a_b_c"),
+    ("a..b__c", "", Kind.GAUGE, "a_b_c"),
+    ("1st", "", Kind.GAUGE, "_1st"),
+    ("naïve.größe", "By", Kind.GAUGE, "na_ve_gr_e_bytes"),
+    ("rules:a.b", "s", Kind.GAUGE, "rules:a_b_seconds"),
+    ("io", "By/s", Kind.GAUGE, "io_bytes_per_second"),
+    ("io.bytes", "By/s", Kind.GAUGE, "io_bytes_per_second"),
+    ("requests", "{request}/s", Kind.GAUGE, "requests_per_second"),
+    ("requests", "{request}", Kind.COUNTER, "requests_total"),
+    ("load", "%", Kind.GAUGE, "load_percent"),
+    ("wait", "ms", Kind.HISTOGRAM, "wait_milliseconds"),
+    ("wait.seconds", "s", Kind.HISTOGRAM, "wait_seconds"),
+    ("foo_total", "s", Kind.COUNTER, "foo_seconds_total"),
+    ("foo_total", "s", Kind.UPDOWN, "foo_total_seconds"),
+    ("foo.ratio", "1", Kind.GAUGE, "foo_ratio"),
+    ("foo.ratio.bar", "1", Kind.GAUGE, "foo_bar_ratio"),
+    ("foo", "1", Kind.COUNTER, "foo_total"),
+    ("foo", "foo/bar/baz", Kind.GAUGE, "foo_per_bar_baz"),
+    ("area", "m²", Kind.GAUGE, "area_m_"),
+    ("area", "m²/s²", Kind.GAUGE, "area_m_per_s"),
+    ("heat", "J/{item}", Kind.GAUGE, "heat_joules"),
+    ("日本", "", Kind.COUNTER, "total"),
+]
+LABELS = {
+    "a.b": "a_b",
+    "a..b": "a__b",
+    "1st": "key_1st",
+    "_x": "key_x",
+    "__x": "__x",
+    "A-b c": "A_b_c",
+    "naïve": "na_ve",
+}
+
+
+@pytest.mark.parametrize(("name", "unit", "kind", "expected"), TRANSLATIONS)
+def test_names_are_translated_as_prometheus_translates_them(name: str, unit: str, kind: Kind, expected: str) -> None:
+    """A user's own instrument has one name in Prometheus, whether it is scraped or pushed over OTLP."""
+    assert prometheus_name(name, unit, kind) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), LABELS.items())
+def test_labels_are_translated_as_prometheus_translates_them(name: str, expected: str) -> None:
+    """And so has every attribute."""
+    assert prometheus_label(name) == expected
+
+
+def test_a_name_of_which_nothing_is_left_is_still_a_name() -> None:
+    """Prometheus refuses these; on a page they must not break the line, nor name another series."""
+    assert prometheus_name("日本", "", Kind.GAUGE) == "_"
+    assert [prometheus_label(name) for name in ("", "__", "日本", "__name__")] == ["key", "key__", "key__", "key__name__"]
+
+
+def test_every_definition_is_in_its_list() -> None:
+    """Nothing that the module defines escapes the page, the docs and these tests."""
+    defined = [value for value in vars(catalog).values() if isinstance(value, Metric)]
+    assert list(catalog.METRICS) == defined
+    assert list(catalog.BY_NAME.values()) == defined
+    assert len(catalog.EVENTS) > 1
+    assert len(catalog.SPANS) > 1
+
+
+@pytest.mark.parametrize("kind", ["METRICS", "EVENTS", "SPANS"])
+def test_no_name_is_another_s_namespace(kind: str) -> None:
+    """OpenTelemetry's rule: `a.b` and `a.b.c` cannot both be names, and no name comes twice."""
+    names = [one.name for one in getattr(catalog, kind)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+    assert [(name, other) for name in names for other in names if other.startswith(f"{name}.")] == []
+    assert [name for name in names if not name.startswith("torchobs.")] == []
+
+
+def test_prometheus_names_are_unique() -> None:
+    """Two instruments never share a family, not even through a histogram's or a counter's suffixes."""
+    names = [name for metric in catalog.METRICS for name in samples(metric)]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def samples(metric: Metric) -> list[str]:
+    """Every name that the metric's samples have, and its family's."""
+    name = metric.prometheus
+    if metric.kind is Kind.HISTOGRAM:
+        return [name, f"{name}_bucket", f"{name}_count", f"{name}_sum"]
+    return [name, name.removesuffix("_total")] if metric.kind is Kind.COUNTER else [name]
+
+
+@METRICS
+def test_suffixes_mean_what_they_say(metric: Metric) -> None:
+    """`_total` is a counter and `_ratio` a share of one; a gauge is never taken for a histogram's `_count` or `_sum`."""
+    name = metric.prometheus
+    assert name.endswith("_total") == (metric.kind is Kind.COUNTER)
+    if metric.kind is not Kind.HISTOGRAM:
+        assert not name.endswith(("_count", "_sum", "_bucket", "_created"))
+    assert name.endswith("_ratio") == (metric.unit == "1")
+    assert (metric.unit == "1") <= (metric.kind is Kind.GAUGE)
+
+
+@METRICS
+def test_units_are_base_units(metric: Metric) -> None:
+    """Seconds and bytes, a count of things in braces, or none; an integer is never a number of seconds."""
+    assert metric.unit in {"", "1", "s", "By"} or (metric.unit[0] + metric.unit[-1] == "{}" and metric.unit[1:-1].islower())
+    assert not (metric.integer and metric.unit == "s")
+
+
+@METRICS
+def test_briefs_are_sentences(metric: Metric) -> None:
+    """One line of help: a sentence with a full stop."""
+    assert metric.brief[0].isalnum()
+    assert metric.brief.endswith(".")
+    assert "\n" not in metric.brief
+
+
+@METRICS
+def test_only_histograms_have_bounds_and_they_are_powers(metric: Metric) -> None:
+    """Bounds that are powers of two convert to exponential and to native histograms without loss."""
+    assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM)
+    assert list(metric.bounds) == sorted(set(metric.bounds))
+    assert all(math.frexp(bound)[0] == 0.5 for bound in metric.bounds)
+
+
+def test_norm_bounds_are_powers_of_four() -> None:
+    """A norm spans sixteen orders of magnitude: every other power of two is enough."""
+    exponents = [math.frexp(bound)[1] - 1 for bound in catalog.NORM_BOUNDS]
+    assert {exponent % 2 for exponent in exponents} == {0}
+    assert (min(catalog.NORM_BOUNDS), max(catalog.NORM_BOUNDS)) == (4.0**-13, 4.0**13)
+
+
+@METRICS
+def test_labels_are_no_target_s(metric: Metric) -> None:
+    """An attribute never hides what the scrape adds or what every series of a rank carries."""
+    taken = {
+        "job",
+        "instance",
+        "namespace",
+        "pod",
+        "container",
+        "node",
+        "service",
+        "job_name",
+        "run_id",
+        "rank",
+        "le",
+        "quantile",
+    }
+    labels = [prometheus_label(attribute.name) for attribute in metric.attributes]
+    assert not taken & set(labels)
+    assert len(labels) == len(set(labels))
+
+
+@METRICS
+def test_counters_count_over_closed_sets(metric: Metric) -> None:
+    """Every series of a counter can exist at 0 from the start, so that `increase()` sees its first event.
+
+    Probes and devices are not listed here, but known when the rank starts.
+    """
+    for attribute in metric.attributes:
+        assert len(attribute.values) == len(set(attribute.values))
+        if metric.kind is Kind.COUNTER and attribute not in (catalog.PROBE, catalog.DEVICE):
+            assert attribute.values
+
+
+def test_every_kind_of_anomaly_has_a_severity() -> None:
+    """Severity is a function of the kind, so it needs no label."""
+    assert tuple(catalog.ANOMALY_SEVERITY) == catalog.ANOMALY_KINDS
