@@ -94,15 +94,15 @@ class StepRecord(NamedTuple):
     norm_scale: float
 
 
-def pack(
+def pack(  # noqa: PLR0913, PLR0917  # the record's fields, once a step: a tuple around them would cost as much as packing
     seq: int, step: int, end_ns: int, kind: int, flags: int, losses: int, duration_s: float, loss: float, grad_norm: float,
-    learning_rate: float, phase_s: tuple[float, float, float, float, float, float, float, float], tokens: int, samples: int,
-    norm_scale: float, seed: int,
+    learning_rate: float, phase_s: tuple[float, ...], tokens: int, samples: int, norm_scale: float, seed: int,
 ) -> bytes:  # fmt: skip
     """Return the record's 128 bytes. Raises ``struct.error`` for a value that its field cannot hold."""
     body = _BODY.pack(
-        seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, *phase_s, tokens, samples, 0, norm_scale, 0
-    )
+        seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, *phase_s, tokens, samples, 0,
+        norm_scale, 0,
+    )  # fmt: skip
     return body + _CRC.pack(zlib.crc32(body, seed))
 
 
@@ -110,8 +110,12 @@ def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
     """Decode 128 bytes; ``None`` when the CRC does not match."""
     if len(raw) != RECORD_SIZE or _CRC.unpack_from(raw, RECORD_SIZE - 4)[0] != zlib.crc32(raw[: RECORD_SIZE - 4], seed):
         return None
-    field = _BODY.unpack_from(raw)
-    return StepRecord(*field[:10], field[10:18], field[18], field[19], field[21])
+    seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, *phases, tokens, samples, _, scale, _ = (
+        _BODY.unpack_from(raw)
+    )
+    return StepRecord(
+        seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, tuple(phases), tokens, samples, scale
+    )
 
 
 class Word:
@@ -196,6 +200,8 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     """
     if not records:
         return
+    totals.ints[Word.TOKENS] += sum(record.tokens for record in records)
+    totals.ints[Word.SAMPLES] += sum(record.samples for record in records)
     steps = [record for record in records if record.kind == Kind.STEP]
     if steps:
         _fold_progress(totals, steps)
@@ -211,8 +217,6 @@ def _fold_progress(totals: Totals, steps: list[StepRecord]) -> None:
     ints[Word.STEPS] += len(steps)
     ints[Word.LAST_STEP] = last.step
     floats[Word.LAST_STEP_TIMESTAMP] = (last.end_ns + _signed(ints[Word.CLOCK_OFFSET])) / 1e9
-    ints[Word.TOKENS] += sum(record.tokens for record in steps)
-    ints[Word.SAMPLES] += sum(record.samples for record in steps)
     for record in reversed(steps):
         if record.flags & Flag.LEARNING_RATE and isfinite(record.learning_rate):
             floats[Word.LEARNING_RATE] = record.learning_rate
@@ -356,4 +360,8 @@ def series() -> list[tuple[catalog.Metric, dict[str, str], int]]:
     found: list[tuple[catalog.Metric, dict[str, str], int]] = [(metric, {}, word) for metric, word in single]
     for metric, label, values, first in several:
         found += [(metric, {label: value}, first + index) for index, value in enumerate(values)]
-    return [*found, (catalog.LEARNING_RATE, {"group": "0"}, Word.LEARNING_RATE), (catalog.FLIGHT_DROPPED, {"what": "record"}, Word.RECORDS_LOST)]
+    return [
+        *found,
+        (catalog.LEARNING_RATE, {"group": "0"}, Word.LEARNING_RATE),
+        (catalog.FLIGHT_DROPPED, {"what": "record"}, Word.RECORDS_LOST),
+    ]

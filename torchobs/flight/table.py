@@ -138,7 +138,8 @@ class Table:
     """All series of a flight file. Block 0 is the core, whose first words belong to the fold."""
 
     __slots__ = (
-        "_at", "_blocks", "_cells", "_count", "_groups", "_live_at", "_lock", "_memory", "_offset", "_room", "_seed", "_span", "dropped",
+        "_at", "_blocks", "_cells", "_count", "_groups", "_live_at", "_lock", "_memory", "_offset",
+        "_room", "_seed", "_span", "dropped",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, regions: Mapping[Region, Span], seed: int) -> None:

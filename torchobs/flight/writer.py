@@ -70,10 +70,9 @@ class FlightWriter:
         """The file's path."""
         return f"{self._born.place.path}/{self._born.name}" if self._born else ""
 
-    def append(
+    def append(  # noqa: PLR0913, PLR0917  # see record.pack
         self, step: int, end_ns: int, kind: int, flags: int, losses: int, duration_s: float, loss: float, grad_norm: float,
-        learning_rate: float, phase_s: tuple[float, float, float, float, float, float, float, float], tokens: int = 0,
-        samples: int = 0, norm_scale: float = 1.0,
+        learning_rate: float, phase_s: tuple[float, ...], tokens: int = 0, samples: int = 0, norm_scale: float = 1.0,
     ) -> int:  # fmt: skip
         """Write one record (fields as in ``record``) and return its sequence number. Any thread; never waits.
 
@@ -82,8 +81,8 @@ class FlightWriter:
         """
         seq = next(self._sequence)
         raw = record.pack(
-            seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, phase_s, tokens, samples, norm_scale,
-            self._seed,
+            seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, phase_s, tokens, samples,
+            norm_scale, self._seed,
         )  # fmt: skip
         self.memory.store(self._steps_at + ((seq - 1) & self._mask) * RECORD_SIZE, raw)
         self.memory.word(self._live_at + Live.STEP_HEAD, seq)
@@ -194,9 +193,15 @@ class FlightWriter:
 
 
 def open_writer(
-    place: Place, resource: Mapping[str, str | int], size: int = DEFAULT_SIZE, memory: Callable[[memoryview], Memory] | None = None,
-) -> FlightWriter:  # fmt: skip
-    """Create and publish a flight file in ``place``. Raises ``birth.NoRoomError``, ``OSError``, or ``ValueError`` for a bad size."""
+    place: Place,
+    resource: Mapping[str, str | int],
+    size: int = DEFAULT_SIZE,
+    memory: Callable[[memoryview], Memory] | None = None,
+) -> FlightWriter:
+    """Create and publish a flight file in ``place``.
+
+    Raises ``birth.NoRoomError`` or ``OSError`` when it cannot be had, ``ValueError`` for a bad size.
+    """
     born = create(place, new_header(resource, size))
     kind = memory or (DirectMemory if place.in_memory else DeferredMemory)
     return FlightWriter(born.header, kind(memoryview(born.map)), born)

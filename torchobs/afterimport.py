@@ -1,0 +1,76 @@
+"""Do something once a module has been imported: at once if it is there, else right after its import.
+
+``init()`` may come before ``import torch`` (under ``torchobs run`` it does), and ``torch._dynamo`` takes a second to import, so
+that nothing of ours may be the first to ask for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+class _Loader(Loader):
+    """The module's own loader, and our call after it."""
+
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None:
+            spec.loader = self._loader  # what the module itself and its tools see
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._finder.done()
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str, callback: Callable[[], None]) -> None:
+        self.name, self._callback = name, callback
+        self._searching = False
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        del path, target
+        if fullname != self.name or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+    def done(self) -> None:
+        cancel(self)
+        self._callback()
+
+
+def after_import(name: str, callback: Callable[[], None]) -> MetaPathFinder | None:
+    """Call ``callback`` when ``name`` has been imported; return a handle for :func:`cancel` if that is yet to come."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if module is not None and not getattr(spec, "_initializing", False):
+        callback()
+        return None
+    finder = _Finder(name, callback)
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+def cancel(handle: MetaPathFinder) -> None:
+    """Forget about it. Idempotent."""
+    if handle in sys.meta_path:
+        sys.meta_path.remove(handle)

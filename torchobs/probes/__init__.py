@@ -1,0 +1,24 @@
+"""What watches training: one signal per file, one class each with ``install`` and ``remove`` (``host.Probe``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.probes.amp import AmpProbe
+from torchobs.probes.data import DataProbe
+from torchobs.probes.exits import ExitProbe
+from torchobs.probes.gradients import GradientProbe
+from torchobs.probes.learning_rate import LearningRateProbe
+from torchobs.probes.loss import LossProbe
+from torchobs.probes.phases import PhaseProbe
+from torchobs.probes.step import StepProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.probes.host import Probe
+
+PROBES: tuple[Callable[[], Probe], ...] = (
+    ExitProbe, StepProbe, PhaseProbe, DataProbe, LossProbe, AmpProbe, GradientProbe, LearningRateProbe,
+)  # fmt: skip
+"""In the order of installation; all but the first need torch."""

@@ -1,0 +1,169 @@
+"""The total L2 norm of the gradients, as the optimizer finds them, unscaled; before clipping, where clipping is seen.
+
+**When**: without a closure in the pre hook (SGD with momentum, nesterov and foreach changes ``p.grad`` in its step; a fused
+optimizer with a loss scaler unscales in its step), with one when the outermost backward inside the step returns.
+**How often**: every step where that is cheap enough, else every n-th, so that the norm's own time stays within half of
+the overhead budget; the interval in use is a metric. Where ``clip_grad_norm_`` computes the norm anyway it is taken from there.
+"""
+
+from __future__ import annotations
+
+from math import ceil, sqrt
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from torchobs import catalog
+from torchobs.flight.record import Flag
+from torchobs.probes.norms import total_norm
+from torchobs.probes.patching import Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from torchobs.flight.table import Cell
+    from torchobs.probes.host import Host
+
+MAX_INTERVAL = 1000
+_SMOOTHING = 0.1
+_RECOUNT_EVERY = 64
+
+
+class GradientProbe:
+    """Measures the gradients' total norm."""
+
+    name = "gradients"
+
+    def __init__(self) -> None:
+        self._clip: Patch | None = None
+        self._cost_ns = self._step_ns = 0.0
+        self._last_begin_ns = self._last_step = 0
+        self._interval = 1
+        self._due_at = 0
+        self._clipped: torch.Tensor | None = None
+        self._clipped_grads = 0
+        self._optimizer: Any = None
+        self._under_way: dict[int, list[list[float]]] = {}
+
+    def install(self, host: Host) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._host, self._torch = host, torch
+        self._counts: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        self._cell: Cell | None = host.writer.table.cell(catalog.GRAD_INTERVAL, {})
+        fixed = host.settings.grad_interval
+        self._fixed = fixed if isinstance(fixed, int) else None
+        fuse = host.fuse(self.name)
+        host.before_step.append(fuse.guard(self._before_step))
+        host.after_backward.append(fuse.guard(self._after_backward))
+        clip = getattr(torch.nn.utils, "clip_grad", None)
+        original = getattr(clip, "_get_total_norm", None)  # torch ≥ 2.6; older ones are measured after clipping
+        if original is not None:
+            note = fuse.guard(self._note_clip)
+
+            def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+                tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                norm: torch.Tensor = original(tensors, norm_type, *args, **kwargs)
+                note(len(tensors), norm_type, norm)
+                return norm
+
+            self._clip = Patch(clip, "_get_total_norm", get_total_norm)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        if self._clip is not None:
+            self._clip.undo()
+
+    def sample(self) -> None:
+        """Show the interval; write the norms of ended steps whose values have arrived from a device."""
+        if self._cell is not None and self._interval:
+            self._cell.set(float(self._interval))
+        cycle = self._host.cycle
+        for step in sorted(self._under_way):
+            parts = self._under_way[step]
+            if step > cycle.step or not all(parts):
+                return
+            del self._under_way[step]
+            cycle.late(step, Flag.GRAD_NORM, 0.0, sqrt(sum(part[0] * part[0] for part in parts)))
+
+    def _note_clip(self, grads: int, norm_type: float, norm: torch.Tensor) -> None:
+        """``clip_grad_norm_`` has computed a norm: of all gradients, unless the optimizer turns out to have more."""
+        self._clipped, self._clipped_grads = (norm.detach(), grads) if float(norm_type) == 2.0 else (None, 0)  # noqa: PLR2004  # L2
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        begun_ns = monotonic_ns()
+        self._optimizer = optimizer
+        if closure:
+            return
+        clipped, self._clipped = self._clipped, None
+        if clipped is not None and self._grads_of(optimizer) == self._clipped_grads:
+            self._put(clipped, optimizer, within=False, scaled=False)
+        elif self._is_due(begun_ns):
+            self._measure(optimizer, within=False)
+            self._learn(monotonic_ns() - begun_ns)
+        self._host.spend(self.name, monotonic_ns() - begun_ns)
+
+    def _after_backward(self) -> None:
+        if not self._host.in_closure or self._optimizer is None:
+            return
+        begun_ns = monotonic_ns()
+        if self._is_due(begun_ns):
+            self._measure(self._optimizer, within=True)
+            self._learn(monotonic_ns() - begun_ns)
+        self._host.spend(self.name, monotonic_ns() - begun_ns)
+
+    def _grads_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Count its gradients, now and then: parameters are seldom frozen or thawed."""
+        count, age = self._counts.get(optimizer, (0, _RECOUNT_EVERY))
+        if age >= _RECOUNT_EVERY or count != self._clipped_grads:
+            count, age = len(_gradients(optimizer)), 0
+        self._counts[optimizer] = (count, age + 1)
+        return count
+
+    def _is_due(self, now_ns: int) -> bool:
+        step = self._host.cycle.step
+        if self._last_begin_ns and step > self._last_step:
+            length = (now_ns - self._last_begin_ns) / (step - self._last_step)
+            self._step_ns += (length - self._step_ns) * (_SMOOTHING if self._step_ns else 1.0)
+        if step != self._last_step or not self._last_begin_ns:
+            self._last_begin_ns, self._last_step = now_ns, step
+        return step >= self._due_at or step == self._due_at - self._interval
+
+    def _learn(self, cost_ns: int) -> None:
+        """Set the interval by what a measurement costs and how long a step takes."""
+        self._cost_ns += (cost_ns - self._cost_ns) * (_SMOOTHING if self._cost_ns else 1.0)
+        if self._fixed is not None:
+            self._interval = self._fixed
+        elif self._step_ns:
+            share = max(self._host.settings.overhead_budget / 2, 1e-6)
+            self._interval = min(MAX_INTERVAL, max(1, ceil(self._cost_ns / (share * self._step_ns))))
+        self._due_at = self._host.cycle.step + self._interval
+
+    def _measure(self, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
+        gradients = _gradients(optimizer)
+        if not gradients:
+            return
+        with self._torch.no_grad():
+            for norm in total_norm(gradients):
+                self._put(norm, optimizer, within=within, scaled=True)
+
+    def _put(self, norm: torch.Tensor, optimizer: torch.optim.Optimizer, *, within: bool, scaled: bool) -> None:
+        scale = getattr(optimizer, "grad_scale", None) if scaled else None
+        host = self._host
+        if norm.device.type == "cpu":
+            factor = 1.0 if scale is None else float(scale)
+            host.cycle.add_norm(norm.item() / factor, factor, within_step=within)
+            return
+        arriving: list[float] = []
+        parts = self._under_way.setdefault(host.cycle.step + 1, [])
+        if within:
+            parts.clear()
+        if host.device.take(norm if scale is None else norm / scale, arriving.append):
+            parts.append(arriving)
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

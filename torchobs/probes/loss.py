@@ -1,0 +1,96 @@
+"""The loss: what the outermost backward starts from, if that is one scalar without a given gradient.
+
+On the CPU it is read at once (143 ns), on a device it is copied without waiting. Never held: a loss holds its whole graph. With
+``GradScaler`` the value before scaling is meant. With accumulation it is the sum over the step's backward passes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torchobs.flight.record import Flag
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchobs.probes.host import Host
+
+
+class LossProbe:
+    """Takes the loss of each step."""
+
+    name = "loss"
+
+    def __init__(self) -> None:
+        self._scaled: weakref.ref[torch.Tensor] | None = None
+        self._unscaled: torch.Tensor | None = None
+        self._scale: torch.Tensor | None = None
+        self._under_way: dict[int, list[list[float]]] = {}
+        self._base = 0
+
+    def install(self, host: Host) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._host, self._torch = host, torch
+        fuse = host.fuse(self.name)
+        host.before_backward.append(fuse.guard(self._take))
+        host.loss_scaled = fuse.guard(self._note_scaled)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.host.Probe`: the host's lists go with the host."""
+
+    def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
+        """``GradScaler.scale`` was called."""
+        if isinstance(outputs, self._torch.Tensor) and isinstance(scaled, self._torch.Tensor) and outputs.numel() == 1:
+            self._scaled, self._unscaled, self._scale = weakref.ref(scaled), outputs.detach(), scale
+
+    def _take(self, tensors: Any, gradients: Any) -> None:
+        torch = self._torch
+        # exactly a tensor: a DTensor's value would need a collective, a fake one has none
+        if gradients is not None or type(tensors) is not torch.Tensor or tensors.numel() != 1:
+            return
+        value = self._plain(tensors)
+        host = self._host
+        within = host.in_closure
+        if value.device.type == "cpu":
+            host.cycle.add_loss(value.item(), within_step=within)
+        elif not host.cycle.log_wins:
+            self._take_later(value, within=within)
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the loss without the loss scale, detached."""
+        scaled, unscaled = self._scaled, self._unscaled
+        if scaled is None or unscaled is None:
+            return tensor.detach()
+        alive = scaled()
+        if alive is tensor:
+            self._scaled = self._unscaled = None
+            return unscaled
+        self._scaled = self._unscaled = None
+        if self._scale is not None and alive is None:
+            return tensor.detach() / self._scale  # divided after scaling, for an accumulation
+        return tensor.detach()
+
+    def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
+        """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
+        parts = self._under_way.setdefault(self._host.cycle.step + 1, [])
+        if within:
+            del parts[self._base :]
+        else:
+            self._base = len(parts) + 1
+        arriving: list[float] = []
+        if self._host.device.take(value, arriving.append):
+            parts.append(arriving)
+
+    def sample(self) -> None:
+        """Write the losses of ended steps whose values have arrived."""
+        cycle = self._host.cycle
+        for step in sorted(self._under_way):
+            parts = self._under_way[step]
+            if step > cycle.step or not all(parts):
+                return
+            del self._under_way[step]
+            if parts:
+                cycle.late(step, Flag.LOSS, sum(part[0] for part in parts), 0.0)

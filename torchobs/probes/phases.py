@@ -1,0 +1,61 @@
+"""Phases: that they are recorded, and evaluation, which is no part of a step.
+
+``Module.train`` is where ``eval()`` and ``train()`` meet; only the outermost call counts, since it recurses into the children.
+"""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs.probes.patching import Patch
+
+if TYPE_CHECKING:
+    from torchobs.probes.host import Host
+
+
+class PhaseProbe:
+    """Switches the recording of phases on, and sees evaluation begin and end."""
+
+    name = "phases"
+
+    def __init__(self) -> None:
+        self._patch: Patch | None = None
+        self._depth = 0
+
+    def install(self, host: Host) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._host = host
+        host.cycle.timed = True
+        original = torch.nn.Module.train
+        note = host.fuse(self.name).guard(self._note)
+
+        @functools.wraps(original)
+        def train(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002  # torch's signature
+            if self._depth or get_ident() != host.thread:
+                return original(module, mode)
+            self._depth = 1
+            note(module, mode)
+            try:
+                return original(module, mode)
+            finally:
+                self._depth = 0
+
+        self._patch = Patch(torch.nn.Module, "train", train)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        if self._patch is not None:
+            self._patch.undo()
+
+    def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # as above
+        now_ns = monotonic_ns()
+        if mode:
+            self._host.cycle.segments.evaluation_ends(id(module), now_ns)
+        else:
+            self._host.cycle.segments.evaluation_begins(id(module), now_ns)
+        self._host.spend(self.name, monotonic_ns() - now_ns)

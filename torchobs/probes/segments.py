@@ -1,0 +1,189 @@
+"""Where a step's time goes: a timeline cut at the boundaries that the hooks see. Pure: every time is an argument, in ns.
+
+``data`` is a fetch, ``forward`` the time from a fetch to the outermost backward (or directly before a backward, where there is
+no fetch), ``backward`` the outermost backward, ``optimizer`` from the optimizer's pre to its post hook (inside a closure:
+forward up to its first backward), ``other`` the time between those. Each is measured as an interval of its own.
+
+Evaluation is neither a step nor part of one. It is
+
+* what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between,
+* a fetch with gradients disabled, and what follows it,
+* a fetch by one loader with no backward before the next fetch of another one. (Several fetches of ONE loader before a
+  backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
+"""In the order of ``record.PHASE_NAMES``."""
+
+NOTHING = -1
+
+
+class _Window(NamedTuple):
+    """The state at the moment of ``eval()``, to go back to if it was an evaluation indeed."""
+
+    owner: int
+    begun_ns: int
+    spent_ns: list[int]
+    undecided: dict[int, tuple[int, int]]
+
+
+class Segments:
+    """The timeline of the step in progress."""
+
+    __slots__ = ("_evaluating", "_fetch_ns", "_loader", "_mark_ns", "_pinned", "_undecided", "_window", "segment", "spent_ns")
+
+    def __init__(self) -> None:
+        self.segment = NOTHING
+        self.spent_ns = [0] * 8
+        self._mark_ns = 0
+        self._pinned: list[int] = []
+        self._window: _Window | None = None
+        self._reset_fetch()
+
+    def _reset_fetch(self) -> None:
+        self._loader, self._fetch_ns, self._evaluating = 0, 0, False
+        self._undecided: dict[int, tuple[int, int]] = {}
+
+    @property
+    def started(self) -> bool:
+        """Whether a boundary was seen since the last step, or a step before."""
+        return self.segment != NOTHING
+
+    def _cut(self, now_ns: int, following: int) -> int:
+        """End the present segment, begin the next, return how long the present one was."""
+        length = now_ns - self._mark_ns if self.segment != NOTHING else 0
+        self._mark_ns, self.segment = now_ns, following
+        return length
+
+    def fetch_begins(self, loader: int, now_ns: int) -> None:
+        """A DataLoader is asked for a batch. ``loader`` identifies it across epochs."""
+        if self._pinned:
+            return
+        before = self.segment
+        length = self._cut(now_ns, DATA)
+        if before == FORWARD and self._loader:
+            self._set_aside(length)
+        elif before != NOTHING:
+            self.spent_ns[before] += length
+        self._loader = loader
+
+    def _set_aside(self, length: int) -> None:
+        """A fetch that no backward has followed yet."""
+        if self._evaluating:
+            self.spent_ns[EVALUATION] += self._fetch_ns + length
+        else:
+            data, rest = self._undecided.get(self._loader, (0, 0))
+            self._undecided[self._loader] = (data + self._fetch_ns, rest + length)
+        self._fetch_ns = 0
+
+    def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
+        """It gave one, or has no more. ``gradients``: whether they are enabled."""
+        if self._pinned or self.segment != DATA:
+            return
+        length = self._cut(now_ns, OTHER if exhausted else FORWARD)
+        self._evaluating = not gradients
+        if not exhausted:
+            self._fetch_ns = length
+            return
+        if self._evaluating:
+            self.spent_ns[EVALUATION] += length
+        elif self._loader in self._undecided:
+            data, rest = self._undecided[self._loader]
+            self._undecided[self._loader] = (data + length, rest)
+        else:
+            self.spent_ns[DATA] += length
+        self._loader, self._fetch_ns = 0, 0
+
+    def backward_begins(self, now_ns: int) -> None:
+        """The outermost backward begins: what was before it was forward, and the fetch before that was data."""
+        self._window = None
+        if self._pinned:
+            return
+        before = self.segment
+        length = self._cut(now_ns, BACKWARD)
+        if before in (OTHER, FORWARD):
+            self.spent_ns[FORWARD] += length
+        elif before != NOTHING:
+            self.spent_ns[before] += length
+        self._decide()
+
+    def _decide(self) -> None:
+        self.spent_ns[DATA] += self._fetch_ns
+        for loader, (data, rest) in self._undecided.items():
+            if loader == self._loader:
+                self.spent_ns[DATA] += data
+                self.spent_ns[OTHER] += rest
+            else:
+                self.spent_ns[EVALUATION] += data + rest
+        if self._fetch_ns or self._undecided:
+            self._reset_fetch()
+
+    def turn(self, segment: int, now_ns: int) -> None:
+        """Another boundary: the present segment was what it said, ``segment`` begins."""
+        if self._pinned:
+            return
+        before = self.segment
+        length = self._cut(now_ns, segment)
+        if before != NOTHING:
+            self.spent_ns[before] += length
+
+    def evaluation_begins(self, owner: int, now_ns: int) -> None:
+        """``module.eval()`` was called; ``owner`` identifies the module."""
+        if self._pinned or self._window is not None:
+            return
+        # the segment goes on as what it is: whether this is an evaluation shows later
+        before = self.segment
+        length = self._cut(now_ns, before)
+        if before == FORWARD and self._loader:
+            self._set_aside(length)  # a fetch with nothing trained on it belongs to what was before
+        elif before != NOTHING:
+            self.spent_ns[before] += length
+        self._window = _Window(owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+
+    def evaluation_ends(self, owner: int, now_ns: int) -> None:
+        """``module.train()`` was called: if it is the module that was in evaluation, what lay between was an evaluation."""
+        window = self._window
+        if window is None or window.owner != owner or self._pinned:
+            return
+        self._window = None
+        self._cut(now_ns, OTHER)
+        self.spent_ns, self._undecided = window.spent_ns, window.undecided
+        self.spent_ns[EVALUATION] += now_ns - window.begun_ns
+        self._loader, self._fetch_ns = 0, 0
+
+    def pin(self, segment: int, now_ns: int) -> None:
+        """The user says what begins here (``torchobs.phase``); no hook changes it until :meth:`unpin`."""
+        if not self._pinned:
+            before = self.segment
+            length = self._cut(now_ns, segment)
+            if before == FORWARD and self._loader:
+                self._set_aside(length)
+            elif before != NOTHING:
+                self.spent_ns[before] += length
+        else:
+            self.spent_ns[self._pinned[-1]] += self._cut(now_ns, segment)
+        self._pinned.append(segment)
+
+    def unpin(self, now_ns: int) -> None:
+        """What the user named has ended."""
+        if not self._pinned:
+            return
+        ended = self._pinned.pop()
+        after = self._pinned[-1] if self._pinned else FORWARD if ended == DATA else OTHER
+        self.spent_ns[ended] += self._cut(now_ns, after)
+
+    def close(self, now_ns: int, following: int = OTHER) -> list[int]:
+        """The step ends: return the ns spent in each segment, and begin the next step."""
+        self._window = None
+        pinned = self._pinned[-1] if self._pinned else None
+        before = self.segment
+        length = self._cut(now_ns, following if pinned is None else pinned)
+        if before != NOTHING:
+            self.spent_ns[before] += length
+        self._decide()
+        spent, self.spent_ns = self.spent_ns, [0] * 8
+        return spent

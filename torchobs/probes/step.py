@@ -1,0 +1,104 @@
+"""Steps: the global optimizer hooks, which fire for every optimizer whenever it was made, fused, compiled or not.
+
+``subclass.step`` → ``super().step`` and ZeroRedundancyOptimizer fire two pairs for one step: only the outermost counts. A
+step that raised leaves no post hook behind: the stack tells whether the outer step that we remember is still running.
+"""
+
+from __future__ import annotations
+
+import sys
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs.flight.record import Flag
+from torchobs.probes.backward import BackwardWatch
+from torchobs.probes.segments import BACKWARD, FORWARD, OPTIMIZER
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import FrameType
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
+
+    from torchobs.probes.host import Host
+
+_OPTIMIZER_FILE = "torch/optim/optimizer.py"
+
+
+class StepProbe:
+    """Cuts the training into steps."""
+
+    name = "step"
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._depth = 0
+        self._backward = BackwardWatch()
+
+    def install(self, host: Host) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        from torch.optim.optimizer import (  # torch is optional until training begins
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )  # fmt: skip
+
+        self._host = host
+        fuse = host.fuse(self.name)
+        self._backward.install(host, fuse)
+        self._handles = [
+            register_optimizer_step_pre_hook(fuse.guard(self._before)),
+            register_optimizer_step_post_hook(fuse.guard(self._after)),
+        ]
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._backward.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        now_ns = monotonic_ns()
+        if self._depth and _steps_running() > 1:
+            self._depth += 1
+            return
+        host, cycle = self._host, self._host.cycle
+        self._depth = 1
+        closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
+        cycle.optimizer_begins(optimizer)
+        if not host.backwards:
+            host.thread = get_ident()
+            host.in_closure = closure
+            cycle.turn(FORWARD if closure else OPTIMIZER, now_ns)
+        if closure:
+            cycle.values.flags |= Flag.CLOSURE
+        host.spend(self.name, monotonic_ns() - now_ns)
+        for listener in host.before_step:
+            listener(optimizer, closure)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        now_ns = monotonic_ns()
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._depth = 0
+        host = self._host
+        host.in_closure = False
+        host.cycle.optimizer_ends(optimizer, now_ns)
+        if host.backwards:
+            host.cycle.segments.segment = BACKWARD  # an optimizer inside backward: the pass goes on
+        host.spend(self.name, monotonic_ns() - now_ns)
+
+
+def _steps_running() -> int:
+    """Count the optimizer steps on this thread's stack, by the wrapper that calls the hooks."""
+    frame: FrameType | None
+    frame, running = sys._getframe(1), 0  # documented; inspect.currentframe cannot skip frames
+    while frame is not None:
+        code = frame.f_code
+        running += code.co_name == "wrapper" and code.co_filename.endswith(_OPTIMIZER_FILE)
+        frame = frame.f_back
+    return running

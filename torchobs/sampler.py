@@ -1,0 +1,135 @@
+"""The sampler thread: folds the step records, shows what probes left, keeps the heartbeat. Ten rounds a second."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.guarding import Fuse, call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.probes.host import Host
+
+INTERVAL_S = 0.1
+NAME_CHECK_S = 5.0
+OBSERVE_S = 10.0
+QUIET_S = 60.0
+logger = logging.getLogger("torchobs")
+
+
+class Sampler:
+    """One daemon thread per session. ``samples`` are called every round, ``slow`` every ten seconds."""
+
+    def __init__(
+        self, host: Host, samples: list[tuple[str, Callable[[], None]]], slow: list[tuple[str, Callable[[], None]]]
+    ) -> None:
+        self._host, self._samples, self._slow = host, samples, slow
+        self._stop = threading.Event()
+        self._own = Fuse("sampler")
+        self._shown: dict[str, int] = {}
+        self._spoken: dict[str, float] = {}
+        now = time.monotonic()
+        self._name_checked, self._observed = now, now
+        self._thread = threading.Thread(target=self._run, name="torchobs-sampler", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._host.fuses[self._own.probe] = self._own
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after one more round, waiting for it at most a second."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL_S):
+            self._host.writer.heartbeat()
+            call(self._own, self.round)
+            self._own.blown = False  # the heartbeat must go on; the error is counted all the same
+
+    def round(self) -> None:
+        """Do one round."""
+        host, writer = self._host, self._host.writer
+        host.device.poll()
+        for probe, sample in self._samples:
+            call(host.fuse(probe), sample)
+        writer.fold()
+        self._tell_anomalies()
+        self._tell_trips()
+        self._show_cost()
+        now = time.monotonic()
+        if now - self._name_checked >= NAME_CHECK_S:
+            self._name_checked = now
+            self._check_name()
+        if now - self._observed >= OBSERVE_S:
+            self._observed = now
+            for probe, sample in self._slow:
+                call(host.fuse(probe), sample)
+        writer.publish()
+
+    def _tell_anomalies(self) -> None:
+        writer = self._host.writer
+        found, writer.anomalies = writer.anomalies, []
+        for anomaly in found[:100]:  # a run that has gone to NaN has one in every step
+            attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline}
+            writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
+        if found:
+            first = found[0]
+            self.say(
+                f"anomaly {first.kind}",
+                f"{first.kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}, usual is {first.baseline:.6g}",
+            )
+
+    def _tell_trips(self) -> None:
+        host = self._host
+        for fuse in list(host.fuses.values()):
+            while fuse.trips:
+                trip = fuse.trips.pop(0)
+                for metric, value in ((catalog.PROBE_ERRORS, 1), (catalog.PROBE_DISABLED, 0)):
+                    cell = host.writer.table.cell(metric, {"probe": trip.probe})
+                    if cell is not None and value:
+                        cell.add(value)
+                    elif cell is not None:
+                        cell.set(float(fuse.blown))
+                attributes = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
+                host.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes)
+                what = f"probe {trip.probe!r} failed with {trip.exception} at {trip.location}"
+                self.say(f"probe {trip.probe}", f"{what} and is off; training is not affected")
+
+    def _show_cost(self) -> None:
+        host = self._host
+        host.spent_ns["sampler"] = time.thread_time_ns()
+        for probe, spent in list(host.spent_ns.items()):
+            fresh = spent - self._shown.get(probe, 0)
+            cell = host.writer.table.cell(catalog.OVERHEAD, {"probe": probe})
+            if cell is not None and fresh > 0:
+                cell.add(fresh / 1e9)
+                self._shown[probe] = spent
+        for what, dropped in (("series", host.writer.table.dropped), ("event", host.writer.events.dropped)):
+            fresh = dropped - self._shown.get(what, 0)
+            if fresh > 0:
+                self._shown[what] = dropped
+                cell = host.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
+                if cell is not None:
+                    cell.add(fresh)
+
+    def _check_name(self) -> None:
+        try:
+            if self._host.writer.check_name():
+                self.say("name", "the flight file was deleted; it has been made anew with all it held")
+        except OSError as error:
+            self.say("name", f"the flight file was deleted and cannot be made anew: {error}")
+
+    def say(self, cause: str, message: str) -> None:
+        """Log a warning, at most one a minute for each cause."""
+        now = time.monotonic()
+        if now - self._spoken.get(cause, -QUIET_S) >= QUIET_S:
+            self._spoken[cause] = now
+            logger.warning("torchobs: %s", message)

@@ -1,0 +1,267 @@
+"""``init`` and ``shutdown``: composes settings, identity, the flight file, the probes and the sampler. No logic of its own."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog, identity, process, settings
+from torchobs._version import __version__
+from torchobs.afterimport import after_import, cancel
+from torchobs.flight.layout import Exit
+from torchobs.flight.place import open_place
+from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.guarding import Fuse, call
+from torchobs.probes import PROBES
+from torchobs.probes.cycle import Cycle
+from torchobs.probes.device import DeviceValues
+from torchobs.probes.dynamo import DynamoRules
+from torchobs.probes.exits import ExitProbe
+from torchobs.probes.host import Host, Probe
+from torchobs.sampler import Sampler
+
+if TYPE_CHECKING:
+    from importlib.abc import MetaPathFinder
+    from types import TracebackType
+
+    from torchobs.identity import Identity
+    from torchobs.settings import Settings
+
+logger = logging.getLogger("torchobs")
+_SUPPORTED = ("linux", "darwin")
+_lock = threading.RLock()
+_current: Session | None = None
+
+
+class Session:
+    """What ``init()`` returns. A context manager: leaving it is :func:`shutdown`.
+
+    Inert where torchobs is off or has no place to write.
+    """
+
+    def __init__(self) -> None:
+        self.settings: Settings = settings.Settings()
+        self.identity: Identity | None = None
+        self.host: Host | None = None
+        self.pid = os.getpid()
+        self._probes: list[tuple[str, Probe]] = []
+        self._exits = ExitProbe()
+        self._dynamo = DynamoRules()
+        self._torch: MetaPathFinder | None = None
+        self._sampler: Sampler | None = None
+        self._ended: tuple[int, int] | None = None
+        self._samples: list[tuple[str, Any]] = []
+
+    def __enter__(self) -> Session:  # noqa: PYI034  # typing.Self needs Python 3.11
+        """Return the session."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Shut down; an exception on its way out is recorded, not swallowed."""
+        if kind is not None and self.active and issubclass(kind, Exception):
+            self._exits.note(kind, trace, fatal=True)
+        self.close()
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is recorded, in this process."""
+        return self.host is not None and self.pid == os.getpid()
+
+    @property
+    def writer(self) -> FlightWriter | None:
+        """The flight file's writer; ``None`` while inactive."""
+        return self.host.writer if self.host is not None and self.active else None
+
+    def open(self, chosen: Settings, who: Identity) -> None:
+        """Create the flight file, start the sampler, install the probes. Raises ``OSError`` when there is no place or room."""
+        self.settings, self.identity = chosen, who
+        place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
+        resource = who.described() | _versions()
+        try:
+            writer = open_writer(place, resource, chosen.file_size)
+        except OSError:
+            os.close(place.fd)
+            raise
+        self.host = Host(chosen, writer, Cycle(writer.append, writer.phase), DeviceValues())
+        writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
+        self._sampler = Sampler(self.host, self._samples, [])
+        self._install("exits", self._exits)
+        self._torch = after_import("torch", self._install_torch_probes)
+        self._sampler.start()
+
+    def _install_torch_probes(self) -> None:
+        """Install what needs torch, now or at the end of its import."""
+        if self.host is None:
+            return
+        self.host.thread = threading.get_ident()
+        for make in PROBES[1:]:
+            probe = make()
+            if probe.name not in self.settings.disable_probes:
+                self._install(probe.name, probe)
+        self._dynamo.install()
+        from torchobs import facade  # it imports this module
+
+        facade.torch_is_here()
+
+    def _install(self, name: str, probe: Probe) -> None:
+        if self.host is None or name in self.settings.disable_probes:
+            return
+        for metric in (catalog.PROBE_ERRORS, catalog.PROBE_DISABLED, catalog.OVERHEAD):
+            cell = self.host.writer.table.cell(metric, {"probe": name})
+            if cell is not None and metric.kind is catalog.Kind.GAUGE:
+                cell.set(0.0)
+        self._probes.append((name, probe))
+        call(self.host.fuse(name), probe.install, self.host)
+        sample = getattr(probe, "sample", None)
+        if sample is not None:
+            self._samples.append((name, sample))
+
+    def note_exit(self, code: int) -> None:
+        """Record the exit code that the process is about to end with (``torchobs run`` knows it)."""
+        if self._ended is None:
+            self._ended = (Exit.FINISHED, 0) if code == 0 else (Exit.EXIT_CODE, code)
+
+    def close(self) -> None:
+        """Remove every hook, write what is left, let go of the file. Idempotent; in a forked child it does nothing."""
+        global _current  # noqa: PLW0603  # the one session of the process
+        with _lock:
+            host, self.host = self.host, None
+            if _current is self:
+                _current = None
+            if host is None or self.pid != os.getpid():
+                return
+            self._remove_hooks(host)
+            if self._sampler is not None:
+                self._sampler.stop()
+            call(Fuse("shutdown"), self._finish, host)
+
+    def _remove_hooks(self, host: Host) -> None:
+        if self._torch is not None:
+            cancel(self._torch)
+        for name, probe in reversed(self._probes):
+            call(Fuse(name), probe.remove)
+        call(Fuse("dynamo"), self._dynamo.remove)
+        for fuse in host.fuses.values():
+            fuse.blown = True  # a hook that somebody else still holds does nothing
+        self._probes = []
+
+    def _finish(self, host: Host) -> None:
+        host.cycle.flush()
+        if self._sampler is not None:
+            for fuse in host.fuses.values():
+                fuse.blown = False
+            self._sampler.round()
+            for fuse in host.fuses.values():
+                fuse.blown = True
+        reason, code = getattr(self._exits, "ended", None) or self._ended or (Exit.FINISHED, 0)
+        words = {Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code"}
+        host.writer.event(catalog.EVENT_RUN_END.name, {"reason": words[reason], "code": code}, host.cycle.step)
+        host.writer.exit(reason, code)
+        host.writer.close()
+
+
+def init(**overrides: object) -> Session:
+    """Begin to record this process's training. Idempotent and thread-safe; never raises for what the environment holds.
+
+    Every setting (docs/settings.md) can be given by its name; an argument beats the environment, which beats the default.
+    Where nothing can be recorded (no room, another system than Linux or macOS, a worker process) the session is inert, and
+    one warning says why.
+
+    Raises:
+        TypeError: an argument names no setting.
+    """
+    global _current  # noqa: PLW0603  # the one session of the process
+    with _lock:
+        if _current is not None and _current.pid == os.getpid():
+            return _current
+        chosen, problems = settings.resolve(overrides)
+        inherited, session = _current, Session()
+        if inherited is not None and inherited.host is not None:
+            inherited._remove_hooks(inherited.host)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
+        _current = session
+        call(Fuse("init"), _set_level, chosen)
+        fuse = Fuse("init")
+        call(fuse, _begin, session, chosen, list(problems))
+        for trip in fuse.trips:
+            logger.warning(
+                "torchobs: off, init() failed with %s at %s; training is not affected", trip.exception, trip.location
+            )
+        return session
+
+
+def _set_level(chosen: Settings) -> None:
+    if logger.level == logging.NOTSET:
+        logger.setLevel(chosen.log_level)
+
+
+def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsProblem]) -> None:
+    if not chosen.enabled or chosen.level == "off" or _is_worker():
+        return
+    if sys.platform not in _SUPPORTED:
+        logger.warning("torchobs: does nothing on %s; Linux and macOS are supported", sys.platform)
+        return
+    who, more = identity.discover(settings.environment(), chosen, process.this_process())
+    for problem in dict.fromkeys([*problems, *more]):
+        logger.warning("torchobs: %s; the default is used", problem)
+    try:
+        session.open(chosen, who)
+    except OSError as error:
+        logger.warning("torchobs: off, %s; training is not affected", error.strerror or error)
+
+
+def shutdown() -> None:
+    """Stop recording: torch is left exactly as it was found, the flight file stays for the exporter. Idempotent."""
+    session = _current
+    if session is not None:
+        session.close()
+
+
+def current() -> Session | None:
+    """Return the active session of this process, if there is one."""
+    session = _current
+    return session if session is not None and session.active else None
+
+
+def _is_worker() -> bool:
+    """Tell whether this is a child that is just importing the main module, or a DataLoader worker: neither is a rank."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        return True
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and getattr(data, "get_worker_info", lambda: None)() is not None
+
+
+def _versions() -> dict[str, str | int]:
+    found: dict[str, str | int] = {
+        "torchobs_version": __version__,
+        "python_version": ".".join(map(str, sys.version_info[:3])),
+        "script": os.path.basename(sys.argv[0])[:128] if sys.argv else "",  # noqa: PTH119  # argv[0] is no path for sure
+        "pid": os.getpid(),
+    }
+    torch = sys.modules.get("torch")
+    with contextlib.suppress(AttributeError):
+        found["torch_version"] = str(torch.__version__)  # type: ignore[union-attr]  # None has no version: suppressed
+    return found
+
+
+def _at_exit() -> None:
+    shutdown()
+
+
+def _after_fork() -> None:
+    """Make an inherited session inert: its writer stores into private memory, its hooks do nothing."""
+    global _lock  # noqa: PLW0603  # a thread of the parent may have held it
+    _lock = threading.RLock()
+    session = _current
+    if session is not None and session.host is not None:
+        for fuse in session.host.fuses.values():
+            fuse.blown = True
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)
