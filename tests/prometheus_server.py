@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -28,6 +29,21 @@ LISTENING = re.compile(r'msg="Listening on".* address=(127\.0\.0\.1:\d+)')
 
 # Every request is to this machine: no proxy of the environment.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def newest_prometheus(major: int) -> str | None:
+    """The path of a Prometheus of this major version or a later one: `prometheus`, or `prometheus3` beside an older one."""
+    for name in ("prometheus3", "prometheus"):
+        path = shutil.which(name)
+        if path and _major(path) >= major:
+            return path
+    return None
+
+
+def _major(program: str) -> int:
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    found = re.search(r"version v?(\d+)\.", said.stdout + said.stderr)
+    return int(found[1]) if found else 0
 
 
 class PrometheusError(RuntimeError):

@@ -1,0 +1,58 @@
+"""A page with every metric of the catalog, for the programs that judge names, rules and dashboards.
+
+The exporter's own page has a test and a golden file of its own; this one exists before any training run does.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from torchobs.catalog import Kind, Metric, prometheus_label
+
+EXPORTER_S = ("torchobs.exporter.", "torchobs.build.")
+"""Beginnings of the names of what the exporter says of itself; everything else is said of a rank."""
+TYPES = {Kind.COUNTER: "counter", Kind.UPDOWN: "gauge", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
+JOB_NAME, RUN_ID = "gpt", "run-1"
+
+
+def page(metrics: Iterable[Metric], elapsed_s: float = 60.0, ranks: int = 2) -> str:
+    """The classic text of `metrics` after `elapsed_s` seconds: gauges are 1, counts grow by 1 or more per second."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Page(metrics, elapsed_s, ranks))
+    return generate_latest(registry).decode()
+
+
+class _Page(Collector):
+    def __init__(self, metrics: Iterable[Metric], elapsed_s: float, ranks: int) -> None:
+        self._metrics, self._elapsed_s, self._ranks = metrics, elapsed_s, ranks
+
+    def collect(self) -> Iterator[Family]:
+        for metric in self._metrics:
+            family = Family(metric.prometheus.removesuffix("_total"), metric.brief, TYPES[metric.kind])
+            for number, labels in enumerate(_label_sets(metric, self._ranks), start=1):
+                for suffix, more, value in _samples(metric, self._elapsed_s, number):
+                    family.add_sample(metric.prometheus + suffix, {**labels, **more}, value)
+            yield family
+
+
+def _label_sets(metric: Metric, ranks: int) -> Iterator[dict[str, str]]:
+    whose = [{"job_name": JOB_NAME, "run_id": RUN_ID, "rank": str(rank)} for rank in range(ranks)]
+    for identity in [{}] if metric.name.startswith(EXPORTER_S) else whose:
+        for values in itertools.product(*(attribute.values or (f"{attribute.name}0",) for attribute in metric.attributes)):
+            names = (prometheus_label(attribute.name) for attribute in metric.attributes)
+            yield {**identity, **dict(zip(names, values, strict=True))}
+
+
+def _samples(metric: Metric, elapsed_s: float, number: int) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    if metric.kind is not Kind.HISTOGRAM:
+        yield "", {}, elapsed_s * number if metric.kind is Kind.COUNTER else 1.0
+        return
+    typical = metric.bounds[len(metric.bounds) // 2]
+    for bound in metric.bounds:
+        yield "_bucket", {"le": str(bound)}, elapsed_s if bound >= typical else 0.0
+    yield "_bucket", {"le": "+Inf"}, elapsed_s
+    yield "_sum", {}, elapsed_s * typical
+    yield "_count", {}, elapsed_s
