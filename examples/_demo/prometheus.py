@@ -1,0 +1,110 @@
+"""A throw-away Prometheus: scrapes one exporter every second and evaluates the rules that torchobs ships."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import final
+from urllib.parse import quote
+
+from examples._demo import processes
+
+RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "rules"
+HOW_TO_INSTALL = """\
+  Debian, Ubuntu   apt-get install prometheus
+  macOS            brew install prometheus
+  elsewhere        https://prometheus.io/download"""
+CONFIGURATION = """\
+global: {{scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}}
+rule_files: {rules}
+scrape_configs:
+  - job_name: torchobs
+    static_configs:
+      - targets: {targets}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """An alert that Prometheus holds: `state` is `pending` or `firing`."""
+
+    name: str
+    state: str
+    summary: str
+
+
+@final
+class Prometheus:
+    """Runs a Prometheus for the length of a `with` block.
+
+    Args:
+        program: Its path.
+        home: A private directory for its configuration, data and log.
+        target: The exporter's `host:port`.
+    """
+
+    def __init__(self, program: str, home: Path, target: str) -> None:
+        self._home, self._program, self._target = home / "prometheus", program, target
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"http://127.0.0.1:{_free_port()}"
+
+    def __enter__(self) -> Prometheus:
+        self._home.mkdir(mode=0o700)
+        rules = json.dumps([str(path) for path in sorted(RULES.glob("*.yml"))])  # JSON is YAML
+        configuration = CONFIGURATION.format(rules=rules, targets=json.dumps([self._target]))
+        (self._home / "prometheus.yml").write_text(configuration, "utf-8")
+        argv = [
+            self._program,
+            f"--config.file={self._home / 'prometheus.yml'}",
+            f"--storage.tsdb.path={self._home / 'data'}",
+            f"--web.listen-address={self.url.removeprefix('http://')}",
+        ]
+        self._process = processes.start(argv, self._home / "log", os.environ, self._home)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._process:
+            processes.end_family(self._process)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def last_words(self) -> str:
+        """The last line of its log."""
+        lines = (self._home / "log").read_text("utf-8", errors="replace").splitlines()
+        return lines[-1] if lines else ""
+
+    def graph(self, *expressions: str) -> str:
+        """Return the address of its page with a graph for each expression."""
+        panels = (
+            f"g{number}.expr={quote(expression)}&g{number}.tab=0&g{number}.range_input=3m"
+            for number, expression in enumerate(expressions)
+        )
+        return f"{self.url}/graph?{'&'.join(panels)}"
+
+    def alerts(self) -> list[Alert]:
+        """Return the pending and the firing alerts.
+
+        Raises:
+            OSError: It does not answer.
+        """
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{self.url}/api/v1/alerts", timeout=2) as answer:
+            found = json.load(answer)["data"]["alerts"]
+        return [Alert(one["labels"]["alertname"], one["state"], one["annotations"].get("summary", "")) for one in found]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
