@@ -1,0 +1,47 @@
+"""The process that a trainer starts as its node's exporter (``nodemode.start``): stands for election, and serves if it wins."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torchobs.nodemode.detach import detach
+from torchobs.nodemode.election import Election, open_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.nodemode.daemon import Fleet, Serve
+
+
+def main() -> None:
+    """Run with the arguments that ``nodemode.start`` gives: root, directory, address, grace in seconds, import directories."""
+    _, _, flight_dir, address, grace_s, *directories = sys.argv
+    sys.path.extend(path for path in directories if path not in sys.path)
+    detach()
+    stand(flight_dir, address, float(grace_s), _exporter)
+
+
+def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serve]) -> None:
+    """Become the directory's exporter if it has none; ``load`` imports what serves, which a loser does not wait for.
+
+    Raises ``OSError`` when the directory is gone or another user's.
+    """
+    directory_fd = open_directory(flight_dir)
+    election = Election(directory_fd)
+    if not election.win():
+        return
+    from torchobs.nodemode import daemon, log
+
+    log.configure()
+    daemon.hold(daemon.Post(flight_dir, address, grace_s), election, directory_fd, load())
+
+
+def _exporter() -> Serve:
+    from torchobs.exporter.service import ExporterConfig, serve
+
+    def run(flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[Fleet], bool]) -> None:
+        config = ExporterConfig(mode="node", flight_dir=flight_dir, listen=address)
+        serve(config, announce=announce, finished=finished)
+
+    return run

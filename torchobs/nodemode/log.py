@@ -1,0 +1,70 @@
+"""``exporter.log`` in the flight directory: what the exporter has to say, in a file that stays small.
+
+The directory is memory (tmpfs), and nobody watches the file: at most one line per cause and minute, and the older half goes
+when there is too much of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = "exporter.log"
+LIMIT = 256 * 1024
+_CAUSES = 1000
+
+
+def open_log(directory_fd: int) -> int:
+    """Open the log for appending. Raises ``OSError``."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(NAME, flags, 0o600, dir_fd=directory_fd)
+
+
+def shorten(fd: int, limit: int = LIMIT) -> None:
+    """Drop the older lines when there are more than ``limit`` bytes, so that half of it is left.
+
+    Only its one writer may: the file is read and then written, and what another appends in between is lost.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size <= limit:
+        return
+    kept = os.pread(fd, limit // 2, status.st_size - limit // 2).partition(b"\n")[2]
+    os.ftruncate(fd, 0)
+    os.write(fd, kept)
+
+
+class OncePerMinute(logging.Filter):
+    """Lets one record per cause, that is logger and bare message, pass every ``interval_s``; counts the rest."""
+
+    def __init__(self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._interval_s, self._clock = interval_s, clock
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether the record is to be written; one that is says how many like it were not."""
+        now, cause = self._clock(), (record.name, str(record.msg))
+        since, dropped = self._seen.get(cause, (now - self._interval_s, 0))
+        if now - since < self._interval_s:
+            self._seen[cause] = (since, dropped + 1)
+            return False
+        if len(self._seen) >= _CAUSES:
+            self._seen.clear()  # messages that were formatted before they came here: each looks like a cause of its own
+        self._seen[cause] = (now, 0)
+        if dropped:
+            record.msg = f"{record.msg} [and {dropped} more like it]"
+        return True
+
+
+def configure() -> None:
+    """Send what the exporter and its libraries log to standard error, which is the log's descriptor."""
+    handler = logging.StreamHandler()
+    handler.addFilter(OncePerMinute())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
