@@ -1,0 +1,151 @@
+"""Write docs/metrics.md from the catalog: `python docs/generate.py`, or `--check` that it is up to date."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from torchobs import catalog
+from torchobs.catalog import Attribute, Event, Kind, Metric, Span
+
+HEADINGS = {
+    catalog.STEPS: "Progress",
+    catalog.GRAD_NORM: "Gradients",
+    catalog.ANOMALIES: "Verdicts",
+    catalog.AMP_SCALE: "Automatic mixed precision",
+    catalog.COMPILE_TIME: "Compilation",
+    catalog.MEMORY_DEVICE_ALLOCATED: "Memory",
+    catalog.CHECKPOINT_TIMESTAMP: "Checkpoints",
+    catalog.RANK_STATE_SET: "Ranks",
+    catalog.OVERHEAD: "torchobs itself",
+}
+"""Each heading stands above the metric that begins it, in the catalog's order."""
+
+EXPORTER_S = ("torchobs.exporter.", "torchobs.build.")
+"""Beginnings of the names that belong to no rank."""
+
+INTRODUCTION = """\
+<!-- Generated from torchobs/catalog.py by docs/generate.py; `make docs` writes it again. -->
+
+# Metrics, events and spans
+
+Instruments have OpenTelemetry names; the page at `/metrics` has the names that Prometheus' own OTLP endpoint makes of them,
+so that a query means the same whether torchobs is scraped or pushes.
+
+Every series of a rank carries the labels `job_name`, `run_id` and `rank`; what else there is to say about a rank stands on
+`{rank_info}`. A rank is unique within a target only, so joins are `on (run_id, rank, instance)`. A step's number is
+never a label.
+
+One page serves the newest incarnation of each rank: after a restart its counters begin at 0 again, which `rate()` and
+`increase()` take for what it is. All series of a counter with a closed set of values exist at 0 from the start, so that the
+first event counts. NaN and infinity are counted; they are never a gauge's value.
+
+**After the rank's end** a series is *kept* (the dead rank shows its last value until the exporter's grace is over), or it
+*ends* at once.
+
+**Histogram bounds** are powers of two from {seconds} seconds, and powers of four from {norms} for norms: they
+convert to exponential and to native histograms without loss.
+
+Entries marked *not recorded yet* have their name reserved; nothing records them in this version.
+"""
+
+METRIC_HEAD = """\
+| OpenTelemetry | Prometheus | kind | unit | attributes | meaning | after the rank's end |
+|---|---|---|---|---|---|---|
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the pages, or with `--check` say which are stale and return 1."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is stale")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the pages (default: docs)")
+    options = parser.parse_args(argv)
+    page = options.out / "metrics.md"
+    if page.is_file() and page.read_text(encoding="utf-8") == metrics_page():
+        return 0
+    if options.check:
+        print(f"{page} is stale: run `make docs`")
+        return 1
+    page.write_text(metrics_page(), encoding="utf-8")
+    print(f"wrote {page}")
+    return 0
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md as it has to be."""
+    introduction = INTRODUCTION.format(
+        rank_info=catalog.RANK_INFO.prometheus,
+        seconds=_powers(2, catalog.SECONDS_BOUNDS),
+        norms=_powers(4, catalog.NORM_BOUNDS),
+    )
+    sections = [
+        f"## {heading}\n\n{METRIC_HEAD}{''.join(_metric(metric) for metric in metrics)}" for heading, metrics in _groups()
+    ]
+    return "\n".join([introduction, *sections, _events(), _spans()])
+
+
+def _groups() -> list[tuple[str, list[Metric]]]:
+    heading = ""
+    headed = [(heading := HEADINGS.get(metric, heading), metric) for metric in catalog.METRICS]
+    return [(title, [metric for _, metric in group]) for title, group in groupby(headed, key=lambda pair: pair[0])]
+
+
+def _metric(metric: Metric) -> str:
+    kind = "up-down counter" if metric.kind is Kind.UPDOWN else metric.kind.name.lower()
+    unit = f"`{metric.unit}`" if metric.unit else ""
+    return _row(
+        f"`{metric.name}`", f"`{metric.prometheus}`", kind, unit, _attributes(metric.attributes),
+        _brief(metric.brief, planned=metric.planned), _survival(metric),
+    )  # fmt: skip
+
+
+def _survival(metric: Metric) -> str:
+    if metric.name.startswith(EXPORTER_S):
+        return "the exporter's own"
+    return "kept" if metric.survives or metric.kind is not Kind.GAUGE else "ends"
+
+
+def _events() -> str:
+    def row(event: Event) -> str:
+        severity = event.severity.name.lower()
+        return _row(f"`{event.name}`", severity, _attributes(event.attributes), _brief(event.brief, planned=event.planned))
+
+    head = "| event | severity | attributes | meaning |\n|---|---|---|---|\n"
+    return f"## Events\n\n{head}{''.join(row(event) for event in catalog.EVENTS)}"
+
+
+def _spans() -> str:
+    def row(span: Span) -> str:
+        return _row(f"`{span.name}`", _attributes(span.attributes), _brief(span.brief, planned=span.planned))
+
+    head = "| span | attributes | meaning |\n|---|---|---|\n"
+    return f"## Spans\n\n{head}{''.join(row(span) for span in catalog.SPANS)}"
+
+
+def _attributes(attributes: tuple[Attribute, ...]) -> str:
+    return "; ".join(f"`{one.name}`: {one.brief}{_values(one)}" for one in attributes)
+
+
+def _values(attribute: Attribute) -> str:
+    return f" ({', '.join(f'`{value}`' for value in attribute.values)})" if attribute.values else ""
+
+
+def _brief(brief: str, *, planned: bool) -> str:
+    return f"{brief} *Not recorded yet.*" if planned else brief
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"
+
+
+def _powers(base: int, bounds: tuple[float, ...]) -> str:
+    least, most = (round(math.log(bound, base)) for bound in (bounds[0], bounds[-1]))
+    return f"{base}<sup>{least}</sup> to {base}<sup>{most}</sup>"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
