@@ -9,7 +9,7 @@ import contextlib
 import mmap
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchobs.flight.place import Place
 
 SUFFIX, LOCK_SUFFIX, TEMPORARY = ".flight", ".lock", ".tmp-"
+_PAGE = 4096
 
 
 class NoRoomError(OSError):
@@ -32,17 +33,22 @@ class NoRoomError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Born:
-    """A published flight file: its map, its name in ``place``, and the lock's descriptor, which must never be closed before the end."""
+    """A published flight file: its map, its name in ``place``, and the lock's descriptor, which stays open to the end."""
 
     place: Place
     name: str
+    inode: int
     header: Header
     map: mmap.mmap
     lock_fd: int
 
 
 def new_header(resource: Mapping[str, str | int], size: int) -> Header:
-    """Return the header of a new incarnation, born now."""
+    """Return the header of a new incarnation, born now, of ``size`` bytes down to whole pages.
+
+    Raises ``ValueError`` for a size that no flight file has.
+    """
+    size -= size % _PAGE
     # the pair is read wall, monotonic, wall and halved, so that a preemption between the two is not taken for an offset
     before, monotonic_ns, after = time.time_ns(), time.monotonic_ns(), time.time_ns()
     wall_ns = (before + after) // 2
@@ -71,52 +77,68 @@ def lock_name(name: str) -> str:
 def create(place: Place, header: Header, content: bytes | None = None) -> Born:
     """Make and publish the file; ``content`` is what a deleted one of the same incarnation held.
 
-    Raises :class:`NoRoomError` or ``OSError``; then nothing is left behind.
+    Raises :class:`NoRoomError`, ``OSError``, or ``ValueError`` for a resource that is too long; then nothing is left behind,
+    nor after an interrupt.
     """
-    name = file_name(header)
+    raw, name, temporary = encode_header(header), file_name(header), TEMPORARY + token_hex(8)
     why = shortage(place.fd, header.file_size)
     if why is not None:
         raise NoRoomError(why)
-    temporary = TEMPORARY + token_hex(8)
-    lock_fd = -1
-    try:
-        mapped = _allocate(place, temporary, header, content)
-        lock_fd = _open(place, lock_name(name))
-        lock.take(lock_fd)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_unlink, place, temporary)
+        inode, mapped = _allocate(place, temporary, header.file_size)
+        if content is not None:
+            mapped[:] = content
+        mapped[: len(raw)] = raw
+        lock_fd = _take_lock(place, name, undo)
         os.rename(temporary, name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=place.fd)
-        if lock_fd >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(lock_name(name), dir_fd=place.fd)
-            lock.release(lock_fd)
-        raise
-    return Born(place, name, header, mapped, lock_fd)
+        undo.pop_all()
+    return Born(place, name, inode, header, mapped, lock_fd)
 
 
-def _allocate(place: Place, name: str, header: Header, content: bytes | None) -> mmap.mmap:
+def relock(born: Born) -> Born:
+    """Make the lock of a published file again, for one whose name was deleted. Raises ``OSError``; the old one holds then."""
+    with contextlib.ExitStack() as undo:
+        lock_fd = _take_lock(born.place, born.name, undo)
+        undo.pop_all()
+    return replace(born, lock_fd=lock_fd)
+
+
+def _take_lock(place: Place, name: str, undo: contextlib.ExitStack) -> int:
+    lock_fd = _open(place, lock_name(name))
+    undo.callback(lock.release, lock_fd)
+    undo.callback(_unlink, place, lock_name(name))
+    lock.take(lock_fd)
+    return lock_fd
+
+
+def _allocate(place: Place, name: str, size: int) -> tuple[int, mmap.mmap]:
     fd = _open(place, name)
     try:
         # a store into a page that a full tmpfs cannot back is SIGBUS; allocated beforehand it is ENOSPC here
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, header.file_size)
+            os.posix_fallocate(fd, 0, size)
         else:
-            os.pwrite(fd, bytes(header.file_size), 0)
+            os.pwrite(fd, bytes(size), 0)
         populate = getattr(mmap, "MAP_POPULATE", 0)
-        mapped = mmap.mmap(fd, header.file_size, flags=mmap.MAP_SHARED | populate)
+        return os.fstat(fd).st_ino, mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate)
     finally:
         os.close(fd)
-    if content is not None:
-        mapped[:] = content
-    raw = encode_header(header)
-    mapped[: len(raw)] = raw
-    return mapped
 
 
 def _open(place: Place, name: str) -> int:
     mode = 0o640 if place.shared else 0o600
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, mode, dir_fd=place.fd)
-    os.fchmod(fd, mode)  # whatever the umask: the sidecar reads by group
+    try:
+        os.fchmod(fd, mode)  # whatever the umask: the sidecar reads by group
+    except OSError:
+        os.close(fd)
+        _unlink(place, name)
+        raise
     return fd
+
+
+def _unlink(place: Place, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=place.fd)

@@ -16,7 +16,7 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.layout import ALIGN, Live
+from torchobs.flight.layout import ALIGN, Live, encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,18 +26,23 @@ if TYPE_CHECKING:
 _FRAME = struct.Struct("<QII")
 MAX_PAYLOAD = 16 * 1024
 _MAX_PENDING = 1024
+_MAX_CHECKED = 8
+_MAX_DEPTH = 32
+_MAX_BITS = 128
 
 
-def plain(value: object) -> Any:
-    """Return ``value`` as something JSON has: a non-finite float becomes its name, an unknown object its text."""
+def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
+    """Return ``value`` as something JSON has: a non-finite float becomes its name, an unknown or too deep object its text."""
     if isinstance(value, float) and not isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return hex(value)  # Python refuses to print 4,300 digits in decimal
     if isinstance(value, (str, int, float)) or value is None:
         return value
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and depth > 1:
+        return [plain(item, depth - 1) for item in value]
+    if isinstance(value, dict) and depth > 1:
+        return {str(key): plain(item, depth - 1) for key, item in value.items()}
     return str(value)
 
 
@@ -87,19 +92,41 @@ class EventRing:
 
 
 def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield ``(position, fields)`` of every valid frame, oldest first."""
-    found = []
-    for at in range(0, len(ring) - _FRAME.size, ALIGN):
-        position, length, crc = _FRAME.unpack_from(ring, at)
-        if not length or position % len(ring) != at or length > min(MAX_PAYLOAD, len(ring) - at - _FRAME.size):
-            continue
-        payload = ring[at + _FRAME.size : at + _FRAME.size + length]
-        if crc == zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, length, 0), seed)):
-            found.append((position, payload))
-    for position, payload in sorted(found):
+    """Yield ``(position, fields)`` of every valid frame, oldest first.
+
+    Forged lengths could make every 64 bytes cost the CRC of 16 KiB: after ``_MAX_CHECKED`` rings' worth of bytes it ends.
+    """
+    for position, payload in sorted(_frames(ring, seed)):
         try:
             fields = json.loads(payload)
+            if b"\\u" in payload or payload.count(b"[") + payload.count(b"{") > _MAX_DEPTH:
+                fields = _sane(fields, _MAX_DEPTH)
         except (ValueError, RecursionError):
             continue
         if isinstance(fields, dict):
             yield position, fields
+
+
+def _frames(ring: bytes, seed: int) -> Iterator[tuple[int, bytes]]:
+    at, left = 0, _MAX_CHECKED * len(ring)
+    while at < len(ring) - _FRAME.size and left > 0:
+        position, length, crc = _FRAME.unpack_from(ring, at)
+        begin, at = at, at + ALIGN
+        if not length or position % len(ring) != begin or length > min(MAX_PAYLOAD, len(ring) - begin - _FRAME.size):
+            continue
+        left -= length
+        payload = ring[begin + _FRAME.size : begin + _FRAME.size + length]
+        if crc == zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, length, 0), seed)):
+            yield position, payload
+            at = begin + -(-(_FRAME.size + length) // ALIGN) * ALIGN  # no frame begins inside another
+
+
+def _sane(value: object, depth: int) -> object:
+    """Return ``value`` without lone surrogates. Raises ``ValueError`` when it is nested deeper than ``depth``."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, (dict, list)) and not depth:
+        raise ValueError
+    if isinstance(value, dict):
+        return {encodable(key): _sane(item, depth - 1) for key, item in value.items()}
+    return [_sane(item, depth - 1) for item in value] if isinstance(value, list) else value

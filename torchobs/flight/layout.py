@@ -12,9 +12,9 @@ offset content
 ====== =========================================================================================================
 
 **Header**: ``magic[8] major:u16 minor:u16 header_size:u32 file_size:u64 incarnation[16] boot_id[16] monotonic_ns:u64
-wall_ns:u64 pid:u32 uid:u32 region_count:u32 resource_length:u32 resource_crc:u32 pad:u32``, then at 96 ``region_count`` × ``kind:u32
-item_size:u32 offset:u64 length:u64``, then at 288 the resource, a flat JSON object in UTF-8 that describes the rank, and in
-the last four bytes the CRC-32 of everything before. A header with a bad CRC or size makes the whole file bad.
+wall_ns:u64 pid:u32 uid:u32 region_count:u32 resource_length:u32 resource_crc:u32 pad:u32``, then at 96 ``region_count`` ×
+``kind:u32 item_size:u32 offset:u64 length:u64``, then at 288 the resource, a flat JSON object in UTF-8 that describes the rank,
+and in the last four bytes the CRC-32 of everything before. A header with a bad CRC or size makes the whole file bad.
 
 **CRCs** of everything but the header are seeded with the low 32 bits of the incarnation, so that stale or forged frames
 do not validate. **Versions**: a reader takes any minor version of its major; minor versions add regions, never fields.
@@ -56,6 +56,8 @@ SLOT_SIZE = -(-(SLOT_HEADER.size + BLOCK_WORDS * 8) // ALIGN) * ALIGN
 _FIXED = struct.Struct("<8sHHIQ16s16sQQIIIIII")
 _REGION = struct.Struct("<IIQQ")
 _REGIONS_AT, _MAX_REGIONS = 96, 8
+_MAX_RECORDS = MAX_SIZE // RECORD_SIZE
+"""What a reader folds at most: 16 MiB of forged records held it for half a second."""
 _U32 = struct.Struct("<I")
 
 
@@ -148,10 +150,10 @@ class Header:
 def plan(size: int) -> dict[Region, Span]:
     """Lay out a file of ``size`` bytes: half of it step records, the blocks fixed, series and events share the rest.
 
-    Raises ``ValueError`` for a size outside ``MIN_SIZE``…``MAX_SIZE``.
+    Raises ``ValueError`` for a size outside ``MIN_SIZE``…``MAX_SIZE`` or not a multiple of ``ALIGN``.
     """
-    if not MIN_SIZE <= size <= MAX_SIZE:
-        msg = f"a flight file has {MIN_SIZE} to {MAX_SIZE} bytes, not {size}"
+    if not MIN_SIZE <= size <= MAX_SIZE or size % ALIGN:
+        msg = f"a flight file has {MIN_SIZE} to {MAX_SIZE} bytes, a multiple of {ALIGN}, not {size}"
         raise ValueError(msg)
     records = 1 << ((size // 2 // RECORD_SIZE).bit_length() - 1)
     live = LIVE_WORDS * 8
@@ -175,7 +177,8 @@ def plan(size: int) -> dict[Region, Span]:
 
 def encode_header(header: Header) -> bytes:
     """Return the header's 4,096 bytes. Raises ``ValueError`` when the resource does not fit ``RESOURCE_LIMIT`` bytes."""
-    resource = json.dumps(dict(header.resource), ensure_ascii=False, separators=(",", ":")).encode()
+    # a host or job name need not be UTF-8; the error handler keeps the rest of it
+    resource = json.dumps(dict(header.resource), ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
     if len(resource) > RESOURCE_LIMIT:
         msg = f"the resource takes {len(resource)} bytes, at most {RESOURCE_LIMIT} fit"
         raise ValueError(msg)
@@ -190,12 +193,14 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(raw: bytes, size: int) -> Header:
-    """Check and decode a header; ``size`` is the file's. Raises :class:`BadFlightFileError`; every offset it returns is in the file."""
+    """Check and decode a header; ``size`` is the file's. Every offset it returns is in the file.
+
+    Raises :class:`BadFlightFileError`.
+    """
     if len(raw) < HEADER_SIZE:
         raise BadFlightFileError("shorter than a header")
-    (magic, major, minor, header_size, file_size, incarnation, boot_id, monotonic_ns, wall_ns, pid, uid, regions, length, _, _) = (
-        _FIXED.unpack_from(raw)
-    )
+    magic, major, minor, header_size, file_size, incarnation, boot_id, *rest = _FIXED.unpack_from(raw)
+    monotonic_ns, wall_ns, pid, uid, region_count, resource_length, _, _ = rest
     if magic != MAGIC:
         raise BadFlightFileError("not a flight file")
     if major != MAJOR:
@@ -206,9 +211,8 @@ def decode_header(raw: bytes, size: int) -> Header:
     if header_size != HEADER_SIZE or file_size != size or not MIN_SIZE <= size <= MAX_READ_SIZE:
         msg = f"size {size} is not the header's {file_size}"
         raise BadFlightFileError(msg)
-    return Header(
-        file_size, incarnation, boot_id, monotonic_ns, wall_ns, pid, uid, _regions(raw, regions, size), _resource(raw, length), minor
-    )
+    regions, resource = _regions(raw, region_count, size), _resource(raw, resource_length)
+    return Header(file_size, incarnation, boot_id, monotonic_ns, wall_ns, pid, uid, regions, resource, minor)
 
 
 def _regions(raw: bytes, count: int, size: int) -> dict[Region, Span]:
@@ -248,7 +252,7 @@ def _check_regions(found: Mapping[Region, Span], size: int) -> None:
             raise BadFlightFileError(msg)
         end = span.offset + span.length
     steps = found[Region.STEPS].count
-    if found[Region.LIVE].count < LIVE_WORDS or steps & (steps - 1):
+    if found[Region.LIVE].count < LIVE_WORDS or steps & (steps - 1) or steps > _MAX_RECORDS:
         raise BadFlightFileError("live words or step ring of an impossible size")
 
 
@@ -256,12 +260,17 @@ def _resource(raw: bytes, length: int) -> dict[str, str | int]:
     if length > RESOURCE_LIMIT:
         raise BadFlightFileError("resource longer than the header")
     try:
-        decoded = json.loads(raw[288 : 288 + length])
+        decoded = json.loads(raw[288 : 288 + length].decode())  # json.loads would take bytes for UTF-16, too
     except (ValueError, RecursionError):
         decoded = None
     if not isinstance(decoded, dict) or not all(isinstance(value, (str, int)) for value in decoded.values()):
         raise BadFlightFileError("resource is not a flat JSON object")
-    return decoded
+    return {encodable(name): encodable(value) if isinstance(value, str) else value for name, value in decoded.items()}
+
+
+def encodable(text: str) -> str:
+    r"""Return ``text`` without lone surrogates: JSON can spell them (``"\ud800"``), and no page with one could be encoded."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def words_crc(generation: int, words: bytes | memoryview, seed: int) -> int:

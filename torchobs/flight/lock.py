@@ -3,6 +3,9 @@
 A record lock is dropped by ANY close of the locked file in its process, so nothing in this process may open it again
 (:func:`held_here` lets others ask). It is not inherited by fork, unlike an OFD lock, which survives in forked workers. It is
 probed by ``F_GETLK`` through a read-only descriptor, which works across containers, users and PID namespaces.
+
+A mutex makes asking and opening one act: a thread that found the lock not held here, and opened the file after another
+thread had taken it, would drop it by its close. It is reentrant, for a signal handler may ask too; no training step does.
 """
 
 from __future__ import annotations
@@ -11,12 +14,23 @@ import fcntl
 import os
 import struct
 import sys
+from threading import RLock
 
 _LINUX = sys.platform == "linux"
 # struct flock: Linux 64-bit has type, whence, start, len, pid; macOS has start, len, pid, type, whence.
 _FLOCK = struct.Struct("@hhqqi4x" if _LINUX else "@qqihh")
 _held: set[tuple[int, int]] = set()
-os.register_at_fork(after_in_child=_held.clear)
+_mutex = RLock()
+
+
+def _forget() -> None:
+    """In a forked child: it holds no lock, and the thread that may have had the mutex is not there."""
+    global _mutex  # noqa: PLW0603  # a lock cannot be told that its holder is gone
+    _mutex = RLock()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _flock(kind: int) -> bytes:
@@ -33,31 +47,38 @@ def take(fd: int) -> None:
 
     The caller must never close ``fd`` while the lock shall hold.
     """
-    fcntl.fcntl(fd, fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
-    status = os.fstat(fd)
-    _held.add((status.st_dev, status.st_ino))
+    with _mutex:
+        fcntl.fcntl(fd, fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
+        _held.add(_identity(os.fstat(fd)))
 
 
 def release(fd: int) -> None:
     """Close the file and so drop its lock."""
-    status = os.fstat(fd)
-    _held.discard((status.st_dev, status.st_ino))
-    os.close(fd)
+    with _mutex:
+        _held.discard(_identity(os.fstat(fd)))
+        os.close(fd)
 
 
 def held_here(directory_fd: int, name: str) -> bool:
     """Tell whether this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
-    status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-    return (status.st_dev, status.st_ino) in _held
+    return _identity(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)) in _held
 
 
 def is_held(directory_fd: int, name: str) -> bool:
-    """Tell whether a living process, this one or another, holds the lock on that name. Raises ``OSError`` if it cannot be opened."""
-    if held_here(directory_fd, name):
-        return True
+    """Tell whether a living process, this one or another, holds the lock on that name.
+
+    Raises ``OSError`` if it cannot be opened.
+    """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(name, flags, dir_fd=directory_fd)
-    try:
-        return _kind(fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))) != fcntl.F_UNLCK
-    finally:
-        os.close(fd)
+    with _mutex:
+        if held_here(directory_fd, name):
+            return True
+        fd = os.open(name, flags, dir_fd=directory_fd)
+        try:
+            return _kind(fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))) != fcntl.F_UNLCK
+        finally:
+            os.close(fd)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino

@@ -3,22 +3,31 @@
 ``TORCHOBS_DIR`` (or ``init(flight_dir=…)``), else the Kubernetes mount, else ``$XDG_RUNTIME_DIR``, else ``/dev/shm`` if it
 has 1 GiB and a quarter of it free (a container's default is 64 MiB and shared with NCCL and DataLoader), else the temp
 directory. NFS, Lustre and FUSE are refused: a store into their pages can block for as long as a server is away.
+
+In a directory that everybody may write to, somebody else may have taken our name, or put a symbolic link there: then the
+name gets a number. All ranks of a user try the same numbers in the same order, so they and their exporter meet in one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from secrets import token_hex
 
 KUBERNETES_MOUNT = "/var/run/torchobs/flight"
 KUBERNETES_CONTROL = "/var/run/torchobs/control"
-_REFUSED = ("nfs", "nfs4", "lustre", "fuse", "cifs", "smb3", "9p", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "virtiofs")
-_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_NETWORK = frozenset(
+    {
+        *("nfs", "nfs4", "lustre", "fuse", "cifs", "smb3", "9p", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "virtiofs"),
+        *("orangefs", "panfs", "pvfs2", "wekafs"),
+    }
+)
+_MEMORY = ("tmpfs", "ramfs")
+_SPARE_NAMES = 8
 
 
 class NoPlaceError(OSError):
@@ -33,6 +42,8 @@ class Place:
     fd: int
     in_memory: bool
     shared: bool
+    given: bool = False
+    """by the user or by Kubernetes: taken as it is, whoever it belongs to"""
 
 
 def candidates(flight_dir: str | None, runtime_dir: str | None) -> list[str]:
@@ -54,17 +65,32 @@ def open_place(flight_dir: str | None, runtime_dir: str | None) -> Place:
     """Open the best directory, made 0700 if it is not there. Raises :class:`NoPlaceError`."""
     problems = []
     for path in candidates(flight_dir, runtime_dir):
-        try:
-            return _open(path, given=flight_dir is not None)
-        except OSError as problem:
-            problems.append(f"{path}: {problem.strerror or problem}")
+        given = _is_given(path, flight_dir)
+        for name in (path,) if given else _spare(path):
+            try:
+                return _open(name, given=given)
+            except OSError as problem:
+                problems.append(f"{name}: {problem.strerror or problem}")
     msg = f"no directory for the flight file: {'; '.join(problems)}. Set TORCHOBS_DIR to a local directory of your own"
     raise NoPlaceError(msg)
 
 
+def renew(place: Place) -> None:
+    """Make a directory again that was deleted, and open it under the same descriptor. Raises ``OSError``."""
+    again = _open(place.path, given=place.given)
+    os.dup2(again.fd, place.fd, inheritable=False)
+    os.close(again.fd)
+
+
 def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None:
     """Return the directory that trainers of this user would use, for readers; ``None`` if none is there yet."""
-    return next((path for path in candidates(flight_dir, runtime_dir) if Path(path).is_dir()), None)
+    for path in candidates(flight_dir, runtime_dir):
+        if _is_given(path, flight_dir):
+            return path if Path(path).is_dir() else None
+        for name in _spare(path):
+            if _is_private(name):
+                return name
+    return None
 
 
 def open_directory(path: str) -> int:
@@ -72,37 +98,57 @@ def open_directory(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
+def _is_given(path: str, flight_dir: str | None) -> bool:
+    return bool(flight_dir) or path == KUBERNETES_MOUNT
+
+
+def _spare(path: str) -> list[str]:
+    return [path, *(f"{path}-{number}" for number in range(1, _SPARE_NAMES))]
+
+
 def _open(path: str, *, given: bool) -> Place:
-    shared = path == KUBERNETES_MOUNT
-    if given:
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    elif not shared:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path, 0o700)  # noqa: PTH102  # as os.open below: no parents, the mode as it is
+    if path != KUBERNETES_MOUNT:
+        _make(path, parents=given)
     fd = open_directory(path)
     try:
+        kind = _check(path, os.fstat(fd), given=given)
         status = os.fstat(fd)
-        foreign = status.st_uid != os.getuid() or bool(stat.S_IMODE(status.st_mode) & 0o077)
-        if foreign and not given and not shared:
-            os.close(fd)
-            return _open_fresh(path)
-        kind = filesystem_type(_mountinfo(), os.path.realpath(path))
-        if kind.partition(".")[0] in _REFUSED:
-            msg = f"{kind} is a network or FUSE file system, on which a training step could block"
-            raise NoPlaceError(msg)
     except OSError:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        os.close(fd)
         raise
     # A directory that was given is taken as it is (a pod's volume belongs to root, its mode is 3777); ours alone is 0700.
-    return Place(path, fd, kind in _MEMORY, shared or foreign)
+    shared = path == KUBERNETES_MOUNT or status.st_uid != os.getuid() or bool(status.st_mode & stat.S_ISGID)
+    return Place(path, fd, kind in _MEMORY, shared, given)
 
 
-def _open_fresh(path: str) -> Place:
-    """Open a directory beside one that another user could have prepared for us."""
-    fresh = f"{path}-{token_hex(8)}"
-    os.mkdir(fresh, 0o700)  # noqa: PTH102  # see _open
-    return _open(fresh, given=False)
+def _make(path: str, *, parents: bool) -> None:
+    if parents:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+
+
+def _check(path: str, status: os.stat_result, *, given: bool) -> str:
+    """Return the type of the file system. Raises :class:`NoPlaceError` for a directory that must not be used."""
+    if not given and not _is_ours_alone(status):
+        raise NoPlaceError("belongs to another user, or others may use it")
+    kind = filesystem_type(_mountinfo(), os.path.realpath(path))
+    if kind.partition(".")[0] in _NETWORK:
+        msg = f"{kind} is a network or FUSE file system, on which a training step could block"
+        raise NoPlaceError(msg)
+    return kind
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
+
+def _is_private(path: str) -> bool:
+    try:
+        return _is_ours_alone(os.lstat(path))
+    except OSError:
+        return False
 
 
 def _is_mine(path: str) -> bool:
@@ -129,13 +175,16 @@ def _mountinfo() -> str:
 
 
 def filesystem_type(mountinfo: str, path: str) -> str:
-    """Return the type of the file system that ``path`` (resolved) is on, from the text of ``/proc/self/mountinfo``; "" if unknown."""
+    """Return the type of the file system that ``path`` (resolved) is on, "" if unknown.
+
+    ``mountinfo`` is the text of ``/proc/self/mountinfo``.
+    """
     best, kind = -1, ""
     for line in mountinfo.splitlines():
-        fields = line.split()
-        if "-" not in fields[6:]:
+        fields = line.split(" ")
+        if "-" not in fields[6:-1]:
             continue
-        mount = fields[4].replace("\\040", " ")
+        mount = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4])
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= best:  # the last of equals is mounted over the others
             best, kind = len(mount), fields[fields.index("-", 6) + 1]

@@ -12,53 +12,43 @@ import os
 import re
 import stat
 from dataclasses import dataclass
-from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torchobs.catalog import Kind
 from torchobs.flight import events, record
 from torchobs.flight.birth import LOCK_SUFFIX, SUFFIX
 from torchobs.flight.layout import (
-    BLOCK_WORDS, EXIT_SET, HEADER_SIZE, MAX_READ_SIZE, RECORD_SIZE, SLOT_HEADER, SLOT_SIZE, BadFlightFileError, Header, Live, Region,
-    decode_header, words_crc,
-)  # fmt: skip
-from torchobs.flight.series import INT_ABSENT, Series, ValueType, decode
+    BLOCK_WORDS,
+    HEADER_SIZE,
+    MAX_READ_SIZE,
+    RECORD_SIZE,
+    SLOT_HEADER,
+    SLOT_SIZE,
+    BadFlightFileError,
+    Header,
+    Region,
+    decode_header,
+    words_crc,
+)
+from torchobs.flight.live import LiveWords
+from torchobs.flight.live import decode as decode_live
+from torchobs.flight.points import Distribution, Point, Value, evaluate, steps_back
+from torchobs.flight.series import Series, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-_NAME = re.compile(rf"^r\d{{1,9}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}$")
+__all__ = ["Distribution", "FlightFile", "LiveWords", "Point", "View", "is_name", "lock_of", "names", "open_file", "open_path"]
+
+_NAME = re.compile(rf"r[0-9]{{1,9}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}")
 _RETRIES = 4
+_CHUNK = 64
+_FAR_S = 1e11
+"""Five thousand years: no date of ours, and where its nanoseconds stop to be a float."""
+_Slot = tuple[int, bytes]
+"""generation, words"""
+_NONE: _Slot = (0, b"")
 MAX_NAMES = 200_000
 MAX_FILES = 4096
-
-
-class Distribution(NamedTuple):
-    """A histogram's value: counts per bucket (one more than bounds), sum, least and greatest value (None: no value)."""
-
-    counts: tuple[int, ...]
-    sum: float
-    least: float | None
-    greatest: float | None
-
-
-class Point(NamedTuple):
-    """One series and its value."""
-
-    series: Series
-    value: float | Distribution
-
-
-@dataclass(frozen=True, slots=True)
-class LiveWords:
-    """The live words, decoded; ``None`` where one is absent or out of range."""
-
-    heartbeat_ns: int | None
-    phase: str | None
-    phase_begun_ns: int | None
-    exit_reason: int | None
-    exit_code: int
-    level: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +63,28 @@ class View:
 
 
 def names(directory_fd: int) -> list[str]:
-    """Return the names of the flight files in a directory, at most 4,096 of at most 200,000 names looked at. Raises ``OSError``."""
-    found = []
-    with os.scandir(directory_fd) as entries:
-        for seen, entry in enumerate(entries):
-            if seen >= MAX_NAMES or len(found) >= MAX_FILES:
-                break
-            if _NAME.match(entry.name):
-                found.append(entry.name)
+    """Return the names of the flight files in a directory: at most 4,096, of at most 200,000 names looked at.
+
+    Raises ``OSError``.
+    """
+    found: list[str] = []
+    # opened anew: the position in a directory belongs to the open directory, and two scrapes at once would share it
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        with os.scandir(fd) as entries:
+            for seen, entry in enumerate(entries):
+                if seen >= MAX_NAMES or len(found) >= MAX_FILES:
+                    break
+                if is_name(entry.name):
+                    found.append(entry.name)
+    finally:
+        os.close(fd)
     return sorted(found)
+
+
+def is_name(name: str) -> bool:
+    """Tell whether that is the name of a published flight file."""
+    return _NAME.fullmatch(name) is not None
 
 
 def lock_of(name: str) -> str:
@@ -96,12 +99,13 @@ class FlightFile:
         """Use :func:`open_file` or :func:`open_path`."""
         self.header = header
         self._fd = fd
-        self._series: list[Series] = []
+        self._series: dict[int, list[Series]] = {}
         self._taken: set[tuple[int, int]] = set()
         self._table_at = 0
-        self._generations: dict[int, int] = {}
-        self._words: dict[int, bytes] = {}
-        self._served: View | None = None
+        self._slots: dict[int, _Slot] = {}
+        self._values: dict[int, list[Value | None]] = {}
+        self._points: dict[int, tuple[Point, ...]] = {}
+        self._last_step_ns: int | None = None
         self.rejected = 0
         """snapshots that were not served, because a counter would have stepped back"""
 
@@ -111,34 +115,72 @@ class FlightFile:
         if fd >= 0:
             os.close(fd)
 
+    def follow(self, directory_fd: int, name: str) -> bool:
+        """Change over to the file that has this name now, if its writer had to make it again; tell whether it had.
+
+        What was served stays served. Raises as :func:`open_file`, also for a file that is not the same incarnation's.
+        """
+        ours = os.fstat(self._fd)
+        if os.path.samestat(os.stat(name, dir_fd=directory_fd, follow_symlinks=False), ours):
+            return False
+        fd, header = _open(directory_fd, name, ours.st_uid)
+        if header != self.header:
+            os.close(fd)
+            raise BadFlightFileError("another incarnation has this name now")
+        os.close(self._fd)
+        self._fd = fd
+        return True
+
     def read(self, *, final: bool = False) -> View:
         """Return the file's state. ``final``: its writer is dead, so that a record missing in the row never comes.
 
-        Raises :class:`BadFlightFileError` when the file shrank and nothing was served before.
+        Raises :class:`BadFlightFileError` when the file shrank, or holds impossible values, and nothing was served before;
+        ``OSError`` when it cannot be read.
         """
         live = self.live()
         self._more_series()
-        for block in sorted({series.block for series in self._series} | {0}):
-            self._read_block(block)
-        core = record.Totals(bytearray(self._words.get(0, b"").ljust(BLOCK_WORDS * 8, b"\0")))
-        newest = self._fold(core, final=final)
-        points = tuple(self._points(core))
-        if self._served is not None and _steps_back(self._served.points, points):
+        try:
+            self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
+        except BadFlightFileError:
+            if not self._points:
+                raise
             self.rejected += 1
-            return View(self.header, live, self._served.points, self._served.last_step_ns)
-        last = newest.end_ns if newest else self._last_step_ns(core)
-        self._served = View(self.header, live, points, last)
-        return self._served
+        if not self._points and os.fstat(self._fd).st_size != self.header.file_size:
+            raise BadFlightFileError("the file shrank")
+        points = tuple(point for block in sorted(self._points) for point in self._points[block])
+        return View(self.header, live, points, self._last_step_ns)
+
+    def _serve(self, slots: dict[int, _Slot], *, final: bool) -> None:
+        """Take over what was read, unless a counter would step back: a snapshot is served whole or not at all."""
+        changed = {block for block in slots if self._is_new(block, slots[block])}
+        words = {block: slots[block][1] for block in changed}
+        last_step_ns = None
+        if slots[0][0]:
+            core = bytearray(slots[0][1])
+            last_step_ns = self._fold(record.Totals(core), final=final)
+            words[0] = bytes(core)
+        values = {block: evaluate(self._series.get(block, ()), raw) for block, raw in words.items()}
+        if any(steps_back(self._series.get(block, ()), self._values.get(block, ()), new) for block, new in values.items()):
+            self.rejected += 1
+            return
+        for block, new in values.items():
+            pairs = zip(self._series.get(block, ()), new, strict=True)
+            self._points[block] = tuple(Point(series, value) for series, value in pairs if value is not None)
+        self._values.update(values)
+        self._slots.update(slots)
+        self._last_step_ns = last_step_ns
+
+    def _is_new(self, block: int, slot: _Slot) -> bool:
+        more_series = len(self._series.get(block, ())) > len(self._values.get(block, ()))
+        return more_series or slot[0] != self._slots.get(block, _NONE)[0]
+
+    def live(self) -> LiveWords:
+        """Return the live words alone: 256 bytes, for who looks every second and reads all only when asked to."""
+        return decode_live(self._region(Region.LIVE))
 
     def steps(self, limit: int | None = None) -> list[record.StepRecord]:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""
-        ring = self._region(Region.STEPS)
-        found = []
-        for at in range(0, len(ring), RECORD_SIZE):
-            decoded = record.unpack(ring[at : at + RECORD_SIZE], self.header.seed)
-            if decoded is not None and (decoded.seq - 1) % (len(ring) // RECORD_SIZE) == at // RECORD_SIZE:
-                found.append(decoded)
-        found.sort()
+        found = self._records(0)
         return found if limit is None else found[len(found) - min(limit, len(found)) :]
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -149,23 +191,6 @@ class FlightFile:
         span = self.header.regions[region]
         raw = os.pread(self._fd, span.length, span.offset)
         return raw.ljust(span.length, b"\0")
-
-    def live(self) -> LiveWords:
-        """Return the live words alone: 256 bytes, for who looks every second and reads all only when asked to."""
-        words = memoryview(self._region(Region.LIVE)).cast("Q")
-        heartbeat, phase, exit_word = words[Live.HEARTBEAT_NS], words[Live.PHASE], words[Live.EXIT]
-        phase_id = phase >> 56
-        known = 1 <= phase_id <= len(record.PHASE_NAMES)
-        ended = bool(exit_word & EXIT_SET)
-        code = exit_word & 0xFFFFFFFF
-        return LiveWords(
-            heartbeat if 0 < heartbeat < 1 << 62 else None,
-            record.PHASE_NAMES[phase_id - 1] if known else None,
-            (phase & ((1 << 56) - 1)) * 1000 if known else None,
-            (exit_word & ~EXIT_SET) >> 32 if ended else None,
-            code - (1 << 32) if code >> 31 else code,
-            words[Live.LEVEL] if words[Live.LEVEL] < 16 else 0,  # noqa: PLR2004  # out of range: absent
-        )
 
     def _more_series(self) -> None:
         span, start = self.header.regions[Region.SERIES], self._table_at
@@ -178,118 +203,70 @@ class FlightFile:
             self._table_at = start + end
             if taken.isdisjoint(words):  # a twin or an overlap is forged
                 taken.update(words)
-                self._series.append(series)
+                self._series.setdefault(series.block, []).append(series)
 
-    def _read_block(self, block: int) -> None:
+    def _newest(self, block: int) -> _Slot:
+        """Return the block's slot with the highest generation, or what was served when neither is valid or newer."""
         offset = self.header.regions[Region.BLOCKS].offset + block * 2 * SLOT_SIZE
-        least = self._generations.get(block, 0)
+        served, least = self._slots.get(block, _NONE), 0 if block else record.WORDS * 8  # a core without totals is forged
         for _ in range(_RETRIES):
-            slots = (self._slot(offset), self._slot(offset + SLOT_SIZE))
-            best = max((slot for slot in slots if slot is not None), default=None)
-            if best is not None and best[0] >= least:
-                self._generations[block], self._words[block] = best
-                return
+            found = [slot for slot in (self._slot(offset), self._slot(offset + SLOT_SIZE)) if len(slot[1]) >= least]
+            best = max(found, default=_NONE)
+            if best[0] >= max(served[0], 1):
+                return best if best[0] > served[0] else served
+        return served
 
-    def _slot(self, offset: int) -> tuple[int, bytes] | None:
+    def _slot(self, offset: int) -> _Slot:
         raw = os.pread(self._fd, SLOT_SIZE, offset)
         if len(raw) < SLOT_HEADER.size:
-            return None
+            return _NONE
         generation, length, crc = SLOT_HEADER.unpack_from(raw)
         words = raw[SLOT_HEADER.size : SLOT_HEADER.size + length]
-        if length % 8 or length > BLOCK_WORDS * 8 or len(words) != length or not generation:
-            return None
-        return (generation, words) if words_crc(generation, words, self.header.seed) == crc else None
+        if length % 8 or length > BLOCK_WORDS * 8 or len(words) != length:
+            return _NONE
+        return (generation, words) if words_crc(generation, words, self.header.seed) == crc else _NONE
 
-    def _fold(self, core: record.Totals, *, final: bool) -> record.StepRecord | None:
-        """Fold what the writer had not folded; return the newest step among it."""
+    def _fold(self, core: record.Totals, *, final: bool) -> int | None:
+        """Fold what the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
+
+        Raises :class:`BadFlightFileError` for totals that no fold makes, as one is that no word can hold any more.
+        """
         upto = core.ints[record.Word.FOLDED_UPTO]
-        batch = list(self._after(upto, final=final))
-        record.fold(core, batch)
-        return next((item for item in reversed(batch) if item.kind == record.Kind.STEP), None)
-
-    def _after(self, upto: int, *, final: bool) -> Iterator[record.StepRecord]:
-        if final:
-            yield from (decoded for decoded in self.steps() if decoded.seq > upto)
-            return
-        span = self.header.regions[Region.STEPS]
-        chunk = 64
-        seq = upto + 1
-        while seq <= upto + span.count:
-            slot = (seq - 1) % span.count
-            many = min(chunk, span.count - slot)
-            raw = os.pread(self._fd, many * RECORD_SIZE, span.offset + slot * RECORD_SIZE)
-            for at in range(0, len(raw), RECORD_SIZE):
-                decoded = record.unpack(raw[at : at + RECORD_SIZE], self.header.seed)
-                if decoded is None or decoded.seq != seq:
-                    return  # not there yet
-                yield decoded
-                seq += 1
-            if len(raw) < many * RECORD_SIZE:
-                return
-
-    def _last_step_ns(self, core: record.Totals) -> int | None:
-        timestamp = core.floats[record.Word.LAST_STEP_TIMESTAMP]
-        if not core.ints[record.Word.STEPS] or not isfinite(timestamp):
+        batch = self._records(upto) if final else list(self._following(upto))
+        try:
+            record.fold(core, batch)
+        except (ValueError, ArithmeticError):
+            raise BadFlightFileError("impossible totals") from None
+        newest = next((item for item in reversed(batch) if item.kind == record.Kind.STEP), None)
+        if newest is not None:
+            return newest.end_ns
+        timestamp = core.floats[record.Word.LAST_STEP_TIMESTAMP]  # NaN: absent
+        if not core.ints[record.Word.STEPS] or not abs(timestamp) < _FAR_S:
             return None
         return round(timestamp * 1e9) - self.header.wall_ns + self.header.monotonic_ns
 
-    def _points(self, core: record.Totals) -> Iterator[Point]:
-        ints, floats = {}, {}
-        for block, raw in self._words.items():
-            words = memoryview(raw if block else core.buffer)
-            ints[block], floats[block] = words.cast("Q").tolist(), words.cast("d").tolist()
-        for series in self._series:
-            block, word = series.block, series.word
-            if word + series.width <= len(ints.get(block, ())):
-                value = _VALUES[series.value_type](ints[block], floats[block], word, series)
-                if value is not None:
-                    yield Point(series, value)
+    def _records(self, after: int) -> list[record.StepRecord]:
+        """Return the records in the ring with a number over ``after``, in order. Only those are decoded."""
+        ring, count = self._region(Region.STEPS), self.header.regions[Region.STEPS].count
+        numbers = memoryview(ring).cast("Q")[:: RECORD_SIZE // 8].tolist()
+        slots = sorted((seq, slot) for slot, seq in enumerate(numbers) if seq > after and (seq - 1) % count == slot)
+        decoded = (record.unpack(ring[slot * RECORD_SIZE : (slot + 1) * RECORD_SIZE], self.header.seed) for _, slot in slots)
+        return [item for item in decoded if item is not None]
 
-
-def _int_value(ints: list[int], _: list[float], word: int, __: Series) -> int | None:
-    return ints[word] if ints[word] < 1 << 63 else None
-
-
-def _float_value(_: list[int], floats: list[float], word: int, __: Series) -> float | None:
-    return floats[word] if isfinite(floats[word]) else None
-
-
-def _either_value(ints: list[int], floats: list[float], word: int, series: Series) -> float | None:
-    whole, real = ints[word], floats[word + 1]
-    signed = None if whole == INT_ABSENT else whole - (1 << 64) if whole >> 63 else whole
-    if not isfinite(real):
-        return signed
-    return real if signed is None or series.kind is Kind.GAUGE else signed + real
-
-
-def _distribution(ints: list[int], floats: list[float], word: int, series: Series) -> Distribution | None:
-    total = word + len(series.bounds) + 1
-    least, greatest = floats[total + 1], floats[total + 2]
-    counts = tuple(ints[word:total])
-    if not isfinite(floats[total]) or max(counts) >> 62:
-        return None
-    return Distribution(counts, floats[total], least if isfinite(least) else None, greatest if isfinite(greatest) else None)
-
-
-_VALUES: dict[int, Callable[[list[int], list[float], int, Series], float | Distribution | None]] = {
-    ValueType.INT: _int_value,
-    ValueType.FLOAT: _float_value,
-    ValueType.EITHER: _either_value,
-    ValueType.HISTOGRAM: _distribution,
-}
-
-
-def _steps_back(before: tuple[Point, ...], now: tuple[Point, ...]) -> bool:
-    """Tell whether a counter or a bucket went down, or a counter went away."""
-    served = {point.series: point.value for point in now}
-    for series, old in before:
-        new = served.get(series)
-        if isinstance(old, Distribution):
-            if not isinstance(new, Distribution) or any(a < b for a, b in zip(new.counts, old.counts, strict=True)):
-                return True
-        elif series.kind is Kind.COUNTER and (new is None or isinstance(new, Distribution) or new < old):
-            return True
-    return False
+    def _following(self, upto: int) -> Iterator[record.StepRecord]:
+        """Yield the records from ``upto`` + 1 on, without a gap: what is not there yet will come."""
+        span = self.header.regions[Region.STEPS]
+        seq = upto + 1
+        while seq <= upto + span.count:
+            slot = (seq - 1) % span.count
+            many = min(_CHUNK, span.count - slot)
+            raw = os.pread(self._fd, many * RECORD_SIZE, span.offset + slot * RECORD_SIZE)
+            for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
+                decoded = record.unpack(raw[at : at + RECORD_SIZE], self.header.seed)
+                if decoded is None or decoded.seq != seq:
+                    return
+                yield decoded
+                seq += 1
 
 
 def open_file(directory_fd: int, name: str, owner: int | None = None) -> FlightFile:
@@ -297,14 +274,7 @@ def open_file(directory_fd: int, name: str, owner: int | None = None) -> FlightF
 
     Raises ``OSError`` when it cannot be opened, :class:`BadFlightFileError` when it is not one.
     """
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
-    try:
-        status = os.fstat(fd)
-        _check(status, os.fstat(directory_fd).st_dev, owner)
-        return FlightFile(fd, decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size))
-    except (OSError, BadFlightFileError):
-        os.close(fd)
-        raise
+    return FlightFile(*_open(directory_fd, name, owner))
 
 
 def open_path(path: str) -> FlightFile:
@@ -315,6 +285,17 @@ def open_path(path: str) -> FlightFile:
         return open_file(fd, name)
     finally:
         os.close(fd)
+
+
+def _open(directory_fd: int, name: str, owner: int | None) -> tuple[int, Header]:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        status = os.fstat(fd)
+        _check(status, os.fstat(directory_fd).st_dev, owner)
+        return fd, decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
+    except (OSError, BadFlightFileError):
+        os.close(fd)
+        raise
 
 
 def _check(status: os.stat_result, device: int, owner: int | None) -> None:

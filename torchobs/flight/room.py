@@ -1,10 +1,10 @@
-"""Is there room for a flight file? Asked before allocating: at a full memory cgroup the allocation would be the trainer's end."""
+"""Is there room for a flight file? Asked before allocating: at a full memory cgroup that would be the trainer's end."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,28 +27,47 @@ def shortage(directory_fd: int, size: int) -> str | None:
 def cgroup_headroom(membership: str, read: Callable[[str], str]) -> int | None:
     """Return the bytes left in the tightest memory cgroup, v1 or v2; ``None`` without a limit.
 
+    Left is the limit less the working set, as the kubelet counts it: usage without inactive file pages. Whoever reads a
+    data set larger than the limit has the cgroup full of those, and the kernel takes them back before it kills anybody.
+
     ``membership`` is the text of ``/proc/self/cgroup``. In a container the path in it may not exist below the mount, whose
     root is then the container's own cgroup.
     """
     found = []
     for line in membership.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            found += _levels("/sys/fs/cgroup", path, "memory.max", "memory.current", read)
+        if line.startswith("0::"):
+            found += _levels(_V2, path, read)
         elif "memory" in controllers.split(","):
-            found += _levels("/sys/fs/cgroup/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", read)
+            found += _levels(_V1, path, read)
     return min(found, default=None)
 
 
-def _levels(root: str, path: str, limit_name: str, usage_name: str, read: Callable[[str], str]) -> list[int]:
+class _Names(NamedTuple):
+    root: str
+    limit: str
+    usage: str
+    inactive: str
+
+
+_V2 = _Names("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file ")
+_V1 = _Names("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
+
+
+def _levels(names: _Names, path: str, read: Callable[[str], str]) -> list[int]:
     parts = [part for part in path.split("/") if part and part != ".."]
     found = []
     for depth in range(len(parts) + 1):
-        directory = "/".join([root, *parts[:depth]])
-        limit, usage = _number(read(f"{directory}/{limit_name}")), _number(read(f"{directory}/{usage_name}"))
+        directory = "/".join([names.root, *parts[:depth]])
+        limit, usage = _number(read(f"{directory}/{names.limit}")), _number(read(f"{directory}/{names.usage}"))
         if limit is not None and usage is not None and limit < 1 << 62:  # v1 says "no limit" by a number near 2^63
-            found.append(max(limit - usage, 0))
+            found.append(max(limit - usage + _inactive(read(f"{directory}/memory.stat"), names.inactive), 0))
     return found
+
+
+def _inactive(statistics: str, name: str) -> int:
+    lines = (line.removeprefix(name) for line in statistics.splitlines() if line.startswith(name))
+    return next((number for line in lines if (number := _number(line)) is not None), 0)
 
 
 def _read(path: str) -> str:

@@ -1,8 +1,8 @@
 """The series table: which word of which value block is what.
 
 An entry is ``length:u32 crc:u32 block:u16 word:u16 width:u16 kind:u8 type:u8``, then a JSON array ``[name, unit, brief,
-attributes, bounds]`` in UTF-8, padded with spaces to a multiple of 8 bytes; ``length`` counts all of it, and the CRC
-covers all of it but itself. Entries are append-only and count only if their CRC matches: the first that does not ends the table.
+attributes, bounds]`` in UTF-8, padded with spaces to a multiple of 8 bytes; ``length`` counts all of it, and the CRC covers
+all of it but itself. Entries are append-only and count only if their CRC matches: the first whose does not ends the table.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from torchobs.catalog import Kind
-from torchobs.flight.layout import BLOCK_WORDS
+from torchobs.flight.layout import BLOCK_WORDS, encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +78,7 @@ def encode(series: Series, seed: int) -> bytes:
 
 
 def decode(table: bytes, seed: int, blocks: int, start: int = 0) -> Iterator[tuple[Series, int]]:
-    """Yield each valid entry from ``start`` on with the offset after it; an entry whose words lie outside its block is skipped."""
+    """Yield each valid entry from ``start`` on with the offset after it; one whose words lie outside its block is skipped."""
     at = start
     while at + _HEAD.size <= len(table):
         length, crc, *tail = _HEAD.unpack_from(table, at)
@@ -94,12 +95,38 @@ def decode(table: bytes, seed: int, blocks: int, start: int = 0) -> Iterator[tup
 
 def _parse(payload: bytes, block: int, word: int, width: int, kind: int, value_type: int) -> Series | None:
     try:
-        name, unit, brief, attributes, bounds = json.loads(payload)
+        *texts, attributes, bounds = json.loads(payload)
+        name, unit, brief = map(_text, texts)
         edges = tuple(float(bound) for bound in bounds)
-        pairs = tuple(sorted(attributes.items()))
+        pairs = tuple(sorted((_text(key), _attribute(value)) for key, value in attributes.items()))
         series = Series(name, Kind(kind), unit, brief, pairs, edges, value_type, block, word)
-        valid = isinstance(name, str) and isinstance(unit, str) and isinstance(brief, str) and series.width == width
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        width_fits = series.width == width
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         return None
-    ordered = all(low < high for low, high in zip(edges, edges[1:], strict=False)) and all(map(isfinite, edges))
-    return series if valid and ordered else None
+    ordered = all(low < high for low, high in pairwise(edges)) and all(map(isfinite, edges))
+    is_histogram = value_type == ValueType.HISTOGRAM
+    alike = is_histogram == (series.kind is Kind.HISTOGRAM) and (is_histogram or not edges)
+    return series if width_fits and ordered and alike else None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return encodable(value)
+
+
+def _attribute(value: object) -> object:
+    """Return a value as something hashable that equals itself. Raises ``TypeError`` for what OpenTelemetry does not have."""
+    if isinstance(value, list):
+        return tuple(_scalar(item) for item in value)
+    return _scalar(value)
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError
+    return value
