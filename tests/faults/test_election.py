@@ -1,0 +1,244 @@
+"""The election of a node's exporter, step by step: whatever the order, a living rank is left with exactly one.
+
+The exporter is a process that stops before each step until the test says go; what it serves is a stand-in. The rank is the
+test itself: it publishes a real flight file and looks at the real lock.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from tests.support import wait_until
+from torchobs.flight.place import open_place
+from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.nodemode import announcement, election
+
+STEPPED = """
+import sys
+from types import SimpleNamespace
+from torchobs.nodemode import daemon, election
+
+def pause(step):
+    print(step, flush=True)
+    return sys.stdin.readline().strip()
+
+class Stepped(election.Election):
+    def release(self):
+        held = self.holds()
+        super().release()
+        if held:
+            pause("released")
+
+def serve(flight_dir, address, *, announce, finished):
+    announce(address)
+    while pause("serving") != "stop":
+        if finished(SimpleNamespace(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0)):
+            pause("decided")
+            return
+
+directory_fd = election.open_directory(sys.argv[1])
+candidate = Stepped(directory_fd)
+if candidate.win():
+    daemon.hold(daemon.Post(sys.argv[1], "127.0.0.1:1"), candidate, directory_fd, serve)
+print("gone", flush=True)
+"""
+
+CANDIDATE = """
+import sys
+from torchobs.cli.node import stand
+
+def load():
+    print("elected", flush=True)
+    def serve(flight_dir, address, *, announce, finished):
+        announce(address)
+        sys.stdin.readline()
+    return serve
+
+sys.stdin.readline()
+stand(sys.argv[1], "127.0.0.1:1", 60.0, load)
+heavy = {"torchobs.nodemode.daemon", "torchobs.flight.reader", "uvicorn"} & set(sys.modules)
+print("gone", *sorted(heavy - set(sys.argv[2:])), flush=True)
+"""
+
+Start = Callable[[str], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def directory(flight_dir: Path) -> Iterator[int]:
+    """The flight directory, opened."""
+    fd = election.open_directory(str(flight_dir))
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def process(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> Start:
+    """Start one of the scripts above, talking by lines."""
+
+    def run(script: str) -> subprocess.Popen[str]:
+        return start(
+            sys.executable, "-c", script, flight_dir, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    return run
+
+
+@pytest.fixture
+def rank(flight_dir: Path) -> Iterator[Callable[[], FlightWriter]]:
+    """Publish the flight file of a living rank."""
+    writers: list[FlightWriter] = []
+
+    def publish() -> FlightWriter:
+        writers.append(open_writer(open_place(str(flight_dir), None), {"rank": len(writers)}))
+        return writers[-1]
+
+    yield publish
+    for writer in writers:
+        writer.close()
+
+
+def said(child: subprocess.Popen[str]) -> str:
+    """The next line of a child."""
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def go(child: subprocess.Popen[str], word: str = "go") -> None:
+    """Let a child take its next step."""
+    assert child.stdin is not None
+    child.stdin.write(f"{word}\n")
+    child.stdin.flush()
+
+
+EXPORTER = ("decide", "release", "rescan")
+RANK = ("publish", "look")
+
+
+def orders() -> Iterator[tuple[str, ...]]:
+    """The ten ways in which the exporter's three steps and the rank's two can follow each other."""
+    for places in combinations(range(5), 2):
+        steps = iter(EXPORTER)
+        ranks = iter(RANK)
+        yield tuple(next(ranks) if place in places else next(steps) for place in range(5))
+
+
+@pytest.mark.parametrize("order", list(orders()), ids="-".join)
+def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
+    order: tuple[str, ...], process: Start, rank: Callable[[], FlightWriter], directory: int
+) -> None:
+    """An exporter leaves while a rank arrives: afterwards the rank has one, which has announced itself."""
+    leaving = process(STEPPED)
+    assert said(leaving) == "serving"
+    answers: dict[str, str] = {}
+    started: list[subprocess.Popen[str]] = []
+
+    def look() -> None:
+        if not election.is_decided(directory):
+            started.append(process(STEPPED))
+            assert said(started[0]) == "serving"
+
+    for step in order:
+        if step == "publish":
+            rank()
+        elif step == "look":
+            look()
+        else:
+            go(leaving)
+            answers[step] = said(leaving)
+    stayed = answers["rescan"] == "serving"
+    assert answers == {"decide": "decided", "release": "released", "rescan": "serving" if stayed else "gone"}
+    assert stayed != bool(started), "exactly one serves"
+    serving = started[0] if started else leaving
+    assert election.is_decided(directory)
+    found = announcement.read(directory)
+    assert found is not None
+    assert found.pid == serving.pid
+
+
+def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
+    process: Start, rank: Callable[[], FlightWriter], directory: int
+) -> None:
+    """The rank saw a free lock, but the leaving exporter was quicker to take it again: the one that was started ends."""
+    leaving = process(STEPPED)
+    assert said(leaving) == "serving"
+    go(leaving)
+    assert said(leaving) == "decided"
+    go(leaving)
+    assert said(leaving) == "released"
+    rank()
+    assert not election.is_decided(directory)
+    late = process(CANDIDATE)
+    go(leaving)
+    assert said(leaving) == "serving"
+    go(late)
+    assert said(late) == "gone"
+    assert late.wait(10) == 0
+
+
+def test_of_two_that_stand_at_once_one_is_elected(process: Start, directory: int) -> None:
+    """Eight ranks start together and all see a free lock; the losers end at once, before anything heavy was imported."""
+    candidates = [process(CANDIDATE) for _ in range(2)]
+    for candidate in candidates:
+        go(candidate)
+    first = [said(candidate) for candidate in candidates]
+    assert sorted(first) == ["elected", "gone"]
+    winner = candidates[first.index("elected")]
+    assert candidates[first.index("gone")].wait(10) == 0
+    found = wait_until(lambda: announcement.read(directory))
+    assert found is not None
+    assert found.pid == winner.pid
+
+
+def test_whoever_was_told_to_end_does_not_look_back(
+    process: Start, rank: Callable[[], FlightWriter], directory: int, flight_dir: Path
+) -> None:
+    """A person who stops the exporter of a running training wants it stopped; its announcement goes with it."""
+    rank()
+    exporter = process(STEPPED)
+    assert said(exporter) == "serving"
+    go(exporter, "stop")
+    assert said(exporter) == "released"
+    go(exporter)
+    assert said(exporter) == "gone"
+    assert not election.is_decided(directory)
+    assert not (flight_dir / announcement.NAME).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_killed_exporter_leaves_its_place_free(number: signal.Signals, process: Start, directory: int) -> None:
+    """The kernel lets go of the lock, and the next one takes over the stale announcement."""
+    exporter = process(STEPPED)
+    assert said(exporter) == "serving"
+    exporter.send_signal(number)
+    exporter.wait(10)
+    assert not election.is_decided(directory)
+    assert announcement.read(directory) is None
+    successor = process(STEPPED)
+    assert said(successor) == "serving"
+    found = announcement.read(directory)
+    assert found is not None
+    assert found.pid == successor.pid
+
+
+def test_an_exporter_whose_directory_was_emptied_leaves_the_new_one_its_announcement(
+    process: Start, directory: int, flight_dir: Path
+) -> None:
+    """Somebody removed the lock's name, and another exporter was elected: the old one goes without a trace."""
+    old = process(STEPPED)
+    assert said(old) == "serving"
+    (flight_dir / election.LOCK).unlink()
+    new = process(STEPPED)
+    assert said(new) == "serving"
+    go(old)
+    assert said(old) == "decided"
+    go(old)
+    assert said(old) == "gone"
+    found = announcement.read(directory)
+    assert found is not None
+    assert found.pid == new.pid
