@@ -3,6 +3,7 @@
 An entry is ``length:u32 crc:u32 block:u16 word:u16 width:u16 kind:u8 type:u8``, then a JSON array ``[name, unit, brief,
 attributes, bounds]`` in UTF-8, padded with spaces to a multiple of 8 bytes; ``length`` counts all of it, and the CRC covers
 all of it but itself. Entries are append-only and count only if their CRC matches: the first whose does not ends the table.
+A user's instrument has a sixth element, its instrumentation scope ``[name, version, schema_url, attributes]``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import zlib
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind
 from torchobs.flight.layout import BLOCK_WORDS, encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
 _HEAD = struct.Struct("<IIHHHBB")
 _MAX_ENTRY = 16 * 1024
@@ -43,9 +44,21 @@ INT_ABSENT = 1 << 63
 WIDTHS = {ValueType.INT: 1, ValueType.FLOAT: 1, ValueType.EITHER: 2}
 
 
+class Scope(NamedTuple):
+    """OpenTelemetry's instrumentation scope: who made the instrument. ``attributes`` as in :class:`Series`."""
+
+    name: str
+    version: str = ""
+    schema_url: str = ""
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series. ``attributes`` are (name, value) pairs sorted by name; ``word`` is its first word in ``block``."""
+    """One series. ``attributes`` are (name, value) pairs sorted by name; ``word`` is its first word in ``block``.
+
+    ``scope``: ``None`` for the instruments of torchobs itself.
+    """
 
     name: str
     kind: Kind
@@ -56,6 +69,7 @@ class Series:
     value_type: int
     block: int
     word: int
+    scope: Scope | None = None
 
     @property
     def width(self) -> int:
@@ -65,7 +79,9 @@ class Series:
 
 def encode(series: Series, seed: int) -> bytes:
     """Return the entry's bytes. Raises ``ValueError`` when it is over 16 KiB."""
-    fields = [series.name, series.unit, series.brief, dict(series.attributes), list(series.bounds)]
+    fields: list[object] = [series.name, series.unit, series.brief, dict(series.attributes), list(series.bounds)]
+    if series.scope is not None:
+        fields.append([*series.scope[:3], dict(series.scope.attributes)])
     payload = json.dumps(fields, separators=(",", ":"), default=str).encode()
     payload = payload.ljust(-(-len(payload) // 8) * 8)
     length = _HEAD.size + len(payload)
@@ -95,11 +111,10 @@ def decode(table: bytes, seed: int, blocks: int, start: int = 0) -> Iterator[tup
 
 def _parse(payload: bytes, block: int, word: int, width: int, kind: int, value_type: int) -> Series | None:
     try:
-        *texts, attributes, bounds = json.loads(payload)
-        name, unit, brief = map(_text, texts)
+        name, unit, brief, attributes, bounds, *scope = json.loads(payload)
+        texts = _text(name), Kind(kind), _text(unit), _text(brief)
         edges = tuple(float(bound) for bound in bounds)
-        pairs = tuple(sorted((_text(key), _attribute(value)) for key, value in attributes.items()))
-        series = Series(name, Kind(kind), unit, brief, pairs, edges, value_type, block, word)
+        series = Series(*texts, _pairs(attributes), edges, value_type, block, word, _scope(*scope))
         width_fits = series.width == width
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         return None
@@ -107,6 +122,18 @@ def _parse(payload: bytes, block: int, word: int, width: int, kind: int, value_t
     is_histogram = value_type == ValueType.HISTOGRAM
     alike = is_histogram == (series.kind is Kind.HISTOGRAM) and (is_histogram or not edges)
     return series if width_fits and ordered and alike else None
+
+
+def _scope(fields: Sequence[Any] | None = None) -> Scope | None:
+    if fields is None:
+        return None
+    *texts, attributes = fields
+    name, version, schema_url = map(_text, texts)
+    return Scope(name, version, schema_url, _pairs(attributes))
+
+
+def _pairs(attributes: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((_text(key), _attribute(value)) for key, value in attributes.items()))
 
 
 def _text(value: object) -> str:
@@ -127,6 +154,6 @@ def _scalar(value: object) -> object:
         return encodable(value)
     if isinstance(value, float) and not isfinite(value):
         return str(value)
-    if not isinstance(value, (bool, int, float)):
+    if value is not None and not isinstance(value, (bool, int, float)):
         raise TypeError
     return value

@@ -1,145 +1,97 @@
-"""The writer's metrics: series, the words they live in, and their publication as A/B slots.
-
-Any thread may change a cell at any time, a signal handler too: a change is queued, and whoever gets the block's lock without
-waiting applies what is queued and publishes the block. Updates go to a private buffer; :meth:`Block.publish` raises the
-generation and stores the whole slot of its parity, so that a reader always finds one whole slot.
-"""
+"""The writer's metrics: the series, the cell of each, and what each group of them may take of the file."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
+import json
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torchobs.catalog import Kind, Metric
-from torchobs.flight.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE, Live, Region, Span, words_crc
-from torchobs.flight.record import ABSENT_BITS, WORDS, Totals
-from torchobs.flight.series import INT_ABSENT, Series, ValueType, encode
+from torchobs.flight import block as words
+from torchobs.flight.block import Block
+from torchobs.flight.layout import BLOCK_WORDS, SLOT_SIZE, Live, Region, Span
+from torchobs.flight.record import ABSENT_BITS, WORDS
+from torchobs.flight.series import INT_ABSENT, Scope, Series, ValueType, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torchobs.flight.memory import Memory
 
-_MASK = (1 << 64) - 1
 CORE, LAYERS, USER = "core", "layers", "user"
+_MAX_REFUSED = 10_000
+"""Series without room that are remembered, so that each is counted once (at most 1 MiB); beyond, every attempt counts."""
 
 
-class Block:
-    """One value block: private words, and the two slots in the map."""
-
-    __slots__ = ("_generation", "_lock", "_memory", "_offset", "_pending", "_raw", "_seed", "totals", "used")
-
-    def __init__(self, memory: Memory, offset: int, seed: int) -> None:
-        self._memory, self._offset, self._seed = memory, offset, seed
-        self._raw = memoryview(bytearray(SLOT_SIZE))
-        start = SLOT_HEADER.size
-        self.totals = Totals(self._raw[start : start + BLOCK_WORDS * 8])
-        self.used = 0
-        self._generation = 0
-        self._lock = Lock()
-        self._pending: deque[Callable[[Totals], None]] = deque()
-
-    def change(self, update: Callable[[Totals], None]) -> None:
-        """Queue a change of the words; the next :meth:`publish` applies it."""
-        self._pending.append(update)
-
-    def publish(self, *, force: bool = False) -> None:
-        """Apply what is queued and store the block, unless another thread is at it (it will see our changes)."""
-        while self._pending or force:
-            if not self._lock.acquire(blocking=False):
-                return
-            force = False
-            try:
-                for _ in range(len(self._pending)):
-                    self._pending.popleft()(self.totals)
-                self._store()
-            finally:
-                self._lock.release()
-
-    def _store(self) -> None:
-        generation, end = self._generation + 1, SLOT_HEADER.size + self.used * 8
-        words = self._raw[SLOT_HEADER.size : end]
-        self._raw[: SLOT_HEADER.size] = SLOT_HEADER.pack(generation, len(words), words_crc(generation, words, self._seed))
-        self._memory.store(self._offset + (generation & 1) * SLOT_SIZE, self._raw[:end])
-        self._generation = generation
+class NoSeriesRoomError(Exception):
+    """The file has no room for one more series of its group."""
 
 
 class Cell:
     """One series' value."""
 
-    __slots__ = ("_block", "_bounds", "_type", "_word")
+    __slots__ = ("_block", "_bounds", "_float_word", "_type", "_word", "publish")
 
     def __init__(self, block: Block, series: Series) -> None:
         self._block, self._word, self._type, self._bounds = block, series.word, series.value_type, series.bounds
+        self._float_word = series.word + (series.value_type == ValueType.EITHER)
+        self.publish: Callable[[], None] = block.apply if block.deferred else block.publish
+        """Make the change visible, whatever happens to the process afterwards.
+
+        Off tmpfs that is the sampler's work, within 100 ms, once for all changes: a slot takes up to 4 KiB, and a loop of
+        additions would queue hundreds of MiB of them between two rounds.
+        """
 
     def add(self, amount: float) -> None:
         """Add to a counter or an up-down counter; visible after the block's next publication."""
-        word, either = self._word, self._type == ValueType.EITHER
         if isinstance(amount, int) and self._type != ValueType.FLOAT:
-            self._block.change(lambda totals: _add_int(totals, word, amount))
+            self._block.change(words.add_int, self._word, amount)
         elif isfinite(amount):
-            self._block.change(lambda totals: _add_float(totals, word + either, amount))
+            self._block.change(words.add_float, self._float_word, amount)
 
     def set(self, value: float) -> None:
         """Set a gauge, or the total of an observed counter. A non-finite value makes it absent."""
-        word, kind = self._word, self._type
-        self._block.change(lambda totals: _set(totals, word, kind, value))
+        self._block.change(words.set_value, self._word, self._type, value)
 
     def observe(self, value: float) -> None:
         """Add one value to a histogram; a non-finite one is never observed."""
         if isfinite(value):
-            word, bounds = self._word, self._bounds
-            self._block.change(lambda totals: _observe(totals, word, bounds, value))
-
-    def publish(self) -> None:
-        """Make the change visible, whatever happens to the process afterwards."""
-        self._block.publish()
+            self._block.change(words.observe, self._word, self._bounds, value)
 
 
-def _add_int(totals: Totals, word: int, amount: int) -> None:
-    present = totals.ints[word]
-    totals.ints[word] = ((0 if present == INT_ABSENT else present) + amount) & _MASK
+@dataclass(slots=True)
+class _Share:
+    """What one group of series may take of the file, what of it is spare, and where it stands."""
 
+    blocks: int
+    room: int
+    spare_words: int = 0
+    spare_room: int = 0
+    block: Block | None = None
+    blocks_taken: int = 0
+    room_taken: int = 0
 
-def _add_float(totals: Totals, word: int, amount: float) -> None:
-    present = totals.floats[word]
-    totals.floats[word] = amount if present != present else present + amount  # noqa: PLR0124  # the NaN test
+    def has_words(self, width: int) -> bool:
+        """Whether the block in use has them."""
+        return self.block is not None and self.block.used + width <= BLOCK_WORDS
 
-
-def _set(totals: Totals, word: int, kind: int, value: float) -> None:
-    if kind == ValueType.EITHER:
-        whole = isinstance(value, int)
-        totals.ints[word] = int(value) & _MASK if whole else INT_ABSENT
-        word += 1
-        if whole:
-            totals.ints[word] = ABSENT_BITS
-            return
-    if kind == ValueType.INT:
-        totals.ints[word] = int(value) & _MASK
-    elif isfinite(value):
-        totals.floats[word] = value
-    else:
-        totals.ints[word] = ABSENT_BITS
-
-
-def _observe(totals: Totals, word: int, bounds: tuple[float, ...], value: float) -> None:
-    totals.ints[word + bisect_left(bounds, value)] += 1
-    total = word + len(bounds) + 1
-    floats = totals.floats
-    floats[total] += value
-    floats[total + 1] = min(floats[total + 1], value)
-    floats[total + 2] = max(floats[total + 2], value)
+    def words_left(self) -> int:
+        """Words that the group has not taken; what was left over in a block that is full counts as taken."""
+        return (self.blocks - self.blocks_taken) * BLOCK_WORDS + (BLOCK_WORDS - self.block.used if self.block else 0)
 
 
 class Table:
-    """All series of a flight file. Block 0 is the core, whose first words belong to the fold."""
+    """All series of a flight file. Block 0 is the core, whose first words belong to the fold.
+
+    A user's instruments may take half of the series table and half of the blocks, so that no label of theirs crowds out what
+    torchobs has to say; the last eighth of that is spare, for the series that take in what did not fit.
+    """
 
     __slots__ = (
-        "_at", "_blocks", "_cells", "_count", "_groups", "_live_at", "_lock", "_memory", "_offset",
-        "_room", "_seed", "_span", "dropped",
+        "_at", "_blocks", "_cells", "_count", "_live_at", "_lock", "_memory", "_offset", "_refused", "_room", "_seed",
+        "_shares", "_span", "dropped",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, regions: Mapping[Region, Span], seed: int) -> None:
@@ -148,13 +100,15 @@ class Table:
         self._live_at = regions[Region.LIVE].offset // 8
         self._at = self._count = 0
         self._lock = Lock()
-        self._cells: dict[tuple[str, tuple[tuple[str, Any], ...]], Cell] = {}
+        self._cells: dict[tuple[Metric, Scope | None, str], Cell] = {}
+        self._refused: set[int] = set()
         self._blocks: list[Block] = []
-        self._groups: dict[str, Block] = {}
+        blocks, room = self._span.count // 2, self._room // 2
+        self._shares = {USER: _Share(blocks, room, blocks * BLOCK_WORDS // 8, room // 8)}
         self.dropped = 0
-        core = self._new_block()
+        """series that did not fit"""
+        core = self._new_block(self._share(CORE))
         core.used = WORDS
-        self._groups[CORE] = core
 
     @property
     def core(self) -> Block:
@@ -175,80 +129,115 @@ class Table:
         ``either``: values may be ints and floats (a user's instrument). Also ``None``, uncounted, when another thread is
         just making a series and does not finish within 50 ms, or this is a signal handler that interrupted one.
         """
-        key = (metric.name, tuple(sorted(attributes.items())))
+        try:
+            return self.open(metric, attributes, group, either=either)
+        except NoSeriesRoomError:
+            return None
+
+    def open(
+        self, metric: Metric, attributes: Mapping[str, Any], group: str, *,
+        either: bool = False, scope: Scope | None = None, spare: bool = False,
+    ) -> Cell | None:  # fmt: skip
+        """Return the cell as :meth:`cell` does, but ``None`` only for what does not last: ask again.
+
+        ``scope`` tells apart what different instrumentations call by one name; ``spare``: what the group has spare may be used.
+        Raises :class:`NoSeriesRoomError`, counted once for each series.
+        """
+        pairs = tuple(sorted(attributes.items()))
+        key = (metric, scope, json.dumps(pairs, separators=(",", ":"), default=str))  # as text: 1 is neither True nor 1.0
         found = self._cells.get(key)
         if found is not None or not self._lock.acquire(timeout=0.05):
             return found
         try:
-            return self._cells.get(key) or self._make(key, metric, group, either=either)
+            found = self._cells.get(key)
+            if found is None:
+                found = self._cells[key] = self._make(_series(metric, pairs, scope, either=either), group, spare=spare)
+        except NoSeriesRoomError:
+            self.refuse(hash(key))
+            raise
         finally:
             self._lock.release()
+        return found
+
+    def refuse(self, key: int) -> None:
+        """Count a series that did not fit, once for each ``key`` among the first 10,000."""
+        if key not in self._refused:
+            self.dropped += 1
+            if len(self._refused) < _MAX_REFUSED:
+                self._refused.add(key)
 
     def claim(self, metric: Metric, attributes: Mapping[str, Any], word: int) -> None:
         """Name a word of the core that the fold fills."""
-        self._enter(_series(metric, tuple(sorted(attributes.items())), 0, word, either=False))
+        series = _series(metric, tuple(sorted(attributes.items())), None, either=False)
+        self._enter(encode(replace(series, word=word), self._seed))
 
     def publish(self) -> None:
         """Publish every block in which something changed."""
         for block in self._blocks:
             block.publish()
 
-    def _make(self, key: tuple[str, tuple[tuple[str, Any], ...]], metric: Metric, group: str, *, either: bool) -> Cell | None:
-        width = _series(metric, key[1], 0, 0, either=either).width
-        block = self._groups.get(group)
-        if block is None or block.used + width > BLOCK_WORDS:
-            block = self._new_block() if len(self._blocks) < self._span.count and width <= BLOCK_WORDS else None
-        if block is None:
-            self.dropped += 1
-            return None
-        self._groups[group] = block
-        series = _series(metric, key[1], self._blocks.index(block), block.used, either=either)
+    def _make(self, series: Series, group: str, *, spare: bool) -> Cell:
+        share = self._share(group)
+        block = self._find_block(share, series.width, 0 if spare else share.spare_words)
+        series = replace(series, block=self._blocks.index(block), word=block.used)
+        entry = self._entry(series, share.room - share.room_taken - (0 if spare else share.spare_room))
         self._clear(block, series)
-        block.used += width
-        if not self._enter(series):
-            self.dropped += 1
-            return None
-        cell = self._cells[key] = Cell(block, series)
+        block.used += series.width
+        share.room_taken += len(entry)
+        self._enter(entry)
         block.publish(force=True)  # counters exist at 0 before their first increment
-        return cell
+        return Cell(block, series)
 
-    def _new_block(self) -> Block:
-        index = len(self._blocks)
-        block = Block(self._memory, self._span.offset + index * 2 * SLOT_SIZE, self._seed)
+    def _share(self, group: str) -> _Share:
+        return self._shares.setdefault(group, _Share(self._span.count, self._room))
+
+    def _find_block(self, share: _Share, width: int, spare_words: int) -> Block:
+        if width <= BLOCK_WORDS and width + spare_words <= share.words_left():
+            if share.block is not None and share.has_words(width):
+                return share.block
+            if share.blocks_taken < share.blocks and len(self._blocks) < self._span.count:
+                return self._new_block(share)
+        raise NoSeriesRoomError
+
+    def _new_block(self, share: _Share) -> Block:
+        block = Block(self._memory, self._span.offset + len(self._blocks) * 2 * SLOT_SIZE, self._seed)
         self._blocks.append(block)
+        share.block = block
+        share.blocks_taken += 1
         return block
+
+    def _entry(self, series: Series, room: int) -> bytes:
+        try:
+            entry = encode(series, self._seed)
+        except ValueError as error:
+            raise NoSeriesRoomError from error
+        if len(entry) > min(room, self._room - self._at):
+            raise NoSeriesRoomError
+        return entry
 
     @staticmethod
     def _clear(block: Block, series: Series) -> None:
         totals, word = block.totals, series.word
-        gauge = series.kind is Kind.GAUGE
         if series.value_type == ValueType.HISTOGRAM:
             total = word + len(series.bounds) + 1
             totals.floats[total + 1], totals.floats[total + 2] = inf, -inf
         elif series.value_type == ValueType.EITHER:
             totals.ints[word], totals.ints[word + 1] = INT_ABSENT, ABSENT_BITS
-        elif gauge:
+        elif series.kind is Kind.GAUGE:
             totals.ints[word] = ABSENT_BITS
 
-    def _enter(self, series: Series) -> bool:
-        try:
-            entry = encode(series, self._seed)
-        except ValueError:
-            return False
-        if self._at + len(entry) > self._room:
-            return False
+    def _enter(self, entry: bytes) -> None:
         self._memory.store(self._offset + self._at, entry)
         self._at += len(entry)
         self._count += 1
         self._memory.word(self._live_at + Live.SERIES_COUNT, self._count)
-        return True
 
 
-def _series(metric: Metric, attributes: tuple[tuple[str, Any], ...], block: int, word: int, *, either: bool) -> Series:
+def _series(metric: Metric, attributes: tuple[tuple[str, Any], ...], scope: Scope | None, *, either: bool) -> Series:
     if metric.kind is Kind.HISTOGRAM:
         value_type = ValueType.HISTOGRAM
     elif either:
         value_type = ValueType.EITHER
     else:
         value_type = ValueType.INT if metric.integer else ValueType.FLOAT
-    return Series(metric.name, metric.kind, metric.unit, metric.brief, attributes, metric.bounds, value_type, block, word)
+    return Series(metric.name, metric.kind, metric.unit, metric.brief, attributes, metric.bounds, value_type, 0, 0, scope)
