@@ -46,7 +46,9 @@ def step() -> None:
 
 
 def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, **scalars: Any) -> None:
-    """Add what only the script knows to the step in progress or, directly after a step, to that one.
+    """Add what only the script knows to the step in progress or, directly after ``optimizer.step()``, to that one.
+
+    Where :func:`step` cuts the training into steps, call this before it.
 
     Args:
         loss: the step's loss, instead of what its backward passes began from. A number or a tensor with one element; a

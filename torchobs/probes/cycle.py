@@ -130,10 +130,10 @@ class Cycle:
         values.flags |= Flag.GRAD_NORM
 
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
-        """What the user says of the step in progress or, directly after a step, of that one."""
+        """What the user says of the step in progress or, directly after a step that the hooks saw end, of that one."""
         self.log_wins = self.log_wins or loss is not None
         tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
-        if not self.touched and self._provisional is None and self.step:
+        if not self.touched and not self.direct and self._provisional is None and self.step:
             self.late(self.step, Flag.LOSS if loss is not None else 0, loss or 0.0, 0.0, tokens, samples)
             return
         values = self.values if self.touched or self._provisional is None else self._provisional.values

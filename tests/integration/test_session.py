@@ -1,0 +1,370 @@
+"""``init()`` and ``shutdown()``: what they leave behind, where they do nothing, and what children inherit."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
+
+import torchobs
+from tests import support
+from tests.training import Recording, loss_of, mlp, recording
+from torchobs.flight import reader
+from torchobs.flight.layout import Exit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def surface() -> dict[str, Any]:
+    """Everything of torch, sys and threading that a session touches."""
+    from torch._dynamo import trace_rules
+    from torch.amp import grad_scaler
+
+    return {
+        "pre": dict(torch_optimizer._global_optimizer_pre_hooks),
+        "post": dict(torch_optimizer._global_optimizer_post_hooks),
+        "backward": torch.autograd.backward,
+        "next": vars(dataloader._BaseDataLoaderIter)["__next__"],
+        "iter": vars(dataloader.DataLoader)["__iter__"],
+        "train": vars(torch.nn.Module)["train"],
+        "scaler step": vars(grad_scaler.GradScaler)["step"],
+        "scaler scale": vars(grad_scaler.GradScaler)["scale"],
+        "clip": torch.nn.utils.clip_grad._get_total_norm,
+        "skipped": list(trace_rules.SKIP_DIRS),
+        "expression": trace_rules.SKIP_DIRS_RE.pattern,
+        "excepthook": sys.excepthook,
+        "thread excepthook": threading.excepthook,
+        "meta path": list(sys.meta_path),
+        "threads": {thread.name for thread in threading.enumerate()},
+    }
+
+
+def train(steps: int) -> None:
+    """Some steps."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def test_shutdown_leaves_everything_as_it_was(flight_dir: Path) -> None:
+    """Every patched attribute and every hook is identical to before, twice over."""
+    before = surface()
+    for _ in range(2):
+        for run in recording(flight_dir):
+            assert surface() != before
+            train(2)
+            assert len(run.steps()) == 2
+        assert surface() == before
+
+
+def test_foreign_patches_made_later_stay(flight_dir: Path) -> None:
+    """Somebody wrapped what we had wrapped: theirs stays in place and works; what is ours beneath it does nothing."""
+    original = torch.autograd.backward
+    calls = []
+    for _ in recording(flight_dir):
+        ours = torch.autograd.backward
+
+        def foreign(*args: Any, **kwargs: Any) -> None:
+            calls.append(1)
+            ours(*args, **kwargs)
+
+        torch.autograd.backward = foreign
+    try:
+        assert torch.autograd.backward is foreign
+        train(2)
+        assert len(calls) == 2
+    finally:
+        torch.autograd.backward = original
+
+
+def test_init_is_idempotent_and_thread_safe(flight_dir: Path) -> None:
+    """Sixteen threads at once get one session and one file."""
+    found: list[torchobs.Session] = []
+    threads = [threading.Thread(target=lambda: found.append(torchobs.init(flight_dir=flight_dir))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        assert len({id(session) for session in found}) == 1
+        assert torchobs.init() is found[0]
+        assert len(list(flight_dir.glob("*.flight"))) == 1
+    finally:
+        torchobs.shutdown()
+
+
+def test_a_session_is_a_context_manager(flight_dir: Path) -> None:
+    """Leaving it shuts down; an exception on its way out is the rank's end."""
+    with pytest.raises(ZeroDivisionError), torchobs.init(flight_dir=flight_dir) as session:
+        assert session.writer is not None
+        path = session.writer.path
+        raise ZeroDivisionError
+    file = reader.open_path(path)
+    view = file.read(final=True)
+    events = {fields["name"]: fields for _, fields in file.events()}
+    file.close()
+    assert view.live.exit_reason == Exit.EXCEPTION
+    assert events["torchobs.exception"]["attrs"]["exception.type"] == "builtins.ZeroDivisionError"
+    assert "test_session.py" in events["torchobs.exception"]["attrs"]["location"]
+
+
+def test_twice_in_one_process_makes_two_files(flight_dir: Path) -> None:
+    """A notebook: init, shutdown, init again. The first file stays, finished."""
+    for expected in (1, 2):
+        for run in recording(flight_dir):
+            train(expected)
+            assert len(run.steps()) == expected
+        assert len(list(flight_dir.glob("*.flight"))) == expected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"enabled": False}, {"level": "off"}, {"flight_dir": "/proc/nowhere"}, {"flight_dir": "/dev/null"}],
+    ids=str,
+)
+def test_where_it_cannot_or_shall_not_record_it_is_inert(
+    overrides: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on without us; what is off leaves no hook; at most one warning."""
+    before = surface()
+    with caplog.at_level(logging.WARNING, "torchobs"), torchobs.init(**overrides) as session:
+        assert not session.active
+        assert surface() == before
+        torchobs.log(loss=1.0, tokens=3)
+        torchobs.step()
+        with torchobs.phase("data"):
+            train(1)
+    assert len(caplog.records) == ("flight_dir" in overrides)
+
+
+def test_a_bad_value_is_logged_once_and_the_default_used(
+    flight_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line names the variable, the value and what is allowed."""
+    monkeypatch.setenv("TORCHOBS_GRAD_INTERVAL", "often")
+    with caplog.at_level(logging.WARNING, "torchobs"), torchobs.init(flight_dir=flight_dir) as session:
+        assert session.settings.grad_interval == "auto"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "TORCHOBS_GRAD_INTERVAL" in line
+    assert "often" in line
+    assert "auto" in line
+
+
+def test_an_argument_that_names_no_setting_is_a_type_error() -> None:
+    """With the setting that was probably meant."""
+    with pytest.raises(TypeError, match="grad_interval"):
+        torchobs.init(grad_intervall=3)
+
+
+def test_a_probe_that_raises_is_off_and_said_once(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted, shown, logged once; the other probes go on."""
+    with caplog.at_level(logging.WARNING, "torchobs"), torchobs.init(flight_dir=flight_dir) as session:
+        assert session.host is not None
+        session.host.before_backward.insert(0, session.host.fuse("loss").guard(lambda *_: 1 // 0))
+        train(3)
+        run = Recording(session)
+        support.wait_until(lambda: run.values().get(("torchobs.probe.errors", "loss")) == 1)
+        assert run.values()[("torchobs.probe.disabled", "loss")] == 1.0
+        assert len(run.steps()) == 3
+    assert [record.getMessage().count("ZeroDivisionError") for record in caplog.records] == [1]
+
+
+def test_facade_calls_do_not_break_a_full_graph(run: Recording) -> None:
+    """Inside torch.compile(fullgraph=True) they compile to nothing."""
+    model = mlp()
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        torchobs.log(tokens=3, loss=1.0)
+        torchobs.event("inside", value=1)
+        torchobs.step()
+        torchobs.watch(model)
+        with torchobs.phase("forward"):
+            return model(inputs).sum()  # type: ignore[no-any-return]
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    expected = forward(torch.ones(2, 8))
+    assert torch.equal(compiled(torch.ones(2, 8)), expected)
+    assert run.errors() == []
+
+
+def test_a_compiled_training_step_does_not_recompile_for_us(run: Recording) -> None:
+    """Our wrappers are not traced: the compiled model has one graph, with and without us."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()  # type: ignore[no-untyped-call]
+    model = mlp()
+    compiled = torch.compile(model, backend=counter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        compiled(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+    assert counter.frame_count == 1
+    assert len(run.steps()) == 5
+
+
+class Squares(Dataset[torch.Tensor]):
+    """A dataset that can be sent to a spawned worker."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((8,), float(index))
+
+
+def init_in_worker(index: int) -> None:
+    """A worker that calls init(), as a script without a main guard does."""
+    del index
+    assert not torchobs.init().active
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_dataloader_workers_leave_no_trace(run: Recording, flight_dir: Path, method: str) -> None:
+    """0 extra files, threads and series; the worker's own init() is inert."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(
+        Squares(), batch_size=4, num_workers=2, multiprocessing_context=method, worker_init_fn=init_in_worker,
+        persistent_workers=False,
+    )  # fmt: skip
+    series = len(run.view().points)
+    for inputs in loader:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    assert len(run.steps()) == 4
+    assert len(list(flight_dir.glob("*.flight"))) == 1
+    assert len(run.view().points) >= series
+    assert run.errors() == []
+
+
+def test_a_forked_child_is_inert(run: Recording) -> None:
+    """It trains, logs, exits: nothing of that reaches the parent's file, and the parent goes on."""
+    train(2)
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=child_trains)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    train(1)
+    assert len(run.steps()) == 3
+    assert run.values()[("torchobs.tokens",)] == 0
+
+
+def child_trains() -> None:
+    """What the child does."""
+    torchobs.log(tokens=1000)
+    torchobs.event("from the child")
+    train(3)
+    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+
+
+SCRIPT = """
+import sys, torch
+sys.path[:0] = {path!r}
+import torchobs
+with_ = torchobs.init(flight_dir={directory!r})
+from tests.training import loss_of, mlp
+model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for index in range(3):
+    loss_of(model, index).backward(); optimizer.step()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "reason"),
+    [
+        ("", 0, Exit.FINISHED),
+        ("raise KeyError('secret')", 1, Exit.EXCEPTION),
+        ("import os; os._exit(3)", 3, None),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15, None),
+        ("import threading; t = threading.Thread(target=lambda: 1 // 0); t.start(); t.join()", 0, Exit.FINISHED),
+    ],
+)
+def test_how_a_rank_ends(flight_dir: Path, end: str, status: int, reason: int | None) -> None:
+    """In order, by an exception, or without a word; steps are never lost, and no value of the exception is kept."""
+    script = SCRIPT.format(path=[str(support.ROOT)], directory=str(flight_dir), end=end)
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert child.returncode == status, child.stderr
+    (path,) = flight_dir.glob("*.flight")
+    file = reader.open_path(str(path))
+    view = file.read(final=True)
+    events = [fields for _, fields in file.events()]
+    file.close()
+    assert view.live.exit_reason == reason
+    # the first cycle's end is provisional until it is known whether another optimizer steps, so the third is at stake
+    assert {point.series.name: point.value for point in view.points}["torchobs.steps"] == 3
+    assert "secret" not in repr(events)
+    assert ("Thread" in end or "KeyError" in end) == any(event["name"] == "torchobs.exception" for event in events)
+
+
+def test_init_before_torch_installs_the_probes_when_torch_comes(flight_dir: Path) -> None:
+    """``torchobs run`` calls init() before the script imports torch."""
+    script = f"""
+import sys
+sys.path[:0] = [{str(support.ROOT)!r}]
+import torchobs
+session = torchobs.init(flight_dir={str(flight_dir)!r})
+assert "torch" not in sys.modules
+import torch
+from tests.training import loss_of, mlp
+model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for index in range(3):
+    loss_of(model, index).backward(); optimizer.step()
+assert torch.__spec__.loader is torch.__loader__ and "torchobs" not in repr(torch.__loader__)
+print(session.host.cycle.step)
+"""
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert (child.returncode, child.stdout.strip(), child.stderr) == (0, "3", "")
+
+
+def test_import_and_a_run_load_nothing_heavy(flight_dir: Path) -> None:
+    """No SDK, protobuf, HTTP, YAML or click, from import to shutdown."""
+    heavy = ("opentelemetry.sdk", "google.protobuf", "http", "requests", "urllib3", "yaml", "click", "prometheus_client")
+    script = f"""
+import sys, torch
+sys.path[:0] = [{str(support.ROOT)!r}]
+from tests.training import loss_of, mlp
+before = set(sys.modules)
+import torchobs
+torchobs.init(flight_dir={str(flight_dir)!r})
+model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for index in range(3):
+    loss_of(model, index).backward(); optimizer.step()
+torchobs.shutdown()
+print([name for name in sorted(set(sys.modules) - before) if name.startswith({heavy!r})])
+"""
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert child.stdout == "[]\n", child.stderr
+
+
+def test_plain_loader_batches(run: Recording) -> None:
+    """A TensorDataset through a loader is counted as data, batch by batch."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for (inputs,) in DataLoader(TensorDataset(torch.randn(12, 8)), batch_size=4):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    assert [record.phase_s[0] > 0 for record in run.steps()] == [True] * 3

@@ -1,0 +1,558 @@
+"""Every way to train is counted right: steps, losses, norms, and what is no step at all."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import torchobs
+from tests.training import Flag, Recording, has, loss_of, mlp, norm_of, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> tuple[list[float], list[float]]:
+    """Train plainly; return the losses and the reference norms."""
+    losses, norms = [], []
+    for index in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, index)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        norms.append(norm_of(model))
+        optimizer.step()
+    return losses, norms
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd nesterov foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-3),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_losses_and_norms_equal_the_reference(run: Recording, name: str) -> None:
+    """Step by step the loss is the loss, and the norm is within 1e-4 of a float64 reference, whatever the optimizer does."""
+    model = mlp()
+    losses, norms = train(model, OPTIMIZERS[name](model.parameters()), 12)
+    steps = run.steps()
+    assert [record.step for record in steps] == list(range(1, 13))
+    assert [record.loss for record in steps] == losses
+    assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
+    assert all(has(record, Flag.LEARNING_RATE) for record in steps)
+
+
+def test_an_optimizer_made_before_init_is_seen(flight_dir: Path) -> None:
+    """The hooks are global: nothing has to be made after init()."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for run in recording(flight_dir):
+        train(model, optimizer, 3)
+        assert len(run.steps()) == 3
+
+
+def test_accumulation_is_one_step_and_its_loss_the_sum(run: Recording) -> None:
+    """Four backward passes and one optimizer step are one step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(3):
+        total = 0.0
+        for micro in range(4):
+            loss = loss_of(model, micro) / 4
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        expected.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = run.steps()
+    assert len(steps) == 3
+    assert [record.loss for record in steps] == expected
+    assert {record.losses for record in steps} == {4}
+
+
+def test_a_gan_has_one_step_per_pair_of_updates(run: Recording) -> None:
+    """Discriminator and generator step in turn: that is one step each time, with both norms in it."""
+    one, two = mlp(0), mlp(1)
+    first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
+    norms = []
+    for index in range(5):
+        squares = 0.0
+        for model, optimizer in ((one, first), (two, second)):
+            optimizer.zero_grad()
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            squares += norm_of(model) ** 2
+            optimizer.step()
+        norms.append(squares**0.5)
+    steps = run.steps()
+    assert len(steps) == 5
+    assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
+    assert {record.losses for record in steps} == {2}
+
+
+def test_a_second_stage_with_another_optimizer_goes_on(run: Recording) -> None:
+    """When one optimizer of the cycle is never used again, the other one's steps count."""
+    one, two = mlp(0), mlp(1)
+    first, second = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
+    for index in range(3):
+        for model, optimizer in ((one, first), (two, second)):
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    train(two, second, 4)
+    assert len(run.steps()) == 7
+    del first, one
+    gc.collect()
+    train(two, second, 3)
+    assert len(run.steps()) == 10
+
+
+def test_optimizers_in_backward_are_one_step(run: Recording) -> None:
+    """One optimizer per parameter, stepping inside the backward pass: a step is one pass, not one per parameter."""
+    model = mlp()
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for index in range(6):
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+    steps = run.steps()
+    assert len(steps) == 6
+    assert all(record.grad_norm > 0 for record in steps)
+
+
+def test_a_subclass_that_calls_super_steps_once(run: Recording) -> None:
+    """The wrapper around every class's step fires two pairs of hooks; that is one step."""
+
+    class Doubled(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = mlp()
+    train(model, Doubled(model.parameters(), lr=0.1), 5)
+    assert len(run.steps()) == 5
+
+
+def test_a_step_that_raised_does_not_hide_the_next(run: Recording) -> None:
+    """An exception inside a step leaves no post hook behind; the following steps count."""
+
+    class Fragile(torch.optim.SGD):
+        broken = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.broken:
+                raise RuntimeError("out of memory, say")
+            return super().step(closure)
+
+    model = mlp()
+    optimizer = Fragile(model.parameters(), lr=0.1)
+    train(model, optimizer, 2)
+    optimizer.broken = True
+    with pytest.raises(RuntimeError):
+        train(model, optimizer, 1)
+    optimizer.broken = False
+    train(model, optimizer, 3)
+    assert len(run.steps()) == 5
+
+
+def test_lbfgs_evaluates_its_closure_many_times_in_one_step(run: Recording) -> None:
+    """The loss and the norm are those of the last evaluation, which is what p.grad holds afterwards."""
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        return loss
+
+    norms = []
+    last = []
+    for _ in range(3):
+        optimizer.step(closure)  # type: ignore[arg-type]
+        norms.append(norm_of(model))
+        last.append(losses[-1])
+    steps = run.steps()
+    assert len(steps) == 3
+    assert len(losses) > 3
+    assert [record.loss for record in steps] == pytest.approx(last, rel=1e-12)
+    assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
+    assert all(has(record, Flag.CLOSURE) for record in steps)
+
+
+def test_a_closure_of_a_first_order_optimizer(run: Recording) -> None:
+    """Lightning hands every optimizer a closure that computes the loss: the norm is that of its gradients."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    losses, norms = [], []
+    for index in range(4):
+
+        def closure(index: int = index) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, index)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            norms.append(norm_of(model))
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+    steps = run.steps()
+    assert [record.loss for record in steps] == losses
+    assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_the_loss_scaler_skips_is_a_skipped_step(run: Recording, fused: bool) -> None:  # noqa: FBT001
+    """Skips count as steps and are marked, fused or not; loss and norm are without the scale."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses, norms = [], []
+    for index in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, index)
+        losses.append(loss.item())
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if index in (2, 3):
+            next(model.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+        norms.append(norm_of(model) / scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+    steps = run.steps()
+    assert [has(record, Flag.SKIPPED) for record in steps] == [False, False, True, True, False, False]
+    assert [record.loss for record in steps] == losses
+    measured = [(a.grad_norm, b) for a, b in zip(steps, norms, strict=True) if not has(a, Flag.SKIPPED)]
+    assert [a for a, _ in measured] == pytest.approx([b for _, b in measured], rel=1e-4)
+
+
+def test_a_scaled_loss_divided_for_accumulation_is_unscaled(run: Recording) -> None:
+    """``(scaler.scale(loss) / n).backward()`` is no longer the tensor that scale() returned."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    expected = []
+    for index in range(3):
+        total = 0.0
+        for micro in range(2):
+            loss = loss_of(model, index + micro)
+            (scaler.scale(loss) / 2).backward()  # type: ignore[no-untyped-call]
+            total += loss.item() / 2
+        expected.append(total)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [record.loss for record in run.steps()] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_disabled_scaler_changes_nothing(run: Recording) -> None:
+    """``GradScaler(enabled=False)`` hands everything through."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for index in range(3):
+        scaler.scale(loss_of(model, index)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False] * 3
+
+
+def test_clipping_leaves_the_norm_before_it(run: Recording) -> None:
+    """What clip_grad_norm_ returns is what is recorded: the clipped norm would hide every explosion."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    returned = []
+    for index in range(5):
+        optimizer.zero_grad()
+        (loss_of(model, index) * 100).backward()  # type: ignore[no-untyped-call]
+        returned.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    assert [record.grad_norm for record in run.steps()] == pytest.approx(returned, rel=1e-6)
+    assert min(returned) > 0.5
+
+
+def test_clipping_a_part_does_not_pass_for_the_whole(run: Recording) -> None:
+    """Only the first layer is clipped: the norm is that of all gradients, as the optimizer finds them."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    norms = []
+    for index in range(3):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.01)
+        norms.append(norm_of(model))
+        optimizer.step()
+    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-4)
+
+
+def test_activation_checkpointing_is_one_backward(run: Recording) -> None:
+    """Reentrant checkpointing runs backward inside backward; the loss is taken once."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    losses = []
+    for index in range(3):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(index), requires_grad=True)
+        loss = checkpoint(model, inputs, use_reentrant=True).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    steps = run.steps()
+    assert [record.loss for record in steps] == losses
+    assert {record.losses for record in steps} == {1}
+
+
+def test_double_backward_is_no_second_step(run: Recording) -> None:
+    """A gradient penalty by autograd.grad(create_graph=True), then one backward."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for index in range(3):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(index), requires_grad=True)
+        output = model(inputs).sum()
+        (gradient,) = torch.autograd.grad(output, inputs, create_graph=True)
+        loss = output + gradient.square().sum()
+        loss.backward()
+        optimizer.step()
+    assert len(run.steps()) == 3
+    assert all(p.grad is not None and p.grad.grad_fn is None for p in model.parameters())
+
+
+def test_a_compiled_step_counts(run: Recording) -> None:
+    """``torch.compile(optimizer.step)`` fires the hooks, and our own code is not compiled with it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = torch.compile(optimizer.step, backend="eager")
+    for index in range(4):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        step()
+    assert len(run.steps()) == 4
+
+
+@pytest.mark.parametrize("how", ["eval and no_grad", "no_grad", "only another loader"])
+def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recording, how: str) -> None:
+    """An evaluation of 0.2 s between steps of some ms: it is counted as evaluation, and no step got slower."""
+    import time
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
+    training, validation = DataLoader(data, batch_size=8), DataLoader(data, batch_size=8)
+
+    def evaluate() -> None:
+        if how == "only another loader":
+            for inputs, _ in validation:
+                time.sleep(0.04)
+                model(inputs)
+            return
+        if how == "eval and no_grad":
+            model.eval()
+        with torch.no_grad():
+            for inputs, _ in validation:
+                time.sleep(0.04)
+                model(inputs)
+        if how == "eval and no_grad":
+            model.train()
+
+    for epoch in range(3):
+        for inputs, targets in training:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        if epoch < 2:
+            evaluate()
+    steps = run.steps()
+    assert len(steps) == 15
+    assert max(record.duration_s for record in steps) < 0.1
+    assert sum(record.phase_s[5] for record in steps) == pytest.approx(0.4, rel=0.2)
+
+
+def test_evaluation_without_a_loader(run: Recording) -> None:
+    """NanoGPT's way: batches by a function, estimate_loss() between eval() and train()."""
+    import time
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(6):
+        if index == 3:
+            model.eval()
+            with torch.no_grad():
+                time.sleep(0.15)
+                loss_of(model)
+            model.train()
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    steps = run.steps()
+    assert max(record.duration_s for record in steps) < 0.1
+    assert steps[3].phase_s[5] == pytest.approx(0.15, rel=0.2)
+
+
+def test_a_teacher_in_eval_mode_is_no_evaluation(run: Recording) -> None:
+    """``teacher.eval()`` before every forward, never train() again: the time stays the step's."""
+    import time
+
+    model, teacher = mlp(0), mlp(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(4):
+        teacher.eval()
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert sum(record.phase_s[5] for record in run.steps()) == 0.0
+
+
+def test_batches_prefetched_for_an_accumulation_are_data(run: Recording) -> None:
+    """Hugging Face's Trainer fetches all batches of an accumulation before the first forward; that is no evaluation."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loader = iter(DataLoader(TensorDataset(torch.randn(96, 8), torch.randn(96, 1)), batch_size=8))
+    for _ in range(3):
+        batches = [next(loader) for _ in range(4)]
+        for inputs, targets in batches:
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = run.steps()
+    assert len(steps) == 3
+    assert sum(record.phase_s[5] for record in steps) == 0.0
+    assert all(record.phase_s[0] > 0 for record in steps)
+
+
+def test_a_loader_inside_an_iterable_dataset_is_fetched_once(run: Recording) -> None:
+    """Nested loaders: only the outermost fetch is waiting for data."""
+    import time
+
+    class Slow(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for (inputs,) in DataLoader(TensorDataset(torch.randn(6, 8)), batch_size=None):
+                time.sleep(0.02)
+                yield inputs
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for inputs in DataLoader(Slow(), batch_size=2):
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    steps = run.steps()
+    assert len(steps) == 3
+    assert [record.phase_s[0] for record in steps] == pytest.approx([0.04] * 3, rel=0.5)
+
+
+def test_functional_training_is_counted_by_step(run: Recording) -> None:
+    """Without an optimizer of torch.optim, torchobs.step() cuts the training into steps."""
+    model = mlp()
+    for index in range(5):
+        gradients = torch.autograd.grad(loss_of(model, index), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+        torchobs.log(loss=float(index), tokens=7)
+        torchobs.step()
+    steps = run.steps()
+    assert [record.step for record in steps] == [1, 2, 3, 4, 5]
+    assert [record.loss for record in steps] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert [record.tokens for record in steps] == [7] * 5
+
+
+def test_step_beside_an_optimizer_counts_once(run: Recording) -> None:
+    """Calling torchobs.step() after optimizer.step() does not count twice."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(5):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        torchobs.step()
+    assert len(run.steps()) == 5
+
+
+def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:
+    """The usual place for it is after optimizer.step(); the last step's tokens are not lost."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(5):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        torchobs.log(tokens=10 + index, samples=2, loss=torch.tensor(float(index)))
+    run.records()
+    values = run.values()
+    assert values[("torchobs.tokens",)] == 60
+    assert values[("torchobs.samples",)] == 10
+    assert values[("torchobs.loss",)] == 4.0
+
+
+def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
+    """``with torchobs.phase("data")`` around a plain iterator is data; what follows is forward."""
+    import time
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for index in range(3):
+        with torchobs.phase("data"):
+            time.sleep(0.03)
+        optimizer.zero_grad()
+        time.sleep(0.02)
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        with torchobs.phase("checkpoint"):
+            time.sleep(0.05)
+    steps = run.steps()
+    assert [record.phase_s[0] for record in steps] == pytest.approx([0.03] * 3, rel=0.2)
+    assert all(record.phase_s[1] > 0.02 for record in steps)
+    assert steps[1].phase_s[6] == pytest.approx(0.05, rel=0.2)
+    assert max(record.duration_s for record in steps) < 0.1
+
+
+def test_nonfinite_values_are_data(run: Recording) -> None:
+    """A NaN loss and an infinite gradient become counters, anomalies and flags, never a gauge."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    before = run.values()[("torchobs.loss",)]
+    optimizer.zero_grad()
+    (loss_of(model) * float("nan")).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    values = run.values()
+    assert values[("torchobs.loss",)] == before
+    assert values[("torchobs.anomalies", "nonfinite_loss")] == 1
+    assert values[("torchobs.anomalies", "nonfinite_gradient")] == 1
+    assert values[("torchobs.grad.nonfinite_steps",)] == 1
+    assert values[("torchobs.anomaly.active", "nonfinite_loss")] == 1.0
+
+
+def test_a_huge_finite_gradient_is_not_called_infinite(run: Recording) -> None:
+    """1e20 squared overflows float32; the gradient is finite."""
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (parameter * 1e20).sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert [record.grad_norm for record in run.steps()] == pytest.approx([1e20 * 10**0.5] * 2, rel=1e-6)

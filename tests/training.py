@@ -1,0 +1,105 @@
+"""What tests of the probes share: a session on a private directory, and its records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import torchobs
+from torchobs.flight import reader
+from torchobs.flight.record import Flag, Kind, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@dataclass
+class Recording:
+    """A session, and what its flight file says so far."""
+
+    session: torchobs.Session
+
+    def view(self) -> reader.View:
+        """The file as any other process would see it."""
+        writer = self.session.writer
+        assert writer is not None
+        file = reader.open_path(writer.path)
+        try:
+            return file.read()
+        finally:
+            file.close()
+
+    def records(self) -> list[StepRecord]:
+        """All records, the pending end of the first cycle included (as shutdown would write it)."""
+        host = self.session.host
+        assert host is not None
+        host.cycle.flush()
+        file = reader.open_path(host.writer.path)
+        try:
+            return file.steps()
+        finally:
+            file.close()
+
+    def steps(self) -> list[StepRecord]:
+        """The step records."""
+        return [record for record in self.records() if record.kind == Kind.STEP]
+
+    def values(self) -> dict[tuple[str, ...], Any]:
+        """Values by name and attribute values."""
+        return {
+            (point.series.name, *(str(value) for _, value in point.series.attributes)): point.value
+            for point in self.view().points
+        }
+
+    def errors(self) -> list[str]:
+        """What went wrong in a probe."""
+        host = self.session.host
+        assert host is not None
+        return [f"{fuse.probe}: {fuse.trips or fuse.errors}" for fuse in host.fuses.values() if fuse.errors]
+
+
+def recording(flight_dir: Path, **overrides: object) -> Iterator[Recording]:
+    """Yield a recording that measures the norm in every step; check that no probe failed."""
+    session = torchobs.init(flight_dir=flight_dir, **{"grad_interval": 1, **overrides})
+    assert session.active
+    found = Recording(session)
+    try:
+        yield found
+        assert not session.active or found.errors() == []
+    finally:
+        torchobs.shutdown()
+
+
+def mlp(seed: int = 0, width: int = 16) -> torch.nn.Sequential:
+    """A small model, the same for the same seed."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+
+
+def batch(seed: int = 0, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, 8, generator=generator), torch.randn(size, 1, generator=generator)
+
+
+def loss_of(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
+    """Mean squared error on one batch."""
+    inputs, targets = batch(seed)
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+def norm_of(model: torch.nn.Module) -> float:
+    """The float64 reference of the gradients' total norm."""
+    squares = [float(p.grad.double().pow(2).sum()) for p in model.parameters() if p.grad is not None]
+    return sum(squares) ** 0.5
+
+
+def has(record: StepRecord, flag: int) -> bool:
+    """Whether a record has the flag."""
+    return bool(record.flags & flag)
+
+
+__all__ = ["Flag", "Recording", "batch", "has", "loss_of", "mlp", "norm_of", "recording"]

@@ -1,0 +1,172 @@
+"""The timeline of a step, as literals: times in, times out."""
+
+from __future__ import annotations
+
+from torchobs.probes.segments import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    NOTHING,
+    OPTIMIZER,
+    OTHER,
+    Segments,
+)
+
+ORDER = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
+
+
+def spent(segments: Segments, now: int) -> dict[str, int]:
+    """Close the step; return what is not zero."""
+    return {name: value for name, value in zip(ORDER, segments.close(now), strict=True) if value}
+
+
+def one_step(segments: Segments, start: int) -> int:
+    """A step of 100 ns: data 10, forward 30, backward 40, other 5, optimizer 15."""
+    segments.fetch_begins(1, start)
+    segments.fetch_ends(start + 10, exhausted=False, gradients=True)
+    segments.backward_begins(start + 40)
+    segments.turn(OTHER, start + 80)
+    segments.turn(OPTIMIZER, start + 85)
+    return start + 100
+
+
+def test_a_plain_step() -> None:
+    """Each phase is the interval between its boundaries, and they add up to the step."""
+    segments = Segments()
+    end = one_step(segments, 1000)
+    assert spent(segments, end) == {"data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15}
+
+
+def test_what_follows_a_step_belongs_to_the_next() -> None:
+    """Logging after a step is the next one's other."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    end = one_step(segments, 107)
+    assert spent(segments, end)["other"] == 12
+
+
+def test_without_a_loader_the_time_before_backward_is_forward() -> None:
+    """Batches by a plain function cannot be told from the forward pass."""
+    segments = Segments()
+    segments.close(10)
+    segments.backward_begins(50)
+    segments.turn(OTHER, 70)
+    assert spent(segments, 75) == {"forward": 40, "backward": 20, "other": 5}
+
+
+def test_the_first_boundary_starts_the_clock() -> None:
+    """Nothing before it is known."""
+    segments = Segments()
+    assert segments.segment == NOTHING
+    assert not segments.started
+    segments.backward_begins(1_000_000)
+    segments.turn(OTHER, 1_000_020)
+    assert spent(segments, 1_000_020) == {"backward": 20}
+
+
+def test_a_validation_loader_is_evaluation() -> None:
+    """Fetches of another loader with no backward behind them, the exhausted one too."""
+    segments = Segments()
+    segments.close(0)
+    for at in (0, 100, 200):
+        segments.fetch_begins(2, at)
+        segments.fetch_ends(at + 10, exhausted=False, gradients=True)
+    segments.fetch_begins(2, 300)
+    segments.fetch_ends(305, exhausted=True, gradients=True)
+    end = one_step(segments, 310)
+    assert spent(segments, end) == {"data": 10, "forward": 30, "backward": 40, "other": 10, "optimizer": 15, "evaluation": 305}
+
+
+def test_fetches_without_gradients_are_evaluation_at_once() -> None:
+    """Under no_grad nothing has to be waited for, the loader may be the training one."""
+    segments = Segments()
+    segments.close(0)
+    segments.fetch_begins(1, 0)
+    segments.fetch_ends(10, exhausted=False, gradients=False)
+    segments.fetch_begins(1, 100)
+    segments.fetch_ends(105, exhausted=True, gradients=False)
+    assert segments.spent_ns[EVALUATION] == 105
+    assert segments.spent_ns[DATA] == 0
+
+
+def test_several_fetches_of_the_training_loader_are_a_prefetch() -> None:
+    """All batches of an accumulation first: every fetch is data."""
+    segments = Segments()
+    segments.close(0)
+    for at in (0, 12, 24):
+        segments.fetch_begins(1, at)
+        segments.fetch_ends(at + 10, exhausted=False, gradients=True)
+    for at in (50, 100, 150):
+        segments.backward_begins(at)
+        segments.turn(OTHER, at + 20)
+    assert spent(segments, 170) == {"data": 30, "forward": 16 + 30 + 30, "backward": 60, "other": 4}
+
+
+def test_between_eval_and_train_is_evaluation() -> None:
+    """Whatever happens there, and the time before and after stays what it was."""
+    segments = Segments()
+    segments.close(0)
+    segments.evaluation_begins(7, 20)
+    segments.fetch_begins(2, 30)
+    segments.fetch_ends(40, exhausted=False, gradients=True)
+    segments.evaluation_ends(7, 120)
+    end = one_step(segments, 125)
+    assert spent(segments, end) == {
+        "data": 10, "forward": 30, "backward": 40, "other": 30, "optimizer": 15, "evaluation": 100,
+    }  # fmt: skip
+
+
+def test_a_teacher_in_eval_mode_is_no_evaluation() -> None:
+    """A backward before train(), or train() of another module: what lay between counts as what it was."""
+    segments = Segments()
+    segments.close(0)
+    segments.evaluation_begins(7, 0)
+    end = one_step(segments, 0)
+    segments.evaluation_ends(7, end)
+    assert spent(segments, end) == {"data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15}
+    segments.evaluation_begins(8, end)
+    segments.evaluation_ends(9, end + 50)
+    assert "evaluation" not in spent(segments, end + 50)
+
+
+def test_what_the_user_names_is_that() -> None:
+    """Inside a phase no hook changes anything; after data comes forward, after anything else other."""
+    segments = Segments()
+    segments.close(0)
+    segments.pin(DATA, 10)
+    segments.fetch_begins(1, 15)
+    segments.fetch_ends(20, exhausted=False, gradients=True)
+    segments.backward_begins(25)
+    segments.unpin(60)
+    segments.turn(OPTIMIZER, 80)
+    segments.pin(CHECKPOINT, 90)
+    segments.unpin(190)
+    assert spent(segments, 200) == {"other": 20, "data": 50, "forward": 20, "optimizer": 10, "checkpoint": 100}
+
+
+def test_phases_nest() -> None:
+    """The inner one takes its time from the outer one."""
+    segments = Segments()
+    segments.close(0)
+    segments.pin(EVALUATION, 0)
+    segments.pin(DATA, 10)
+    segments.unpin(30)
+    segments.unpin(100)
+    assert spent(segments, 100) == {"evaluation": 80, "data": 20}
+
+
+def test_a_gan_has_forward_before_each_backward() -> None:
+    """After the first optimizer there is no fetch: the time before the second backward is its forward."""
+    segments = Segments()
+    segments.close(0)
+    segments.backward_begins(30)
+    segments.turn(OTHER, 50)
+    segments.turn(OPTIMIZER, 50)
+    segments.turn(OTHER, 60)
+    segments.backward_begins(90)
+    segments.turn(OTHER, 100)
+    assert spent(segments, 100) == {"forward": 60, "backward": 30, "optimizer": 10}
+    assert BACKWARD == 2
+    assert FORWARD == 1
