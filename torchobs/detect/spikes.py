@@ -8,7 +8,7 @@ a person wants a rarer event than one that clips, hence 6 standard deviations an
 
 from __future__ import annotations
 
-from math import sqrt
+from math import isfinite, sqrt
 
 ALPHA = 0.03
 """Weight of a new value: a memory of about 33 values (ZClip: 0.97 decay)."""
@@ -22,7 +22,8 @@ def judge(value: float, mean: float, variance: float, seen: int, least_excess: f
 
     ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit. A spike moves the
     baseline only as far as the limit itself would (winsorised), so that one outlier does not hide the next, while a
-    lasting new level is learned within some tens of values.
+    lasting new level is learned within some tens of values. Values so large that their squares overflow start it anew:
+    with an infinite variance nothing would ever be a spike again.
     """
     limit = max(Z_LIMIT * sqrt(variance), least_excess)
     excess = value - mean
@@ -31,4 +32,7 @@ def judge(value: float, mean: float, variance: float, seen: int, least_excess: f
         excess = min(max(excess, -limit), limit)
     alpha = max(ALPHA, 1.0 / (seen + 1))
     step = alpha * excess
-    return is_spike, mean + step, (1.0 - alpha) * (variance + excess * step), min(seen + 1, WARM_UP * 100)
+    mean, variance = mean + step, (1.0 - alpha) * (variance + excess * step)
+    if not (isfinite(mean) and isfinite(variance)):
+        return is_spike, value, 0.0, 1
+    return is_spike, mean, variance, min(seen + 1, WARM_UP * 100)

@@ -34,7 +34,9 @@ class Point(NamedTuple):
 def evaluate(series: Sequence[Series], words: bytes | bytearray) -> list[Value | None]:
     """Return the value of each series of one block; ``None`` where it is absent or its words are not there yet."""
     view = memoryview(words)
-    ints, floats, count = view.cast("Q").tolist(), view.cast("d").tolist(), len(view) // 8
+    ints = view.cast("Q").tolist()
+    floats = list(view.cast("d"))
+    count = len(ints)
     values: list[Value | None] = []
     for one in series:
         there = one.word + one.width <= count

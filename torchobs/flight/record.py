@@ -31,6 +31,7 @@ that the view is exact after any crash. Its state is the first ``WORDS`` words o
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
 from bisect import bisect_left
 from math import exp, inf, isfinite, log
@@ -47,6 +48,8 @@ PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation"
 
 _BODY = struct.Struct("<QQQHHIdddd8fQIIdI")
 _CRC = struct.Struct("<I")
+_TOP = (1 << 63) - 1
+_MAX = sys.float_info.max
 _ABSENT = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0002))[0]
 ABSENT_BITS = 0x7FF8_0000_0000_0002
 """A gauge that was never set. Any NaN reads as absent: a NaN is counted, never a gauge's value."""
@@ -183,7 +186,7 @@ class Totals:
         """Set the state of a rank that has done no step yet."""
         for index in range(WORDS):
             self.ints[index] = 0
-        self.ints[Word.CLOCK_OFFSET] = clock_offset_ns & (2**64 - 1)
+        self.ints[Word.CLOCK_OFFSET] = clock_offset_ns & ((1 << 64) - 1)
         for gauge in (Word.LAST_STEP_TIMESTAMP, Word.LOSS, Word.LEARNING_RATE, Word.GRAD_NORM):
             self.ints[gauge] = ABSENT_BITS
         for total in (_DURATION_SUM, _NORM_SUM):
@@ -200,8 +203,8 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     """
     if not records:
         return
-    totals.ints[Word.TOKENS] += sum(record.tokens for record in records)
-    totals.ints[Word.SAMPLES] += sum(record.samples for record in records)
+    _add(totals, Word.TOKENS, sum(record.tokens for record in records))
+    _add(totals, Word.SAMPLES, sum(record.samples for record in records))
     steps = [record for record in records if record.kind == Kind.STEP]
     if steps:
         _fold_progress(totals, steps)
@@ -209,7 +212,15 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     _fold_losses(totals, [record for record in records if record.flags & Flag.LOSS], found)
     _fold_norms(totals, [record for record in records if record.flags & Flag.GRAD_NORM], found)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & Flag.SKIPPED)
-    totals.ints[Word.FOLDED_UPTO] = records[-1].seq
+    upto, newest = totals.ints[Word.FOLDED_UPTO], records[-1].seq
+    if newest > upto:  # else it came so late that its number had been passed over, and counted as lost
+        _add(totals, Word.RECORDS_LOST, newest - upto - len(records))
+        totals.ints[Word.FOLDED_UPTO] = newest
+
+
+def _add(totals: Totals, word: int, number: int) -> None:
+    # a user's tokens may be anything that a record holds, and a total that wraps around is a counter that steps back
+    totals.ints[word] = min(totals.ints[word] + number, _TOP)
 
 
 def _fold_progress(totals: Totals, steps: list[StepRecord]) -> None:
@@ -251,20 +262,21 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
 
 def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly] | None) -> None:
     ints, floats = totals.ints, totals.floats
-    newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], True
+    newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not _is_active(totals, _NONFINITE_LOSS)
     mean, variance, seen = _load_baseline(totals, Word.LOSS_BASELINE)
     spikes = nonfinite = 0
-    spike = False
+    spike = _is_active(totals, _LOSS_SPIKE)
     for record in records:
-        if record.step < newest:
-            continue  # a device delivered it after a newer step's
-        newest, loss = record.step, record.loss
-        finite = isfinite(loss)
-        if not finite:
+        loss, late = record.loss, record.step < newest
+        if not isfinite(loss):
             nonfinite += 1
             _note(found, _NONFINITE_LOSS, record, loss, last)
+            if not late:
+                newest, finite, spike = record.step, False, False
             continue
-        last, usual = loss, mean
+        if late:
+            continue  # a device delivered it after a newer step's
+        newest, finite, last, usual = record.step, True, loss, mean
         least = LEAST_LOSS_EXCESS * max(1.0, abs(mean))
         spike, mean, variance, seen = judge(loss, mean, variance, seen, least)
         if spike:
@@ -279,25 +291,24 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
 
 def _fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly] | None) -> None:
     ints, floats = totals.ints, totals.floats
-    newest, last, finite = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], True
+    newest, last, finite = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], not _is_active(totals, _NONFINITE_GRADIENT)
     mean, variance, seen = _load_baseline(totals, Word.NORM_BASELINE)
     explosions = nonfinite = 0
-    spike = False
+    spike = _is_active(totals, _GRADIENT_EXPLOSION)
     for record in records:
-        norm = record.grad_norm
-        finite = isfinite(norm)
-        if not finite:
+        norm, late, exploded = record.grad_norm, record.step < newest, False
+        if not isfinite(norm):
             nonfinite += 1
             _note(found, _NONFINITE_GRADIENT, record, norm, last)
-            continue
-        if record.step >= newest:
-            newest, last = record.step, norm
-        if norm > 0.0:  # a zero norm has no logarithm and is no explosion
+        elif norm > 0.0:  # a zero norm has no logarithm and is no explosion
             usual = mean
-            spike, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
-            if spike:
+            exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
+            if exploded:
                 explosions += 1
                 _note(found, _GRADIENT_EXPLOSION, record, norm, exp(usual))
+        if not late:
+            newest, finite, spike = record.step, isfinite(norm), exploded
+            last = norm if finite else last
     if records:
         ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM] = newest, last
         ints[Word.NONFINITE_STEPS] += nonfinite
@@ -321,6 +332,10 @@ def _note(found: list[Anomaly] | None, kind: int, record: StepRecord, value: flo
         found.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
 
 
+def _is_active(totals: Totals, kind: int) -> bool:
+    return totals.floats[Word.ACTIVE + kind] > 0.0
+
+
 def _count(totals: Totals, kind: int, number: int, *, active: bool) -> None:
     totals.ints[Word.ANOMALIES + kind] += number
     totals.floats[Word.ACTIVE + kind] = float(active)
@@ -336,7 +351,8 @@ def _observe(totals: Totals, buckets: int, bounds: tuple[float, ...], total: int
         sum_ += value
         least = min(least, value)
         greatest = max(greatest, value)
-    floats[total], floats[total + 1], floats[total + 2] = sum_, least, greatest
+    # an infinite sum would be no value, and its series gone
+    floats[total], floats[total + 1], floats[total + 2] = min(sum_, _MAX), least, greatest
 
 
 def _signed(word: int) -> int:
