@@ -30,16 +30,15 @@ def pause(step):
 
 class Stepped(election.Election):
     def release(self):
-        held = self.holds()
-        super().release()
-        if held:
+        if self.holds():
+            pause("leaving")
+            super().release()
             pause("released")
 
 def serve(flight_dir, address, *, announce, finished):
     announce(address)
     while pause("serving") != "stop":
         if finished(SimpleNamespace(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0)):
-            pause("decided")
             return
 
 directory_fd = election.open_directory(sys.argv[1])
@@ -116,7 +115,8 @@ def go(child: subprocess.Popen[str], word: str = "go") -> None:
     child.stdin.flush()
 
 
-EXPORTER = ("decide", "release", "rescan")
+EXPORTER = {"decide": "leaving", "release": "released", "rescan": ""}
+"""Its steps, and what it says after each of them"""
 RANK = ("publish", "look")
 
 
@@ -152,7 +152,7 @@ def test_no_order_leaves_a_rank_without_an_exporter_or_with_two(
             go(leaving)
             answers[step] = said(leaving)
     stayed = answers["rescan"] == "serving"
-    assert answers == {"decide": "decided", "release": "released", "rescan": "serving" if stayed else "gone"}
+    assert answers == EXPORTER | {"rescan": "serving" if stayed else "gone"}
     assert stayed != bool(started), "exactly one serves"
     serving = started[0] if started else leaving
     assert election.is_decided(directory)
@@ -168,7 +168,7 @@ def test_a_rank_that_looked_between_release_and_return_starts_one_that_loses(
     leaving = process(STEPPED)
     assert said(leaving) == "serving"
     go(leaving)
-    assert said(leaving) == "decided"
+    assert said(leaving) == "leaving"
     go(leaving)
     assert said(leaving) == "released"
     rank()
@@ -203,6 +203,8 @@ def test_whoever_was_told_to_end_does_not_look_back(
     exporter = process(STEPPED)
     assert said(exporter) == "serving"
     go(exporter, "stop")
+    assert said(exporter) == "leaving"
+    go(exporter)
     assert said(exporter) == "released"
     go(exporter)
     assert said(exporter) == "gone"
@@ -235,8 +237,6 @@ def test_an_exporter_whose_directory_was_emptied_leaves_the_new_one_its_announce
     (flight_dir / election.LOCK).unlink()
     new = process(STEPPED)
     assert said(new) == "serving"
-    go(old)
-    assert said(old) == "decided"
     go(old)
     assert said(old) == "gone"
     found = announcement.read(directory)
