@@ -44,7 +44,7 @@ def serve(flight_dir, address, *, announce, finished):
 directory_fd = election.open_directory(sys.argv[1])
 candidate = Stepped(directory_fd)
 if candidate.win():
-    daemon.hold(daemon.Post(sys.argv[1], "127.0.0.1:1"), candidate, directory_fd, serve)
+    daemon.hold(daemon.Post(sys.argv[1], "127.0.0.1:1", 60.0), candidate, directory_fd, serve)
 print("gone", flush=True)
 """
 

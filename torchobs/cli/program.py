@@ -11,12 +11,11 @@ import os
 import pkgutil
 import runpy
 import sys
-from dataclasses import dataclass
 from enum import Enum
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
@@ -34,8 +33,7 @@ class NoSuchProgramError(Exception):
     """There is nothing to run; the message is Python's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """What to run: the path or the module's name, and the program's arguments."""
 
     kind: Kind

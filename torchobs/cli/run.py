@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import TYPE_CHECKING, NoReturn, get_args
+from typing import TYPE_CHECKING, NoReturn
 
 from torchobs import guarding, settings, values
 from torchobs.cli import program
@@ -72,7 +72,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 _WITH_VALUE = ("--dir", "--level", "--address")
-_OPTIONS = (*_WITH_VALUE, "--no-exporter", "--help", "-h", "-m")
+_OPTIONS = (*_WITH_VALUE, "--no-exporter", "--help", "-m")
 
 
 def _parser() -> _Parser:
@@ -81,9 +81,11 @@ def _parser() -> _Parser:
         _DESCRIPTION, _EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
-    parser.add_argument("--address", type=_address, metavar="HOST:PORT", help="where that exporter listens (127.0.0.1:10960)")
+    parser.add_argument(
+        "--address", type=_checked(values.ADDRESS), metavar="HOST:PORT", help="where that exporter listens (127.0.0.1:10960)"
+    )
     parser.add_argument("--dir", metavar="DIR", help="directory of the flight files (the best that the machine offers)")
-    parser.add_argument("--level", choices=get_args(values.Level), help="how much is watched (basic)")
+    parser.add_argument("--level", type=_checked(values.LEVEL), help=f"how much is watched: {values.LEVEL.allowed} (basic)")
     return parser
 
 
@@ -92,8 +94,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, program.Program]:
     parser = _parser()
     options, unknown = parser.parse_known_args(own)
     if unknown:
-        near = values.closest(unknown[0], _OPTIONS)
-        parser.error(f"unknown option {unknown[0]!r}{near}; the script's own options come after its name")
+        parser.error(
+            f"unknown option {unknown[0]!r}, allowed is {values.either(_OPTIONS)}; the script's own come after its name"
+        )
     if not command or command == ["-m"]:
         parser.error("a script or `-m module` is missing")
     try:
@@ -111,11 +114,14 @@ def _program(command: list[str]) -> program.Program:
     return program.find(first, tuple(rest))
 
 
-def _address(text: str) -> object:
-    try:
-        return values.ADDRESS.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed is {values.ADDRESS.allowed}") from None
+def _checked(kind: values.Kind) -> Callable[[str], object]:
+    def parse(text: str) -> object:
+        try:
+            return kind.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed is {kind.allowed}") from None
+
+    return parse
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, object]:

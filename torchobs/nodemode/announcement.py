@@ -9,8 +9,8 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
 from secrets import token_hex
+from typing import NamedTuple
 
 from torchobs._version import __version__
 from torchobs.nodemode.election import is_decided
@@ -20,8 +20,7 @@ _EVERYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]"}  # noqa
 _LONGEST = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Announcement:
+class Announcement(NamedTuple):
     """An exporter and its address, ``host:port``; ``started`` is Unix time in seconds."""
 
     pid: int
@@ -37,7 +36,7 @@ def announce(directory_fd: int, address: str) -> Announcement:
     temporary = f".{NAME}-{token_hex(8)}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     with open(fd, "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(made)) + "\n")
+        file.write(json.dumps(made._asdict()) + "\n")
     os.rename(temporary, NAME, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
     return made
 

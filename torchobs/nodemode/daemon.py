@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchobs.nodemode import announcement, log
 from torchobs.nodemode.election import Election, anyone_alive
@@ -15,7 +14,6 @@ from torchobs.nodemode.election import Election, anyone_alive
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GRACE_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -48,13 +46,12 @@ class Serve(Protocol):
         """Serve ``flight_dir``; call ``announce`` with the real ``host:port`` as soon as it is listened on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
+class Post(NamedTuple):
     """What is to be served, where, and how long a last state waits for a scraper that does not come."""
 
     flight_dir: str
     address: str
-    grace_s: float = GRACE_S
+    grace_s: float
 
 
 class Departure:

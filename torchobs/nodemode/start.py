@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from torchobs import settings
 from torchobs.flight.place import KUBERNETES_MOUNT
-from torchobs.nodemode.daemon import GRACE_S
 from torchobs.nodemode.election import is_decided, open_directory
 from torchobs.nodemode.log import open_log
 
@@ -45,6 +44,9 @@ _SHELL = ("/bin/sh", "-c", 'exec "$@" &', "sh")
 # directory is no place for other modules: a checkout may hold a queue.py.
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from torchobs.cli.node import main; del sys.path[0]; main()"
 _SHELL_TIMEOUT_S = 5.0
+
+GRACE_S = 90.0
+"""How long a last state waits for a scraper: longer than Prometheus' default scrape interval, a minute."""
 
 
 def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s: float = GRACE_S) -> None:
