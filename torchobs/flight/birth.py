@@ -41,6 +41,7 @@ class Born:
     header: Header
     map: mmap.mmap
     lock_fd: int
+    lock_inode: int
 
 
 def new_header(resource: Mapping[str, str | int], size: int) -> Header:
@@ -90,26 +91,35 @@ def create(place: Place, header: Header, content: bytes | None = None) -> Born:
         if content is not None:
             mapped[:] = content
         mapped[: len(raw)] = raw
-        lock_fd = _take_lock(place, name, undo)
+        lock_fd, lock_inode = _take_lock(place, name, undo)
         os.rename(temporary, name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
         undo.pop_all()
-    return Born(place, name, inode, header, mapped, lock_fd)
+    return Born(place, name, inode, header, mapped, lock_fd, lock_inode)
+
+
+def open_again(born: Born) -> int:
+    """Open a published file for writing, and only that file. Raises ``OSError``."""
+    fd = os.open(born.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=born.place.fd)
+    if os.fstat(fd).st_ino != born.inode:
+        os.close(fd)
+        raise FileNotFoundError(born.name)
+    return fd
 
 
 def relock(born: Born) -> Born:
     """Make the lock of a published file again, for one whose name was deleted. Raises ``OSError``; the old one holds then."""
     with contextlib.ExitStack() as undo:
-        lock_fd = _take_lock(born.place, born.name, undo)
+        lock_fd, lock_inode = _take_lock(born.place, born.name, undo)
         undo.pop_all()
-    return replace(born, lock_fd=lock_fd)
+    return replace(born, lock_fd=lock_fd, lock_inode=lock_inode)
 
 
-def _take_lock(place: Place, name: str, undo: contextlib.ExitStack) -> int:
+def _take_lock(place: Place, name: str, undo: contextlib.ExitStack) -> tuple[int, int]:
     lock_fd = _open(place, lock_name(name))
     undo.callback(lock.release, lock_fd)
     undo.callback(_unlink, place, lock_name(name))
     lock.take(lock_fd)
-    return lock_fd
+    return lock_fd, os.fstat(lock_fd).st_ino
 
 
 def _allocate(place: Place, name: str, size: int) -> tuple[int, mmap.mmap]:

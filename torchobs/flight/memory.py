@@ -1,13 +1,24 @@
-"""Where the writer's stores go: straight into the map, or through a queue that the sampler thread empties.
+"""Where the writer's stores go: straight into the map, or into private memory that the sampler thread writes out.
 
 On tmpfs a store into a mapped page costs nothing, so the training thread does it. On any other file system it can block
-behind writeback (2 s on a frozen ext4), so there the sampler thread does all the storing: acknowledged within 100 ms.
+behind writeback (2 s on a frozen ext4), and the whole interpreter with it, for a slice assignment holds the GIL. So there the
+sampler thread does all the storing, by ``pwrite``, which lets the GIL go: acknowledged within 100 ms.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from typing import Protocol
+import os
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol
+
+from torchobs.flight.birth import open_again
+from torchobs.flight.layout import ALIGN, HEADER_SIZE, LIVE_WORDS
+
+if TYPE_CHECKING:
+    from torchobs.flight.birth import Born
+
+_WORD = 8
+_LIVE_END = HEADER_SIZE + LIVE_WORDS * _WORD
 
 
 class Memory(Protocol):
@@ -20,13 +31,16 @@ class Memory(Protocol):
         """Store the 8-byte word with this index by one aligned item store."""
 
     def flush(self) -> None:
-        """Do all stores that are still queued."""
-
-    def replace(self, view: memoryview) -> None:
-        """Store into ``view`` from now on (after a fork: private memory; after the file was deleted: a new file)."""
+        """Do all stores that still wait. Raises ``OSError``; what could not be stored waits on."""
 
     def snapshot(self) -> bytes:
-        """Return what the map holds."""
+        """Return what the file holds, or will hold after :meth:`flush`."""
+
+    def move(self, born: Born, copied: bytes) -> None:
+        """Store into another file from now on, which was filled with the snapshot ``copied``. Raises ``OSError``."""
+
+    def detach(self) -> None:
+        """Store into private memory from now on: the file is closed, or the parent's."""
 
 
 class DirectMemory:
@@ -35,7 +49,7 @@ class DirectMemory:
     __slots__ = ("_view", "_words")
 
     def __init__(self, view: memoryview) -> None:
-        self.replace(view)
+        self._attach(view)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """See :class:`Memory`."""
@@ -46,47 +60,105 @@ class DirectMemory:
         self._words[index] = value
 
     def flush(self) -> None:
-        """See :class:`Memory`: nothing is ever queued."""
-
-    def replace(self, view: memoryview) -> None:
-        """See :class:`Memory`."""
-        self._view, self._words = view, view.cast("Q")
+        """See :class:`Memory`: nothing ever waits."""
 
     def snapshot(self) -> bytes:
         """See :class:`Memory`."""
         return bytes(self._view)
 
+    def move(self, born: Born, copied: bytes) -> None:
+        """See :class:`Memory`. What other threads stored between the copy and the switch is carried over."""
+        old, new = self._view, memoryview(born.map)
+        self._attach(new)
+        _carry_over(old, new, copied, range(HEADER_SIZE, _LIVE_END, _WORD))
+        _carry_over(old, new, copied, range(_LIVE_END, len(copied), ALIGN))
+
+    def detach(self) -> None:
+        """See :class:`Memory`."""
+        self._attach(memoryview(bytearray(len(self._view))))
+
+    def _attach(self, view: memoryview) -> None:
+        self._view, self._words = view, view.cast("Q")
+
+
+def _carry_over(old: memoryview, new: memoryview, copied: bytes, offsets: range) -> None:
+    """Copy what was stored into ``old`` after the copy, unless it was stored into ``new`` once more."""
+    for at in offsets:
+        end = at + offsets.step
+        if old[at:end] != copied[at:end] and new[at:end] == copied[at:end]:
+            new[at:end] = old[at:end]
+
 
 class DeferredMemory:
-    """Queues the stores, in order, for :meth:`flush`; the queue holds at most ``limit`` stores, the oldest fall out."""
+    """Stores into private memory and notes where; :meth:`flush` writes that out.
 
-    __slots__ = ("_map", "_queue")
+    So what waits is bounded by the file's size however long a flush is held up (a queue of stores had to drop some, and one
+    lost entry of the series table hides all after it), and a slot that was stored ten times meanwhile is written once.
+    Written in order of offsets, the core before the step records: a record may replace one that only the new core has folded.
+    """
 
-    def __init__(self, view: memoryview, limit: int = 65_536) -> None:
-        self._map = DirectMemory(view)
-        self._queue: deque[tuple[int, bytes | int]] = deque(maxlen=limit)
+    __slots__ = ("_dirty", "_fd", "_flushing", "_private", "_shadow")
+
+    def __init__(self, born: Born) -> None:
+        self._private = memoryview(bytearray(born.map))
+        self._shadow = DirectMemory(self._private)
+        self._dirty: dict[int, int] = {}
+        self._flushing = Lock()
+        self._fd = open_again(born)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """See :class:`Memory`."""
-        self._queue.append((offset, bytes(data)))
+        self._shadow.store(offset, data)
+        self._dirty[offset] = len(data)
 
     def word(self, index: int, value: int) -> None:
         """See :class:`Memory`."""
-        self._queue.append((index, value))
+        self._shadow.word(index, value)
+        self._dirty[index * _WORD] = _WORD
 
     def flush(self) -> None:
-        """See :class:`Memory`. Stores queued meanwhile wait for the next round, so that it ends."""
-        for _ in range(len(self._queue)):
-            at, data = self._queue.popleft()
-            if isinstance(data, int):
-                self._map.word(at, data)
-            else:
-                self._map.store(at, data)
+        """See :class:`Memory`. Nothing while another thread is flushing. Stores made meanwhile wait for the next round."""
+        if not self._flushing.acquire(blocking=False):
+            return
+        try:
+            if self._fd >= 0:
+                self._write_out(self._fd)
+        finally:
+            self._flushing.release()
 
-    def replace(self, view: memoryview) -> None:
-        """See :class:`Memory`."""
-        self._map.replace(view)
+    def _write_out(self, fd: int) -> None:
+        # taken out before it is written: a store that comes in between marks its place again
+        waiting = sorted((self._dirty.popitem() for _ in range(len(self._dirty))), reverse=True)
+        try:
+            while waiting:
+                offset, length = waiting[-1]
+                # a copy: without the GIL another thread could change what is just being written
+                os.pwrite(fd, bytes(self._private[offset : offset + length]), offset)
+                waiting.pop()
+        finally:
+            for offset, length in waiting:
+                self._dirty.setdefault(offset, length)
 
     def snapshot(self) -> bytes:
         """See :class:`Memory`."""
-        return self._map.snapshot()
+        return bytes(self._private)
+
+    def move(self, born: Born, copied: bytes) -> None:
+        """See :class:`Memory`."""
+        fd = open_again(born)
+        self._close()
+        self._fd = fd
+        for at in range(HEADER_SIZE, len(copied), ALIGN):
+            if self._private[at : at + ALIGN] != copied[at : at + ALIGN]:
+                self._dirty.setdefault(at, ALIGN)
+
+    def detach(self) -> None:
+        """See :class:`Memory`. What still waits is given up."""
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd < 0 or not self._flushing.acquire(blocking=False):
+            return  # a thread that is stuck in a flush has the descriptor's number: it must not become another file's
+        os.close(fd)
+        self._flushing.release()

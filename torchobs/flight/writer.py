@@ -1,7 +1,7 @@
 """The writing side of a flight file: one record per step from the training thread, everything else from the sampler.
 
 A record is *acknowledged* when :meth:`FlightWriter.append` returns: it is in the map, and outlives SIGKILL and the OOM killer.
-(On a file system other than tmpfs it is queued, and in the map within 100 ms; ``memory``.)
+(On a file system other than tmpfs it waits for the sampler thread, and is in the file within 100 ms; ``memory``.)
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from torchobs.flight import lock, record
-from torchobs.flight.birth import Born, create, lock_name, new_header
+from torchobs.flight.birth import Born, create, lock_name, new_header, relock
 from torchobs.flight.events import EventRing
 from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, RECORD_SIZE, Live, Region
 from torchobs.flight.memory import DeferredMemory, DirectMemory, Memory
+from torchobs.flight.place import renew
 from torchobs.flight.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torchobs.flight.layout import Header
     from torchobs.flight.place import Place
@@ -45,7 +46,7 @@ class FlightWriter:
         self._sequence = count(1)
         self._seed = header.seed
         self._recent: deque[bytes] = deque()
-        self._held: dict[int, bytes] = {}
+        self._held: dict[int, record.StepRecord] = {}
         self._expected, self._complete_ns = 1, time.monotonic_ns()
         self._folding = Lock()
         self.anomalies: list[record.Anomaly] = []
@@ -99,30 +100,37 @@ class FlightWriter:
         if not self._folding.acquire(blocking=False):
             return
         try:
-            batch = self._contiguous()
-            if batch:
-                core = self.table.core
-                core.change(lambda totals: record.fold(totals, batch, self.anomalies))
-                core.publish()
+            late, batch = self._take_recent(), self._contiguous()
+            core = self.table.core
+            for records in (late, batch):
+                if records:
+                    core.change(record.fold, records, self.anomalies)
+            core.publish()
         finally:
             self._folding.release()
+
+    def _take_recent(self) -> list[record.StepRecord]:
+        """Hold what was appended; return the records whose numbers were passed over, because they took longer than a second."""
+        late = []
+        for _ in range(len(self._recent)):
+            decoded = record.unpack(self._recent.popleft(), self._seed)
+            if decoded is not None and decoded.seq < self._expected:
+                late.append(decoded)
+            elif decoded is not None:
+                self._held[decoded.seq] = decoded
+        return late
 
     def _contiguous(self) -> list[record.StepRecord]:
         """Return the next records in order; one whose predecessor another thread is still writing waits for it."""
         held, now_ns = self._held, time.monotonic_ns()
-        for _ in range(len(self._recent)):
-            raw = self._recent.popleft()
-            held[int.from_bytes(raw[:8], "little")] = raw
         if held and self._expected not in held:
-            if now_ns - self._complete_ns < _GAP_NS:
+            if now_ns - self._complete_ns < _GAP_NS and len(held) < self._forced_at:
                 return []
             self._expected = min(held)
         self._complete_ns = now_ns
         batch = []
         while (following := held.pop(self._expected, None)) is not None:
-            decoded = record.unpack(following, self._seed)
-            if decoded is not None:
-                batch.append(decoded)
+            batch.append(following)
             self._expected += 1
         return batch
 
@@ -150,7 +158,7 @@ class FlightWriter:
         self.events.append(fields)
 
     def publish(self) -> None:
-        """Make everything visible: blocks that changed, frames that wait, queued stores."""
+        """Make everything visible: blocks that changed, frames and stores that wait. Raises ``OSError`` as ``Memory.flush``."""
         self.table.publish()
         self.events.drain()
         self.memory.flush()
@@ -161,19 +169,33 @@ class FlightWriter:
         Raises ``OSError`` when it cannot be recreated; the old map goes on being written, unseen.
         """
         born = self._born
-        if born is None or _exists(born):
+        if born is None:
             return False
-        for name in (born.name, lock_name(born.name)):
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=born.place.fd)
-        again = create(born.place, born.header, self.memory.snapshot())
-        self._born = again
-        self.memory.replace(memoryview(again.map))
-        first, last = self._steps_at, self._steps_at + (self._mask + 1) * RECORD_SIZE
-        again.map[first:last] = born.map[first:last]  # steps that were written between the copy and the switch
-        with contextlib.suppress(OSError):
-            lock.release(born.lock_fd)
+        file_is_there, lock_is_there = (
+            _has_name(born, born.name, born.inode),
+            _has_name(born, lock_name(born.name), born.lock_inode),
+        )
+        if file_is_there and lock_is_there:
+            return False
+        if not os.fstat(born.place.fd).st_nlink:
+            renew(born.place)
+        _unlink(born, lock_name(born.name))
+        self._born = relock(born) if file_is_there else self._move(born)
+        lock.release(born.lock_fd)
         return True
+
+    def _move(self, born: Born) -> Born:
+        """Make the file again and store into it from now on."""
+        _unlink(born, born.name)
+        content = self.memory.snapshot()
+        with contextlib.ExitStack() as undo:
+            again = create(born.place, born.header, content)
+            undo.callback(lock.release, again.lock_fd)
+            self.memory.move(again, content)
+            undo.pop_all()
+        for block in self.table.blocks:
+            block.publish(force=True)
+        return again
 
     def close(self) -> None:
         """Publish everything and let go of the file, which stays for the exporter. Idempotent."""
@@ -182,38 +204,43 @@ class FlightWriter:
             return
         self.fold()
         self.publish()
-        self.memory.replace(memoryview(bytearray(self.header.file_size)))
+        self.memory.detach()
         lock.release(born.lock_fd)
         os.close(born.place.fd)
 
     def detach(self) -> None:
         """In a forked child: store into private memory from now on, for the map is the parent's."""
         self._born = None
-        self.memory.replace(memoryview(bytearray(self.header.file_size)))
+        self.memory.detach()
 
 
 def open_writer(
     place: Place,
     resource: Mapping[str, str | int],
     size: int = DEFAULT_SIZE,
-    memory: Callable[[memoryview], Memory] | None = None,
 ) -> FlightWriter:
     """Create and publish a flight file in ``place``.
 
     Raises ``birth.NoRoomError`` or ``OSError`` when it cannot be had, ``ValueError`` for a bad size.
     """
-    born = create(place, new_header(resource, size))
-    kind = memory or (DirectMemory if place.in_memory else DeferredMemory)
-    return FlightWriter(born.header, kind(memoryview(born.map)), born)
+    with contextlib.ExitStack() as undo:
+        born = create(place, new_header(resource, size))
+        undo.callback(lock.release, born.lock_fd)
+        memory: Memory = DirectMemory(memoryview(born.map)) if place.in_memory else DeferredMemory(born)
+        undo.pop_all()
+    return FlightWriter(born.header, memory, born)
 
 
-def _exists(born: Born) -> bool:
+def _has_name(born: Born, name: str, inode: int) -> bool:
     try:
-        os.stat(born.name, dir_fd=born.place.fd, follow_symlinks=False)
-        os.stat(lock_name(born.name), dir_fd=born.place.fd, follow_symlinks=False)
+        return os.stat(name, dir_fd=born.place.fd, follow_symlinks=False).st_ino == inode
     except FileNotFoundError:
         return False
-    return True
+
+
+def _unlink(born: Born, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=born.place.fd)
 
 
 def _detach_all() -> None:
