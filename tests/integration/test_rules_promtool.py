@@ -1,0 +1,90 @@
+"""The shipped rules in real promtools: Debian's 2.42, which is the oldest supported, and 3."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+PROGRAMS = pytest.mark.parametrize("name", ["promtool", "promtool3"])
+
+
+def promtool(program: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run it."""
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+
+def check(program: str, *arguments: str | Path) -> None:
+    """Run it, and show what it says if it is not content."""
+    result = promtool(program, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@PROGRAMS
+def test_every_rule_file_is_valid(name: str, program: Callable[[str], str], checkout: Path) -> None:
+    """Promtool's own checks, its lints (duplicate rules) as errors."""
+    files = sorted((checkout / "deploy" / "prometheus").rglob("torchobs-*.yml"))
+    assert len(files) == 3
+    for path in files:
+        check(program(name), "check", "rules", "--lint-fatal", path)
+
+
+@PROGRAMS
+def test_the_alert_fires_and_stays_quiet(name: str, program: Callable[[str], str], checkout: Path) -> None:
+    """Every case of tests/rules/TorchobsGradientExplosion.yml."""
+    check(program(name), "test", "rules", checkout / "tests" / "rules" / "TorchobsGradientExplosion.yml")
+
+
+@PROGRAMS
+def test_percentiles_of_classic_histograms(name: str, program: Callable[[str], str], checkout: Path) -> None:
+    """By rank and by run; a rank without steps has none."""
+    check(program(name), "test", "rules", checkout / "tests" / "rules" / "percentiles.yml")
+
+
+def test_percentiles_of_native_histograms(program: Callable[[str], str], checkout: Path) -> None:
+    """The same values under the same names."""
+    check(program("promtool3"), "test", "rules", checkout / "tests" / "rules" / "percentiles-native.yml")
+
+
+# What is wrong, and the case that notices it.
+MUTATIONS = [
+    ("torchobs_anomalies_total and on", "torchobs_nothing and on", "never scraped before"),
+    ("time() - torchobs_rank_start_time_seconds < 600", "torchobs_rank_start_time_seconds", "after an outage"),
+    ("increase(torchobs_anomalies_total[10m])", "torchobs_anomalies_total", "after an outage"),
+    (
+        "increase(torchobs_anomalies_total[10m])",
+        "increase(torchobs_anomalies_total[2m])",
+        "two scrapes, a minute apart, were missed",
+    ),
+    ("increase(torchobs_anomalies_total[10m])", "torchobs_nothing", "before the job crashed"),
+    ("unless on (run_id, rank, instance)", "and on (run_id, rank, instance)", "no loss scaler is at work"),
+    ("unless on (run_id, rank, instance)", "unless on (rank, instance)", "not for the one beside it"),
+    ("max_over_time(torchobs_amp_steps_skipped_total[10m])", "torchobs_amp_steps_skipped_total", "ends in order soon after"),
+    (">= 3", ">= 2", "two lone spikes"),
+    (">= 3", ">= 5", "explodes on every rank"),
+    ("> 20", "> 2000", "skips nearly every step"),
+    ("> 20", "> 10", "of a slow job calibrates"),
+    ("increase(torchobs_amp_steps_skipped_total[10m]) > 0.5", "increase(torchobs_steps_total[10m]) > 0.5", "for a fast job"),
+    ("max by (namespace, job_name, run_id)", "max by (namespace, job_name, run_id, rank)", "explodes on every rank"),
+    ("max by (namespace, job_name, run_id)", "sum by (namespace, job_name, run_id)", "explodes on every rank"),
+    ("max by (namespace, job_name, run_id)", "max by (job_name, run_id)", "explodes on every rank"),
+    ("keep_firing_for: 10m", "keep_firing_for: 1m", "explodes on every rank"),
+    ("for: 0s", "for: 5m", "before the job crashed"),
+]
+
+
+@pytest.mark.parametrize(("part", "instead", "case"), MUTATIONS)
+def test_every_part_of_the_alert_is_needed(
+    program: Callable[[str], str], checkout: Path, tmp_path: Path, part: str, instead: str, case: str
+) -> None:
+    """The cases are able to fail: each part of the rule, made wrong, is noticed by the case that stands for it."""
+    rules = (checkout / "deploy" / "prometheus" / "rules" / "torchobs-alerts.yml").read_text()
+    document = yaml.safe_load((checkout / "tests" / "rules" / "TorchobsGradientExplosion.yml").read_text())
+    document |= {"rule_files": ["rules.yml"], "tests": [test for test in document["tests"] if case in test["name"]]}
+    assert len(document["tests"]) == 1
+    (tmp_path / "cases.yml").write_text(yaml.safe_dump(document))
+    (tmp_path / "rules.yml").write_text(rules)
+    check(program("promtool"), "test", "rules", tmp_path / "cases.yml")
+    (tmp_path / "rules.yml").write_text(rules.replace(part, instead))
+    assert promtool(program("promtool"), "test", "rules", tmp_path / "cases.yml").returncode != 0
