@@ -26,6 +26,7 @@ from torchobs import catalog
 RANKS = 2
 TIME_LIMIT_S = 105.0  # two minutes, less what ending takes
 EXPORTER_LIMIT_S = 60.0  # importing torch twice on a slow disk
+LAST_LINES = 60  # of a failed job: torchrun's own traceback has half of them
 LAST_LOOKS = 4  # seconds after the end: Prometheus scrapes and evaluates its rules once a second
 HEALTHY_SHARE = 0.7  # of the steps, before the learning rate is blown up: time enough to see the alert after it
 
@@ -140,8 +141,10 @@ def report(screen: Screen, watcher: Watcher) -> None:
 
 
 def fail(screen: Screen, job: Job, reason: str) -> int:
-    """Say why, and what the ranks printed last."""
-    screen.say("\n".join([f"\n{reason} The last lines of the job:", *job.output[-30:]]))
+    """Say why, with what the ranks and the exporter said last."""
+    screen.say(f"\n{reason}")
+    for origin, lines in (("exporter", job.exporter_log[-LAST_LINES:]), ("job", job.output[-LAST_LINES:])):
+        screen.say("\n".join([f"--- the {origin}'s last lines:", *lines]))
     return 1
 
 

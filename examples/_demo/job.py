@@ -29,7 +29,6 @@ class Job:
     def __init__(self, home: Path, ranks: int, options: Sequence[str]) -> None:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
         self._argv = [*launcher, "torchobs", "run", "examples/char_gpt.py", *options]
-        self._threads = max(1, (os.cpu_count() or 1) // ranks)
         self._flight_dir, self._log = home / "flight", home / "job.log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -39,7 +38,7 @@ class Job:
     def __enter__(self) -> Job:
         self._flight_dir.mkdir(mode=0o700)
         environment = {
-            "OMP_NUM_THREADS": str(self._threads),
+            "OMP_NUM_THREADS": "1",  # torchrun's own choice, without its warning; the model is too small for more
             **os.environ,
             "PATH": processes.programs_path(),
             "TORCHOBS_DIR": str(self._flight_dir),
@@ -60,7 +59,12 @@ class Job:
     @property
     def output(self) -> list[str]:
         """The lines that launcher and ranks have printed so far."""
-        return self._log.read_text("utf-8", errors="replace").splitlines()
+        return _lines(self._log)
+
+    @property
+    def exporter_log(self) -> list[str]:
+        """The lines that the exporter has logged so far."""
+        return _lines(self._flight_dir / "exporter.log")
 
     def exporter_address(self) -> str:
         """Return where the exporter listens, `host:port`; empty while it has not said so."""
@@ -68,3 +72,10 @@ class Job:
             return str(json.loads((self._flight_dir / "exporter.json").read_text("utf-8"))["address"])
         except FileNotFoundError:
             return ""
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        return log.read_text("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
