@@ -31,17 +31,22 @@ def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serv
     election = Election(directory_fd)
     if not election.win():
         return
-    from torchobs.nodemode import daemon, log
+    from torchobs.nodemode import daemon
 
-    log.configure()
     daemon.hold(daemon.Post(flight_dir, address, grace_s), election, directory_fd, load())
 
 
 def _exporter() -> Serve:
-    from torchobs.exporter.service import ExporterConfig, serve
+    from torchobs import settings
+    from torchobs.exporter import config, logs
+    from torchobs.exporter.service import serve
+
+    logs.configure(level="info", form="logfmt")
+    environ = settings.environment()
+    given = {option.field: (environ[option.variable],) for option in config.OPTIONS if option.variable in environ}
 
     def run(flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[Fleet], bool]) -> None:
-        config = ExporterConfig(mode="node", flight_dir=flight_dir, listen=address)
-        serve(config, announce=announce, finished=finished)
+        here = {"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}
+        serve(config.parse(given | here, environ.get("XDG_RUNTIME_DIR")), announce=announce, finished=finished)
 
     return run

@@ -1,0 +1,101 @@
+"""The exporter's HTTP side: the metrics page, health, and a page for people."""
+
+from __future__ import annotations
+
+import time
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from torchobs.exporter import landing
+from torchobs.exporter.exposition import Facts
+from torchobs.exporter.scan import EMPTY
+from torchobs.exporter.watch import DEADLINE_S
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from torchobs.exporter.pages import Page, Pages
+    from torchobs.exporter.scrapers import Scrapers
+    from torchobs.exporter.watch import Watch
+
+_SCRAPE_TIMEOUT = "x-prometheus-scrape-timeout-seconds"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+
+
+class Site:
+    """The handlers. ``problems`` is what of the configuration cannot be honoured at present."""
+
+    def __init__(self, watch: Watch, pages: Pages, scrapers: Scrapers) -> None:
+        self._watch, self._pages, self._scrapers = watch, pages, scrapers
+        self.problems: tuple[str, ...] = ()
+
+    def app(self, telemetry_path: str) -> Starlette:
+        """Return the application."""
+        self._telemetry_path = telemetry_path
+        routes = [
+            Route(telemetry_path, self._metrics),
+            Route("/-/healthy", self._healthy),
+            Route("/-/ready", self._ready),
+        ]
+        return Starlette(routes=[*routes, Route("/", self._landing)] if telemetry_path != "/" else routes)
+
+    async def _metrics(self, request: Request) -> Response:
+        headers = request.headers
+        snapshot = await self._watch.fresh(deadline_s=_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
+        facts = Facts(snapshot, self._watch.timeouts, self.problems)
+        compressed = _accepts_gzip(headers.get("accept-encoding", ""))
+        page = await self._pages.get(facts, headers.get("accept", ""), compressed=compressed)
+        # noted when it is sent, not before: an exporter that leaves waits for pages that arrived
+        noted = BackgroundTask(self._note, request, page)
+        encoding = {"Content-Encoding": "gzip"} if compressed else {}
+        sent = {"Content-Type": page.content_type, "Vary": "Accept, Accept-Encoding", **encoding}
+        return Response(page.body, headers=sent, background=noted)
+
+    async def _note(self, request: Request, page: Page) -> None:
+        host = request.client.host if request.client else ""
+        who = f"{host} {request.headers.get('user-agent', '')[:200]}"
+        declared = _SCRAPE_TIMEOUT in request.headers
+        if request.method == "GET":
+            self._scrapers.note(who, page.number, time.monotonic(), declared=declared)
+
+    async def _healthy(self, _: Request) -> Response:
+        return PlainTextResponse("torchobs exporter is healthy.\n")
+
+    async def _ready(self, _: Request) -> Response:
+        # a missing directory or a port that is taken do not count: what Kubernetes would do about it holds up the training
+        if self._watch.latest is EMPTY:
+            return PlainTextResponse("torchobs exporter has not looked at the flight files yet.\n", 503)
+        return PlainTextResponse("torchobs exporter is ready.\n")
+
+    async def _landing(self, _: Request) -> Response:
+        snapshot = await self._watch.fresh()
+        html = landing.render(snapshot, (*snapshot.problems, *self.problems), self._telemetry_path)
+        return HTMLResponse(html, headers=_HEADERS)
+
+
+def _deadline_s(declared: str | None) -> float:
+    """Return how long a scrape may wait for the scan: half of the scraper's own timeout, at most the usual."""
+    try:
+        timeout_s = float(declared or "")
+    except ValueError:
+        return DEADLINE_S
+    return min(DEADLINE_S, max(0.1, timeout_s / 2)) if isfinite(timeout_s) else DEADLINE_S
+
+
+def _accepts_gzip(header: str) -> bool:
+    """Tell whether ``Accept-Encoding`` admits gzip (RFC 9110, section 12.5.3); ``q=0`` refuses it."""
+    for part in header.split(","):
+        coding, _, parameters = part.partition(";")
+        if coding.strip().lower() in {"gzip", "*"}:
+            return parameters.replace(" ", "").rstrip(".0") not in {"q=", "Q="}
+    return False

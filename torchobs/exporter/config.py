@@ -1,0 +1,165 @@
+"""What an exporter can be told: every option once, for the command line, the environment and the tests."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
+
+from torchobs import values
+from torchobs.values import Address, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+Mode = Literal["sidecar", "node"]
+PORT = 10960
+"""9464 is the OpenTelemetry SDK's own and would collide in a pod; 9100-9999 is all taken."""
+
+PREFIX = "TORCHOBS_EXPORTER_"
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
+_TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
+_RESERVED_PATHS = ("/-/healthy", "/-/ready")
+
+
+@dataclass(frozen=True, slots=True)
+class ExporterConfig:
+    """An exporter's configuration. Times in seconds."""
+
+    flight_dir: str | None = None
+    """None: where trainers of this user, or of this pod, put their files"""
+    listen: tuple[Address, ...] = ()
+    telemetry_path: str = "/metrics"
+    mode: Mode = "sidecar"
+    grace_s: float = 300.0
+    """how long a dead rank stays on the page"""
+    drain_timeout_s: float = 90.0
+    """how long SIGTERM waits for the last scrapes"""
+    hang_timeout_s: float | None = None
+    """None: learned from each rank's own steps"""
+    allow_foreign_owner: bool = False
+    created_samples: bool = False
+    series_limit: int = 20_000
+    """series of one rank"""
+    runtime_dir: str | None = None
+    """``$XDG_RUNTIME_DIR``"""
+    problems: tuple[str, ...] = ()
+    """what of the configuration could not be honoured"""
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where to listen: a sidecar's scraper comes from another machine, a node's from this one."""
+        return self.listen or (Address("" if self.mode == "sidecar" else "127.0.0.1", PORT),)
+
+
+class Option(NamedTuple):
+    """One option: the field it sets, its flag, what it takes, what it is for."""
+
+    field: str
+    flag: str
+    metavar: str
+    kind: Kind
+    brief: str
+    several: bool = False
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that does the same."""
+        return PREFIX + re.sub(r"[.-]+", "_", self.flag.lstrip("-")).upper()
+
+
+def duration_s(text: str) -> float:
+    """Return seconds for ``90``, ``90s``, ``1m30s``, ``2h``. Raises ``ValueError`` for anything else."""
+    found = _DURATION.fullmatch(text) if text else None
+    if not found:
+        raise ValueError(text)
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    total = hours * 3600 + minutes * 60 + seconds
+    if not isfinite(total):
+        raise ValueError(text)
+    return total
+
+
+def address_of(text: str) -> Address:
+    """Return the address for ``host:port``; an empty host is every interface. Raises ``ValueError``."""
+    return cast("Address", values.ADDRESS.parse(text))
+
+
+def _telemetry_path(text: str) -> str:
+    if not _TELEMETRY_PATH.fullmatch(text) or text in _RESERVED_PATHS:
+        raise ValueError(text)
+    return text
+
+
+def _mode(text: str) -> Mode:
+    if text not in get_args(Mode):
+        raise ValueError(text)
+    return cast("Mode", text)
+
+
+def _hang_timeout(text: str) -> float | None:
+    return None if text == "auto" else duration_s(text)
+
+
+_SECONDS = Kind("a duration such as 90s, 5m or 1h30m", duration_s)
+
+OPTIONS = (
+    Option(
+        "flight_dir", "--flight-dir", "DIR", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "Directory of the flight files. [default: where trainers of this user, or of this pod, put them]",
+    ),
+    Option(
+        "listen", "--web.listen-address", "HOST:PORT", values.ADDRESS,
+        "Address to listen on; may be given several times. [default: :10960, and 127.0.0.1:10960 with --mode node]",
+        several=True,
+    ),
+    Option(
+        "telemetry_path", "--web.telemetry-path", "PATH", Kind("a path that begins with / and has an end", _telemetry_path),
+        "Path of the metrics. [default: /metrics]",
+    ),
+    Option(
+        "grace_s", "--grace", "DURATION", _SECONDS,
+        "How long a dead rank keeps its counters, its last loss and the way it ended on the page. [default: 5m]",
+    ),
+    Option(
+        "drain_timeout_s", "--drain-timeout", "DURATION", _SECONDS,
+        "How long SIGTERM waits for every scraper to fetch the final state; a second one ends at once. [default: 90s]",
+    ),
+    Option(
+        "hang_timeout_s", "--hang-timeout", "DURATION", Kind("auto, or a duration such as 10m", _hang_timeout),
+        "How long a rank may take for a step before it is hung. [default: auto, 20 times its usual step and at least 1m]",
+    ),
+    Option(
+        "mode", "--mode", "[sidecar|node]", Kind("sidecar or node", _mode),
+        "sidecar: never leaves by itself, waits for a port that is taken. node: takes the next one. [default: sidecar]",
+    ),
+    Option(
+        "allow_foreign_owner", "--allow-foreign-owner", "BOOLEAN", values.BOOLEAN,
+        "Let an exporter that runs as root read the directory and the files of another user. [default: false]",
+    ),
+    Option(
+        "created_samples", "--created-samples", "BOOLEAN", values.BOOLEAN,
+        "Add a _created sample to every counter and histogram. [default: false]",
+    ),
+)  # fmt: skip
+
+
+def parse(given: Mapping[str, Sequence[str]], runtime_dir: str | None = None, problems: Iterable[str] = ()) -> ExporterConfig:
+    """Return the configuration for what was given, as text, by field.
+
+    A value that is not allowed is left out, and ``problems`` of the configuration says so: a sidecar that exits keeps the
+    pod's training from starting.
+    """
+    chosen: dict[str, object] = {}
+    complaints = list(problems)
+    for option in OPTIONS:
+        parsed = []
+        for text in given.get(option.field, ()):
+            try:
+                parsed.append(option.kind.parse(text.strip()))
+            except ValueError:
+                complaints.append(f"{option.flag} {text!r}: allowed is {option.kind.allowed}")
+        if parsed:
+            chosen[option.field] = tuple(parsed) if option.several else parsed[-1]
+    return ExporterConfig(**chosen, runtime_dir=runtime_dir, problems=tuple(complaints))  # type: ignore[arg-type]  # each kind is its field's

@@ -1,0 +1,166 @@
+"""The page's families: what the ranks' files hold, what the exporter says of the ranks, what it says of itself."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
+
+from torchobs import catalog
+from torchobs._version import __version__
+from torchobs.catalog import Kind
+from torchobs.exporter import labels, states
+from torchobs.exporter.names import Family, Names, family_of, sample_name
+from torchobs.exporter.series import Labelled, label, samples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.flight.series import Series
+
+_TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
+_OM_UNITS = {"s": "seconds", "By": "bytes"}
+_BUILD = {"version": __version__, "python": platform.python_version()}
+
+
+class Facts(NamedTuple):
+    """What a page is made of."""
+
+    snapshot: Snapshot
+    timeouts: int = 0
+    """scans that took too long"""
+    problems: tuple[str, ...] = ()
+    """what could not be honoured, besides what the snapshot knows of"""
+
+
+class Exposition:
+    """A collector for prometheus-client. Set ``facts``, then collect; one thread at a time."""
+
+    def __init__(self, facts: Facts, others: Iterable[str] = (), *, series_limit: int = 20_000, created: bool = False) -> None:
+        """``others`` are sample names that the page has from other collectors; ``created`` adds ``_created`` samples."""
+        self.facts = facts
+        self.dropped = Counter({"limit": 0, "conflict": 0})
+        self._names = Names(others)
+        self._limit, self._created = series_limit, created
+        self._ranks: dict[tuple[str, str], _RankSeries] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family with its samples, each family once."""
+        page = _Page()
+        served = {(rank.incarnation, rank.rank): rank for rank in self.facts.snapshot.ranks}
+        self._forget(served.keys())
+        for key, rank in served.items():
+            known = self._ranks.get(key)
+            if known is None:
+                known = self._ranks[key] = _RankSeries(rank, self._names, self._limit, self.dropped)
+            _describe(page, rank, known.identity)
+            known.add_to(page, rank, created=self._created)
+        _describe_exporter(page, self.facts, self.dropped)
+        return iter(page.families.values())
+
+    def _forget(self, served: Iterable[tuple[str, str]]) -> None:
+        gone = self._ranks.keys() - set(served)
+        for key in gone:
+            del self._ranks[key]
+        if gone:
+            self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
+
+
+class _Page:
+    """Families in the order of their first sample."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, Metric] = {}
+
+    def of(self, family: Family, brief: str) -> list[Sample]:
+        """Return the family's samples, to be added to."""
+        found = self.families.get(family.name)
+        if found is None:
+            unit = _OM_UNITS.get(family.unit, "")
+            unit = unit if family.name.endswith(f"_{unit}") else ""
+            found = self.families[family.name] = Metric(family.name, labels.text(brief), _TYPES[family.kind], unit)
+        return found.samples
+
+    def add(self, metric: catalog.Metric, own: dict[str, str], value: float | None) -> None:
+        """Add one sample of a metric of the catalog; ``None`` is no sample."""
+        if value is not None:
+            family = family_of(metric.name, metric.kind, metric.unit)
+            self.of(family, metric.brief).append(Sample(sample_name(family), own, value))
+
+    def add_set(self, metric: catalog.Metric, own: Mapping[str, str], values: Mapping[str, float]) -> None:
+        """Add one sample per value of the metric's only attribute."""
+        (attribute,) = metric.attributes
+        for name, value in values.items():
+            self.add(metric, {**own, attribute.name: name}, value)
+
+
+class _RankSeries:
+    """The labelled series of one rank."""
+
+    def __init__(self, rank: Rank, names: Names, limit: int, dropped: Counter[str]) -> None:
+        self.identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
+        self._names, self._limit, self._dropped = names, limit, dropped
+        self._entries: dict[int, Labelled | None] = {}
+        self._taken: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        self._kept: dict[int, Series] = {}
+
+    def entries(self) -> Iterator[Labelled]:
+        """Yield what is on the page."""
+        return (entry for entry in self._entries.values() if entry is not None)
+
+    def add_to(self, page: _Page, rank: Rank, *, created: bool) -> None:
+        """Add the samples of every series that the rank's state lets it show."""
+        born = rank.view.header.wall_ns / 1e9 if created else None
+        for series, value in rank.view.points:
+            entry = self._entries[id(series)] if id(series) in self._entries else self._enter(series)
+            if entry is not None and (rank.up or entry.survives):
+                page.of(entry.family, entry.brief).extend(samples(entry, value, born))
+
+    def _enter(self, series: Series) -> Labelled | None:
+        self._kept[id(series)] = series  # or another could get its id
+        entry = self._place(series)
+        self._entries[id(series)] = entry
+        return entry
+
+    def _place(self, series: Series) -> Labelled | None:
+        if len(self._taken) >= self._limit:
+            self._dropped["limit"] += 1
+            return None
+        family = self._names.claim(series.name, series.kind, series.unit)
+        if family is not None:
+            entry = label(series, family, self.identity)
+            key = family.name, tuple(sorted(entry.labels.items()))
+            if key not in self._taken:
+                self._taken.add(key)
+                return entry
+        self._dropped["conflict"] += 1
+        return None
+
+
+def _describe(page: _Page, rank: Rank, own: dict[str, str]) -> None:
+    header, live = rank.view.header, rank.view.live
+    page.add_set(catalog.RANK_STATE_SET, own, {state: float(state == rank.state) for state in catalog.RANK_STATES})
+    page.add(catalog.RANK_UP, own, float(rank.up))
+    page.add(catalog.RANK_HEARTBEAT_TIMESTAMP, own, header.wall_s(live.heartbeat_ns) if live.heartbeat_ns else None)
+    page.add(catalog.RANK_PROGRESS_AGE, own, rank.progress_age_s)
+    page.add(catalog.RANK_START_TIME, own, header.wall_ns / 1e9)
+    page.add(catalog.RANK_RESTARTS, own, labels.number(header.resource, "restart") or 0)
+    reason = "" if rank.up else states.ending(live.exit_reason, live.exit_code)[1]
+    page.add_set(catalog.RANK_EXIT, own, {known: float(known == reason) for known in catalog.EXIT_REASONS})
+    page.add(catalog.RANK_INFO, {**labels.of_info(header.resource), **own}, 1.0)
+    page.add(catalog.WORLD_SIZE, own, labels.number(header.resource, "world_size"))
+
+
+def _describe_exporter(page: _Page, facts: Facts, dropped: Mapping[str, int]) -> None:
+    snapshot = facts.snapshot
+    page.add(catalog.BUILD_INFO, _BUILD, 1.0)
+    page.add_set(catalog.EXPORTER_FILES, {}, snapshot.files)
+    page.add_set(catalog.EXPORTER_READ_ERRORS, {}, {**snapshot.errors, "timeout": facts.timeouts})
+    page.add(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
+    page.add(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not facts.problems))
+    page.add(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
+    page.add_set(catalog.EXPORTER_SERIES_DROPPED, {}, dropped)

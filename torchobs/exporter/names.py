@@ -1,0 +1,88 @@
+"""Who owns a name on the page: two families whose samples share a name are an error in OpenMetrics, and one in Prometheus."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.catalog import BY_NAME, Kind, prometheus_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+RANK_METRICS = (
+    catalog.RANK_STATE_SET, catalog.RANK_UP, catalog.RANK_HEARTBEAT_TIMESTAMP, catalog.RANK_PROGRESS_AGE,
+    catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
+)  # fmt: skip
+"""What the exporter itself says of each rank."""
+
+OWN_METRICS = (
+    catalog.BUILD_INFO, catalog.EXPORTER_FILES, catalog.EXPORTER_READ_ERRORS, catalog.EXPORTER_SCAN_DURATION,
+    catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
+)  # fmt: skip
+"""What it says of itself."""
+
+_FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "scrape_samples_scraped",
+            "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
+"""Series that Prometheus makes itself."""
+
+_SUFFIXES = {
+    Kind.COUNTER: ("", "_total", "_created"),
+    Kind.HISTOGRAM: ("", "_bucket", "_sum", "_count", "_created"),
+    Kind.GAUGE: ("",),
+    Kind.UPDOWN: ("",),
+}
+
+
+class Family(NamedTuple):
+    """A family of series: ``name`` as OpenMetrics has it, a counter's without ``_total``."""
+
+    name: str
+    kind: Kind
+    unit: str
+
+
+@lru_cache(4096)
+def family_of(name: str, kind: Kind, unit: str) -> Family:
+    """Return the family that an OpenTelemetry instrument's series are in."""
+    translated = prometheus_name(name, unit, kind)
+    return Family(translated.removesuffix("_total") if kind is Kind.COUNTER else translated, kind, unit)
+
+
+def sample_name(family: Family) -> str:
+    """Return the name of a counter's or a gauge's sample."""
+    return f"{family.name}_total" if family.kind is Kind.COUNTER else family.name
+
+
+class Names:
+    """The names in use. Who comes first has the name; what is in the catalog came before everyone."""
+
+    def __init__(self, others: Iterable[str] = ()) -> None:
+        """``others`` are sample names that the page has from elsewhere."""
+        self._fixed: dict[str, Family | None] = dict.fromkeys((*_FOREIGN, *others))
+        for metric in catalog.METRICS:
+            family = family_of(metric.name, metric.kind, metric.unit)
+            self._fixed |= dict.fromkeys(_samples(family), family)
+        self._claimed: dict[str, Family] = {}
+
+    def claim(self, name: str, kind: Kind, unit: str) -> Family | None:
+        """Return the family for an instrument found in a flight file, or ``None`` when the name is somebody else's."""
+        family = family_of(name, kind, unit)
+        known = BY_NAME.get(name)
+        if known is not None:
+            ours = (known.kind, known.unit) == (kind, unit) and known not in RANK_METRICS and known not in OWN_METRICS
+            return family if ours else None
+        samples = _samples(family)
+        if any(sample in self._fixed or self._claimed.get(sample, family) != family for sample in samples):
+            return None
+        self._claimed |= dict.fromkeys(samples, family)
+        return family
+
+    def keep(self, used: Collection[Family]) -> None:
+        """Free the names of all families that are not among ``used``."""
+        self._claimed = {sample: family for sample, family in self._claimed.items() if family in used}
+
+
+def _samples(family: Family) -> tuple[str, ...]:
+    return tuple(family.name + suffix for suffix in _SUFFIXES[family.kind])

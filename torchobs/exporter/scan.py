@@ -1,0 +1,226 @@
+"""The scan: every flight file in the directory becomes part of one snapshot.
+
+Files that appear, grow, vanish, are replaced, of another version, half-written, hostile or garbage are served or counted as
+bad; no scan ever fails. Nothing here is thread-safe: one thread scans (``watch``), everyone may keep a snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchobs.exporter.directory import Directory
+from torchobs.exporter.incarnations import resolve
+from torchobs.exporter.tracked import HOSTILE, Now, Tracked, open_tracked
+from torchobs.flight.birth import boot_id
+from torchobs.flight.layout import MAX_READ_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.flight.reader import View
+
+STATUSES = ("served", "superseded", "expired", "bad")
+REASONS = ("header", "io", "kind", "timeout")
+_RETRY_NS = 5_000_000_000
+_RETRIES_PER_SCAN = 64
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank as it is served. Times in seconds."""
+
+    job_name: str
+    run_id: str
+    rank: str
+    incarnation: str
+    state: str
+    up: bool
+    view: View
+    progress_age_s: float | None
+    """None: it has ended"""
+    ended_in: int | None
+    """number of the snapshot in which it was first seen to be dead"""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that one scan found. ``taken_ns`` is the exporter's CLOCK_MONOTONIC when it began."""
+
+    number: int
+    taken_ns: int
+    ranks: tuple[Rank, ...]
+    files: Mapping[str, int]
+    errors: Mapping[str, int]
+    duplicates: int
+    problems: tuple[str, ...]
+    fading: bool
+    duration_s: float
+
+
+EMPTY = Snapshot(0, 0, (), dict.fromkeys(STATUSES, 0), dict.fromkeys(REASONS, 0), 0, (), False, 0.0)  # noqa: FBT003  # the fields in order
+
+
+def system_clock() -> Now:
+    """Return the machine's clocks."""
+    return Now(time.monotonic_ns(), time.time_ns(), _BOOT_ID)
+
+
+_BOOT_ID = boot_id()
+
+
+class Scanner:
+    """Follows one flight directory."""
+
+    def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock) -> None:
+        self._config, self._clock = config, clock
+        self._directory = Directory(config)
+        self._tracked: dict[str, Tracked] = {}
+        self._bad: dict[str, int] = {}
+        self._errors = Counter(dict.fromkeys(REASONS, 0))
+        self._duplicates: set[str] = set()
+        self._number = 0
+
+    def scan(self) -> Snapshot:
+        """Return what there is now."""
+        began, now = time.perf_counter(), self._clock()
+        self._number += 1
+        names, problems = self._names(now)
+        self._forget(names)
+        self._open_new(names, now)
+        for tracked in self._tracked.values():
+            self._observe(tracked, now)
+        ranks, files = self._select(now)
+        return Snapshot(
+            number=self._number,
+            taken_ns=now.monotonic_ns,
+            ranks=ranks,
+            files=files,
+            errors=dict(self._errors),
+            duplicates=len(self._duplicates),
+            problems=problems,
+            fading=any(tracked.fading for tracked in self._tracked.values()),
+            duration_s=time.perf_counter() - began,
+        )
+
+    def close(self) -> None:
+        """Close every file and the directory. Idempotent."""
+        self._forget([])
+        self._directory.close()
+
+    def _names(self, now: Now) -> tuple[list[str], tuple[str, ...]]:
+        try:
+            return self._directory.names(now.wall_ns), self._config.problems
+        except OSError as problem:
+            _log.error("flight directory: %s", _words(problem))
+            return [], (*self._config.problems, _words(problem))
+
+    def _forget(self, names: list[str]) -> None:
+        for name in self._tracked.keys() - set(names):
+            self._tracked.pop(name).seal()
+        for name in self._bad.keys() - set(names):
+            del self._bad[name]
+
+    def _open_new(self, names: list[str], now: Now) -> None:
+        for name, tracked in list(self._tracked.items()):
+            try:
+                tracked.follow(self._directory.fd)
+            except HOSTILE:
+                self._tracked.pop(name).seal()  # opened again below, and then served or counted as what it is now
+        for name in names:
+            if name not in self._tracked and name not in self._bad:
+                self._open(name, now)
+        due = [name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns]
+        for name in due[:_RETRIES_PER_SCAN]:
+            self._open(name, now)
+
+    def _open(self, name: str, now: Now) -> None:
+        directory = self._directory
+        try:
+            self._tracked[name] = open_tracked(directory.fd, name, directory.owner, now)
+            self._bad.pop(name, None)
+        except FileNotFoundError:
+            self._bad.pop(name, None)  # gone since it was listed
+        except HOSTILE as problem:
+            self._bad[name] = now.monotonic_ns + _RETRY_NS
+            self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
+            _log.warning("flight file not served: %s: %s", name, _words(problem))
+
+    def _observe(self, tracked: Tracked, now: Now) -> None:
+        try:
+            tracked.observe(self._directory.fd, now, self._config.hang_timeout_s)
+        except HOSTILE as problem:
+            self._errors["io" if isinstance(problem, OSError) else "header"] += 1
+            _log.warning("flight file could not be read again: %s: %s", tracked.name, _words(problem))
+        if tracked.up:
+            tracked.ended_in = None
+        elif tracked.ended_in is None:
+            tracked.ended_in = self._number
+        if tracked.certainly_dead(now):
+            tracked.seal()
+
+    def _select(self, now: Now) -> tuple[tuple[Rank, ...], dict[str, int]]:
+        suffixes = resolve(tracked.claim() for tracked in self._tracked.values())
+        files = dict.fromkeys(STATUSES, 0) | {"bad": len(self._bad)}
+        ranks = []
+        for tracked in self._tracked.values():
+            status = self._status(tracked, suffixes, now)
+            files[status] += 1
+            if status == "served":
+                ranks.append(self._rank(tracked, suffixes[tracked.incarnation], now))
+            elif tracked.certainly_dead(now):
+                tracked.retire(status)
+        return tuple(sorted(ranks, key=_order)), files
+
+    def _status(self, tracked: Tracked, suffixes: Mapping[str, str], now: Now) -> str:
+        if tracked.retired:
+            return tracked.retired
+        if tracked.incarnation not in suffixes:
+            return "superseded"
+        return "expired" if not tracked.up and tracked.beat_age_s(now) > self._config.grace_s else "served"
+
+    def _rank(self, tracked: Tracked, suffix: str, now: Now) -> Rank:
+        job_name, run_id, rank = tracked.rank
+        if suffix and tracked.incarnation not in self._duplicates:
+            self._duplicates.add(tracked.incarnation)
+            _log.warning("two living processes claim one rank: job %s, run %s, rank %s", job_name, run_id, rank)
+        return Rank(
+            job_name=job_name,
+            run_id=run_id,
+            rank=rank + suffix,
+            incarnation=tracked.incarnation,
+            state=tracked.state,
+            up=tracked.up,
+            view=tracked.view,
+            progress_age_s=tracked.progress_age_s(now) if tracked.up else None,
+            ended_in=tracked.ended_in,
+        )
+
+
+def _order(rank: Rank) -> tuple[str, str, int, str]:
+    return rank.job_name, rank.run_id, len(rank.rank), rank.rank
+
+
+def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | None) -> str:
+    """Return which of :data:`REASONS` it is; the reader's message is for people."""
+    try:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except OSError:
+        return "io"
+    regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= MAX_READ_SIZE
+    if not regular or status.st_uid != (status.st_uid if owner is None else owner):
+        return "kind"
+    return "io" if isinstance(problem, OSError) else "header"
+
+
+def _words(problem: BaseException) -> str:
+    if isinstance(problem, OSError):
+        return f"{problem.strerror or problem}" if problem.filename is None else f"{problem.strerror}: {problem.filename}"
+    return f"{problem}"

@@ -1,0 +1,200 @@
+"""The daemon's life: listen, look every second, leave in order.
+
+A sidecar never leaves by itself: kubelet restarts one that exits, and while one cannot start no training container does. It
+serves what it can, tries again, and says what is wrong on its page and its log. It leaves on SIGTERM, which comes after the
+training has ended: it takes the final state and waits until every scraper seen lately has fetched it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from torchobs.exporter.app import Site
+from torchobs.exporter.listener import Connections, bind, bind_near, serve_on
+from torchobs.exporter.pages import Pages
+from torchobs.exporter.scan import Scanner
+from torchobs.exporter.scrapers import Scrapers
+from torchobs.exporter.states import FADED_AFTER_S
+from torchobs.exporter.watch import Watch
+from torchobs.values import Address
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    import uvicorn
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.listener import Connection
+
+TICK_S = 1.0
+RETRY_BIND_S = 5.0
+_FILES = 65_536
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The ranks as the exporter sees them, for whoever decides when it has done its duty."""
+
+    ranks: int
+    """that are served"""
+    alive: int
+    """whose process is there"""
+    last_scrape_age_s: float | None
+    """None: nobody has scraped yet"""
+    unscraped_final: int
+    """ranks that have ended and whose last state was in no scrape yet"""
+
+
+def serve(
+    config: ExporterConfig,
+    *,
+    announce: Callable[[str], None] | None = None,
+    finished: Callable[[Fleet], bool] | None = None,
+) -> int:
+    """Serve until SIGTERM, SIGINT or ``finished``; return the process's exit code.
+
+    Args:
+        config: what to serve, and where.
+        announce: called once with ``host:port``, as soon as that is listened on.
+        finished: asked once a second; True ends the service.
+
+    Returns:
+        0, or 1 when a node's exporter found nowhere to listen. A sidecar goes on trying.
+    """
+    _allow_files()
+    return asyncio.run(_Service(config, announce, finished).run())
+
+
+class _Service:
+    def __init__(
+        self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[Fleet], bool] | None
+    ) -> None:
+        self._config, self._announce, self._finished = config, announce, finished
+        self._watch = Watch(Scanner(config))
+        self._pages = Pages(config)
+        self._scrapers = Scrapers()
+        self._site = Site(self._watch, self._pages, self._scrapers)
+        self._app = self._site.app(config.telemetry_path)
+        self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
+        self._unbound = list(config.addresses)
+        self._next_bind_s = 0.0
+        self._connections = Connections()
+        self._leave = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        self._watch_signals()
+        for problem in self._config.problems:
+            _log.error("configuration: %s", problem)
+        try:
+            await self._bind()
+            if not self._servers and self._config.mode == "node":
+                return 1
+            while not self._leave.is_set():
+                await self._tick()
+                await _sleep_until(self._leave, FADED_AFTER_S if self._watch.latest.fading else TICK_S)
+            await self._drain()
+            return 0
+        finally:
+            await self._close()
+
+    def _watch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
+        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
+
+    def _on_signal(self, number: int) -> None:
+        # Ctrl-C is a person, who does not want to wait for scrapers
+        if self._leave.is_set() or number == signal.SIGINT:
+            self._hurry.set()
+        self._leave.set()
+
+    async def _tick(self) -> None:
+        if self._unbound and time.monotonic() >= self._next_bind_s:
+            await self._bind()
+        snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
+        for server, _ in self._servers:
+            await server.on_tick(0)
+        connections = {connection for server, _ in self._servers for connection in server.server_state.connections}
+        self._connections.sweep(cast("set[Connection]", connections), time.monotonic())
+        if self._finished is not None and snapshot.number and self._finished(self._fleet()):
+            self._hurry.set()
+            self._leave.set()
+
+    async def _bind(self) -> None:
+        self._next_bind_s = time.monotonic() + RETRY_BIND_S
+        problems = []
+        for address in list(self._unbound):
+            try:
+                bound = bind(address) if self._config.mode == "sidecar" else bind_near(address)
+            except OSError as problem:
+                problems.append(f"cannot listen on {address}: {problem.strerror or problem}")
+                _log.error("cannot listen on %s: %s", address, problem.strerror or problem)
+                continue
+            self._unbound.remove(address)
+            self._servers.append((await serve_on(bound, self._app), bound))
+            self._listening(Address(address.host, bound.getsockname()[1]))
+        self._site.problems = tuple(problems)
+
+    def _listening(self, address: Address) -> None:
+        _log.info("listening on %s", address)
+        announce, self._announce = self._announce, None
+        if announce is not None:
+            announce(str(address))
+
+    def _fleet(self) -> Fleet:
+        ranks, last_s = self._watch.latest.ranks, self._scrapers.last_s
+        ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
+        return Fleet(
+            ranks=len(ranks),
+            alive=sum(rank.up for rank in ranks),
+            last_scrape_age_s=None if last_s is None else time.monotonic() - last_s,
+            unscraped_final=sum(not self._scrapers.got(number) for number in ended),
+        )
+
+    async def _drain(self) -> None:
+        """Wait until every scraper has what is final; what ends while we wait is final then."""
+        deadline_s = time.monotonic() + self._config.drain_timeout_s
+        final = (await self._watch.after_now()).number if not self._hurry.is_set() else 0
+        while not self._hurry.is_set():
+            goal = max([final, *(rank.ended_in or 0 for rank in self._watch.latest.ranks)])
+            waiting = self._scrapers.waiting(goal, time.monotonic())
+            if not waiting:
+                break
+            if time.monotonic() > deadline_s:
+                _log.warning("leaving, though the final state was not fetched by: %s", ", ".join(waiting))
+                break
+            _log.info("waiting for the final state to be fetched by: %s", ", ".join(waiting))
+            await _sleep_until(self._hurry, 0.2)
+            await self._tick()
+
+    async def _close(self) -> None:
+        for server, bound in self._servers:
+            await server.shutdown(sockets=[bound])
+        self._watch.close()
+        self._pages.close()
+
+
+async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+
+
+def _allow_files() -> None:
+    """Raise the limit of open files: a flight file is one, and so is every connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -1,0 +1,102 @@
+"""The state of a rank, from numbers alone: no file, no clock.
+
+*alive* = the heartbeat moved lately, by the exporter's own clock; *unresponsive* = the lock is held and the heartbeat stopped
+(hung with the GIL, stopped, still tearing down); *hung* = alive without a step for longer than the learned timeout; and three
+ways to have ended: *finished*, *failed*, or *lost*, which is to be gone without a word (SIGKILL, the OOM killer, os._exit).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.flight.layout import Exit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchobs.flight.reader import Distribution
+
+FADED_AFTER_S = 0.6
+"""A rank whose lock is free is dead after this long without a heartbeat, which is due every 0.5 s. A free lock alone is no
+proof: a process that closes descriptors it does not know, as daemons do, loses its lock and lives on."""
+
+UNRESPONSIVE_AFTER_S = 2.0
+"""Four heartbeats missed, with the lock held."""
+
+LEAST_HANG_S = 60.0
+"""No rank is called hung before: a step behind a cold page cache or a slow collective takes seconds, hardly a minute."""
+
+HANG_FACTOR = 20.0
+"""Times the step time's 99th percentile, which the power-of-two buckets overestimate by up to 2."""
+
+FIRST_STEP_S = 1800.0
+"""Before the first step nothing is learned yet; this is the default timeout of a gloo process group in torch.distributed."""
+
+PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile"})
+"""Phases that may take any time without a step."""
+
+LIVING = frozenset({"alive", "unresponsive", "hung"})
+"""The states in which the process is there."""
+
+
+class Observation(NamedTuple):
+    """What was seen of one rank. Ages in seconds, by the exporter's clock."""
+
+    same_boot: bool
+    lock_held: bool
+    beat_age_s: float
+    exit_reason: int | None
+    exit_code: int
+    phase: str | None
+    progress_age_s: float
+    """since the last step, or since the start before the first"""
+    hang_timeout_s: float
+
+
+def judge(seen: Observation) -> str:
+    """Return one of ``catalog.RANK_STATES``."""
+    if _gone(seen):
+        return ending(seen.exit_reason, seen.exit_code)[0]
+    if seen.lock_held and seen.beat_age_s > UNRESPONSIVE_AFTER_S:
+        # one that has said how it ends and holds its lock still is being torn down
+        return "unresponsive" if seen.exit_reason is None else ending(seen.exit_reason, seen.exit_code)[0]
+    if seen.progress_age_s > seen.hang_timeout_s and seen.phase not in PATIENT_PHASES:
+        return "hung"
+    return "alive"
+
+
+def fading(seen: Observation) -> bool:
+    """Tell whether the rank is probably dead, and another look in ``FADED_AFTER_S`` will tell."""
+    return seen.same_boot and not seen.lock_held and not _gone(seen)
+
+
+def ending(exit_reason: int | None, exit_code: int) -> tuple[str, str]:
+    """Return the state and the exit reason (``catalog.EXIT_REASONS``) of a rank that is gone."""
+    if exit_reason == Exit.EXCEPTION:
+        return "failed", "exception"
+    if exit_reason == Exit.EXIT_CODE and exit_code:
+        return "failed", "exit_code"
+    if exit_reason in {Exit.FINISHED, Exit.EXIT_CODE}:
+        return "finished", "finished"
+    return "lost", "lost"
+
+
+def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> float:
+    """Return how long a rank may be without a step: 20 times its step time's 99th percentile, at least 60 s.
+
+    ``durations`` is the histogram of step times, in seconds, over ``bounds``; evaluation and checkpoints are not in it.
+    """
+    total = sum(durations.counts) if durations else 0
+    if not durations or not total:
+        return FIRST_STEP_S
+    index = bisect_left(list(accumulate(durations.counts)), 0.99 * total)
+    beyond = durations.greatest or bounds[-1]
+    return max(LEAST_HANG_S, HANG_FACTOR * (bounds[index] if index < len(bounds) else beyond))
+
+
+def _gone(seen: Observation) -> bool:
+    if not seen.same_boot:
+        return True
+    return not seen.lock_held and (seen.beat_age_s > FADED_AFTER_S or seen.exit_reason is not None)

@@ -1,0 +1,166 @@
+"""One flight file, followed from its first sight to its end."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.exporter import labels, states
+from torchobs.exporter.incarnations import Claim
+from torchobs.flight import lock, reader
+from torchobs.flight.birth import file_name
+from torchobs.flight.layout import BadFlightFileError
+from torchobs.flight.reader import Distribution, View
+
+if TYPE_CHECKING:
+    from torchobs.flight.reader import FlightFile
+
+HOSTILE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error)
+"""What reading bytes that somebody chose can raise; the file is bad then, and the exporter goes on."""
+
+_SEAL_S = 10.0
+_NEVER_NS = -(1 << 62)
+
+
+class Now(NamedTuple):
+    """The exporter's clocks at one moment."""
+
+    monotonic_ns: int
+    wall_ns: int
+    boot_id: bytes
+
+
+class Tracked:
+    """An open flight file and what was seen of it. Not thread-safe."""
+
+    def __init__(self, file: FlightFile, name: str, now: Now) -> None:
+        """Use :func:`open_tracked`."""
+        header = file.header
+        self.file, self.name, self.header = file, name, header
+        self.incarnation = header.incarnation.hex()
+        self.rank = labels.identity(header.resource)
+        self.same_boot = header.boot_id == now.boot_id
+        self.view: View = file.read()
+        self.lock_held = False
+        self.state = "alive"
+        self.fading = False
+        self.retired = ""
+        """why it is served and looked at no more, if so: ``superseded`` or ``expired``"""
+        self._sealed = False
+        self.ended_in: int | None = None
+        """number of the snapshot in which it was first seen to be dead"""
+        self._learned_s = _learned_s(self.view)
+        self._looked_ns = _NEVER_NS
+        self._beat_ns = self._first_beat_ns(now)
+
+    def claim(self) -> Claim:
+        """Return what decides whether this incarnation is served."""
+        restart = labels.number(self.header.resource, "restart") or 0
+        born_ns = self.header.monotonic_ns if self.same_boot else self.header.wall_ns
+        return Claim(self.rank, self.incarnation, self.same_boot, born_ns, restart, self.view.live.heartbeat_ns or 0)
+
+    @property
+    def up(self) -> bool:
+        """Whether the process is there."""
+        return self.state in states.LIVING
+
+    def follow(self, directory_fd: int) -> None:
+        """Change over to a file that its writer had to make again. Raises one of :data:`HOSTILE` if the name is another's."""
+        if not self._sealed:
+            self.file.follow(directory_fd, self.name)
+
+    def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None) -> None:
+        """Ask for the lock, read, judge. Raises one of :data:`HOSTILE`, after judging by what was known before."""
+        if self._sealed:
+            return
+        # the lock first: when it is free already, what is read afterwards is the last there will be
+        self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name))
+        was_up = self.up
+        try:
+            self._read(now)
+        finally:  # a file that cannot be read shows no heartbeat, and its rank is judged by that
+            self._looked_ns = now.monotonic_ns
+            seen = self._observation(now, self._learned_s if hang_timeout_s is None else hang_timeout_s)
+            self.state, self.fading = states.judge(seen), states.fading(seen)
+        if was_up and not self.up:
+            self._read(now)
+
+    def progress_age_s(self, now: Now) -> float:
+        """Return the seconds since the last step, or since the start before the first."""
+        since = self.view.last_step_ns or self.header.monotonic_ns
+        return max(0.0, (now.monotonic_ns - since) / 1e9)
+
+    def beat_age_s(self, now: Now) -> float:
+        """Return the seconds since the last heartbeat; for the dead, how long they have been so."""
+        return (now.monotonic_ns - self._beat_ns) / 1e9
+
+    def certainly_dead(self, now: Now) -> bool:
+        """Tell whether nothing more will come: a lock can be lost by a living process, whose heartbeat may have paused."""
+        return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
+
+    def seal(self) -> None:
+        """Let go of the file; the view stays. Idempotent."""
+        self._sealed = True
+        self.file.close()
+
+    def retire(self, why: str) -> None:
+        """Let go of the view as well; the claim stays, so that no older incarnation takes the place."""
+        self.seal()
+        self.retired = why
+        self.view = View(self.header, self.view.live, (), None)
+
+    def _read(self, now: Now) -> None:
+        before, self.view = self.view.live.heartbeat_ns, self.file.read(final=not self.up)
+        self._learned_s = _learned_s(self.view)
+        beat = self.view.live.heartbeat_ns
+        if beat is not None and beat != before:
+            # its own time is exact where it compares with ours: both are CLOCK_MONOTONIC, unless a container has one of its own
+            self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
+
+    def _observation(self, now: Now, hang_timeout_s: float) -> states.Observation:
+        live = self.view.live
+        return states.Observation(
+            same_boot=self.same_boot,
+            lock_held=self.lock_held,
+            beat_age_s=self.beat_age_s(now),
+            exit_reason=live.exit_reason,
+            exit_code=live.exit_code,
+            phase=live.phase,
+            progress_age_s=self.progress_age_s(now),
+            hang_timeout_s=hang_timeout_s,
+        )
+
+    def _first_beat_ns(self, now: Now) -> int:
+        """Return when the last heartbeat was, on our CLOCK_MONOTONIC, as far as the file tells."""
+        beat_ns = self.view.live.heartbeat_ns or self.header.monotonic_ns
+        if self.same_boot:
+            return min(now.monotonic_ns, beat_ns)
+        ago_ns = now.wall_ns - (self.header.wall_ns + beat_ns - self.header.monotonic_ns)
+        return now.monotonic_ns - max(0, ago_ns)
+
+
+def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> Tracked:
+    """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open."""
+    file = reader.open_file(directory_fd, name, owner)
+    try:
+        if name != file_name(file.header):
+            raise BadFlightFileError("a copy: its name is not the one that its header gives")
+        return Tracked(file, name, now)
+    except HOSTILE:
+        file.close()
+        raise
+
+
+def _is_held(directory_fd: int, name: str) -> bool:
+    try:
+        return lock.is_held(directory_fd, name)
+    except OSError:
+        return False  # gone, or no lock of ours: its heartbeat alone can show that it lives
+
+
+def _learned_s(view: View) -> float:
+    for series, value in view.points:
+        if series.name == catalog.STEP_DURATION.name and isinstance(value, Distribution) and series.bounds:
+            return states.hang_timeout_s(value, series.bounds)
+    return states.FIRST_STEP_S

@@ -1,0 +1,83 @@
+"""Keeps a snapshot fresh: one thread scans, everyone else waits for it, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol
+
+from torchobs.exporter.scan import EMPTY, Snapshot, system_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.exporter.tracked import Now
+
+FRESH_S = 0.1
+"""A snapshot this young serves another scrape as well."""
+
+DEADLINE_S = 2.0
+"""How long a scrape waits for the scan of a directory that does not answer; then it gets the last snapshot."""
+
+_log = logging.getLogger(__name__)
+
+
+class Scan(Protocol):
+    """What is to be called again and again (``scan.Scanner``)."""
+
+    def scan(self) -> Snapshot:
+        """Return what there is now."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class Watch:
+    """The newest snapshot. To be used in one event loop."""
+
+    def __init__(self, scanner: Scan, clock: Callable[[], Now] = system_clock) -> None:
+        self.latest = EMPTY
+        self.timeouts = 0
+        """scans that somebody stopped waiting for"""
+        self._scanner, self._clock = scanner, clock
+        self._thread = ThreadPoolExecutor(1, "scan")
+        self._running: asyncio.Future[None] | None = None
+
+    async def fresh(self, max_age_s: float = FRESH_S, deadline_s: float = DEADLINE_S) -> Snapshot:
+        """Return a snapshot that is at most ``max_age_s`` old, or after ``deadline_s`` the newest there is.
+
+        Whoever asks while a scan is running waits for that one.
+        """
+        age_s = (self._clock().monotonic_ns - self.latest.taken_ns) / 1e9
+        if self.latest is EMPTY or age_s > max_age_s:
+            await self._scan(deadline_s)
+        return self.latest
+
+    async def after_now(self, deadline_s: float = DEADLINE_S) -> Snapshot:
+        """Return a snapshot whose scan began after this call, or after ``deadline_s`` the newest there is."""
+        if self._running is not None:
+            await self._scan(deadline_s)
+        await self._scan(deadline_s)
+        return self.latest
+
+    def close(self) -> None:
+        """Let go of the files, once the last scan has ended."""
+        self._thread.submit(self._scanner.close)
+        self._thread.shutdown(wait=False)
+
+    async def _scan(self, deadline_s: float) -> None:
+        if self._running is None:
+            self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._take)
+        running = self._running
+        done, _ = await asyncio.wait({running}, timeout=deadline_s)
+        if not done:
+            self.timeouts += 1
+            _log.error("the flight directory does not answer within %g s: the last snapshot is served", deadline_s)
+        elif self._running is running:
+            self._running = None
+            if (problem := running.exception()) is not None:
+                _log.error("a scan failed, the last snapshot is served: %r", problem, exc_info=problem)
+
+    def _take(self) -> None:
+        self.latest = self._scanner.scan()
