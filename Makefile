@@ -34,9 +34,11 @@ lint: setup ## Style, types, direction of imports, generated files
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m dashboards --check
 
-docs: setup ## Write the generated pages again
+docs: setup ## Write the generated pages, rules and dashboards again
 	$(BIN)/python docs/generate.py
+	$(BIN)/python -m dashboards
 
 bench: setup ## What torchobs costs per training step, as a table
 	$(BIN)/python -m tests.bench.overhead
