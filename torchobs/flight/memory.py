@@ -8,11 +8,12 @@ sampler thread does all the storing, by ``pwrite``, which lets the GIL go: ackno
 from __future__ import annotations
 
 import os
+from collections import deque
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
 from torchobs.flight.birth import open_again
-from torchobs.flight.layout import ALIGN, HEADER_SIZE, LIVE_WORDS
+from torchobs.flight.layout import ALIGN, HEADER_SIZE, LIVE_WORDS, Region
 
 if TYPE_CHECKING:
     from torchobs.flight.birth import Born
@@ -94,14 +95,14 @@ class DeferredMemory:
 
     So what waits is bounded by the file's size however long a flush is held up (a queue of stores had to drop some, and one
     lost entry of the series table hides all after it), and a slot that was stored ten times meanwhile is written once.
-    Written in order of offsets, the core before the step records: a record may replace one that only the new core has folded.
     """
 
-    __slots__ = ("_dirty", "_fd", "_flushing", "_private", "_shadow")
+    __slots__ = ("_dirty", "_fd", "_flushing", "_private", "_shadow", "_steps_at")
 
     def __init__(self, born: Born) -> None:
         self._private = memoryview(bytearray(born.map))
         self._shadow = DirectMemory(self._private)
+        self._steps_at = born.header.regions[Region.STEPS].offset
         self._dirty: dict[int, int] = {}
         self._flushing = Lock()
         self._fd = open_again(born)
@@ -128,16 +129,23 @@ class DeferredMemory:
 
     def _write_out(self, fd: int) -> None:
         # taken out before it is written: a store that comes in between marks its place again
-        waiting = sorted((self._dirty.popitem() for _ in range(len(self._dirty))), reverse=True)
+        waiting = deque((offset, self._dirty.pop(offset)) for offset in self._in_order())
         try:
             while waiting:
-                offset, length = waiting[-1]
+                offset, length = waiting[0]
                 # a copy: without the GIL another thread could change what is just being written
                 os.pwrite(fd, bytes(self._private[offset : offset + length]), offset)
-                waiting.pop()
+                waiting.popleft()
         finally:
             for offset, length in waiting:
                 self._dirty.setdefault(offset, length)
+
+    def _in_order(self) -> list[int]:
+        """Return the marked offsets as they were first marked, so that of two slots the older is written over first.
+
+        Step records come last: one may replace a record that only the new core has folded.
+        """
+        return sorted(self._dirty, key=lambda offset: offset >= self._steps_at)
 
     def snapshot(self) -> bytes:
         """See :class:`Memory`."""

@@ -1,0 +1,206 @@
+"""Commands to a rank: one small file per incarnation, in a directory that the exporter writes and the trainer only reads.
+
+``<incarnation>.control`` is one record of 64 bytes, little-endian: ``magic[8] major:u16 minor:u16 level:u32 target[16]
+seq:u64 profile_seq:u64 stacks_seq:u64 profile_steps:u32 crc:u32``. The CRC covers what is before it and is seeded with the low
+32 bits of the target's incarnation, so that a record for another rank does not validate.
+
+``level`` is a state, all ones until somebody commands one. Profiles and stacks are requests, and each is known by the number of
+the command that made it: a later command that replaced the record before it was read does not lose it. Numbers increase, also
+over a record that was deleted: they are the milliseconds of the Unix time, or one more than the last.
+
+It is replaced by rename, whole or not at all; the trainer reads it by ``pread`` and maps nothing that another can truncate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from secrets import token_hex
+from threading import Lock
+
+SUFFIX, TEMPORARY = ".control", ".tmp-"
+LEVELS = ("off", "basic", "advanced", "extreme")
+"""Names of the levels; a level is an index in it."""
+MAX_PROFILE_STEPS = 1000
+
+_MAGIC = b"TORCHCMD"
+_MAJOR, _MINOR = 1, 0
+_BODY = struct.Struct("<8sHHI16sQQQI")
+_CRC = struct.Struct("<I")
+SIZE = _BODY.size + _CRC.size
+_NO_LEVEL = 0xFFFF_FFFF
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_mutex = Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a rank is to do. As given to :func:`write_command`, ``level=None`` keeps the level that is in force."""
+
+    level: int | None = None
+    """index in ``LEVELS``; ``None``: nobody has commanded one"""
+    profile_steps: int = 0
+    """profile that many steps, from the next one on"""
+    stacks: bool = False
+    """dump the stacks of all threads"""
+    seq: int = 0
+    """the command's number, which :func:`write_command` gives it"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    level: int | None = None
+    seq: int = 0
+    profile_seq: int = 0
+    stacks_seq: int = 0
+    profile_steps: int = 0
+
+
+_NOTHING = _Record()
+
+
+def file_name(incarnation: bytes) -> str:
+    """Return the name of the record for that rank."""
+    return incarnation.hex() + SUFFIX
+
+
+def write_command(directory_fd: int, incarnation: bytes, command: Command) -> int:
+    """Add a command to what the rank has been told; return its number. One process writes to a directory.
+
+    Raises ``OSError``, or ``ValueError`` for a level or a number of steps that there is not.
+    """
+    if command.level is not None and not 0 <= command.level < len(LEVELS):
+        msg = f"level {command.level} is none of 0 to {len(LEVELS) - 1}"
+        raise ValueError(msg)
+    if not 0 <= command.profile_steps <= MAX_PROFILE_STEPS:
+        msg = f"a profile takes 1 to {MAX_PROFILE_STEPS} steps, not {command.profile_steps}"
+        raise ValueError(msg)
+    with _mutex:
+        before = _read(directory_fd, incarnation, None) or _NOTHING
+        seq = max(before.seq + 1, time.time_ns() // 1_000_000)
+        record = _Record(
+            before.level if command.level is None else command.level,
+            seq,
+            seq if command.profile_steps else before.profile_seq,
+            seq if command.stacks else before.stacks_seq,
+            command.profile_steps or before.profile_steps,
+        )
+        _replace(directory_fd, file_name(incarnation), _encode(record, incarnation))
+    return seq
+
+
+def remove(directory_fd: int, incarnation: bytes) -> None:
+    """Remove what a rank that has ended was told. Raises ``OSError`` other than that it is gone."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(file_name(incarnation), dir_fd=directory_fd)
+
+
+class ControlReader:
+    """The trainer's side: asks every 100 ms, at the cost of one ``stat`` while nothing is new."""
+
+    def __init__(self, path: str, incarnation: bytes, owner: int | None = None) -> None:
+        """``path``: the directory, which may come later; ``owner``: the only uid whose commands count."""
+        self._path, self._incarnation, self._owner = path, incarnation, owner
+        self._name = file_name(incarnation)
+        self._directory_fd = -1
+        self._seen: tuple[int, int, int] | None = None
+        self._acknowledged = _NOTHING
+
+    def poll(self) -> Command | None:
+        """Return the command if it is newer than the last one returned; a request in it is returned once. Never raises."""
+        try:
+            record = self._newer()
+        except OSError:
+            return None  # no directory yet, or a file that may not be opened
+        if record is None or record.seq <= self._acknowledged.seq:
+            return None
+        last, self._acknowledged = self._acknowledged, record
+        profile = record.profile_steps if record.profile_seq > last.profile_seq else 0
+        return Command(record.level, profile, record.stacks_seq > last.stacks_seq, record.seq)
+
+    def close(self) -> None:
+        """Let go of the directory; :meth:`poll` opens it again. Idempotent."""
+        fd, self._directory_fd = self._directory_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _newer(self) -> _Record | None:
+        if self._directory_fd < 0:
+            self._directory_fd = os.open(self._path, _FLAGS | os.O_DIRECTORY)
+        try:
+            status = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False)
+        except FileNotFoundError:
+            if not os.fstat(self._directory_fd).st_nlink:
+                self.close()  # deleted, and perhaps made anew
+            return None
+        version = status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+        if version == self._seen:
+            return None
+        record = _read(self._directory_fd, self._incarnation, self._owner)
+        self._seen = version  # after reading: what could not be opened now is tried again
+        return record
+
+
+def _read(directory_fd: int, incarnation: bytes, owner: int | None) -> _Record | None:
+    """Return the record, ``None`` if there is none that is valid. Raises ``OSError`` other than that it is gone."""
+    try:
+        fd = os.open(file_name(incarnation), _FLAGS, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return None
+    try:
+        status = os.fstat(fd)
+        regular = stat.S_ISREG(status.st_mode) and status.st_size == SIZE and status.st_nlink == 1
+        if not regular or (owner is not None and status.st_uid != owner):
+            return None
+        return _decode(os.pread(fd, SIZE, 0), incarnation)
+    finally:
+        os.close(fd)
+
+
+def _replace(directory_fd: int, name: str, raw: bytes) -> None:
+    temporary = TEMPORARY + token_hex(8)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.ExitStack() as undo:
+        fd = os.open(temporary, flags, 0o644, dir_fd=directory_fd)
+        undo.callback(_unlink, temporary, directory_fd)
+        try:
+            os.fchmod(fd, 0o644)  # whatever the umask: the trainer may be another user
+            os.write(fd, raw)
+        finally:
+            os.close(fd)
+        os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+        undo.pop_all()
+
+
+def _unlink(name: str, directory_fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory_fd)
+
+
+def _encode(record: _Record, incarnation: bytes) -> bytes:
+    level = _NO_LEVEL if record.level is None else record.level
+    requests = record.seq, record.profile_seq, record.stacks_seq, record.profile_steps
+    body = _BODY.pack(_MAGIC, _MAJOR, _MINOR, level, incarnation, *requests)
+    return body + _CRC.pack(zlib.crc32(body, _seed(incarnation)))
+
+
+def _decode(raw: bytes, incarnation: bytes) -> _Record | None:
+    if len(raw) != SIZE or _CRC.unpack_from(raw, _BODY.size)[0] != zlib.crc32(raw[: _BODY.size], _seed(incarnation)):
+        return None
+    magic, major, _, level, target, seq, profile_seq, stacks_seq, profile_steps = _BODY.unpack_from(raw)
+    known = magic == _MAGIC and major == _MAJOR and target == incarnation
+    sane = (
+        (level < len(LEVELS) or level == _NO_LEVEL) and profile_steps <= MAX_PROFILE_STEPS and profile_seq <= seq >= stacks_seq
+    )
+    if not (known and sane):
+        return None
+    return _Record(None if level == _NO_LEVEL else level, seq, profile_seq, stacks_seq, profile_steps)
+
+
+def _seed(incarnation: bytes) -> int:
+    return int.from_bytes(incarnation[:4], "little")
