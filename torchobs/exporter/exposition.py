@@ -130,7 +130,7 @@ class _RankSeries:
         if len(self._taken) >= self._limit:
             self._dropped["limit"] += 1
             return None
-        family = self._names.claim(series.name, series.kind, series.unit)
+        family = self._names.claim(series)
         if family is not None:
             entry = label(series, family, self.identity)
             key = family.name, tuple(sorted(entry.labels.items()))

@@ -11,6 +11,8 @@ from torchobs.catalog import BY_NAME, Kind, prometheus_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from torchobs.flight.series import Series
+
 RANK_METRICS = (
     catalog.RANK_STATE_SET, catalog.RANK_UP, catalog.RANK_HEARTBEAT_TIMESTAMP, catalog.RANK_PROGRESS_AGE,
     catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
@@ -66,13 +68,13 @@ class Names:
             self._fixed |= dict.fromkeys(_samples(family), family)
         self._claimed: dict[str, Family] = {}
 
-    def claim(self, name: str, kind: Kind, unit: str) -> Family | None:
-        """Return the family for an instrument found in a flight file, or ``None`` when the name is somebody else's."""
-        family = family_of(name, kind, unit)
-        known = BY_NAME.get(name)
+    def claim(self, series: Series) -> Family | None:
+        """Return the family of a series found in a flight file, or ``None`` when the name is somebody else's."""
+        family = family_of(series.name, series.kind, series.unit)
+        known = BY_NAME.get(series.name)
         if known is not None:
-            ours = (known.kind, known.unit) == (kind, unit) and known not in RANK_METRICS and known not in OWN_METRICS
-            return family if ours else None
+            ours = series.scope is None and (known.kind, known.unit) == (series.kind, series.unit)
+            return family if ours and known not in RANK_METRICS and known not in OWN_METRICS else None
         samples = _samples(family)
         if any(sample in self._fixed or self._claimed.get(sample, family) != family for sample in samples):
             return None

@@ -76,5 +76,5 @@ def negotiate(accept: str) -> _Format:
     """Choose by prometheus-client; what it cannot make sense of gets the plain format, as every browser does."""
     try:
         return _Format(*choose_encoder(accept))
-    except (ValueError, IndexError):
+    except (ValueError, TypeError, LookupError):
         return _Format(generate_latest, CONTENT_TYPE_PLAIN_0_0_4)

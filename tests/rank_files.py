@@ -1,0 +1,131 @@
+"""Ranks' files for tests of the exporter: written by the real writer, at times that a test chooses."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchobs.catalog import Kind, Metric
+from torchobs.exporter.tracked import Now
+from torchobs.flight import lock, place
+from torchobs.flight.birth import file_name, lock_name
+from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
+from torchobs.flight.memory import DirectMemory
+from torchobs.flight.record import Flag
+from torchobs.flight.record import Kind as RecordKind
+from torchobs.flight.series import Scope
+from torchobs.flight.table import CORE, USER
+from torchobs.flight.writer import FlightWriter, open_writer
+
+S = 1_000_000_000
+BOOT = bytes(range(16))
+BORN_NS, BORN_WALL_NS = 1_000 * S, 1_700_000_000 * S
+RESOURCE: Mapping[str, str | int] = {
+    "job_name": "gpt",
+    "run_id": "run-1",
+    "rank": 0,
+    "local_rank": 0,
+    "world_size": 2,
+    "local_world_size": 2,
+    "restart": 0,
+    "launcher": "torchrun",
+    "host": "node-1",
+    "script": "train.py",
+    "torch_version": "2.13.0",
+    "python_version": "3.11.7",
+    "torchobs_version": "0.1.0",
+}
+PHASES_S = (0.01, 0.02, 0.03, 0.01, 0.005, 0.0, 0.0, 0.0)
+_FLAGS = Flag.LOSS | Flag.GRAD_NORM | Flag.LEARNING_RATE
+
+
+class Clock:
+    """The exporter's clocks, moved by hand; `seconds` since the files of this module are born."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.wall_jump_s = 0.0
+
+    def __call__(self) -> Now:
+        since_ns = round(self.seconds * S)
+        return Now(BORN_NS + since_ns, BORN_WALL_NS + since_ns + round(self.wall_jump_s * S), BOOT)
+
+
+class File:
+    """A flight file whose header and live words are the test's; this process holds its lock if it is told to."""
+
+    def __init__(
+        self, directory: Path, *, born_s: float = 0.0, boot: bytes = BOOT, seed: int = 1, **resource: str | int
+    ) -> None:
+        born_ns = round(born_s * S)
+        self.header = Header(
+            file_size=DEFAULT_SIZE,
+            incarnation=seed.to_bytes(4, "big") * 4,
+            boot_id=boot,
+            monotonic_ns=BORN_NS + born_ns,
+            wall_ns=BORN_WALL_NS + born_ns,
+            pid=4321,
+            uid=os.getuid(),
+            regions=plan(DEFAULT_SIZE),
+            resource={**RESOURCE, **resource},
+        )
+        self.buffer = bytearray(DEFAULT_SIZE)
+        self.buffer[:HEADER_SIZE] = encode_header(self.header)
+        self.memory = DirectMemory(memoryview(self.buffer))
+        self.writer = FlightWriter(self.header, self.memory)
+        self.path = directory / file_name(self.header)
+        self.lock_path = directory / lock_name(self.path.name)
+        self._lock_fd = -1
+        self.beat(born_s)
+
+    def beat(self, seconds: float) -> None:
+        """Set the heartbeat to a moment of the clock."""
+        self.memory.word(HEADER_SIZE // 8 + Live.HEARTBEAT_NS, BORN_NS + round(seconds * S))
+
+    def step(self, number: int, seconds: float, *, loss: float = 2.0, norm: float = 1.0, duration_s: float = 0.1) -> None:
+        """Write the record of a step that ended at a moment of the clock, not folded yet."""
+        end_ns = BORN_NS + round(seconds * S)
+        self.writer.append(number, end_ns, RecordKind.STEP, _FLAGS, 1, duration_s, loss, norm, 1e-3, PHASES_S, 1024, 8)
+
+    def set(self, metric: Metric, value: float, scope: Scope | None = None, /, **attributes: object) -> None:
+        """Set, add to or observe a series, as its kind wants it; with a scope it is a user's."""
+        cell = self.writer.table.open(metric, attributes, USER if scope else CORE, either=scope is not None, scope=scope)
+        assert cell is not None, "another thread is making a series"
+        change = {Kind.GAUGE: cell.set, Kind.HISTOGRAM: cell.observe}.get(metric.kind, cell.add)
+        change(value)
+
+    def save(self) -> File:
+        """Write the file, over what it was."""
+        self.writer.publish()
+        with self.path.open("r+b" if self.path.exists() else "wb") as file:
+            file.write(self.buffer)
+        return self
+
+    def hold(self) -> File:
+        """Take the lock, as a living rank has it."""
+        self._lock_fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+        lock.take(self._lock_fd)
+        return self
+
+    def release(self) -> None:
+        """Let go of the lock, as the kernel does for a process that is gone. Idempotent."""
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            lock.release(fd)
+
+
+def live_rank(directory: Path, **resource: str | int) -> FlightWriter:
+    """A flight file of this process, by the machine's clocks; the caller beats and closes it."""
+    return open_writer(place.open_place(str(directory), None), {**RESOURCE, **resource})
+
+
+def train(writer: FlightWriter, steps: Sequence[int]) -> None:
+    """Write steps that end now, and everything else that the sampler thread would."""
+    for step in steps:
+        now_ns = time.monotonic_ns()
+        writer.append(step, now_ns, RecordKind.STEP, _FLAGS, 1, 0.1, 1.0 / step, 1.0, 1e-3, PHASES_S, 1024, 8)
+    writer.heartbeat()
+    writer.fold()
+    writer.publish()
