@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from torchobs.nodemode import announcement
 from torchobs.nodemode.detach import detach
 from torchobs.nodemode.election import Election, open_directory
 
@@ -31,6 +32,7 @@ def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serv
     election = Election(directory_fd)
     if not election.win():
         return
+    announcement.withdraw(directory_fd)  # a killed predecessor's, which would be taken for ours now that the lock is held
     from torchobs.nodemode import daemon
 
     daemon.hold(daemon.Post(flight_dir, address, grace_s), election, directory_fd, load())

@@ -60,11 +60,3 @@ class OncePerMinute(logging.Filter):
         if dropped:
             record.msg = f"{record.msg} [and {dropped} more like it]"
         return True
-
-
-def configure() -> None:
-    """Send what the exporter and its libraries log to standard error, which is the log's descriptor."""
-    handler = logging.StreamHandler()
-    handler.addFilter(OncePerMinute())
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
