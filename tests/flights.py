@@ -1,0 +1,189 @@
+"""Flight files for tests: writers on scripted memory, files made of bytes, and the fold as an oracle."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchobs import catalog
+from torchobs.flight import reader, record
+from torchobs.flight.birth import Born, new_header
+from torchobs.flight.layout import MIN_SIZE, RECORD_SIZE, Header, Region, Span, encode_header
+from torchobs.flight.place import Place, open_place
+from torchobs.flight.record import Flag, Kind, Totals, Word
+from torchobs.flight.writer import FlightWriter
+
+NAME = f"r0-{0:032x}.flight"
+ALL_VALUES = Flag.LOSS | Flag.GRAD_NORM | Flag.LEARNING_RATE
+Values = dict[tuple[str, tuple[tuple[str, object], ...]], object]
+
+
+class RecordingMemory:
+    """A :class:`torchobs.flight.memory.Memory` that keeps every store, in order: what a killed process may have done."""
+
+    def __init__(self, size: int) -> None:
+        self.stores: list[tuple[int, bytes]] = []
+        self.content = bytearray(size)
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        self.stores.append((offset, bytes(data)))
+        self.content[offset : offset + len(data)] = data
+
+    def word(self, index: int, value: int) -> None:
+        self.store(index * 8, value.to_bytes(8, "little"))
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def snapshot(self) -> bytes:
+        return bytes(self.content)
+
+    def move(self, born: Born, copied: bytes) -> None:
+        raise NotImplementedError
+
+    def detach(self) -> None:
+        self.stores = []
+
+
+def header(records: int | None = None, size: int = MIN_SIZE) -> Header:
+    """A new incarnation's header, with a step ring of that many records."""
+    made = new_header({"rank": 0}, size)
+    if records is None:
+        return made
+    ring = made.regions[Region.STEPS]
+    return replace(made, regions={**made.regions, Region.STEPS: Span(ring.offset, records * RECORD_SIZE, RECORD_SIZE)})
+
+
+def recorded(records: int | None = None) -> tuple[FlightWriter, RecordingMemory]:
+    """A writer whose stores are kept."""
+    made = header(records)
+    memory = RecordingMemory(made.file_size)
+    return FlightWriter(made, memory), memory
+
+
+def fields(of: Header, number: int, **given: float) -> dict[str, Any]:
+    """What :meth:`FlightWriter.append` takes for step ``number``: functions of the number, except for what is given."""
+    return {
+        "step": number,
+        "end_ns": of.monotonic_ns + number * 250_000_000,
+        "kind": Kind.STEP,
+        "flags": ALL_VALUES,
+        "losses": 1,
+        "duration_s": 0.25,
+        "loss": 2.0 + number % 7 / 64,
+        "grad_norm": 1.0 + number % 5 / 64,
+        "learning_rate": 1 / number,
+        "phase_s": (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0),
+        "tokens": 16,
+        "samples": 2,
+        "norm_scale": 1.0,
+        **given,
+    }
+
+
+def step(writer: FlightWriter, number: int, **given: float) -> int:
+    """Append step ``number``."""
+    return writer.append(**fields(writer.header, number, **given))
+
+
+def step_record(of: Header, number: int, **given: float) -> record.StepRecord:
+    """The record that :func:`step` appends, if it is the one of that number."""
+    made = record.unpack(record.pack(number, **fields(of, number, **given), seed=of.seed), of.seed)
+    assert made
+    return made
+
+
+def place(directory: Path, *, in_memory: bool = True) -> Place:
+    """The directory, opened as a rank opens it, and taken for tmpfs or not."""
+    return replace(open_place(str(directory), None), in_memory=in_memory)
+
+
+class Image:
+    """A flight file that is bytes in a directory, to be written over at will."""
+
+    def __init__(self, directory: Path, of: Header, name: str = NAME) -> None:
+        self.directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        self.name, self.header = name, of
+        self.fd = os.open(directory / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        self.clear()
+
+    def store(self, offset: int, data: bytes) -> None:
+        """Write over a part of it."""
+        os.pwrite(self.fd, data, offset)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """What stands there."""
+        return os.pread(self.fd, length, offset)
+
+    def clear(self) -> None:
+        """Make it a file that nothing but the header has been stored into."""
+        os.ftruncate(self.fd, 0)
+        os.ftruncate(self.fd, self.header.file_size)
+        os.pwrite(self.fd, encode_header(self.header), 0)
+
+    def open(self) -> reader.FlightFile:
+        """Open it as an exporter does."""
+        return reader.open_file(self.directory_fd, self.name)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.fd)
+        os.close(self.directory_fd)
+
+
+def values(view: reader.View, *, core: bool = False) -> Values:
+    """The points of a view by name and attributes; ``core``: only those of the fold."""
+    folded = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in record.series()}
+    found: Values = {(point.series.name, point.series.attributes): point.value for point in view.points}
+    return {key: value for key, value in found.items() if not core or key in folded}
+
+
+def value(view: reader.View, metric: catalog.Metric, **attributes: str) -> object:
+    """One value of a view; None if the series has none."""
+    return values(view).get((metric.name, tuple(sorted(attributes.items()))))
+
+
+def whole(value: object) -> int:
+    """A counter's value; 0 for None."""
+    assert value is None or isinstance(value, int)
+    return value or 0
+
+
+def totals(of: Header) -> Totals:
+    """The fold's state before the first step."""
+    made = Totals(bytearray(record.WORDS * 8))
+    made.clear(of.wall_ns - of.monotonic_ns)
+    return made
+
+
+def folded_states(of: Header, records: Sequence[record.StepRecord]) -> Iterator[Values]:
+    """The points after no record, after one, after two …: every state that ever existed."""
+    state = totals(of)
+    yield _fold_values(state)
+    for one in records:
+        record.fold(state, [one])
+        yield _fold_values(state)
+
+
+def _fold_values(state: Totals) -> Values:
+    found: Values = {}
+    for metric, attributes, word in record.series():
+        if metric.kind is catalog.Kind.HISTOGRAM:
+            total = word + len(metric.bounds) + 1
+            counts, (sum_, least, greatest) = tuple(state.ints[word:total]), state.floats[total : total + 3]
+            some = any(counts)
+            value: object = reader.Distribution(counts, sum_, least if some else None, greatest if some else None)
+        elif metric.integer:
+            value = state.ints[word]
+        elif state.floats[word] != state.floats[word]:  # absent
+            continue
+        else:
+            value = state.floats[word]
+        found[metric.name, tuple(sorted(attributes.items()))] = value
+    return found
+
+
+def folded_upto(state: Totals) -> int:
+    """The number of the last record in it."""
+    return state.ints[Word.FOLDED_UPTO]
