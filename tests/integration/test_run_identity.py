@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import clean_environment
 
-RUN = (sys.executable, "-c", "import sys; from torchobs.cli.run import main; main(sys.argv[1:])", "--no-exporter")
+RUN = (sys.executable, "-m", "torchobs", "run", "--no-exporter")
 
 SCRIPTS = {
     # what a script sees of itself
