@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.record import PHASE_NAMES, Flag
 from torchobs.guarding import Fuse, call
+from torchobs.probes.trace import PIN, UNPIN
 from torchobs.session import current
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _log(loss: Any, tokens: int, samples: int, scalars: dict[str, Any]) -> None:
     host = session.host
     cycle = host.cycle
     if loss is not None and getattr(getattr(loss, "device", None), "type", "cpu") != "cpu":
-        ended = cycle.step if not cycle.touched and cycle.step else cycle.step + 1
+        ended = cycle.logged_step()
         host.device.take(loss, lambda value: cycle.late(ended, Flag.LOSS, value, 0.0))
         cycle.log_wins, loss = True, None
     cycle.log(None if loss is None else _number(loss), int(tokens), int(samples))
@@ -161,7 +162,7 @@ def _watch(model: Any) -> None:
 def _phase_begins(name: str, now_ns: int) -> None:
     session = current()
     if session is not None and session.host is not None and name in PHASE_NAMES:
-        session.host.cycle.segments.pin(PHASE_NAMES.index(name), now_ns)
+        session.host.cycle.mark(PIN, now_ns, PHASE_NAMES.index(name))
 
 
 def _phase_ends(name: str, begun_ns: int, now_ns: int, *, failed: bool) -> None:
@@ -170,7 +171,7 @@ def _phase_ends(name: str, begun_ns: int, now_ns: int, *, failed: bool) -> None:
         return
     host = session.host
     if name in PHASE_NAMES:
-        host.cycle.segments.unpin(now_ns)
+        host.cycle.mark(UNPIN, now_ns)
     if now_ns - begun_ns >= SPAN_FROM_NS:
         wall_ns = host.writer.header.wall_ns - host.writer.header.monotonic_ns
         span = {"k": "span", "name": catalog.SPAN_PHASE.name, "t0": begun_ns + wall_ns, "t1": now_ns + wall_ns}

@@ -7,9 +7,8 @@ The pattern is trio's instruments: the first exception removes the instrument, a
 
 from __future__ import annotations
 
-import functools
 import traceback
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +44,19 @@ class Fuse:
         location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
         self.trips.append(Trip(self.probe, type(error).__name__, location))
 
-    def guard(self, function: Callable[P, R]) -> Callable[P, R | None]:
+    def guard(self, function: Callable[..., R]) -> Callable[..., R | None]:
         """Return ``function`` for use in a hook: it never raises, and returns ``None`` once the fuse has blown."""
-        return functools.partial(call, self, function)
+
+        def guarded(*args: Any) -> Any:
+            if self.blown:
+                return None
+            try:
+                return function(*args)
+            except Exception as error:  # noqa: BLE001  # this is the guard
+                self.trip(error)
+                return None
+
+        return guarded
 
 
 def call(fuse: Fuse, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R | None:

@@ -58,6 +58,8 @@ class Sampler:
         """Do one round."""
         host, writer = self._host, self._host.writer
         host.device.poll()
+        phase, since_ns = host.cycle.phase()
+        writer.phase(phase + 1, since_ns)
         for probe, sample in self._samples:
             call(host.fuse(probe), sample)
         writer.fold()

@@ -88,12 +88,16 @@ class Session:
         except OSError:
             os.close(place.fd)
             raise
-        self.host = Host(chosen, writer, Cycle(writer.append, writer.phase), DeviceValues())
+        self.host = Host(chosen, writer, Cycle(writer.append), DeviceValues())
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
         self._sampler = Sampler(self.host, self._samples, [])
         self._install("exits", self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
         self._sampler.start()
+        if chosen.exporter:
+            from torchobs.nodemode.start import ensure_exporter
+
+            ensure_exporter(place.path, str(chosen.exporter_address), logger)
 
     def _install_torch_probes(self) -> None:
         """Install what needs torch, now or at the end of its import."""

@@ -134,7 +134,7 @@ def test_optimizers_in_backward_are_one_step(run: Recording) -> None:
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
     for index in range(6):
         loss_of(model, index).backward()  # type: ignore[no-untyped-call]
     steps = run.steps()
@@ -192,7 +192,7 @@ def test_lbfgs_evaluates_its_closure_many_times_in_one_step(run: Recording) -> N
     norms = []
     last = []
     for _ in range(3):
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
         norms.append(norm_of(model))
         last.append(losses[-1])
     steps = run.steps()
@@ -218,7 +218,7 @@ def test_a_closure_of_a_first_order_optimizer(run: Recording) -> None:
             norms.append(norm_of(model))
             return loss
 
-        optimizer.step(closure)  # type: ignore[arg-type]
+        optimizer.step(closure)
     steps = run.steps()
     assert [record.loss for record in steps] == losses
     assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
@@ -470,8 +470,7 @@ def test_functional_training_is_counted_by_step(run: Recording) -> None:
     for index in range(5):
         gradients = torch.autograd.grad(loss_of(model, index), list(model.parameters()))
         with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                parameter -= 0.1 * gradient
+            torch._foreach_sub_(list(model.parameters()), gradients, alpha=0.1)
         torchobs.log(loss=float(index), tokens=7)
         torchobs.step()
     steps = run.steps()

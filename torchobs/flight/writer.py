@@ -86,9 +86,9 @@ class FlightWriter:
             norm_scale, self._seed,
         )  # fmt: skip
         self.memory.store(self._steps_at + ((seq - 1) & self._mask) * RECORD_SIZE, raw)
-        self.memory.word(self._live_at + Live.STEP_HEAD, seq)
-        self._recent.append(raw)
-        if len(self._recent) >= self._forced_at:
+        recent = self._recent
+        recent.append(raw)
+        if len(recent) >= self._forced_at:
             self.fold()  # before the ring could wrap over what was not folded
         return seq
 

@@ -33,7 +33,7 @@ class AmpProbe:
 
         self._host = host
         fuse = host.fuse(self.name)
-        host.before_step.append(fuse.guard(self._note_step))
+        self._note = (self.name, fuse.guard(self._note_step))
         scaler = grad_scaler.GradScaler
         self._patches = [
             Patch(scaler, "step", self._watched_step(scaler.step, fuse.guard(self._after_step))),
@@ -57,8 +57,13 @@ class AmpProbe:
                 cycle.late(step, Flag.SKIPPED, 0.0, 0.0)
 
     def _watched_step(self, original: Any, after: Any) -> Any:
+        host = self._host
+
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not host.watches_steps:
+                host.watches_steps = True  # from the first scaler on; nobody else pays for it
+                host.before_step.append(self._note)
             self._stepped = None
             result = original(scaler, optimizer, *args, **kwargs)
             after(scaler, optimizer)

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
-from torchobs.probes.segments import FORWARD, OPTIMIZER, OTHER
+from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 
 if TYPE_CHECKING:
     from torchobs.guarding import Fuse
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class BackwardWatch:
-    """Tells the cycle when a backward pass begins and ends. A part of the step probe, which decides its life."""
+    """Notes where a backward pass begins and ends. A part of the step probe, which decides its life."""
 
     def __init__(self) -> None:
         self._patch: Patch | None = None
 
     def install(self, host: Host, fuse: Fuse) -> None:
         """Wrap ``torch.autograd.backward``."""
-        import torch  # torch is optional until training begins
+        import torch
 
         self._host = host
         original = torch.autograd.backward
@@ -34,18 +34,15 @@ class BackwardWatch:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if get_ident() != host.thread:
-                original(*args, **kwargs)
-                return
-            host.backwards += 1
-            if host.backwards == 1:
-                begin(args, kwargs)
+            if host.backwards or get_ident() != host.thread:
+                return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread
+            begin(args, kwargs)
+            host.backwards = 1
             try:
-                original(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
-                host.backwards -= 1
-                if host.backwards == 0:
-                    end()
+                host.backwards = 0
+                end()
 
         self._patch = Patch(torch.autograd, "backward", backward)
 
@@ -56,19 +53,16 @@ class BackwardWatch:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now_ns, host = monotonic_ns(), self._host
-        tensors = args[0] if args else kwargs.get("tensors")
-        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors", kwargs.get("grad_variables"))
-        for listener in host.before_backward:
-            listener(tensors, gradients)
-        cycle = host.cycle
-        if host.in_closure and cycle.segments.segment == OPTIMIZER:
-            cycle.turn(FORWARD, now_ns)  # a later evaluation of the closure: its forward stays the optimizer's
-        cycle.backward_begins(now_ns)
-        host.spend("step", monotonic_ns() - now_ns)
+        host.cycle.trace.append(now_ns << 4 | BACKWARD_BEGINS)
+        if host.takes_loss is not None:
+            tensors = args[0] if args else kwargs.get("tensors")
+            gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors", kwargs.get("grad_variables"))
+            host.takes_loss(tensors, gradients)
+        if host.cycle.metered:
+            host.spend("loss", monotonic_ns() - now_ns)
 
     def _end(self) -> None:
         now_ns, host = monotonic_ns(), self._host
-        host.cycle.turn(OPTIMIZER if host.in_closure else OTHER, now_ns)
-        host.spend("step", monotonic_ns() - now_ns)
-        for listener in host.after_backward:
-            listener()
+        host.cycle.trace.append(now_ns << 4 | (CLOSURE_GOES_ON if host.in_closure else BACKWARD_ENDS))
+        if host.in_closure:
+            host.tell(host.after_closure_backward)

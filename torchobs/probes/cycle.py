@@ -13,12 +13,26 @@ from math import sqrt
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchobs.flight.record import Flag, Kind
-from torchobs.probes.segments import BACKWARD, DATA, FORWARD, OTHER, Segments
+from torchobs.probes.segments import OTHER, Segments
+from torchobs.probes.trace import (
+    BACKWARD_BEGINS,
+    CLOSURE_BEGINS,
+    FETCH,
+    PHASE_OF,
+    STEP_BEGINS,
+    STEP_ENDS,
+    plain_times,
+    replay,
+)  # fmt: skip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
 _U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
+_LONG_TRACE = 4096
+_TRAINING = frozenset({FETCH, BACKWARD_BEGINS, STEP_BEGINS, CLOSURE_BEGINS})
+METER_EVERY = 32
+"""One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
 
 
 class Append(Protocol):
@@ -60,56 +74,41 @@ class _Ended(NamedTuple):
     """An end, provisional until it is written."""
 
     now_ns: int
-    spent_ns: list[int]
+    spent_ns: Sequence[int]
     values: Values
 
 
 class Cycle:
     """The step in progress. All methods run in the training thread (or, for optimizers in backward, an autograd thread)."""
 
-    def __init__(self, append: Append, show_phase: Callable[[int, int], None]) -> None:
-        self.segments = Segments()
-        self.values = Values()
+    __slots__ = (
+        "_alive", "_append", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "_sole", "arguments", "direct",
+        "log_wins", "metered", "segments", "step", "timed", "trace", "values",
+    )  # fmt: skip
+
+    def __init__(self, append: Append) -> None:
         self.step = 0
         """Number of the last step that ended."""
-        self._append, self._show_phase = append, show_phase
+        self.trace: list[int] = []
+        """Boundaries since the last end (``trace``); hooks append to it"""
+        self.arguments: list[int] = []
+        self.values = Values()
+        self.segments = Segments()
+        self.direct = False
+        """Whether the user gives the boundaries by ``torchobs.step()``."""
+        self.timed = False
+        """Whether phases are recorded."""
+        self.log_wins = False
+        self.metered = False
+        """Whether this step's hooks measure their own time."""
+        self._append = append
+        self._begun_ns = 0
+        self._clean = False
+        self._sole = 0
         self._members: set[int] = set()
         self._seen: set[int] = set()
         self._alive: dict[int, weakref.ref[object]] = {}
         self._provisional: _Ended | None = None
-        self.direct = False
-        """Whether the user gives the boundaries by ``torchobs.step()``."""
-        self.timed = True
-        """Whether phases are recorded."""
-        self.log_wins = False
-        self.touched = False
-        """Whether anything was seen since the last end."""
-
-    # -- boundaries --------------------------------------------------------------------------------------------------------
-
-    def turn(self, segment: int, now_ns: int) -> None:
-        """A boundary: ``segment`` begins."""
-        self.segments.turn(segment, now_ns)
-        self._show_phase(segment + 1, now_ns)
-
-    def fetch_begins(self, loader: int, now_ns: int) -> None:
-        """See :meth:`Segments.fetch_begins`."""
-        self.touched = True
-        self.segments.fetch_begins(loader, now_ns)
-        self._show_phase(DATA + 1, now_ns)
-
-    def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
-        """See :meth:`Segments.fetch_ends`."""
-        self.segments.fetch_ends(now_ns, exhausted=exhausted, gradients=gradients)
-        self._show_phase((OTHER if exhausted else FORWARD) + 1, now_ns)
-
-    def backward_begins(self, now_ns: int) -> None:
-        """See :meth:`Segments.backward_begins`."""
-        self.touched = True
-        if not self.segments.started and not self.step:
-            self.values.flags |= Flag.UNTIMED  # nothing before it was seen
-        self.segments.backward_begins(now_ns)
-        self._show_phase(BACKWARD + 1, now_ns)
 
     # -- values ------------------------------------------------------------------------------------------------------------
 
@@ -129,54 +128,113 @@ class Cycle:
         values.norm_scale = scale
         values.flags |= Flag.GRAD_NORM
 
+    def begin_closure(self) -> None:
+        """An optimizer was given a closure: what it evaluates last is the step's, on top of what there was before."""
+        values = self.values
+        values.loss_base, values.norm_base = values.loss_sum, values.norm_squared
+        values.flags |= Flag.CLOSURE
+
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
         """What the user says of the step in progress or, directly after a step that the hooks saw end, of that one."""
         self.log_wins = self.log_wins or loss is not None
         tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
-        if not self.touched and not self.direct and self._provisional is None and self.step:
+        if self.logged_step() == self.step:
             self.late(self.step, Flag.LOSS if loss is not None else 0, loss or 0.0, 0.0, tokens, samples)
             return
-        values = self.values if self.touched or self._provisional is None else self._provisional.values
+        values = self.values if self._provisional is None or self._touched() else self._provisional.values
         values.tokens, values.samples = min(values.tokens + tokens, _U64), min(values.samples + samples, _U32)
         if loss is not None:
             values.loss_sum, values.losses = loss, 1
             values.flags |= Flag.LOSS
 
-    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
+    def logged_step(self) -> int:
+        """Return the number of the step that :meth:`log` would speak of."""
+        ended = self.step and self._provisional is None and not self.direct and not self._touched()
+        return self.step if ended else self.step + 1
+
+    def _touched(self) -> bool:
+        """Tell whether training has gone on since the last end."""
+        return any(stamp & 15 in _TRAINING for stamp in self.trace)
+
+    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:  # a record's
         """Write values of a step that has ended."""
         self._append(step, time.monotonic_ns(), Kind.LATE, flags, 1, 0.0, loss, norm, 0.0, (0.0,) * 8, tokens, samples)
+
+    # -- boundaries --------------------------------------------------------------------------------------------------------
+
+    def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
+        """Note a boundary; hooks in the hot path append to the trace themselves."""
+        if argument is not None:
+            self.arguments.append(argument)
+        self.trace.append(now_ns << 4 | code)
+        if len(self.trace) > _LONG_TRACE:
+            self._replay()  # evaluation without end
+
+    def phase(self) -> tuple[int, int]:
+        """Return what the training thread is doing, and since when. For the sampler thread: the trace may change meanwhile."""
+        last = self.trace[-1:]
+        return (PHASE_OF[last[0] & 15], last[0] >> 4) if last else (OTHER, self._begun_ns)
+
+    def _replay(self) -> None:
+        if self._clean:
+            self.segments.restart(self._begun_ns)
+            self._clean = False
+        if not self.step and not self.segments.started and self.trace and self.trace[0] & 15 == BACKWARD_BEGINS:
+            self.values.flags |= Flag.UNTIMED  # nothing before it was seen
+        replay(self.segments, self.trace, self.arguments)
+        self.trace.clear()
+        self.arguments.clear()
+
+    def _times(self, now_ns: int) -> Sequence[int]:
+        """End the timeline of the step: return ns in each segment."""
+        if self._clean:
+            plain = plain_times(self.trace, self._begun_ns, now_ns)
+            if plain is not None:
+                self.trace.clear()
+                self.arguments.clear()
+                self._begun_ns = now_ns
+                return plain
+        self._replay()
+        spent = self.segments.close(now_ns)
+        self._clean, self._begun_ns = self.segments.clean, now_ns
+        return spent
 
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: object) -> None:
         """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before."""
+        if id(optimizer) == self._sole and self._provisional is None:
+            return
         if id(optimizer) in self._seen and self._is_same(optimizer):
-            self._members = set(self._seen)
+            self._learn(set(self._seen))
             self._commit()
         elif self._provisional is not None:
             self._go_on(self._provisional)
-        self.touched = True
-        values = self.values
-        values.loss_base, values.norm_base = values.loss_sum, values.norm_squared
 
     def optimizer_ends(self, optimizer: object, now_ns: int) -> None:
         """It has stepped, or the loss scaler skipped it."""
+        if self.direct:
+            self.mark(STEP_ENDS, now_ns)
+            return
         key = id(optimizer)
+        if key == self._sole and self._provisional is None:
+            values, self.values = self.values, Values()
+            self._write(now_ns, self._times(now_ns), values)
+            return
         self._seen.add(key)
         if not self._is_same(optimizer):
             self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
-        if self.direct:
-            self.turn(OTHER, now_ns)
-            return
         self._close(now_ns)
         if self._members and self._members <= self._seen:
             self._commit()
 
+    def _learn(self, members: set[int]) -> None:
+        self._members = members
+        self._sole = next(iter(members)) if len(members) == 1 else 0
+
     def _close(self, now_ns: int) -> None:
-        self._provisional = _Ended(now_ns, self.segments.close(now_ns), self.values)
-        self._show_phase(OTHER + 1, now_ns)
+        self._provisional = _Ended(now_ns, self._times(now_ns), self.values)
         self.values = Values()
-        self.touched = False
 
     def _is_same(self, optimizer: object) -> bool:
         known = self._alive.get(id(optimizer))
@@ -184,25 +242,26 @@ class Cycle:
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
-        self._members.discard(key)
         self._seen.discard(key)
+        self._learn(self._members - {key})
 
     def _go_on(self, ended: _Ended) -> None:
         """The end was none: another optimizer of the same cycle steps."""
         self._provisional = None
-        spent = self.segments.spent_ns
-        for index, length in enumerate(ended.spent_ns):
-            spent[index] += length
+        self._replay()
+        self.segments.add(ended.spent_ns)
         self.values.merge(ended.values)
 
     def end(self, now_ns: int) -> None:
         """The user says that the step has ended (``torchobs.step``)."""
-        known = self.direct
+        known, touched = self.direct, self._touched()
         self.direct = True
-        if not known and not self.touched and self._provisional is None and self.step:
+        if not known and not touched and self._provisional is None and self.step:
             return  # the hooks have written this very step; from the next one on the user's word counts
-        self.values.flags |= Flag.DIRECT
-        if self._provisional is None or self.touched:
+        if touched:
+            self._commit()
+        if self._provisional is None:
+            self.values.flags |= Flag.DIRECT
             self._close(now_ns)
         self._commit()
 
@@ -213,13 +272,27 @@ class Cycle:
     def _commit(self) -> None:
         ended, self._provisional = self._provisional, None
         self._seen.clear()
-        if ended is None:
-            return
-        self.step += 1
-        spent, values = ended.spent_ns, ended.values
-        phases = tuple([length / 1e9 for length in spent]) if self.timed else (0.0,) * 8
-        norm = sqrt(values.norm_squared) if values.flags & Flag.GRAD_NORM else 0.0
+        if ended is not None:
+            self._write(*ended)
+
+    def _write(self, now_ns: int, spent: Sequence[int], values: Values) -> None:
+        self.step = step = self.step + 1
+        self.metered = not step % METER_EVERY
+        flags = values.flags
+        if len(spent) == 5:  # noqa: PLR2004  # a plain step has neither evaluation nor checkpoint
+            data, forward, backward, optimizer, other = spent
+            duration_s = (data + forward + backward + optimizer + other) / 1e9
+            phases: tuple[float, ...] = (
+                data / 1e9, forward / 1e9, backward / 1e9, optimizer / 1e9, other / 1e9, 0.0, 0.0, 0.0,
+            )  # fmt: skip
+        else:
+            duration_s = sum(spent[:5]) / 1e9
+            phases = tuple([length / 1e9 for length in spent])
         self._append(
-            self.step, ended.now_ns, Kind.STEP, values.flags, values.losses & _U32, sum(spent[:5]) / 1e9, values.loss_sum, norm,
-            values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
+            step, now_ns, 1, flags, values.losses, duration_s, values.loss_sum,
+            sqrt(values.norm_squared) if flags & 2 else 0.0, values.learning_rate, phases if self.timed else _UNTIMED,
+            values.tokens, values.samples, values.norm_scale,
         )  # fmt: skip
+
+
+_UNTIMED = (0.0,) * 8

@@ -12,11 +12,9 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
-from torchobs.probes.segments import DATA, OTHER
+from torchobs.probes.trace import EXHAUSTED, EXHAUSTED_NO_GRAD, FETCH, FETCHED, FETCHED_NO_GRAD, LOADER_STARTS, STEP_ENDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchobs.probes.host import Host
 
 
@@ -31,14 +29,14 @@ class DataProbe:
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
-        import torch  # torch is optional until training begins
-        from torch.utils.data import dataloader  # as above
+        import torch
+        from torch.utils.data import dataloader
 
-        self._host, self._gradients = host, torch.is_grad_enabled
-        base, loader = dataloader._BaseDataLoaderIter, dataloader.DataLoader  # no public hook exists
+        self._host, self._grad_enabled = host, torch.is_grad_enabled
+        base, loader = dataloader._BaseDataLoaderIter, dataloader.DataLoader
         self._patches = [
-            Patch(base, "__next__", self._watched(base.__next__, self._begin, self._end)),
-            Patch(loader, "__iter__", self._watched(loader.__iter__, self._start_begins, self._start_ends)),
+            Patch(base, "__next__", self._watched_next(base.__next__)),
+            Patch(loader, "__iter__", self._watched_iter(loader.__iter__)),
         ]
 
     def remove(self) -> None:
@@ -46,42 +44,57 @@ class DataProbe:
         for patch in self._patches:
             patch.undo()
 
-    def _watched(self, original: Any, begin: Callable[[Any], None], end: Callable[[bool], None]) -> Any:
-        fuse = self._host.fuse(self.name)
-        guarded_begin, guarded_end, host = fuse.guard(begin), fuse.guard(end), self._host
+    def _watched_next(self, original: Any) -> Any:
+        fuse, host = self._host.fuse(self.name), self._host
+        begin, end = fuse.guard(self._begin), fuse.guard(self._end)
 
         @functools.wraps(original)
-        def watched(self_: Any) -> Any:
+        def watched(iterator: Any) -> Any:
             if self._depth or get_ident() != host.thread:
-                return original(self_)
+                return original(iterator)
             self._depth = 1
-            guarded_begin(self_)
+            begin(iterator)
             exhausted = True
             try:
-                result = original(self_)
+                batch = original(iterator)
                 exhausted = False
             finally:
                 self._depth = 0
-                guarded_end(exhausted)
-            return result
+                end(exhausted)
+            return batch
+
+        return watched
+
+    def _watched_iter(self, original: Any) -> Any:
+        fuse, host = self._host.fuse(self.name), self._host
+        mark = fuse.guard(self._mark)
+
+        @functools.wraps(original)
+        def watched(loader: Any) -> Any:
+            if self._depth or get_ident() != host.thread:
+                return original(loader)
+            mark(LOADER_STARTS)
+            try:
+                return original(loader)
+            finally:
+                mark(STEP_ENDS)
 
         return watched
 
     def _begin(self, iterator: Any) -> None:
-        now_ns = monotonic_ns()
+        now_ns, cycle = monotonic_ns(), self._host.cycle
         # the sampler belongs to the loader, so that it is the same in every epoch
-        self._host.cycle.fetch_begins(id(iterator._index_sampler), now_ns)  # no public name
-        self._host.spend(self.name, monotonic_ns() - now_ns)
+        cycle.mark(FETCH, now_ns, id(iterator._index_sampler))
 
     def _end(self, exhausted: bool) -> None:  # noqa: FBT001  # called by position
-        now_ns = monotonic_ns()
-        self._host.cycle.fetch_ends(now_ns, exhausted=exhausted, gradients=self._gradients())
-        self._host.spend(self.name, monotonic_ns() - now_ns)
+        now_ns, cycle = monotonic_ns(), self._host.cycle
+        gradients = self._grad_enabled()
+        if exhausted:
+            cycle.mark(EXHAUSTED if gradients else EXHAUSTED_NO_GRAD, now_ns)
+        else:
+            cycle.trace.append(now_ns << 4 | (FETCHED if gradients else FETCHED_NO_GRAD))
+        if cycle.metered:
+            self._host.spend(self.name, 2 * (monotonic_ns() - now_ns))  # _begin is as long
 
-    def _start_begins(self, loader: Any) -> None:
-        del loader
-        self._host.cycle.turn(DATA, monotonic_ns())
-
-    def _start_ends(self, failed: bool) -> None:  # noqa: FBT001  # called by position
-        del failed
-        self._host.cycle.turn(OTHER, monotonic_ns())
+    def _mark(self, code: int) -> None:
+        self._host.cycle.mark(code, monotonic_ns())

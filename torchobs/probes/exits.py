@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.flight.layout import Exit
+from torchobs.guarding import call
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -33,16 +34,16 @@ class ExitProbe:
         """See :class:`~torchobs.probes.host.Probe`."""
         self._host = host
         self.ended: tuple[int, int] | None = None
-        note = host.fuse(self.name).guard(self.note)
+        fuse = host.fuse(self.name)
         before, before_thread = sys.excepthook, threading.excepthook
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            note(kind, trace, fatal=True)
+            call(fuse, self.note, kind, trace, fatal=True)
             before(kind, error, trace)
 
         def thread_excepthook(args: threading.ExceptHookArgs) -> None:
             if args.exc_type is not SystemExit:
-                note(args.exc_type, args.exc_traceback, fatal=False)
+                call(fuse, self.note, args.exc_type, args.exc_traceback, fatal=False)
             before_thread(args)
 
         self._before = (before, before_thread)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchobs.probes.host import Host
 
 MAX_INTERVAL = 1000
-_SMOOTHING = 0.1
+_SMOOTHING = 0.25
 _RECOUNT_EVERY = 64
 
 
@@ -38,10 +38,10 @@ class GradientProbe:
 
     def __init__(self) -> None:
         self._clip: Patch | None = None
-        self._cost_ns = self._step_ns = 0.0
-        self._last_begin_ns = self._last_step = 0
+        self._cost_ns = 0.0
+        self._since_ns = self._since_step = self._due_at = 0
+        self._measured = -1
         self._interval = 1
-        self._due_at = 0
         self._clipped: torch.Tensor | None = None
         self._clipped_grads = 0
         self._optimizer: Any = None
@@ -57,8 +57,9 @@ class GradientProbe:
         fixed = host.settings.grad_interval
         self._fixed = fixed if isinstance(fixed, int) else None
         fuse = host.fuse(self.name)
-        host.before_step.append(fuse.guard(self._before_step))
-        host.after_backward.append(fuse.guard(self._after_backward))
+        host.before_step.append((self.name, fuse.guard(self._before_step)))
+        host.after_closure_backward.append((self.name, fuse.guard(self._after_backward)))
+        host.norm_due = 0
         clip = getattr(torch.nn.utils, "clip_grad", None)
         original = getattr(clip, "_get_total_norm", None)  # torch ≥ 2.6; older ones are measured after clipping
         if original is not None:
@@ -91,29 +92,24 @@ class GradientProbe:
 
     def _note_clip(self, grads: int, norm_type: float, norm: torch.Tensor) -> None:
         """``clip_grad_norm_`` has computed a norm: of all gradients, unless the optimizer turns out to have more."""
-        self._clipped, self._clipped_grads = (norm.detach(), grads) if float(norm_type) == 2.0 else (None, 0)  # noqa: PLR2004  # L2
+        if float(norm_type) == 2.0:  # noqa: PLR2004  # L2
+            self._clipped, self._clipped_grads = norm.detach(), grads
+            self._host.norm_due = 0
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
-        begun_ns = monotonic_ns()
         self._optimizer = optimizer
         if closure:
             return
         clipped, self._clipped = self._clipped, None
         if clipped is not None and self._grads_of(optimizer) == self._clipped_grads:
             self._put(clipped, optimizer, within=False, scaled=False)
-        elif self._is_due(begun_ns):
+        elif self._is_due():
             self._measure(optimizer, within=False)
-            self._learn(monotonic_ns() - begun_ns)
-        self._host.spend(self.name, monotonic_ns() - begun_ns)
+        self._host.norm_due, self._host.norm_step = self._due_at, self._measured
 
     def _after_backward(self) -> None:
-        if not self._host.in_closure or self._optimizer is None:
-            return
-        begun_ns = monotonic_ns()
-        if self._is_due(begun_ns):
+        if self._optimizer is not None and self._is_due():
             self._measure(self._optimizer, within=True)
-            self._learn(monotonic_ns() - begun_ns)
-        self._host.spend(self.name, monotonic_ns() - begun_ns)
 
     def _grads_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Count its gradients, now and then: parameters are seldom frozen or thawed."""
@@ -123,32 +119,38 @@ class GradientProbe:
         self._counts[optimizer] = (count, age + 1)
         return count
 
-    def _is_due(self, now_ns: int) -> bool:
+    def _is_due(self) -> bool:
+        """Tell whether this step is measured: all optimizers of a step that is, or none."""
         step = self._host.cycle.step
-        if self._last_begin_ns and step > self._last_step:
-            length = (now_ns - self._last_begin_ns) / (step - self._last_step)
-            self._step_ns += (length - self._step_ns) * (_SMOOTHING if self._step_ns else 1.0)
-        if step != self._last_step or not self._last_begin_ns:
-            self._last_begin_ns, self._last_step = now_ns, step
-        return step >= self._due_at or step == self._due_at - self._interval
+        if step >= self._due_at:
+            self._set_interval(step)
+            self._measured, self._due_at = step, step + self._interval
+        return step == self._measured
 
-    def _learn(self, cost_ns: int) -> None:
-        """Set the interval by what a measurement costs and how long a step takes."""
-        self._cost_ns += (cost_ns - self._cost_ns) * (_SMOOTHING if self._cost_ns else 1.0)
+    def _set_interval(self, step: int) -> None:
+        """Choose it by what the last measurement cost and how long a step took since."""
+        now_ns = monotonic_ns()
+        done = step - self._since_step
         if self._fixed is not None:
             self._interval = self._fixed
-        elif self._step_ns:
+        elif done and self._cost_ns:
+            length_ns = (now_ns - self._since_ns) / done
             share = max(self._host.settings.overhead_budget / 2, 1e-6)
-            self._interval = min(MAX_INTERVAL, max(1, ceil(self._cost_ns / (share * self._step_ns))))
-        self._due_at = self._host.cycle.step + self._interval
+            wanted = min(MAX_INTERVAL, max(1, ceil(self._cost_ns / (share * length_ns))))
+            # at most doubled at a time: the first steps are slow, or one was interrupted
+            self._interval = min(wanted, 2 * self._interval)
+        self._since_ns, self._since_step = now_ns, step
 
     def _measure(self, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
+        begun_ns = monotonic_ns()
         gradients = _gradients(optimizer)
         if not gradients:
             return
         with self._torch.no_grad():
             for norm in total_norm(gradients):
                 self._put(norm, optimizer, within=within, scaled=True)
+        cost_ns = monotonic_ns() - begun_ns
+        self._cost_ns += (cost_ns - self._cost_ns) * (_SMOOTHING if self._cost_ns else 1.0)
 
     def _put(self, norm: torch.Tensor, optimizer: torch.optim.Optimizer, *, within: bool, scaled: bool) -> None:
         scale = getattr(optimizer, "grad_scale", None) if scaled else None

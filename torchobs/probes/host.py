@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from threading import get_ident
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchobs.guarding import Fuse
+from torchobs.probes.cycle import METER_EVERY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,15 +53,23 @@ class Host:
     thread: int = field(default_factory=get_ident)
     """The training thread: the one that steps optimizers"""
     backwards: int = 0
-    """Depth of backward passes in the training thread"""
+    """1 while a backward pass runs in the training thread"""
     in_closure: bool = False
-    before_step: list[Callable[[Any, bool], None]] = field(default_factory=list)
-    """Called with the optimizer, and whether it was given a closure, before its outermost step"""
-    before_backward: list[Callable[[Any, Any], None]] = field(default_factory=list)
+    """Whether an optimizer is evaluating its closure"""
+    reads_rate: bool = False
+    """Whether the step hook shall read the learning rate"""
+    norm_due: int = sys.maxsize
+    """The step after which ``before_step`` is called next"""
+    norm_step: int = -1
+    """The step after which it was called last: all of a step's optimizers are told, or none"""
+    watches_steps: bool = False
+    """Whether it is called before every step"""
+    before_step: list[tuple[str, Callable[[Any, bool], None]]] = field(default_factory=list)
+    """By probe, called with the optimizer, and whether it was given a closure, before its outermost step"""
+    after_closure_backward: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
+    """By probe, called when the outermost backward inside a closure has returned"""
+    takes_loss: Callable[[Any, Any], None] | None = None
     """Called with the tensors and the gradients given to the outermost backward"""
-    after_backward: list[Callable[[], None]] = field(default_factory=list)
-    """Called when the outermost backward has returned"""
-
     loss_scaled: Callable[[object, object, Any], object] | None = None
     """Called with the outputs, the scaled outputs and the scale when a loss scaler has scaled"""
 
@@ -67,5 +78,14 @@ class Host:
         return self.fuses.setdefault(probe, Fuse(probe))
 
     def spend(self, probe: str, ns: int) -> None:
-        """Count our own time."""
-        self.spent_ns[probe] = self.spent_ns.get(probe, 0) + ns
+        """Count our own time in a metered step, which stands for ``METER_EVERY``."""
+        self.spent_ns[probe] = self.spent_ns.get(probe, 0) + ns * METER_EVERY
+
+    def tell(self, listeners: list[tuple[str, Callable[..., None]]], *args: Any) -> None:
+        """Call the listeners, each on its probe's account."""
+        now_ns = monotonic_ns()
+        spent = self.spent_ns
+        for probe, listener in listeners:
+            listener(*args)
+            then_ns, now_ns = now_ns, monotonic_ns()
+            spent[probe] = spent.get(probe, 0) + now_ns - then_ns

@@ -26,22 +26,22 @@ class LearningRateProbe:
         self._host = host
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._order: list[int] = []
-        host.before_step.append(host.fuse(self.name).guard(self._take))
+        host.reads_rate = True
+        host.before_step.append((self.name, host.fuse(self.name).guard(self._take)))
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`: the host's lists go with the host."""
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure
-        values = self._host.cycle.values
         if id(optimizer) not in self._order:
             self._order.append(id(optimizer))
             self._optimizers.add(optimizer)
-        if not values.flags & Flag.LEARNING_RATE:
-            rate = _number(optimizer.param_groups[0].get("lr"))
-            if rate is not None:
-                values.learning_rate = rate
-                values.flags |= Flag.LEARNING_RATE
+        values = self._host.cycle.values
+        rate = _number(optimizer.param_groups[0].get("lr"))
+        if rate is not None and not values.flags & Flag.LEARNING_RATE:
+            values.learning_rate = rate
+            values.flags |= Flag.LEARNING_RATE
 
     def sample(self) -> None:
         """Show the other groups' rates; groups count on over several optimizers, in the order of their first step."""

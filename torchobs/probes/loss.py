@@ -33,9 +33,9 @@ class LossProbe:
         """See :class:`~torchobs.probes.host.Probe`."""
         import torch  # torch is optional until training begins
 
-        self._host, self._torch = host, torch
+        self._host, self._tensor = host, torch.Tensor
         fuse = host.fuse(self.name)
-        host.before_backward.append(fuse.guard(self._take))
+        host.takes_loss = fuse.guard(self._take)
         host.loss_scaled = fuse.guard(self._note_scaled)
 
     def remove(self) -> None:
@@ -43,21 +43,19 @@ class LossProbe:
 
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
         """``GradScaler.scale`` was called."""
-        if isinstance(outputs, self._torch.Tensor) and isinstance(scaled, self._torch.Tensor) and outputs.numel() == 1:
+        if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor) and outputs.numel() == 1:
             self._scaled, self._unscaled, self._scale = weakref.ref(scaled), outputs.detach(), scale
 
     def _take(self, tensors: Any, gradients: Any) -> None:
-        torch = self._torch
-        # exactly a tensor: a DTensor's value would need a collective, a fake one has none
-        if gradients is not None or type(tensors) is not torch.Tensor or tensors.numel() != 1:
-            return
-        value = self._plain(tensors)
         host = self._host
-        within = host.in_closure
-        if value.device.type == "cpu":
-            host.cycle.add_loss(value.item(), within_step=within)
-        elif not host.cycle.log_wins:
-            self._take_later(value, within=within)
+        # exactly a tensor: a DTensor's value would need a collective, a fake one has none
+        if gradients is not None or host.cycle.log_wins or type(tensors) is not self._tensor or tensors.numel() != 1:
+            return
+        value = tensors if self._scaled is None else self._plain(tensors)
+        if value.is_cpu:
+            host.cycle.add_loss(value.item(), within_step=host.in_closure)
+        else:
+            self._take_later(value.detach(), within=host.in_closure)
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the loss without the loss scale, detached."""

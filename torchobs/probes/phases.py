@@ -11,6 +11,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
+from torchobs.probes.trace import EVAL, TRAIN
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
@@ -54,8 +55,7 @@ class PhaseProbe:
 
     def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # as above
         now_ns = monotonic_ns()
-        if mode:
-            self._host.cycle.segments.evaluation_ends(id(module), now_ns)
-        else:
-            self._host.cycle.segments.evaluation_begins(id(module), now_ns)
-        self._host.spend(self.name, monotonic_ns() - now_ns)
+        cycle = self._host.cycle
+        cycle.mark(TRAIN if mode else EVAL, now_ns, id(module))
+        if cycle.metered:
+            self._host.spend(self.name, monotonic_ns() - now_ns)

@@ -14,7 +14,10 @@ Evaluation is neither a step nor part of one. It is
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
 """In the order of ``record.PHASE_NAMES``."""
@@ -47,6 +50,20 @@ class Segments:
     def _reset_fetch(self) -> None:
         self._loader, self._fetch_ns, self._evaluating = 0, 0, False
         self._undecided: dict[int, tuple[int, int]] = {}
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is carried into the next step but the time: no fetch undecided, no evaluation, no phase open."""
+        return not (self._undecided or self._fetch_ns or self._loader or self._pinned or self._window)
+
+    def restart(self, now_ns: int) -> None:
+        """Go on from the end of a step, other steps having ended meanwhile without being told here."""
+        self._mark_ns, self.segment = now_ns, OTHER
+
+    def add(self, spent_ns: Sequence[int]) -> None:
+        """Take back the times of an end that was none."""
+        for index, length in enumerate(spent_ns):
+            self.spent_ns[index] += length
 
     @property
     def started(self) -> bool:
@@ -119,8 +136,7 @@ class Segments:
                 self.spent_ns[OTHER] += rest
             else:
                 self.spent_ns[EVALUATION] += data + rest
-        if self._fetch_ns or self._undecided:
-            self._reset_fetch()
+        self._reset_fetch()
 
     def turn(self, segment: int, now_ns: int) -> None:
         """Another boundary: the present segment was what it said, ``segment`` begins."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
-from torchobs.probes.segments import BACKWARD, FORWARD, OPTIMIZER
+from torchobs.probes.trace import BACKWARD_BEGINS, CLOSURE_BEGINS, STEP_BEGINS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,12 +39,9 @@ class StepProbe:
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
-        from torch.optim.optimizer import (  # torch is optional until training begins
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )  # fmt: skip
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self._host = host
+        self._host, self._cycle = host, host.cycle
         fuse = host.fuse(self.name)
         self._backward.install(host, fuse)
         self._handles = [
@@ -64,19 +61,25 @@ class StepProbe:
         if self._depth and _steps_running() > 1:
             self._depth += 1
             return
-        host, cycle = self._host, self._host.cycle
+        host, cycle = self._host, self._cycle
         self._depth = 1
-        closure = (args[1] if len(args) > 1 else kwargs.get("closure")) is not None
         cycle.optimizer_begins(optimizer)
+        closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
+        if closure:
+            cycle.begin_closure()
         if not host.backwards:
             host.thread = get_ident()
             host.in_closure = closure
-            cycle.turn(FORWARD if closure else OPTIMIZER, now_ns)
-        if closure:
-            cycle.values.flags |= Flag.CLOSURE
-        host.spend(self.name, monotonic_ns() - now_ns)
-        for listener in host.before_step:
-            listener(optimizer, closure)
+            cycle.trace.append(now_ns << 4 | (CLOSURE_BEGINS if closure else STEP_BEGINS))
+        if host.reads_rate:
+            rate = optimizer.param_groups[0].get("lr")
+            if type(rate) is float and not cycle.values.flags & Flag.LEARNING_RATE:
+                cycle.values.learning_rate = rate
+                cycle.values.flags |= 4
+        if cycle.metered:
+            host.spend(self.name, monotonic_ns() - now_ns)
+        if cycle.step >= host.norm_due or cycle.step == host.norm_step or closure or host.watches_steps:
+            host.tell(host.before_step, optimizer, closure)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
@@ -84,19 +87,20 @@ class StepProbe:
         self._depth -= 1
         if self._depth > 0:
             return
-        self._depth = 0
-        host = self._host
-        host.in_closure = False
-        host.cycle.optimizer_ends(optimizer, now_ns)
+        host, cycle = self._host, self._cycle
+        metered = cycle.metered
+        self._depth, host.in_closure = 0, False
+        cycle.optimizer_ends(optimizer, now_ns)
         if host.backwards:
-            host.cycle.segments.segment = BACKWARD  # an optimizer inside backward: the pass goes on
-        host.spend(self.name, monotonic_ns() - now_ns)
+            cycle.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass goes on
+        if metered:
+            host.spend(self.name, monotonic_ns() - now_ns)
 
 
 def _steps_running() -> int:
     """Count the optimizer steps on this thread's stack, by the wrapper that calls the hooks."""
     frame: FrameType | None
-    frame, running = sys._getframe(1), 0  # documented; inspect.currentframe cannot skip frames
+    frame, running = sys._getframe(1), 0
     while frame is not None:
         code = frame.f_code
         running += code.co_name == "wrapper" and code.co_filename.endswith(_OPTIMIZER_FILE)
