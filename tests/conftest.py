@@ -14,6 +14,11 @@ from tests import support
 pytest_plugins = ["pytester", "tests.skips"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Golden files are written by the tests that compare with them."""
+    parser.addoption("--update-golden", action="store_true", help="write the golden files again instead of comparing with them")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what lies in tests/e2e and tests/faults, so that no file can forget to."""
     for item in items:

@@ -1,0 +1,423 @@
+"""The whole page, from flight files to bytes: its golden, its parsers, and what hostile files cannot do to it."""
+
+import math
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics import parser as openmetrics_parser
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.samples import Sample
+
+from tests.rank_files import Clock, File, S
+from torchobs import catalog
+from torchobs.catalog import Kind, Metric
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.exposition import Exposition, Facts
+from torchobs.exporter.pages import negotiate
+from torchobs.exporter.scan import EMPTY, Scanner
+from torchobs.flight.layout import BadFlightFileError, Exit
+from torchobs.flight.series import Scope
+
+USER = Scope("my.package", "1.0")
+
+
+def parse_openmetrics(page: str) -> Iterator[Family]:
+    """Parse a page; what OpenMetrics does not admit is a `ValueError`."""
+    return openmetrics_parser.text_string_to_metric_families(page)  # type: ignore[no-untyped-call,no-any-return]
+
+
+class Exporter:
+    """Scan and exposition of one directory, by a clock that a test moves."""
+
+    def __init__(self, directory: Path, **given: object) -> None:
+        config = ExporterConfig(flight_dir=str(directory))
+        self.clock = Clock()
+        self._scanner = Scanner(config, self.clock)
+        self._exposition = Exposition(Facts(EMPTY), **given)  # type: ignore[arg-type]  # as Exposition takes them
+        self._registry = CollectorRegistry()
+        self._registry.register(self._exposition)
+        self.close = self._scanner.close
+
+    def scan(self, seconds: float = 1.0) -> None:
+        """Take a snapshot at a moment of the clock."""
+        self.clock.seconds = seconds
+        self._exposition.facts = Facts(self._scanner.scan())
+
+    def openmetrics(self) -> str:
+        """The page in OpenMetrics."""
+        page: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+        return page.decode()
+
+    def text(self) -> str:
+        """The page in Prometheus' own format."""
+        return generate_latest(self._registry).decode()
+
+    def families(self) -> dict[str, Family]:
+        """The parsed page; parsing checks what OpenMetrics demands."""
+        return {family.name: family for family in parse_openmetrics(self.openmetrics())}
+
+    def samples(self, name: str) -> list[Sample]:
+        """The samples of that name."""
+        return [sample for family in self.families().values() for sample in family.samples if sample.name == name]
+
+
+@pytest.fixture
+def exporter(flight_dir: Path) -> Iterator[Exporter]:
+    """An exporter of the flight directory."""
+    made = Exporter(flight_dir)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def file(flight_dir: Path) -> Iterator[File]:
+    """A living rank's file, not written yet."""
+    made = File(flight_dir).hold()
+    made.beat(1.0)
+    yield made
+    made.release()
+
+
+def user(name: str, kind: Kind = Kind.COUNTER, unit: str = "", brief: str = "", bounds: tuple[float, ...] = ()) -> Metric:
+    """A user's instrument."""
+    return Metric(name, kind, unit, brief, bounds=bounds)
+
+
+def number(sample: Sample) -> float:
+    """A sample's value."""
+    assert sample.value is not None
+    return float(sample.value)
+
+
+def test_the_page_is_the_golden_one(exporter: Exporter, flight_dir: Path, golden: Callable[[str, str], None]) -> None:
+    """Three ranks: one training, with instruments of its user; one that crashed; one killed. Every byte of it."""
+    alive = File(flight_dir, seed=1).hold()
+    for step in range(1, 5):
+        alive.step(step, step / 10, loss=3.0 / step, norm=4.0**step)
+    alive.step(5, 0.5, loss=math.nan, norm=math.inf)
+    alive.set(catalog.OVERHEAD, 0.001, probe="step")
+    alive.set(user("my.requests", unit="{request}", brief="Requests.\nAll of them."), 7, USER, route='/a"b\\c\n')
+    alive.set(user("my.latency", Kind.HISTOGRAM, "s", "Latency.", (0.5, 1.0)), 0.75, USER)
+    alive.set(user("my.level", Kind.UPDOWN), -3, USER, rank="mine")
+    alive.set(user("my.share", Kind.GAUGE, "1"), 0.25, USER)
+    alive.beat(0.9)
+    alive.save()
+    crashed = File(flight_dir, seed=2, rank=1, restart=2)
+    crashed.step(1, 0.1)
+    crashed.writer.exit(Exit.EXCEPTION, 1)
+    crashed.save()
+    killed = File(flight_dir, seed=3, rank=10)
+    killed.set(user("my.share", Kind.GAUGE, "1"), 0.5, USER)
+    killed.save()
+    (flight_dir / f"r4-{4:032x}.flight").write_text("garbage")
+    exporter.scan(1.0)
+    page = re.sub(r'python="[^"]*",version="[^"]*"', 'python="…",version="…"', exporter.openmetrics())
+    golden("exporter_page.txt", re.sub(r"(scan_duration_seconds) [\d.e-]+\n", r"\1 …\n", page))
+    alive.release()
+
+
+def test_both_parsers_read_the_same(exporter: Exporter, file: File) -> None:
+    """Whatever a scraper negotiates, it gets the same samples."""
+    for step in range(1, 20):
+        file.step(step, step / 20, norm=float(step))
+    file.set(user("my.requests"), 7, USER)
+    file.save()
+    exporter.scan()
+
+    def flat(families: Iterable[Family]) -> set[tuple[str, tuple[tuple[str, str], ...], float]]:
+        return {(one.name, tuple(sorted(one.labels.items())), number(one)) for family in families for one in family.samples}
+
+    from_openmetrics = flat(parse_openmetrics(exporter.openmetrics()))
+    assert from_openmetrics == flat(parse_text(exporter.text()))
+    assert len(from_openmetrics) > 100
+
+
+@pytest.mark.parametrize("tool", ["promtool", "promtool3"])
+def test_promtool_has_no_complaint(exporter: Exporter, file: File, program: Callable[[str], str], tool: str) -> None:
+    """Names, units, help texts and types are as Prometheus' own linter wants them."""
+    promtool = program(tool)
+    file.step(1, 0.1)
+    file.save()
+    exporter.scan()
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=exporter.text(), capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_a_rank_s_default_page_is_small(exporter: Exporter, file: File) -> None:
+    """At most 300 series per rank, the histograms' buckets among them."""
+    file.save()
+    exporter.scan()
+    ours = [line for line in exporter.text().splitlines() if 'rank="0"' in line and not line.startswith("#")]
+    assert 80 < len(ours) <= 300
+
+
+def test_every_sample_of_a_rank_has_its_three_labels_and_no_time(exporter: Exporter, file: File) -> None:
+    """Joins need them; an explicit timestamp would defeat staleness. There is no target_info."""
+    file.step(1, 0.1)
+    file.save()
+    exporter.scan()
+    families = exporter.families()
+    assert "target" not in families
+    for family in families.values():
+        for sample in family.samples:
+            assert sample.timestamp is None
+            if not family.name.startswith(("torchobs_exporter", "torchobs_build")):
+                assert {"job_name", "run_id", "rank"} <= sample.labels.keys()
+            assert not {"job", "instance", "namespace", "pod", "container", "node", "service"} & sample.labels.keys()
+
+
+def test_counters_of_closed_sets_exist_at_zero(exporter: Exporter, file: File) -> None:
+    """The `increase()` over a series that is born at 1 is 0."""
+    file.save()
+    exporter.scan()
+    for name in ("torchobs_steps_total", "torchobs_anomalies_total", "torchobs_exporter_read_errors_total"):
+        assert [number(sample) for sample in exporter.samples(name)] == [0.0] * len(exporter.samples(name))
+        assert exporter.samples(name)
+    assert {sample.labels["reason"] for sample in exporter.samples("torchobs_rank_exit")} == set(catalog.EXIT_REASONS)
+
+
+def test_a_dead_rank_keeps_what_means_something_and_nothing_else(exporter: Exporter, file: File) -> None:
+    """Counters, histograms, its last loss and how it ended stay; levels and ages end at once."""
+    file.step(1, 0.1, loss=1.5)
+    file.set(catalog.PROBE_DISABLED, 0, probe="loss")
+    file.set(user("my.requests"), 7, USER)
+    file.set(user("my.level", Kind.GAUGE), 7, USER)
+    file.set(user("my.balance", Kind.UPDOWN), 7, USER)
+    file.writer.exit(Exit.EXIT_CODE, 3)
+    file.save()
+    exporter.scan(1.0)
+    alive = exporter.families().keys()
+    file.release()
+    exporter.scan(2.0)
+    dead = exporter.families()
+    assert {name for name in alive - dead.keys() if not name.startswith("torchobs_exporter")} == {
+        *("my_level", "my_balance", "torchobs_probe_disabled", "torchobs_anomaly_active"),
+        "torchobs_rank_progress_age_seconds",
+    }
+    assert [number(sample) for sample in exporter.samples("torchobs_loss")] == [1.5]
+    assert [number(sample) for sample in exporter.samples("torchobs_rank_up")] == [0.0]
+    assert [one.labels["reason"] for one in exporter.samples("torchobs_rank_exit") if one.value] == ["exit_code"]
+    assert [one.labels["state"] for one in exporter.samples("torchobs_rank_state") if one.value] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("torchobs.steps", Kind.GAUGE),
+        ("torchobs.steps", Kind.COUNTER),
+        ("torchobs.rank.up", Kind.GAUGE),
+        ("torchobs_rank_up", Kind.GAUGE),
+        ("torchobs.exporter.config_ok", Kind.GAUGE),
+        ("up", Kind.GAUGE),
+        ("scrape.duration_seconds", Kind.GAUGE),
+        ("target.info", Kind.GAUGE),
+        ("my.own.counter", Kind.GAUGE),
+        ("torchobs.step.duration_seconds_count", Kind.GAUGE),
+    ],
+)
+def test_no_instrument_of_a_user_takes_another_s_name(exporter: Exporter, file: File, name: str, kind: Kind) -> None:
+    """Not ours, not Prometheus' own, not another instrument's of another kind; it is dropped and counted."""
+    file.set(user("my.own.counter", unit=""), 1, USER)
+    file.step(1, 0.1)
+    file.save()
+    exporter.scan()
+    before = exporter.text()
+    file.set(user(name, kind), 666, USER, forged="yes")
+    file.save()
+    exporter.scan()
+    after = exporter.text()
+    if (name, kind) == ("my.own.counter", Kind.GAUGE):
+        assert 'my_own_counter{forged="yes"' not in after
+    assert "666" not in after
+    assert "forged" not in after
+    assert 'torchobs_exporter_series_dropped_total{reason="conflict"} 0.0' in before
+    assert 'torchobs_exporter_series_dropped_total{reason="conflict"} 1.0' in after
+    exporter.scan()
+    assert exporter.text().count('reason="conflict"} 1.0') == 1, "counted once, not at every scrape"
+
+
+def test_the_names_of_the_exporter_s_own_process_are_taken(flight_dir: Path, file: File) -> None:
+    """They are told to the exposition, which does not know the other collectors."""
+    exporter = Exporter(flight_dir, others=["process_cpu_seconds_total"])
+    file.set(user("process.cpu", unit="s"), 666, USER)
+    file.set(user("process.cpu.time", unit="s"), 5, USER)
+    file.save()
+    exporter.scan()
+    assert "666" not in exporter.text()
+    assert exporter.samples("process_cpu_time_seconds_total")
+    exporter.close()
+
+
+def test_ranks_that_disagree_about_a_name_do_not_break_each_other(exporter: Exporter, flight_dir: Path) -> None:
+    """The first has it, until it is gone."""
+    first, second = File(flight_dir, seed=1), File(flight_dir, seed=2, rank=1)
+    first.set(user("my.thing", Kind.COUNTER, "s"), 1, USER)
+    second.set(user("my.thing", Kind.HISTOGRAM, "s", bounds=(1.0,)), 1, USER)
+    second.set(user("my.thing.seconds", Kind.COUNTER, ""), 1, USER)
+    for one in (first, second):
+        one.save()
+    exporter.scan()
+    assert [sample.labels["rank"] for sample in exporter.samples("my_thing_seconds_total")] == ["0"]
+    assert 'reason="conflict"} 2.0' in exporter.text()
+    first.path.unlink()
+    third = File(flight_dir, seed=3, rank=2)
+    third.set(user("my.thing", Kind.HISTOGRAM, "s", bounds=(1.0,)), 1, USER)
+    third.save()
+    exporter.scan()
+    assert [sample.labels["rank"] for sample in exporter.samples("my_thing_seconds_count")] == ["2"]
+
+
+HOSTILE = [
+    '"',
+    "\\",
+    "\n",
+    '"} 1\nforged{x="',
+    "\r\nforged 1",
+    "# EOF",
+    "\x00",
+    "\ud800",
+    "é" * 200,
+    "{}",
+    "le",
+    "\u2028",
+    " 1 #",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_hostile_name_is_text_everywhere(exporter: Exporter, flight_dir: Path, text: str) -> None:
+    """As instrument, unit, help, attribute, value, job, run and host: the page parses, and no series is forged."""
+    names: dict[str, Any] = dict.fromkeys(("job_name", "run_id", "host", "script", f"resource.{text}"), text)
+    file = File(flight_dir, **names).hold()
+    for kind, bounds in ((Kind.COUNTER, ()), (Kind.GAUGE, ()), (Kind.UPDOWN, ()), (Kind.HISTOGRAM, (1.0,))):
+        file.set(user(f"{kind.name}{text}", kind, text, text, bounds), 5, USER, **{text: text})
+    file.save()
+    exporter.scan()
+    families = exporter.families()
+    assert "forged" not in families
+    assert not exporter.samples("forged")
+    (up,) = exporter.samples("torchobs_rank_up")
+    assert up.labels["job_name"] == text.encode("utf-8", "replace").decode()
+    assert sum(name.upper().startswith(("COUNTER", "GAUGE", "UPDOWN", "HISTOGRAM")) for name in families) == 4
+    assert {family.name for family in parse_text(exporter.text())} == {*families}
+    file.release()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_absent(exporter: Exporter, file: File, value: float) -> None:
+    """A NaN is counted where it arises; on the page it would be a value."""
+    file.step(1, 0.1, loss=value, norm=value)
+    file.set(user("my.gauge", Kind.GAUGE), value, USER)
+    file.save()
+    exporter.scan()
+    values = [number(one) for family in exporter.families().values() for one in family.samples if one.name != "le"]
+    assert all(map(math.isfinite, values))
+    assert not exporter.samples("my_gauge")
+    assert [number(one) for one in exporter.samples("torchobs_grad_nonfinite_steps_total")] == [1.0]
+
+
+def test_a_counter_below_zero_is_absent(exporter: Exporter, file: File) -> None:
+    """OpenMetrics has none, and a parser would refuse the whole page."""
+    file.set(user("my.counter"), -5, USER)
+    file.save()
+    exporter.scan()
+    assert not exporter.samples("my_counter_total")
+
+
+def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file: File) -> None:
+    """Buckets, count and sum agree; with negative bounds there is neither sum nor count."""
+    for value in (0.1, 0.7, 0.7, 5.0):
+        file.set(user("my.size", Kind.HISTOGRAM, "", "", (0.5, 1.0)), value, USER)
+        file.set(user("my.shift", Kind.HISTOGRAM, "", "", (-1.0, 1.0)), value, USER)
+    file.save()
+    exporter.scan()
+    buckets = {one.labels["le"]: number(one) for one in exporter.samples("my_size_bucket")}
+    assert buckets == {"0.5": 1.0, "1.0": 3.0, "+Inf": 4.0}
+    assert [number(one) for one in exporter.samples("my_size_count")] == [4.0]
+    assert [number(one) for one in exporter.samples("my_size_sum")] == [pytest.approx(6.5)]
+    assert exporter.samples("my_shift_bucket")
+    assert not exporter.samples("my_shift_sum")
+
+
+def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:
+    """One rank cannot fill Prometheus; what every rank has is not lost to it."""
+    exporter = Exporter(flight_dir, series_limit=100)
+    for index in range(150):
+        file.set(user("my.layers", Kind.GAUGE), index, USER, layer=str(index))
+    file.save()
+    exporter.scan()
+    kept = len(exporter.samples("my_layers"))
+    assert 0 < kept < 100
+    assert f'reason="limit"}} {150 - kept}.0' in exporter.text()
+    assert exporter.samples("torchobs_steps_total")
+    exporter.close()
+
+
+def test_created_samples_are_there_if_asked_for(flight_dir: Path, file: File) -> None:
+    """They make `increase()` exact for who ingests them, and are series more for everyone else."""
+    file.step(1, 0.1)
+    file.save()
+    for wanted in (False, True):
+        exporter = Exporter(flight_dir, created=wanted)
+        exporter.scan()
+        created = {one.name for family in exporter.families().values() for one in family.samples if "_created" in one.name}
+        assert created == ({name for name in created if name} if wanted else set())
+        if wanted:
+            assert {"torchobs_steps_created", "torchobs_step_duration_seconds_created"} <= created
+            assert {number(one) for one in exporter.samples("torchobs_steps_created")} == {file.header.wall_ns / S}
+        exporter.close()
+
+
+def test_the_labels_of_a_series_are_made_once(exporter: Exporter, file: File) -> None:
+    """What does not change between scrapes is not computed again."""
+    file.save()
+    exporter.scan()
+    exporter.text()
+    before = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.entries()}
+    exporter.scan()
+    exporter.text()
+    after = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.entries()}
+    assert before == after
+    assert before
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", "text/plain; version=0.0.4; charset=utf-8"),
+        ("text/html,*/*;q=0.8", "text/plain; version=0.0.4; charset=utf-8"),
+        ("application/openmetrics-text;version=1.0.0;q=0.8", "application/openmetrics-text; version=1.0.0; charset=utf-8"),
+        ("application/openmetrics-text;version=a.b", "text/plain; version=0.0.4; charset=utf-8"),
+        (";;;,,,=", "text/plain; version=0.0.4; charset=utf-8"),
+    ],
+)
+def test_the_format_is_negotiated(accept: str, content_type: str) -> None:
+    """By prometheus-client's rules; nonsense gets what every reader of the last ten years understands."""
+    assert negotiate(accept).content_type.startswith(content_type)
+
+
+def test_a_header_whose_numbers_no_float_holds_fails_nothing(exporter: Exporter, flight_dir: Path) -> None:
+    """JSON has integers of any size."""
+    try:
+        File(flight_dir, restart=10**400, world_size=10**400).save()
+    except (BadFlightFileError, ValueError):
+        pytest.fail("the header holds it, and so the test can be made")
+    exporter.scan()
+    assert [number(one) for one in exporter.samples("torchobs_rank_restarts_total")] == [0.0]
+    assert not exporter.samples("torchobs_world_size")
+
+
+def test_the_parser_of_these_tests_finds_faults() -> None:
+    """Or the tests above could not fail."""
+    with pytest.raises(ValueError, match="Clashing name"):
+        list(parse_openmetrics("# TYPE a gauge\na 1\n# TYPE b gauge\nb 1\n# TYPE a gauge\na 1\n# EOF\n"))
