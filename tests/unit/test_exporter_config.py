@@ -1,0 +1,108 @@
+"""What an exporter can be told, and that nothing wrong in it stops a sidecar."""
+
+import re
+
+import pytest
+
+from torchobs.exporter import config
+from torchobs.exporter.config import ExporterConfig
+from torchobs.values import Address
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("0", 0), ("1.5s", 1.5), ("5m", 300), ("1h30m", 5400), ("1h2m3s", 3723)],
+)
+def test_durations_are_prometheus_own(text: str, seconds: float) -> None:
+    """With units, or in seconds."""
+    assert config.duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "s", "-1", "5 m", "1d2", "m", "1e3", "nan", "9" * 400, "1s1h", "٣s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    """Guessing would be worse."""
+    with pytest.raises(ValueError, match=f"^{re.escape(text[:10])}"):
+        config.duration_s(text)
+
+
+def test_nothing_given_is_the_default() -> None:
+    """A sidecar on every interface, a node's exporter on loopback."""
+    assert config.parse({}) == ExporterConfig()
+    assert ExporterConfig().addresses == (Address("", 10960),)
+    assert ExporterConfig(mode="node").addresses == (Address("127.0.0.1", 10960),)
+
+
+def test_every_option_sets_its_field() -> None:
+    """As text, as the command line and the environment give it."""
+    given = {
+        "flight_dir": ["/dev/shm/x"],
+        "listen": [":1", "[::1]:2"],
+        "telemetry_path": ["/telemetry/metrics"],
+        "mode": ["node"],
+        "grace_s": ["1m"],
+        "drain_timeout_s": ["5"],
+        "hang_timeout_s": ["10m"],
+        "allow_foreign_owner": ["true"],
+        "created_samples": ["on"],
+    }
+    assert given.keys() == {option.field for option in config.OPTIONS}
+    assert config.parse(given, "/run/user/1") == ExporterConfig(
+        flight_dir="/dev/shm/x",
+        listen=(Address("", 1), Address("::1", 2)),
+        telemetry_path="/telemetry/metrics",
+        mode="node",
+        grace_s=60.0,
+        drain_timeout_s=5.0,
+        hang_timeout_s=600.0,
+        allow_foreign_owner=True,
+        created_samples=True,
+        runtime_dir="/run/user/1",
+    )
+    assert config.parse({"hang_timeout_s": ["auto"]}).hang_timeout_s is None
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("listen", "10960"),
+        ("listen", ":99999"),
+        ("telemetry_path", "metrics"),
+        ("telemetry_path", "/"),
+        ("telemetry_path", "/-/healthy"),
+        ("telemetry_path", "/a{b}"),
+        ("grace_s", "soon"),
+        ("mode", "daemon"),
+        ("hang_timeout_s", "never"),
+        ("allow_foreign_owner", "maybe"),
+        ("flight_dir", ""),
+        ("flight_dir", "a\0b"),
+    ],
+)
+def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> None:
+    """The problem names the flag, the value and what is allowed; the rest of the configuration holds."""
+    chosen = config.parse({field: [text], "drain_timeout_s": ["7"]})
+    (option,) = (option for option in config.OPTIONS if option.field == field)
+    assert chosen.problems == (f"{option.flag} {text!r}: allowed is {option.kind.allowed}",)
+    assert getattr(chosen, field) == getattr(ExporterConfig(), field)
+    assert chosen.drain_timeout_s == 7.0
+
+
+def test_one_bad_address_does_not_take_the_good_one_along() -> None:
+    """It listens where it can."""
+    chosen = config.parse({"listen": ["nonsense", ":9000"]})
+    assert chosen.listen == (Address("", 9000),)
+    assert len(chosen.problems) == 1
+
+
+def test_every_option_has_a_variable_of_its_own() -> None:
+    """Derived from the flag, so that nobody has to look it up."""
+    variables = {option.flag: option.variable for option in config.OPTIONS}
+    assert variables["--web.listen-address"] == "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"
+    assert variables["--flight-dir"] == "TORCHOBS_EXPORTER_FLIGHT_DIR"
+    assert len(set(variables.values())) == len(config.OPTIONS)
+
+
+@pytest.mark.parametrize("service", ["SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_10960_TCP", "PORT_10960_TCP_ADDR"])
+def test_no_variable_is_one_that_kubernetes_sets_for_a_service(service: str) -> None:
+    """A Service called `torchobs-exporter` describes itself to every container of its namespace, unasked."""
+    assert f"TORCHOBS_EXPORTER_{service}" not in {option.variable for option in config.OPTIONS}
