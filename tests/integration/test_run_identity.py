@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import clean_environment
 
-RUN = (sys.executable, "-m", "torchobs", "run", "--no-exporter")
+RUN = ("-m", "torchobs", "run", "--no-exporter")
 
 SCRIPTS = {
     # what a script sees of itself
@@ -145,10 +145,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def outcome(prefix: tuple[str, ...], *command: str, cwd: Path, flight_dir: Path) -> tuple[int, str, str]:
-    """How a command ends and what it says, but for addresses in memory."""
+def outcome(*arguments: str, cwd: Path, flight_dir: Path) -> tuple[int, str, str]:
+    """How Python with these arguments ends and what it says, but for addresses in memory."""
     done = subprocess.run(
-        [*prefix, *command],
+        [sys.executable, *arguments],
         check=False,
         cwd=cwd,
         env=clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "PYTHONDONTWRITEBYTECODE": "1"},
@@ -161,10 +161,10 @@ def outcome(prefix: tuple[str, ...], *command: str, cwd: Path, flight_dir: Path)
     return done.returncode, out, err
 
 
-def same(*command: str, cwd: Path, flight_dir: Path) -> tuple[int, str, str]:
+def same(*command: str, cwd: Path, flight_dir: Path, flags: tuple[str, ...] = ()) -> tuple[int, str, str]:
     """Assert that both ways of running it have one outcome; return it."""
-    expected = outcome((sys.executable,), *command, cwd=cwd, flight_dir=flight_dir)
-    assert outcome(RUN, *command, cwd=cwd, flight_dir=flight_dir) == expected
+    expected = outcome(*flags, *command, cwd=cwd, flight_dir=flight_dir)
+    assert outcome(*flags, *RUN, *command, cwd=cwd, flight_dir=flight_dir) == expected
     return expected
 
 
@@ -180,6 +180,13 @@ def test_a_script_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None
 def test_a_module_cannot_tell(name: str, folder: Path, flight_dir: Path) -> None:
     """`torchobs run -m x …` is `python -m x …`."""
     same("-m", f"my_{name}", "--flag", cwd=folder, flight_dir=flight_dir)
+
+
+@pytest.mark.parametrize("flags", [("-I",), ("-O",), ("-W", "error"), ("-X", "dev")], ids=" ".join)
+@pytest.mark.parametrize("name", ["names", "docstring", "warning", "processes_spawn"])
+def test_python_s_own_options_hold(name: str, flags: tuple[str, ...], folder: Path, flight_dir: Path) -> None:
+    """`python -W error -m torchobs run x.py` is `python -W error x.py`: nothing of ours warns, leaks or needs `sys.path[0]`."""
+    same(f"my_{name}.py", cwd=folder, flight_dir=flight_dir, flags=flags)
 
 
 @pytest.mark.parametrize("path", ["./my_names.py", "sub/../my_names.py", "link.py", "sub/link.py"])
@@ -249,7 +256,7 @@ def test_a_terminal_stays_a_terminal(tmp_path: Path, flight_dir: Path) -> None:
     )
     controller, terminal = pty.openpty()
     child = subprocess.Popen(
-        [*RUN, "x.py"], cwd=tmp_path, env=clean_environment() | {"TORCHOBS_DIR": str(flight_dir)},
+        [sys.executable, *RUN, "x.py"], cwd=tmp_path, env=clean_environment() | {"TORCHOBS_DIR": str(flight_dir)},
         stdin=terminal, stdout=terminal, stderr=terminal,
     )  # fmt: skip
     os.close(terminal)
@@ -264,7 +271,7 @@ def test_a_script_runs_even_if_torchobs_cannot_start(tmp_path: Path) -> None:
     """No place for the flight file, whatever else: one line on standard error, and the script is run."""
     (tmp_path / "x.py").write_text("print('trained')\n")
     (tmp_path / "file").touch()
-    done = outcome(RUN, "x.py", cwd=tmp_path, flight_dir=tmp_path / "file" / "impossible")
+    done = outcome(*RUN, "x.py", cwd=tmp_path, flight_dir=tmp_path / "file" / "impossible")
     assert done[:2] == (0, "trained\n")
     assert done[2].count("\n") == 1
     assert "torchobs" in done[2]
