@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from dashboards import alerts, percentiles, rules
@@ -21,10 +22,20 @@ for example with `convert_classic_histograms_to_nhcb: true`."""
 def rendered(runbooks: str = RUNBOOKS) -> dict[str, str]:
     """Return every file by its path under `deploy/`; ``runbooks`` is the URL that alerts link to."""
     return {
+        **_dashboards(),
         "prometheus/rules/torchobs-alerts.yml": rules.render([alerts.anomalies()], runbooks, ALERTS),
         "prometheus/rules/torchobs-percentiles.yml": rules.render([percentiles.classic()], runbooks, CLASSIC),
         "prometheus/rules-native/torchobs-percentiles.yml": rules.render([percentiles.native()], runbooks, NATIVE),
     }
+
+
+def _dashboards() -> dict[str, str]:
+    if find_spec("grafana_foundation_sdk") is None:
+        print("No dashboards without grafana-foundation-sdk, which needs Python 3.11: only the rules.")
+        return {}
+    from dashboards import run
+
+    return {"grafana/dashboards/torchobs-run.json": run.render()}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -32,18 +32,20 @@ class _Page(Collector):
     def collect(self) -> Iterator[Family]:
         for metric in self._metrics:
             family = Family(metric.prometheus.removesuffix("_total"), metric.brief, TYPES[metric.kind])
-            for number, labels in enumerate(_label_sets(metric, self._ranks), start=1):
+            for number, labels in _label_sets(metric, self._ranks):
                 for suffix, more, value in _samples(metric, self._elapsed_s, number):
                     family.add_sample(metric.prometheus + suffix, {**labels, **more}, value)
             yield family
 
 
-def _label_sets(metric: Metric, ranks: int) -> Iterator[dict[str, str]]:
+def _label_sets(metric: Metric, ranks: int) -> Iterator[tuple[int, dict[str, str]]]:
+    """Each series' labels; the n-th of a rank's counters grows n times as fast as its first."""
     whose = [{"job_name": JOB_NAME, "run_id": RUN_ID, "rank": str(rank)} for rank in range(ranks)]
     for identity in [{}] if metric.name.startswith(EXPORTER_S) else whose:
-        for values in itertools.product(*(attribute.values or (f"{attribute.name}0",) for attribute in metric.attributes)):
+        choices = (attribute.values or (f"{attribute.name}0",) for attribute in metric.attributes)
+        for number, values in enumerate(itertools.product(*choices), start=1):
             names = (prometheus_label(attribute.name) for attribute in metric.attributes)
-            yield {**identity, **dict(zip(names, values, strict=True))}
+            yield number, {**identity, **dict(zip(names, values, strict=True))}
 
 
 def _samples(metric: Metric, elapsed_s: float, number: int) -> Iterator[tuple[str, Mapping[str, str], float]]:

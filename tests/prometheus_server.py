@@ -266,10 +266,15 @@ def _config(scrape: Sequence[str], rules: Sequence[Path], interval: str, more: M
 def _series(answer: Mapping[str, Any]) -> list[Series]:
     if answer["resultType"] == "scalar":
         return [Series({}, (_point(answer["result"]),))]
-    return [
-        Series(one["metric"], tuple(_point(point) for point in one.get("values") or [one["value"]])) for one in answer["result"]
-    ]
+    return [Series(one["metric"], tuple(_point(point) for point in _points(one))) for one in answer["result"]]
+
+
+def _points(one: Mapping[str, Any]) -> Sequence[Any]:
+    several: Sequence[Any] = [*one.get("values", ()), *one.get("histograms", ())]
+    return several or [one[kind] for kind in ("value", "histogram") if kind in one]
 
 
 def _point(given: Sequence[Any]) -> tuple[float, float]:
-    return float(given[0]), float(given[1])
+    """A native histogram's value is the number of its observations."""
+    value = given[1]["count"] if isinstance(given[1], dict) else given[1]
+    return float(given[0]), float(value)

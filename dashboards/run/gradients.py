@@ -1,0 +1,65 @@
+"""Are the gradients sound?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dashboards import panels
+from dashboards.layout import Section
+from dashboards.panels import Query
+from dashboards.promql import BY_RUN, increase, select
+from dashboards.template import RANKS, RUN
+from torchobs import catalog
+
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.models.dashboard import Panel
+
+
+def section() -> Section:
+    """Return the panels."""
+    return Section("Gradients", (norm(), distribution(), anomalies(), nonfinite()))
+
+
+def norm() -> Panel:
+    """Return the gradient norm."""
+    return panels.lines(
+        "Gradient norm",
+        "Greatest L2 norm of all gradients among the ranks, as the optimizer finds them. Finite values only.",
+        "short",
+        Query(f"max {BY_RUN} ({select(catalog.GRAD_NORM, *RANKS)})", RUN),
+        log_base=10,
+    )
+
+
+def distribution() -> Panel:
+    """Return the norms of all measured steps, not only of the one before each scrape."""
+    buckets = increase(catalog.GRAD_NORM_DISTRIBUTION, *RANKS, suffix="_bucket")
+    native = increase(catalog.GRAD_NORM_DISTRIBUTION, *RANKS)
+    return panels.distribution(
+        "Gradient norms",
+        "How many measured steps had which gradient norm. Buckets are powers of four.",
+        # Native histograms where there are no classic ones: a heatmap takes both.
+        Query(f"sum by (le) ({buckets}) or (sum({native}) unless on () sum({buckets}))", "{{le}}"),
+    )
+
+
+def anomalies() -> Panel:
+    """Return what the detectors found."""
+    return panels.lines(
+        "Anomalies",
+        "Anomalous steps by kind, on the rank that has most: ranks that share their gradients see the same.",
+        "short",
+        Query(f"max by (job_name, run_id, kind) ({increase(catalog.ANOMALIES, *RANKS)})", f"{RUN} {{{{kind}}}}"),
+    )
+
+
+def nonfinite() -> Panel:
+    """Return the steps that came to nothing."""
+    return panels.lines(
+        "Non-finite and skipped steps",
+        "Measured steps with a NaN or infinite gradient, and steps that a loss scaler skipped, on the rank that has most. "
+        "Where none are skipped, a non-finite gradient ruins the weights.",
+        "short",
+        Query(f"max {BY_RUN} ({increase(catalog.GRAD_NONFINITE_STEPS, *RANKS)})", f"{RUN} non-finite"),
+        Query(f"max {BY_RUN} ({increase(catalog.AMP_STEPS_SKIPPED, *RANKS)})", f"{RUN} skipped"),
+    )

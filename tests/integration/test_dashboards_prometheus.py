@@ -1,0 +1,124 @@
+"""Every panel and every annotation gets an answer from a real Prometheus that scrapes every metric."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.page import page
+from tests.prometheus_server import PrometheusServer
+from tests.promql import filled
+from tests.support import wait_until
+from torchobs import catalog
+
+RECORDED_NOW = [metric for metric in catalog.METRICS if not metric.planned]
+
+
+@pytest.fixture
+def target() -> Iterator[str]:
+    """The address of a page of all metrics whose counters grow with the time."""
+    started = time.monotonic()
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = page(RECORDED_NOW, elapsed_s=time.monotonic() - started).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def unanswered(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str, str]:
+    """The queries of the dashboard that Prometheus has no series for, by the title of the panel."""
+    asked = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", ())] + [
+        (annotation["name"], annotation["expr"]) for annotation in dashboard["annotations"]["list"]
+    ]
+    assert len(asked) > 30
+    # nothing restarts here
+    return {
+        title: expr for title, expr in asked if title != "Restarts" and not prometheus.query(filled(expr, rate_interval="5s"))
+    }
+
+
+def choices(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str, set[str]]:
+    """What Grafana would offer for each variable."""
+    variables = [variable for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    series = prometheus.get("/api/v1/series", **{"match[]": "torchobs_rank_up"})
+    return {variable["name"]: {one[variable["name"]] for one in series} for variable in variables}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "settings"),
+    [
+        ("prometheus", "rules", {}),
+        ("prometheus3", "rules", {}),
+        (
+            "prometheus3",
+            "rules-native",
+            {"convert_classic_histograms_to_nhcb": True, "always_scrape_classic_histograms": False},
+        ),
+    ],
+    ids=["2.42", "3", "3 with native histograms"],
+)
+def test_every_panel_has_data(
+    name: str,
+    variant: str,
+    settings: dict[str, object],
+    program: Callable[[str], str],
+    checkout: Path,
+    target: str,
+) -> None:
+    """With the shipped rules, however the histograms are stored; and they judge what the page says."""
+    dashboard = json.loads((checkout / "deploy" / "grafana" / "dashboards" / "torchobs-run.json").read_text())
+    rules = checkout / "deploy" / "prometheus"
+    files = [rules / "rules" / "torchobs-alerts.yml", rules / variant / "torchobs-percentiles.yml"]
+    scrape = {"job_name": "torchobs", "static_configs": [{"targets": [target]}], **settings}
+    with PrometheusServer(program(name), rules=files, interval="1s", settings={"scrape_configs": [scrape]}) as prometheus:
+        prometheus.wait_for_scrapes(4)
+        wait_until(lambda: not unanswered(prometheus, dashboard), timeout_s=20, interval_s=0.5)
+        assert choices(prometheus, dashboard) == {
+            "job_name": {"gpt"},
+            "run_id": {"run-1"},
+            "rank": {"0", "1"},
+            "instance": {target},
+        }
+        native = "native" in variant
+        assert bool(prometheus.query("torchobs_step_duration_seconds_bucket")) != native
+        check_figures(prometheus, dashboard)
+        (alert,) = wait_until(lambda: prometheus.alerts("TorchobsGradientExplosion"))
+        assert (alert.state, alert.labels["job_name"], alert.labels["run_id"]) == ("firing", "gpt", "run-1")
+
+
+def check_figures(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> None:
+    """The page's numbers are known, so those on the panels are."""
+    exprs = {
+        panel["title"]: filled(panel["targets"][0]["expr"], rate_interval="5s")
+        for panel in dashboard["panels"]
+        if "targets" in panel
+    }
+    assert prometheus.value(exprs["Ranks up"]) == 2
+    assert prometheus.value(exprs["Anomalous now"]) == 2
+    shares = {series.labels["phase"]: series.value for series in prometheus.query(exprs["Step time by phase"])}
+    # the n-th phase of five grows n times as fast as the first
+    assert shares == pytest.approx({phase: number / 15 for number, phase in enumerate(catalog.PHASES, start=1)})
+    durations = {series.labels["quantile"]: series.value for series in prometheus.query(exprs["Step duration"])}
+    typical = catalog.SECONDS_BOUNDS[len(catalog.SECONDS_BOUNDS) // 2]
+    # all in one bucket, in which both kinds of histogram interpolate linearly
+    assert durations == pytest.approx({"0.5": typical * 0.75, "0.99": typical * 0.995})

@@ -1,0 +1,68 @@
+"""What a query asks for, read from its syntax tree."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import promql_parser
+
+# What Grafana puts in place of its variables; the exact values matter to no test.
+VARIABLES = {"$__rate_interval": "1m", "$job_name": ".*", "$run_id": ".*", "$rank": ".*", "$instance": ".*"}
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A selector of a query: its name, what it matches by label, and the function that it is given to, if any."""
+
+    name: str
+    matchers: Mapping[str, str]
+    function: str = ""
+
+
+def filled(query: str, **given: str) -> str:
+    """The query with Grafana's variables filled in; `rate_interval="4s"` and so on override the defaults."""
+    values = {**VARIABLES, **{f"$__{name}": value for name, value in given.items()}}
+    for variable in sorted(values, key=len, reverse=True):
+        query = query.replace(variable, values[variable])
+    return query
+
+
+def parse(query: str) -> Any:
+    """The syntax tree of a query, Grafana's variables filled in.
+
+    Raises:
+        ValueError: It is no PromQL.
+    """
+    return promql_parser.parse(filled(query))
+
+
+def nodes(tree: Any, function: str = "") -> Iterator[tuple[Any, str]]:
+    """Every node of the tree, each with the function whose argument it is."""
+    yield tree, function
+    below = tree.func.name if isinstance(tree, promql_parser.Call) else function
+    if isinstance(tree, promql_parser.AggregateExpr | promql_parser.BinaryExpr):
+        below = ""
+    parts = [getattr(tree, name, None) for name in ("lhs", "rhs", "expr", "vector_selector")]
+    for part in [*parts, *getattr(tree, "args", [])]:
+        if part is not None and not isinstance(part, str):
+            yield from nodes(part, below)
+
+
+def selectors(query: str) -> list[Selector]:
+    """The query's selectors, in the order in which they stand."""
+    return [
+        Selector(node.name or "", {matcher.name: matcher.value for matcher in node.matchers.matchers}, function)
+        for node, function in nodes(parse(query))
+        if isinstance(node, promql_parser.VectorSelector)
+    ]
+
+
+def grouped_by(query: str) -> set[str]:
+    """Every label that the query's aggregations and joins name."""
+    found: set[str] = set()
+    for node, _ in nodes(parse(query)):
+        modifier = getattr(node, "modifier", None)
+        parts = [modifier, getattr(modifier, "matching", None)] if modifier is not None else []
+        found |= {label for part in parts for label in getattr(part, "labels", None) or []}
+        found |= set(getattr(modifier, "group_labels", None) or [])
+    return found

@@ -1,0 +1,141 @@
+"""The rules as a whole: what every alert has to have, and that each name in them exists."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dashboards import alerts, percentiles, rules
+from dashboards.promql import ONE_RANK
+from tests import promql
+from torchobs import catalog
+from torchobs.catalog import Kind
+
+RUNBOOKS = "https://example.org/runbooks"
+GROUPS = [group.rendered(RUNBOOKS) for group in (alerts.anomalies(), percentiles.classic(), percentiles.native())]
+RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
+ALERTS = [rule for rule in RULES if "alert" in rule]
+RECORDINGS = [rule for rule in RULES if "record" in rule]
+
+BY_NAME = {metric.prometheus + suffix: metric for metric in catalog.METRICS for suffix in ("", "_bucket", "_count", "_sum")}
+RECORDED = {rule["record"] for rule in RECORDINGS}
+
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.get("alert") or rule["record"])
+each_alert = pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+
+
+@each_rule
+def test_rules_are_about_metrics_that_are_recorded(rule: dict[str, Any]) -> None:
+    """Every name is a metric that something records, or a series that another rule does; values asked for are closed ones."""
+    for selector in promql.selectors(rule["expr"]):
+        if selector.name in RECORDED:
+            continue
+        metric = BY_NAME[selector.name]
+        assert not metric.planned
+        own = {attribute.name: attribute.values for attribute in metric.attributes}
+        assert all(set(value.split("|")) <= set(own[label]) for label, value in selector.matchers.items())
+
+
+@each_rule
+def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
+    """But for a counter that is as young as the rank, which the rule of recent anomalies says so."""
+    for selector in promql.selectors(rule["expr"]):
+        metric = BY_NAME.get(selector.name)
+        if metric is not None and metric.kind is not Kind.GAUGE and rule.get("record") != alerts.RECENT:
+            assert selector.function in {"rate", "increase", "max_over_time"}
+
+
+@each_rule
+def test_joins_tell_ranks_apart(rule: dict[str, Any]) -> None:
+    """A rank is unique only within a target: whatever is matched, it is by run, rank and instance."""
+    assert set(re.findall(r"\bon \(([^)]*)\)", rule["expr"])) <= {ONE_RANK}
+    assert "ignoring" not in rule["expr"]
+
+
+@pytest.mark.parametrize("rule", RECORDINGS, ids=lambda rule: rule["record"])
+def test_recorded_series_are_named_level_metric_operation(rule: dict[str, Any]) -> None:
+    """Prometheus' convention; the metric is one of the catalog's."""
+    level, name, operation = rule["record"].split(":")
+    assert level.startswith(("rank_", "run_"))
+    assert operation
+    assert name in {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS}
+
+
+def test_both_variants_of_the_percentiles_record_the_same() -> None:
+    """A dashboard does not know how Prometheus stores a histogram."""
+    classic, native = (
+        [(rule["record"], rule["labels"]) for rule in group.rendered(RUNBOOKS)["rules"]]
+        for group in (percentiles.classic(), percentiles.native())
+    )
+    assert classic == native
+    assert len(classic) == 4
+
+
+@each_alert
+def test_alerts_say_what_is_wrong_and_where_to_read_on(rule: dict[str, Any]) -> None:
+    """A severity, a summary with the run, a description with the value, a link to the runbook."""
+    assert rule["labels"]["severity"] in {"critical", "warning"}
+    assert {"$labels.run_id", "$labels.job_name"} <= set(re.findall(r"\$labels\.\w+", rule["annotations"]["summary"]))
+    assert "$value" in rule["annotations"]["description"]
+    assert rule["annotations"]["runbook_url"] == f"{RUNBOOKS}/{rule['alert']}.md"
+
+
+@each_alert
+def test_alerts_outlast_a_short_sickness_and_come_once_per_run(rule: dict[str, Any]) -> None:
+    """No `for` that a job's exit could cut short; one alert for a thousand ranks; its labels are the ones its text uses."""
+    assert rule["for"] == "0s"
+    assert rule["keep_firing_for"] == "10m"
+    assert rule["expr"].startswith("max by (namespace, job_name, run_id) (")
+    assert "absent" not in rule["expr"]
+
+
+@each_alert
+def test_alerts_have_a_runbook(rule: dict[str, Any], checkout: Path) -> None:
+    """A page with the four questions of somebody who was woken up, whose queries are about metrics that exist."""
+    page = (checkout / "docs" / "runbooks" / f"{rule['alert']}.md").read_text()
+    assert page.startswith(f"# {rule['alert']}\n")
+    assert re.findall(r"^## (\w+)$", page, re.MULTILINE)[:4] == ["Meaning", "Impact", "Diagnosis", "Mitigation"]
+    assert f"Severity: {rule['labels']['severity']}." in page
+    queries = [
+        line for block in re.findall(r"```promql\n(.*?)```", page, re.DOTALL) for line in block.split("\n") if line.strip()
+    ]
+    assert queries
+    for query in [*queries, *re.findall(r"`(rate\(.*?\))`", page)]:
+        assert all(not BY_NAME[selector.name].planned for selector in promql.selectors(query))
+
+
+def test_the_runbook_s_figures_are_the_rule_s(checkout: Path) -> None:
+    """Three explosions, more than twenty skips, ten minutes: said where they are decided."""
+    page = " ".join((checkout / "docs" / "runbooks" / "TorchobsGradientExplosion.md").read_text().split())
+    assert (alerts.LEAST_EXPLOSIONS, alerts.MOST_SKIPS, alerts.WINDOW, alerts.WINDOW_S) == (3, 20, "10m", 600)
+    for words in ("at least **three** steps", "more than 20 steps and more than half", "last ten minutes"):
+        assert words in page
+
+
+@each_alert
+def test_alerts_have_cases_that_fire_and_cases_that_stay_quiet(rule: dict[str, Any], checkout: Path) -> None:
+    """For promtool, in tests/rules/<alert>.yml; a case says by its name which it is."""
+    cases = yaml.safe_load((checkout / "tests" / "rules" / f"{rule['alert']}.yml").read_text())["tests"]
+    fires = {case["name"]: any(check["exp_alerts"] for check in case["alert_rule_test"]) for case in cases}
+    assert {check["alertname"] for case in cases for check in case["alert_rule_test"]} == {rule["alert"]}
+    assert {name: name.startswith("fires ") for name in fires} == fires
+    assert {name: not name.startswith("stays quiet ") for name in fires} == fires
+    assert set(fires.values()) == {True, False}
+
+
+def test_a_rule_file_is_yaml_that_a_person_can_read() -> None:
+    """It says that it is generated and what it is for; an expression of several lines is one."""
+    text = rules.render([alerts.anomalies()], RUNBOOKS, "What it is for.")
+    assert text.startswith("# Generated by `python -m dashboards`")
+    assert "# What it is for.\n" in text
+    assert "expr: |-\n      max by (" in text
+    assert yaml.safe_load(text) == {"groups": [alerts.anomalies().rendered(RUNBOOKS)]}
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_an_unknown_kind_of_anomaly_cannot_be_asked_for() -> None:
+    """A kind that the catalog no longer has breaks the generator, not the alert."""
+    with pytest.raises(ValueError, match="not in tuple"):
+        alerts._kind("gradient_implosion")
