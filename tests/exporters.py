@@ -1,0 +1,139 @@
+"""A running exporter for a test: in a thread of this process, or as the real program."""
+
+from __future__ import annotations
+
+import http.client
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support import clean_environment, wait_until
+from torchobs.exporter.config import ExporterConfig, address_of
+from torchobs.exporter.service import Fleet, serve
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An HTTP response."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Client:
+    """Asks an exporter; `address` is its `host:port`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def get(self, path: str = "/metrics", method: str = "GET", **headers: str) -> Answer:
+        """Send a request of its own connection; `user_agent` is `User-Agent`."""
+        connection = http.client.HTTPConnection(self.address, timeout=10)
+        try:
+            connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            got = connection.getresponse()
+            return Answer(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
+        finally:
+            connection.close()
+
+    def page(self, path: str = "/metrics", **headers: str) -> str:
+        """The metrics page, which must be there."""
+        answer = self.get(path, **headers)
+        assert answer.status == 200, answer
+        return answer.body.decode()
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """The value of the first sample with that name and these labels."""
+        for family in text_string_to_metric_families(self.page()):
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    return float(sample.value)
+        return None
+
+    def state(self, rank: str = "0") -> str:
+        """A rank's state; empty if it is not served."""
+        for family in text_string_to_metric_families(self.page()):
+            for sample in family.samples:
+                if sample.name == "torchobs_rank_state" and sample.labels["rank"] == rank and sample.value == 1:
+                    return str(sample.labels["state"])
+        return ""
+
+
+class Service(Client):
+    """`serve()` in a thread, inside a `with` block; `fleets` are those that `finished` was asked with."""
+
+    def __init__(self, config: ExporterConfig, *, listen: str = "127.0.0.1:0") -> None:
+        super().__init__("")
+        self._config = config if config.listen else replace(config, listen=(address_of(listen),))
+        self._stop = threading.Event()
+        self.fleets: list[Fleet] = []
+        self.announced: list[str] = []
+        self.code: int | None = None
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        wait_until(lambda: self.announced or not self._thread.is_alive())
+        self.address = f"127.0.0.1:{self.announced[0].rpartition(':')[2]}" if self.announced else ""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Say that its duty is done, and wait for its end."""
+        self._stop.set()
+        self._thread.join(timeout=20)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self.code = serve(self._config, announce=self.announced.append, finished=self._finished)
+
+    def _finished(self, fleet: Fleet) -> bool:
+        self.fleets.append(fleet)
+        return self._stop.is_set()
+
+
+class Program(Client):
+    """`torchobs exporter` as a process; `log` is what it has said so far."""
+
+    def __init__(self, process: subprocess.Popen[str], address: str, log: Path) -> None:
+        super().__init__(address)
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        """Its standard error."""
+        return self._log.read_text()
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        assert self.process.poll() is None, self.log
+        try:
+            return self.get("/-/ready").status == 200
+        except OSError:
+            return False
+
+
+def start_program(
+    start: Callable[..., subprocess.Popen[str]], log: Path, port: int, *arguments: str, **environ: str
+) -> Program:
+    """Start the real program on a port of 127.0.0.1, and wait until it is ready."""
+    argv = [sys.executable, "-m", "torchobs", "exporter", "--web.listen-address", f"127.0.0.1:{port}", *arguments]
+    with log.open("w") as error:
+        process = start(*argv, stderr=error, env={**clean_environment(), **environ})
+    program = Program(process, f"127.0.0.1:{port}", log)
+    wait_until(program.is_ready, timeout_s=20)
+    return program

@@ -1,0 +1,257 @@
+"""The exporter over HTTP, as it is: formats, health, the page for people, ports that are taken, what a fleet is."""
+
+import gzip
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics_parser
+
+from tests.exporters import Service
+from tests.rank_files import live_rank, train
+from tests.support import wait_until
+from torchobs.exporter import listener, service
+from torchobs.exporter.app import _accepts_gzip, _deadline_s
+from torchobs.exporter.config import ExporterConfig, address_of
+from torchobs.exporter.watch import DEADLINE_S
+from torchobs.flight.layout import Exit
+from torchobs.flight.writer import FlightWriter
+
+SCRAPE = {"X_Prometheus_Scrape_Timeout_Seconds": "10", "User_Agent": "Prometheus/3.11"}
+
+
+@pytest.fixture(autouse=True)
+def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an exporter ends sooner when its test has."""
+    monkeypatch.setattr(service, "TICK_S", 0.1)
+
+
+@pytest.fixture
+def writer(flight_dir: Path) -> Iterator[FlightWriter]:
+    """A living rank that has taken three steps."""
+    made = live_rank(flight_dir)
+    train(made, [1, 2, 3])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def exporter(flight_dir: Path) -> Iterator[Service]:
+    """A node's exporter of the flight directory."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as running:
+        yield running
+
+
+@pytest.fixture
+def taken() -> Iterator[Callable[[int], int]]:
+    """Listen on a port, and on as many after it as asked for; return the first."""
+    sockets: list[socket.socket] = []
+
+    def take(number: int) -> int:
+        for first in range(20_000, 60_000, number + 7):
+            try:
+                sockets.extend(listener.bind(address_of(f"127.0.0.1:{port}")) for port in range(first, first + number))
+            except OSError:
+                continue
+            return first
+        raise AssertionError("no row of free ports")
+
+    yield take
+    for one in sockets:
+        one.close()
+
+
+def test_the_metrics_in_each_format(writer: FlightWriter, exporter: Service) -> None:
+    """OpenMetrics for whoever asks for it, plain text for everyone else, each compressed on request."""
+    plain = exporter.get()
+    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "content-encoding" not in plain.headers
+    assert b"torchobs_steps_total" in plain.body
+    asked = exporter.get(Accept="application/openmetrics-text;version=1.0.0", Accept_Encoding="gzip")
+    assert asked.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert (asked.headers["content-encoding"], asked.headers["vary"]) == ("gzip", "Accept, Accept-Encoding")
+    page = gzip.decompress(asked.body).decode()
+    names = {family.name for family in openmetrics_parser.text_string_to_metric_families(page)}  # type: ignore[no-untyped-call]
+    assert {"torchobs_steps", "process_resident_memory_bytes", "python_info", "torchobs_build_info"} <= names
+    assert writer.name
+
+
+def test_the_metrics_are_those_of_now(writer: FlightWriter, exporter: Service) -> None:
+    """A step is on the page that is asked for after it."""
+    assert exporter.value("torchobs_steps_total") == 3
+    train(writer, [4])
+    time.sleep(0.11)  # a page this young is served again
+    assert exporter.value("torchobs_steps_total") == 4
+
+
+@pytest.mark.parametrize(("path", "said"), [("/-/healthy", b"healthy"), ("/-/ready", b"ready")])
+def test_health_is_answered(exporter: Service, path: str, said: bytes) -> None:
+    """With and without a rank."""
+    exporter.page()
+    answer = exporter.get(path)
+    assert answer.status == 200
+    assert said in answer.body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("POST", "/metrics", 405), ("DELETE", "/-/healthy", 405), ("GET", "/nope", 404), ("GET", "/metrics/x", 404),
+     ("GET", "/../etc/passwd", 404), ("HEAD", "/metrics", 200)],
+)  # fmt: skip
+def test_other_requests_are_refused(exporter: Service, method: str, path: str, status: int) -> None:
+    """With the right status; HEAD has no body."""
+    answer = exporter.get(path, method)
+    assert answer.status == status
+    if status == 405:
+        assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
+    if method == "HEAD":
+        assert answer.body == b""
+
+
+def test_a_body_nobody_asked_for_hurts_nobody(exporter: Service) -> None:
+    """10 MB of headers are refused, and the next scrape is served."""
+    with socket.create_connection(("127.0.0.1", int(exporter.address.split(":")[1]))) as raw:
+        raw.settimeout(10)
+        raw.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
+        with pytest.raises(OSError):  # noqa: PT011, PT012  # reset, or a broken pipe
+            for _ in range(1000):
+                raw.sendall(b"X-Long: " + b"x" * 10_000 + b"\r\n")
+    assert exporter.get().status == 200
+
+
+class Page(HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in {"href", "src", "action"}]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_landing_page_shows_the_ranks_and_loads_nothing(exporter: Service, flight_dir: Path) -> None:
+    """A hostile name is text in it; every link stays here, and a policy says so to the browser."""
+    name = "<script>alert(1)</script>\"'&"
+    writer = live_rank(flight_dir, job_name=name, rank=7)
+    train(writer, [1, 2])
+    time.sleep(0.11)
+    answer = exporter.get("/")
+    page = Page(answer.body.decode())
+    assert name in page.text
+    assert "script" not in page.tags
+    assert page.links == ["/metrics", "/-/healthy", "/-/ready"]
+    assert not re.search(r"https?://|@import|url\(", answer.body.decode())
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    assert re.search(r"7\s*alive\s*2\s*0\.5\s*0\.\d s ago", page.text), page.text
+    writer.close()
+
+
+def test_the_landing_page_says_what_is_wrong(tmp_path: Path) -> None:
+    """And what a newcomer is waiting for."""
+    with Service(ExporterConfig(flight_dir=str(tmp_path / "later"), problems=("--grace 'x': no",))) as exporter:
+        page = Page(exporter.page("/"))
+        assert "later is not there yet" in page.text
+        assert "--grace 'x': no" in page.text
+        assert "torchobs.init()" in page.text
+        assert exporter.value("torchobs_exporter_config_ok") == 0
+        assert exporter.get("/-/ready").status == 200
+
+
+def test_the_metrics_may_have_another_path(flight_dir: Path) -> None:
+    """`--web.telemetry-path`; the usual one is then not there, and the landing page links to the new one."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir), telemetry_path="/telemetry")) as exporter:
+        assert "torchobs_build_info" in exporter.page("/telemetry")
+        assert exporter.get("/metrics").status == 404
+        assert Page(exporter.page("/")).links[0] == "/telemetry"
+
+
+def test_a_node_s_exporter_takes_the_next_free_port(flight_dir: Path, taken: Callable[[int], int]) -> None:
+    """And announces the one it got, once."""
+    first = taken(3)
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"), listen=f"127.0.0.1:{first}") as exporter:
+        assert exporter.announced == [exporter.address]
+        assert int(exporter.address.split(":")[1]) in range(first + 3, first + 3 + listener.NEXT_PORTS)
+        assert exporter.get("/-/healthy").status == 200
+    assert exporter.code == 0
+
+
+def test_a_node_s_exporter_without_any_port_gives_up(
+    flight_dir: Path, taken: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its starter finds out by the exit code; nothing is announced."""
+    monkeypatch.setattr(listener, "NEXT_PORTS", 2)
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"), listen=f"127.0.0.1:{taken(3)}") as exporter:
+        assert not exporter.announced
+    assert exporter.code == 1
+
+
+def test_a_sidecar_waits_for_its_port(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves on the other one meanwhile, says what is wrong, and takes it as soon as it is free."""
+    monkeypatch.setattr(service, "RETRY_BIND_S", 0.1)
+    blocker = listener.bind(address_of("127.0.0.1:0"))
+    port = blocker.getsockname()[1]
+    addresses = (address_of(f"127.0.0.1:{port}"), address_of("127.0.0.1:0"))
+    with Service(ExporterConfig(flight_dir=str(flight_dir), listen=addresses)) as exporter:
+        assert exporter.value("torchobs_exporter_config_ok") == 0
+        assert f"cannot listen on 127.0.0.1:{port}" in exporter.page("/")
+        blocker.close()
+        wait_until(lambda: exporter.value("torchobs_exporter_config_ok") == 1)
+        exporter.address = f"127.0.0.1:{port}"
+        assert exporter.get("/-/healthy").status == 200
+
+
+def test_every_interface_is_both_families(flight_dir: Path) -> None:
+    """`:PORT` answers on 127.0.0.1, and on ::1 where there is IPv6."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir)), listen=":0") as exporter:
+        assert exporter.announced[0].startswith(":")
+        assert exporter.get("/-/healthy").status == 200
+        if socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text():
+            exporter.address = f"[::1]:{exporter.address.rpartition(':')[2]}"
+            assert exporter.get("/-/healthy").status == 200
+
+
+def test_the_fleet_tells_when_the_duty_is_done(writer: FlightWriter, exporter: Service) -> None:
+    """Ranks, who lives, how long ago the last scrape was, and how many last states nobody has got yet."""
+    wait_until(lambda: exporter.fleets and exporter.fleets[-1].ranks == 1)
+    assert exporter.fleets[-1] == service.Fleet(ranks=1, alive=1, last_scrape_age_s=None, unscraped_final=0)
+    exporter.get(**SCRAPE)
+    writer.exit(Exit.FINISHED, 0)
+    writer.close()
+    wait_until(lambda: exporter.fleets[-1].alive == 0)
+    fleet = exporter.fleets[-1]
+    assert (fleet.ranks, fleet.unscraped_final) == (1, 1)
+    assert fleet.last_scrape_age_s is not None
+    assert 0 <= fleet.last_scrape_age_s < 10
+    exporter.get(**SCRAPE)
+    wait_until(lambda: exporter.fleets[-1].unscraped_final == 0)
+
+
+@pytest.mark.parametrize(
+    ("header", "accepted"),
+    [("gzip", True), ("deflate, gzip;q=0.5", True), ("*", True), ("gzip;q=0", False), ("gzip; q=0.000", False),
+     ("identity", False), ("", False), ("gzip;q=1.0", True), ("gzip;q=0.001", True)],
+)  # fmt: skip
+def test_compression_is_negotiated(header: str, accepted: bool) -> None:  # noqa: FBT001  # a parameter of the table above
+    """As RFC 9110 has it."""
+    assert _accepts_gzip(header) is accepted
+
+
+@pytest.mark.parametrize(
+    ("declared", "deadline_s"),
+    [(None, DEADLINE_S), ("10", DEADLINE_S), ("1", 0.5), ("0", 0.1), ("-5", 0.1), ("nan", DEADLINE_S), ("x", DEADLINE_S)],
+)
+def test_a_scrape_waits_no_longer_than_its_scraper(declared: str | None, deadline_s: float) -> None:
+    """Half of its timeout is for the scan, the rest for the page."""
+    assert _deadline_s(declared) == deadline_s
