@@ -27,10 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         group.main(given, prog_name="torchobs")
     except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] not in _EXTRA:
+        package = (missing.name or "").partition(".")[0]
+        if package not in _EXTRA:
             raise
         name = f"torchobs {given[0]}" if given and not given[0].startswith("-") else "torchobs"
-        print(f"{name}: {missing.name} is not installed: pip install 'torchobs[exporter]'", file=sys.stderr)  # noqa: T201
+        print(f"{name}: {package} is not installed: pip install 'torchobs[exporter]'", file=sys.stderr)  # noqa: T201
         return 1
 
 

@@ -1,0 +1,143 @@
+"""The program `torchobs`: its help, its options, its variables, and what a plain install can do with it."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import clean_environment
+from torchobs import _version
+from torchobs.exporter import config
+
+WITHOUT = "import sys; sys.modules[{module!r}] = None; from torchobs.cli.__main__ import main; sys.exit(main({arguments!r}))"
+
+
+def torchobs(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m torchobs`."""
+    return subprocess.run(
+        [sys.executable, "-m", "torchobs", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+        env={**clean_environment(), "COLUMNS": "128", **environ},
+    )
+
+
+def on_a_terminal(*arguments: str) -> tuple[int, str]:
+    """Run `python -m torchobs` with standard error on a terminal, where a person reads it."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "torchobs", *arguments],
+        stdout=theirs,
+        stderr=theirs,
+        stdin=subprocess.DEVNULL,
+        env=clean_environment(),
+    ) as process:
+        os.close(theirs)
+        code = process.wait(timeout=30)
+        said = os.read(ours, 100_000).decode()
+        os.close(ours)
+    return code, said
+
+
+def test_the_help_names_the_commands_and_loads_none() -> None:
+    """A list of commands is no reason to import a web server."""
+    shown = torchobs("--help")
+    assert shown.returncode == 0
+    assert re.search(r"^  run +\w", shown.stdout, re.MULTILINE)
+    assert re.search(r"^  exporter +\w", shown.stdout, re.MULTILINE)
+
+
+def test_the_exporter_s_help_has_every_option_its_variable_and_examples() -> None:
+    """One does not have to leave the terminal."""
+    shown = torchobs("exporter", "--help")
+    assert shown.returncode == 0
+    for option in config.OPTIONS:
+        assert option.flag in shown.stdout
+        assert option.variable in shown.stdout.replace("\n", "").replace(" ", "")
+    assert "  torchobs exporter --flight-dir /dev/shm/run7  " in shown.stdout
+    assert "config_ok" in shown.stdout
+
+
+def test_the_version_is_told() -> None:
+    """Of the program, and of the exporter with its Python, which matters for its page."""
+    assert torchobs("--version").stdout == f"torchobs {_version.__version__}\n"
+    assert re.fullmatch(
+        rf"torchobs exporter {re.escape(_version.__version__)} \(Python 3\.\d+\.\S+\)\n",
+        torchobs("exporter", "--version").stdout,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--garce", "5m"), "no such option: '--garce', did you mean --grace?"),
+        (("--grace", "soon"), "--grace 'soon': allowed is a duration such as 90s, 5m or 1h30m"),
+        (("--grace",), "Option '--grace' requires an argument"),
+        (("somewhere",), "no such argument: 'somewhere'"),
+        (("--log.level", "loud"), "--log.level 'loud': allowed is debug, info, warn or error"),
+        (("--web.listen-address", "10960"), "--web.listen-address '10960': allowed is host:port"),
+    ],
+)
+def test_a_person_is_told_what_is_wrong_and_nothing_starts(arguments: tuple[str, ...], said: str) -> None:
+    """What was given, and what is allowed; exit status 2."""
+    code, shown = on_a_terminal("exporter", *arguments)
+    assert code == 2
+    assert said in " ".join(shown.split())
+
+
+def test_a_command_that_does_not_exist_is_refused() -> None:
+    """As every program does."""
+    refused = torchobs("exprter")
+    assert refused.returncode == 2
+    assert "exprter" in refused.stderr
+
+
+@pytest.mark.parametrize("module", ["click", "uvicorn", "starlette", "prometheus_client"])
+def test_a_missing_extra_is_one_line_that_names_the_command(module: str) -> None:
+    """A plain install has no exporter, and says how to get it."""
+    code = WITHOUT.format(module=module, arguments=["exporter", "--flight-dir", "/nowhere"])
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
+    assert said.returncode == 1
+    assert said.stderr == f"torchobs exporter: {module} is not installed: pip install 'torchobs[exporter]'\n"
+
+
+def test_run_needs_no_extra(tmp_path: Path) -> None:
+    """A training image has the plain install: `torchobs run` comes before click is even looked for."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print('ran with', sys.argv[1:]); sys.exit(5)")
+    arguments = ["run", "--no-exporter", str(script), "--lr", "1"]
+    code = WITHOUT.format(module="click", arguments=arguments)
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**clean_environment(), "TORCHOBS_ENABLED": "0"},
+    )
+    assert (ran.returncode, ran.stdout) == (5, "ran with ['--lr', '1']\n"), ran.stderr
+
+
+def test_a_fault_of_ours_is_not_called_a_missing_extra(tmp_path: Path) -> None:
+    """Another module that is missing is a bug, and has its traceback."""
+    code = WITHOUT.format(module="torchobs.exporter.service", arguments=["exporter"])
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30, cwd=tmp_path)
+    assert said.returncode == 1
+    assert "Traceback" in said.stderr
+    assert "pip install" not in said.stderr
+
+
+def test_the_exporter_loads_neither_torch_nor_the_sdk() -> None:
+    """Its image has no torch, and 45 MiB are its budget."""
+    code = (
+        "import sys, torchobs.cli.exporter, torchobs.exporter.service; "
+        "print(sorted({'torch', 'numpy', 'psutil', 'pynvml', 'opentelemetry.sdk', 'google.protobuf'} & sys.modules.keys()))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert shown.stdout == "[]\n"
