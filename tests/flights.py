@@ -16,7 +16,7 @@ from torchobs.flight.writer import FlightWriter
 
 NAME = f"r0-{0:032x}.flight"
 ALL_VALUES = Flag.LOSS | Flag.GRAD_NORM | Flag.LEARNING_RATE
-Values = dict[tuple[str, tuple[tuple[str, object], ...]], object]
+Values = dict[tuple[str, tuple[tuple[str, Any], ...]], Any]
 
 
 class RecordingMemory:

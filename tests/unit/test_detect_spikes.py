@@ -1,0 +1,110 @@
+"""Spikes: what is one, and what the baseline learns from it."""
+
+import random
+from math import inf, isfinite, nan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchobs.detect.spikes import WARM_UP, judge
+
+Baseline = tuple[float, float, int]
+FRESH: Baseline = (0.0, 0.0, 0)
+
+
+def feed(values: list[float], baseline: Baseline = FRESH, least_excess: float = 0.25) -> tuple[list[bool], Baseline]:
+    """Judge the values in turn."""
+    verdicts = []
+    for value in values:
+        is_spike, *rest = judge(value, *baseline, least_excess)
+        mean, variance, seen = rest
+        baseline = (float(mean), float(variance), int(seen))
+        verdicts.append(is_spike)
+    return verdicts, baseline
+
+
+def noise(count: int, mean: float, deviation: float) -> list[float]:
+    """Normal values, the same in every run."""
+    chance = random.Random(count)
+    return [chance.gauss(mean, deviation) for _ in range(count)]
+
+
+def test_nothing_is_a_spike_before_twenty_values_were_seen() -> None:
+    """A first loss of a thousand is no news: there is no past to compare it with."""
+    verdicts, _ = feed([2.0] * (WARM_UP - 1) + [1e9])
+    assert verdicts == [False] * WARM_UP
+
+
+def test_a_value_far_above_its_past_is_a_spike_and_the_next_ordinary_one_is_not() -> None:
+    """One outlier, one verdict."""
+    verdicts, _ = feed([*noise(100, 2.0, 0.1), 20.0, 2.0])
+    assert verdicts[-2:] == [True, False]
+    assert not any(verdicts[:-2])
+
+
+def test_a_spike_does_not_hide_the_next_one() -> None:
+    """The baseline moves only as far as the limit lets it: a second outlier of the same height is found, too."""
+    verdicts, _ = feed([*noise(100, 2.0, 0.1), 50.0, 2.0, 2.0, 50.0])
+    assert verdicts[-4:] == [True, False, False, True]
+
+
+def test_a_lasting_new_level_becomes_the_usual_one() -> None:
+    """A loss that stays at five times its old level is reported for some tens of steps, not for the rest of the run."""
+    verdicts, (mean, _, _) = feed([*noise(100, 2.0, 0.1), *noise(300, 10.0, 0.1)])
+    assert verdicts[100]
+    assert not any(verdicts[200:])
+    assert mean == pytest.approx(10.0, abs=0.1)
+
+
+def test_a_value_far_below_its_past_is_no_spike() -> None:
+    """A loss that falls is good news."""
+    verdicts, _ = feed([*noise(100, 2.0, 0.1), -50.0])
+    assert not any(verdicts)
+
+
+def test_what_is_certain_but_small_does_not_matter() -> None:
+    """A constant loss has no variance: a rise by less than the least excess is not a spike, however many deviations it is."""
+    assert feed([2.0] * 100 + [2.2])[0][-1] is False
+    assert feed([2.0] * 100 + [2.3])[0][-1] is True
+
+
+def test_ordinary_noise_is_hardly_ever_a_spike() -> None:
+    """Six standard deviations: ten thousand normal values give no verdict."""
+    verdicts, (mean, variance, _) = feed(noise(10_000, 5.0, 2.0), least_excess=0.0)
+    assert not any(verdicts)
+    assert mean == pytest.approx(5.0, abs=1.5)
+    assert variance == pytest.approx(4.0, rel=0.7)
+
+
+def test_the_mean_of_the_first_values_is_the_plain_mean() -> None:
+    """Finch's weights with 1/n are the arithmetic mean and the population's variance."""
+    values = noise(15, 3.0, 1.0)
+    _, (mean, variance, seen) = feed(values)
+    assert mean == pytest.approx(sum(values) / 15)
+    assert variance == pytest.approx(sum((value - mean) ** 2 for value in values) / 15)
+    assert seen == 15
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=60))
+def test_no_finite_values_spoil_the_baseline(values: list[float]) -> None:
+    """However large: an infinite variance would find no spike ever again, so the baseline begins anew."""
+    _, (mean, variance, seen) = feed(values)
+    assert isfinite(mean)
+    assert isfinite(variance)
+    assert variance >= 0.0
+    assert 1 <= seen <= len(values)
+
+
+def test_after_an_overflow_spikes_are_found_again() -> None:
+    """Two values whose squares are infinite, then an ordinary run with one outlier."""
+    _, baseline = feed([1e200, -1e200])
+    verdicts, _ = feed([*noise(100, 2.0, 0.1), 20.0], baseline)
+    assert verdicts[-1]
+
+
+def test_the_verdict_of_a_non_finite_value_is_the_caller_s() -> None:
+    """The fold counts NaN and infinities before it asks; the formula itself calls NaN no spike."""
+    _, baseline = feed(noise(100, 2.0, 0.1))
+    assert not judge(nan, *baseline, 0.25)[0]
+    assert judge(inf, *baseline, 0.25)[0]

@@ -1,0 +1,249 @@
+"""The step record and its fold: the one function that the sampler and every reader must agree on to the last bit."""
+
+import struct
+from itertools import pairwise
+from math import inf, isnan, nan
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
+
+from tests import flights
+from torchobs import catalog
+from torchobs.flight import record
+from torchobs.flight.layout import RECORD_SIZE
+from torchobs.flight.record import Anomaly, Flag, Kind, StepRecord, Totals, Word
+
+HEADER = flights.header()
+NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
+SECONDS = st.floats(min_value=0.0, max_value=1e6)
+LAST = ("torchobs.loss", ())
+
+
+def numbered(made: list[dict[str, Any]]) -> list[StepRecord]:
+    """These values as the records 1, 2, … of a ring; ``delay``: so many steps after its own."""
+    records = []
+    for seq, values in enumerate(made, 1):
+        delay = values["delay"]
+        records.append(
+            flights.step_record(
+                HEADER, max(1, seq - delay), **{key: value for key, value in values.items() if key != "delay"}
+            )._replace(seq=seq)
+        )
+    return records
+
+
+RECORDS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "delay": st.sampled_from([0, 0, 0, 1, 5]),
+            "kind": st.sampled_from([Kind.STEP, Kind.STEP, Kind.LATE]),
+            "flags": st.integers(0, 127),
+            "loss": NUMBERS,
+            "grad_norm": NUMBERS.map(abs),
+            "learning_rate": NUMBERS,
+            "duration_s": SECONDS,
+            "phase_s": SECONDS.map(lambda seconds: (seconds,) * 8),
+            "tokens": st.sampled_from([0, 1, 4096, 2**64 - 1]),
+        }
+    ),
+    min_size=1,
+    max_size=30,
+).map(numbered)
+"""Records in ring order, as a hostile training could produce them: any flags, any numbers, late ones among them."""
+
+
+def folded(batches: list[list[StepRecord]]) -> tuple[Totals, list[Anomaly]]:
+    """The state after these batches, and what was found."""
+    state, found = flights.totals(HEADER), list[Anomaly]()
+    for batch in batches:
+        record.fold(state, batch, found)
+    return state, found
+
+
+def fold_steps(*given_values: dict[str, Any]) -> tuple[dict[Any, Any], list[Anomaly]]:
+    """The points after steps 1, 2, … with the given values, and what was found."""
+    made = [flights.step_record(HEADER, number, **{"step": number, **given}) for number, given in enumerate(given_values, 1)]
+    *_, last = flights.folded_states(HEADER, made)
+    return last, folded([made])[1]
+
+
+@given(RECORDS, st.lists(st.integers(0, 30), max_size=4))
+def test_any_cut_of_the_records_into_batches_gives_the_same_words(made: list[StepRecord], cuts: list[int]) -> None:
+    """The writer folds in batches, the reader the rest: bit by bit the same, or a total would step back by a rounding error."""
+    edges = [0, *sorted(min(cut, len(made)) for cut in cuts), len(made)]
+    batches = [made[begin:end] for begin, end in pairwise(edges)]
+    at_once, found = folded([made])
+    in_parts, found_in_parts = folded(batches)
+    one_by_one, _ = folded([[one] for one in made])
+    assert bytes(in_parts.buffer) == bytes(at_once.buffer) == bytes(one_by_one.buffer)
+    assert sorted(map(repr, found)) == sorted(map(repr, found_in_parts))  # as text: NaN is not itself
+
+
+@given(RECORDS)
+def test_no_record_makes_a_counter_step_back_or_disappear(made: list[StepRecord]) -> None:
+    """After every record each counter and each bucket is there and at least what it was, however large the values are."""
+    before: dict[Any, Any] = {}
+    for state in flights.folded_states(HEADER, made):
+        for metric, attributes, _ in record.series():
+            key = metric.name, tuple(attributes.items())
+            if metric.kind is catalog.Kind.COUNTER:
+                assert state[key] >= before.get(key, 0)
+                assert state[key] < 2**63
+            elif metric.kind is catalog.Kind.HISTOGRAM:
+                assert abs(state[key].sum) < inf
+                old = (before or state)[key].counts
+                assert all(a >= b for a, b in zip(state[key].counts, old, strict=True))
+        before = state
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(min_value=0.0, allow_infinity=False), min_size=1, max_size=30))
+def test_buckets_are_those_of_prometheus(durations: list[float]) -> None:
+    """A value on a bound belongs to the bucket of that bound (le), as prometheus-client counts."""
+    bounds = catalog.SECONDS_BOUNDS
+    oracle = Histogram("x", "x", registry=CollectorRegistry(), buckets=bounds)
+    values = [*durations, *bounds[:3]]
+    for value in values:
+        oracle.observe(value)
+    points, _ = fold_steps(*({"duration_s": value} for value in values))
+    distribution = points[catalog.STEP_DURATION.name, ()]
+    cumulative = [sum(distribution.counts[: index + 1]) for index in range(len(bounds) + 1)]
+    (family,) = oracle.collect()
+    assert cumulative == [sample.value for sample in family.samples if sample.name == "x_bucket"]
+    assert distribution.least == min(values)
+    assert distribution.greatest == max(values)
+
+
+def test_a_record_survives_its_packing() -> None:
+    """What was put in comes out, and one flipped bit or another incarnation's seed does not validate."""
+    raw = record.pack(7, **flights.fields(HEADER, 9), seed=HEADER.seed)
+    assert len(raw) == RECORD_SIZE
+    back = record.unpack(raw, HEADER.seed)
+    assert back is not None
+    assert (back.seq, back.step, back.phase_s[:3], back.loss) == (7, 9, (0.0625, 0.0625, 0.125), 2.0 + 2 / 64)
+    assert record.unpack(raw, HEADER.seed ^ 1) is None
+    assert record.unpack(raw[:-1], HEADER.seed) is None
+    for bit in range(0, RECORD_SIZE * 8, 5):
+        broken = bytearray(raw)
+        broken[bit // 8] ^= 1 << bit % 8
+        assert record.unpack(bytes(broken), HEADER.seed) is None
+
+
+def test_a_value_that_no_field_holds_is_refused() -> None:
+    """A negative count or one over 64 bits raises struct.error, and never stores something else."""
+    for wrong in ({"tokens": -1}, {"tokens": 2**64}, {"samples": 2**32}, {"kind": 1 << 16}):
+        with pytest.raises(struct.error):
+            record.pack(1, **flights.fields(HEADER, 1, **wrong), seed=HEADER.seed)
+
+
+def test_a_non_finite_loss_is_counted_and_never_shown_as_a_value() -> None:
+    """A NaN is data: a counter, a flag and an anomaly; the gauge keeps the last finite loss."""
+    points, found = fold_steps({"loss": 2.0}, {"loss": nan}, {"loss": -inf})
+    kind = (("kind", "nonfinite_loss"),)
+    assert points[catalog.ANOMALIES.name, kind] == 2
+    assert points[catalog.ANOMALY_ACTIVE.name, kind] == 1.0
+    assert points[LAST] == 2.0
+    assert [(one.kind, one.step, one.baseline) for one in found] == [("nonfinite_loss", 2, 2.0), ("nonfinite_loss", 3, 2.0)]
+    assert isnan(found[0].value)
+
+
+def test_an_anomaly_is_over_with_the_next_ordinary_step() -> None:
+    """The flag tells of the last measured step, whichever batch it came in."""
+    made = [flights.step_record(HEADER, number, loss=loss) for number, loss in enumerate([2.0, nan, 2.0], 1)]
+    key = catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_loss"),)
+    assert [state[key] for state in flights.folded_states(HEADER, made)] == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_step_without_a_loss_does_not_end_an_anomaly() -> None:
+    """Where norms are measured every tenth step, nine steps that measured nothing say nothing."""
+    points, _ = fold_steps({"grad_norm": nan}, {"flags": Flag.LOSS})
+    assert points[catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_gradient"),)] == 1.0
+
+
+def test_a_loss_that_a_device_delivers_after_a_newer_one_is_not_shown() -> None:
+    """The gauge is the newest step's; a late value of an older one moves neither it nor the baseline."""
+    late = {"step": 1, "kind": Kind.LATE, "flags": Flag.LOSS, "loss": 99.0}
+    points, _ = fold_steps({"flags": 0}, {"loss": 3.0}, late)
+    assert points[LAST] == 3.0
+    assert points[catalog.STEPS.name, ()] == 2
+
+
+def test_a_late_nan_is_counted_all_the_same() -> None:
+    """It is an anomaly of its own step, though not the state of the newest."""
+    late = {"step": 1, "kind": Kind.LATE, "flags": Flag.LOSS | Flag.GRAD_NORM, "loss": nan, "grad_norm": inf}
+    points, found = fold_steps({"flags": 0}, {"loss": 3.0, "grad_norm": 1.0}, late)
+    assert points[catalog.ANOMALIES.name, (("kind", "nonfinite_loss"),)] == 1
+    assert points[catalog.GRAD_NONFINITE_STEPS.name, ()] == 1
+    assert points[catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_loss"),)] == 0.0
+    assert points[catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_gradient"),)] == 0.0
+    assert {(one.kind, one.step) for one in found} == {("nonfinite_loss", 1), ("nonfinite_gradient", 1)}
+
+
+def test_a_late_record_is_no_step() -> None:
+    """Norms that come a step later belong to their step; steps, times and durations are counted once."""
+    late = {"step": 1, "kind": Kind.LATE, "flags": Flag.GRAD_NORM, "grad_norm": 7.0}
+    points, _ = fold_steps({"flags": 0}, late)
+    assert points[catalog.STEPS.name, ()] == 1
+    assert sum(points[catalog.STEP_DURATION.name, ()].counts) == 1
+    assert points[catalog.GRAD_NORM.name, ()] == 7.0
+
+
+def test_a_zero_norm_is_measured_and_is_no_explosion() -> None:
+    """It has no logarithm."""
+    points, found = fold_steps({"grad_norm": 0.0}, {"grad_norm": 0.0})
+    assert points[catalog.GRAD_NORM.name, ()] == 0.0
+    assert points[catalog.GRAD_NORM_DISTRIBUTION.name, ()].counts[0] == 2
+    assert not found
+
+
+def test_skipped_steps_are_steps_whose_time_is_not_productive() -> None:
+    """What the loss scaler threw away is goodput's loss, not its gain."""
+    points, _ = fold_steps({}, {"flags": flights.ALL_VALUES | Flag.SKIPPED})
+    assert points[catalog.STEPS.name, ()] == 2
+    assert points[catalog.AMP_STEPS_SKIPPED.name, ()] == 1
+    assert points[catalog.GOODPUT_TIME.name, (("state", "productive"),)] == 0.1875
+    assert points[catalog.GOODPUT_TIME.name, (("state", "skipped"),)] == 0.1875
+    assert points[catalog.GOODPUT_TIME.name, (("state", "data"),)] == 0.125
+
+
+def test_the_first_step_has_no_duration() -> None:
+    """Nobody saw it begin."""
+    points, _ = fold_steps({"flags": Flag.UNTIMED})
+    assert points[catalog.STEPS.name, ()] == 1
+    assert sum(points[catalog.STEP_DURATION.name, ()].counts) == 0
+
+
+def test_records_that_were_never_there_are_counted() -> None:
+    """Lapped, or interrupted for good: the numbers between those that are there."""
+    made = [flights.step_record(HEADER, 1)._replace(seq=seq) for seq in (3, 4, 9)]
+    key = catalog.FLIGHT_DROPPED.name, (("what", "record"),)
+    assert [state[key] for state in flights.folded_states(HEADER, made)] == [0, 2, 2, 6]
+
+
+def test_a_record_that_comes_after_its_number_was_passed_over_is_counted_once() -> None:
+    """It adds its step, and takes nothing back: readers go on from the newest number."""
+    first, late = flights.step_record(HEADER, 2), flights.step_record(HEADER, 1)
+    state, _ = folded([[first], [late]])
+    assert flights.folded_upto(state) == 2
+    assert state.ints[Word.STEPS] == 2
+
+
+def test_the_last_step_s_time_is_the_wall_clock_s_of_birth() -> None:
+    """By the pair of clocks taken at birth: a clock that is set later changes nothing."""
+    points, _ = fold_steps({}, {})
+    wall_s = HEADER.wall_s(HEADER.monotonic_ns + 2 * 250_000_000)
+    assert points[catalog.LAST_STEP_TIMESTAMP.name, ()] == pytest.approx(wall_s, abs=1e-6)
+
+
+def test_every_series_of_the_fold_has_words_of_its_own() -> None:
+    """No two series share a word, all lie in the fold's part of the block, and each is in the catalog."""
+    taken: list[int] = []
+    for metric, _, word in record.series():
+        width = len(metric.bounds) + 4 if metric.kind is catalog.Kind.HISTOGRAM else 1
+        taken += range(word, word + width)
+        assert catalog.BY_NAME[metric.name] is metric
+    assert len(set(taken)) == len(taken)
+    assert max(taken) < record.WORDS
