@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from torchobs.flight.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE
-from torchobs.flight.memory import DeferredMemory
 from torchobs.flight.record import ABSENT_BITS, Totals
 from torchobs.flight.series import INT_ABSENT, ValueType
 
@@ -37,8 +36,7 @@ class Block:
     """One value block: private words, and the two slots in the map."""
 
     __slots__ = (
-        "_generation", "_head", "_lock", "_memory", "_offset", "_pending", "_raw", "_seed", "_unstored", "deferred", "totals",
-        "used",
+        "_generation", "_head", "_lock", "_memory", "_offset", "_pending", "_raw", "_seed", "_unstored", "totals", "used",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, offset: int, seed: int) -> None:
@@ -51,7 +49,6 @@ class Block:
         self._lock = Lock()
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._unstored = False
-        self.deferred = isinstance(memory, DeferredMemory)
 
     def change(self, update: Callable[..., None], *arguments: Any) -> None:
         """Queue ``update(totals, *arguments)``; the next :meth:`publish` applies it."""
@@ -70,18 +67,8 @@ class Block:
             finally:
                 self._lock.release()
 
-    def apply(self) -> None:
-        """Apply what is queued; the next :meth:`publish` stores it."""
-        while self._pending:
-            if not self._lock.acquire(blocking=False):
-                return
-            try:
-                self._apply()
-            finally:
-                self._lock.release()
-
     def _apply(self) -> None:
-        self._unstored = True
+        self._unstored = True  # until it is: an interrupt may come in between
         pending, totals = self._pending, self.totals
         for _ in range(len(pending)):
             update, arguments = pending.popleft()

@@ -59,10 +59,18 @@ class EventRing:
         self._lock = Lock()
         self.dropped = 0
 
+    @property
+    def limit(self) -> int:
+        """Bytes that a frame's payload may have."""
+        return min(MAX_PAYLOAD, self._size // 4)
+
     def append(self, fields: Mapping[str, object]) -> None:
         """Add one frame; one that is too long, or comes while 1,024 wait, is dropped and counted."""
-        payload = json.dumps(plain(dict(fields)), separators=(",", ":")).encode()
-        if len(payload) > min(MAX_PAYLOAD, self._size // 4) or len(self._pending) >= _MAX_PENDING:
+        self.put(json.dumps(plain(dict(fields)), separators=(",", ":")).encode())
+
+    def put(self, payload: bytes) -> None:
+        """Add one frame whose JSON is ready."""
+        if len(payload) > self.limit or len(self._pending) >= _MAX_PENDING:
             self.dropped += 1
             return
         self._pending.append(payload)

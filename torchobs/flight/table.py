@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from math import inf, isfinite
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from torchobs.catalog import Kind, Metric
@@ -37,12 +37,8 @@ class Cell:
     def __init__(self, block: Block, series: Series) -> None:
         self._block, self._word, self._type, self._bounds = block, series.word, series.value_type, series.bounds
         self._float_word = series.word + (series.value_type == ValueType.EITHER)
-        self.publish: Callable[[], None] = block.apply if block.deferred else block.publish
-        """Make the change visible, whatever happens to the process afterwards.
-
-        Off tmpfs that is the sampler's work, within 100 ms, once for all changes: a slot takes up to 4 KiB, and a loop of
-        additions would queue hundreds of MiB of them between two rounds.
-        """
+        self.publish: Callable[[], None] = block.publish
+        """Make the change visible, whatever happens to the process afterwards (off tmpfs: after 100 ms)."""
 
     def add(self, amount: float) -> None:
         """Add to a counter or an up-down counter; visible after the block's next publication."""
@@ -90,8 +86,8 @@ class Table:
     """
 
     __slots__ = (
-        "_at", "_blocks", "_cells", "_count", "_live_at", "_lock", "_memory", "_offset", "_refused", "_room", "_seed",
-        "_shares", "_span", "dropped",
+        "_at", "_blocks", "_cells", "_count", "_live_at", "_lock", "_maker", "_memory", "_offset", "_refused", "_room",
+        "_seed", "_shares", "_span", "dropped",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, regions: Mapping[Region, Span], seed: int) -> None:
@@ -99,7 +95,7 @@ class Table:
         self._offset, self._room = regions[Region.SERIES].offset, regions[Region.SERIES].length
         self._live_at = regions[Region.LIVE].offset // 8
         self._at = self._count = 0
-        self._lock = Lock()
+        self._lock, self._maker = Lock(), 0
         self._cells: dict[tuple[Metric, Scope | None, str], Cell] = {}
         self._refused: set[int] = set()
         self._blocks: list[Block] = []
@@ -127,7 +123,7 @@ class Table:
         """Return the cell of that series, made at first sight; ``None`` when there is no room, which is counted.
 
         ``either``: values may be ints and floats (a user's instrument). Also ``None``, uncounted, when another thread is
-        just making a series and does not finish within 50 ms, or this is a signal handler that interrupted one.
+        just making a series and does not finish within 50 ms, or this is a signal handler that interrupted this thread at it.
         """
         try:
             return self.open(metric, attributes, group, either=either)
@@ -146,9 +142,10 @@ class Table:
         pairs = tuple(sorted(attributes.items()))
         key = (metric, scope, json.dumps(pairs, separators=(",", ":"), default=str))  # as text: 1 is neither True nor 1.0
         found = self._cells.get(key)
-        if found is not None or not self._lock.acquire(timeout=0.05):
+        if found is not None or self._maker == get_ident() or not self._lock.acquire(timeout=0.05):
             return found
         try:
+            self._maker = get_ident()
             found = self._cells.get(key)
             if found is None:
                 found = self._cells[key] = self._make(_series(metric, pairs, scope, either=either), group, spare=spare)
@@ -156,6 +153,7 @@ class Table:
             self.refuse(hash(key))
             raise
         finally:
+            self._maker = 0
             self._lock.release()
         return found
 

@@ -1,0 +1,70 @@
+"""What the tests of the OpenTelemetry API share: a flight file, and what a reader finds in it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchobs.flight.otel.attributes import flat
+from torchobs.flight.place import open_place
+from torchobs.flight.points import Distribution
+from torchobs.flight.reader import open_path
+from torchobs.flight.writer import FlightWriter, open_writer
+
+
+class Seen(NamedTuple):
+    """A data point, from a flight file or from the SDK; attributes as JSON, so that 1, 1.0 and True differ."""
+
+    scope: tuple[str, str, str]
+    name: str
+    unit: str
+    description: str
+    kind: str
+    attributes: str
+    value: Any
+
+
+def new_file(directory: Path, size: int = 256 * 1024) -> FlightWriter:
+    """A flight file of this process."""
+    return open_writer(open_place(str(directory), None), {"rank": 0}, size)
+
+
+def text(attributes: Mapping[str, Any]) -> str:
+    """Attributes as JSON, in order."""
+    return json.dumps(flat(attributes))
+
+
+def points(writer: FlightWriter) -> list[Seen]:
+    """What a reader of the file finds of the user's instruments."""
+    file = open_path(writer.path)
+    try:
+        found = file.read().points
+    finally:
+        file.close()
+    return [
+        Seen(
+            (point.series.scope.name, point.series.scope.version, point.series.scope.schema_url),
+            point.series.name,
+            point.series.unit,
+            point.series.brief,
+            point.series.kind.name,
+            text(dict(point.series.attributes)),
+            (*point.value, point.series.bounds) if isinstance(point.value, Distribution) else point.value,
+        )
+        for point in found
+        if point.series.scope is not None
+    ]
+
+
+def values(writer: FlightWriter) -> dict[tuple[str, str], Any]:
+    """The same by name and attributes, values only."""
+    return {(seen.name, seen.attributes): seen.value for seen in points(writer)}
+
+
+def frames(writer: FlightWriter) -> list[dict[str, Any]]:
+    """The spans in the file, oldest first."""
+    file = open_path(writer.path)
+    try:
+        return [fields for _, fields in file.events() if fields["k"] in {"span", "span_start"}]
+    finally:
+        file.close()

@@ -1,0 +1,420 @@
+"""The OpenTelemetry API's tracers over a flight file: what they promise beyond being like the SDK's."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from opentelemetry import context as context_api
+from opentelemetry import trace
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    Status,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+    TraceState,
+    set_span_in_context,
+)
+
+from tests import otel
+from torchobs.flight.otel import FlightSpan, FlightTracerProvider, SpanLimits
+from torchobs.flight.otel.frames import fit
+from torchobs.flight.writer import FlightWriter
+
+REMOTE = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("vendor", "x")]))
+
+
+@pytest.fixture
+def writer(flight_dir: Path) -> Iterator[FlightWriter]:
+    """A flight file."""
+    opened = otel.new_file(flight_dir, 1024 * 1024)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def provider(writer: FlightWriter) -> FlightTracerProvider:
+    """The provider that writes to it."""
+    return FlightTracerProvider(lambda: writer)
+
+
+@pytest.fixture
+def tracer(provider: FlightTracerProvider) -> Tracer:
+    """A tracer of that provider."""
+    return provider.get_tracer("tests", "1.0")
+
+
+def test_a_span_is_in_the_file_when_it_has_ended(writer: FlightWriter, tracer: Tracer) -> None:
+    """Not before, and no thread of ours has to run for it."""
+    span = tracer.start_span("work", attributes={"n": 1}, start_time=1_000)
+    assert otel.frames(writer) == []
+    span.end(2_000)
+    (frame,) = otel.frames(writer)
+    assert frame == {
+        "k": "span",
+        "name": "work",
+        "trace_id": trace.format_trace_id(span.get_span_context().trace_id),
+        "span_id": trace.format_span_id(span.get_span_context().span_id),
+        "flags": 3,
+        "kind": "internal",
+        "t0": 1_000,
+        "t1": 2_000,
+        "status": "unset",
+        "attrs": {"n": 1},
+        "events": [],
+        "links": [],
+        "scope": ["tests", "1.0", "", {}],
+    }
+
+
+def test_an_announced_span_is_known_of_before_its_end(writer: FlightWriter, tracer: Tracer) -> None:
+    """The span of a run says that it has begun, so that a killed process leaves its trace and its start."""
+    span = tracer.start_span("run", attributes={"rank": 0})
+    assert isinstance(span, FlightSpan)
+    span.announce()
+    (frame,) = otel.frames(writer)
+    assert (frame["k"], frame["name"], frame["attrs"]) == ("span_start", "run", {"rank": 0})
+    assert frame["span_id"] == trace.format_span_id(span.get_span_context().span_id)
+    assert "t1" not in frame
+    span.end()
+    assert [frame["k"] for frame in otel.frames(writer)] == ["span_start", "span"]
+
+
+def test_spans_nest_through_the_context(writer: FlightWriter, tracer: Tracer) -> None:
+    """A span started inside another's block is its child, in the same trace; outside there is none."""
+    with tracer.start_as_current_span("outer") as outer:
+        assert trace.get_current_span() is outer
+        with tracer.start_as_current_span("inner"):
+            pass
+        assert trace.get_current_span() is outer
+    assert not trace.get_current_span().get_span_context().is_valid
+    inner_frame, outer_frame = otel.frames(writer)
+    assert inner_frame["parent"] == outer_frame["span_id"]
+    assert inner_frame["trace_id"] == outer_frame["trace_id"]
+    assert "parent" not in outer_frame
+
+
+def test_a_given_context_beats_the_current_one(writer: FlightWriter, tracer: Tracer) -> None:
+    """`context=` says whose child a span is: a remote parent's, with its trace state, or nobody's."""
+    with tracer.start_as_current_span("current"):
+        tracer.start_span("remote", context=set_span_in_context(NonRecordingSpan(REMOTE))).end()
+        tracer.start_span("root", context=context_api.Context()).end()
+    remote, root, current = otel.frames(writer)
+    assert (remote["trace_id"], remote["parent"], remote["remote"]) == (f"{0xABC:032x}", f"{0xDEF:016x}", True)
+    assert remote["state"] == "vendor=x"
+    assert "parent" not in root
+    assert root["trace_id"] != current["trace_id"]
+
+
+def test_roots_are_children_of_the_run_s_span(writer: FlightWriter) -> None:
+    """Where the session names a parent, spans without any context are its children; an explicitly empty context is not."""
+    tracer = FlightTracerProvider(lambda: writer, lambda: REMOTE).get_tracer("t")
+    tracer.start_span("child").end()
+    tracer.start_span("root", context=context_api.Context()).end()
+    child, root = otel.frames(writer)
+    assert child["parent"] == f"{0xDEF:016x}"
+    assert "parent" not in root
+
+
+def test_the_decision_of_a_parent_not_to_sample_is_respected(writer: FlightWriter, tracer: Tracer) -> None:
+    """Nothing is written, children inherit the decision, and the trace goes on for whoever is called."""
+    unsampled = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(0))
+    with tracer.start_as_current_span("a", context=set_span_in_context(NonRecordingSpan(unsampled))) as span:
+        assert not span.is_recording()
+        assert span.get_span_context().trace_id == 0xABC
+        assert span.get_span_context().span_id != 0xDEF
+        tracer.start_span("b").end()
+    assert otel.frames(writer) == []
+
+
+def test_without_a_file_spans_hand_their_parent_on() -> None:
+    """Before init() and after shutdown() nothing is recorded, and propagation to other services still works."""
+    tracer = FlightTracerProvider(lambda: None).get_tracer("t")
+    with tracer.start_as_current_span("a", context=set_span_in_context(NonRecordingSpan(REMOTE))) as span:
+        assert span.get_span_context() == REMOTE
+        assert not span.is_recording()
+    assert not tracer.start_span("b").get_span_context().is_valid
+
+
+def test_a_span_belongs_to_the_file_in_which_it_began(flight_dir: Path) -> None:
+    """One that ends after shutdown(), or in the next session, is no part of that other run."""
+    current: list[FlightWriter | None] = [otel.new_file(flight_dir)]
+    first = current[0]
+    tracer = FlightTracerProvider(lambda: current[0]).get_tracer("t")
+    spans = [tracer.start_span("a"), tracer.start_span("b")]
+    current[0] = None
+    spans[0].end()
+    current[0] = second = otel.new_file(flight_dir)
+    spans[1].end()
+    tracer.start_span("c").end()
+    assert first is not None
+    assert otel.frames(first) == []
+    assert [frame["name"] for frame in otel.frames(second)] == ["c"]
+    first.close()
+    second.close()
+
+
+def test_identifiers_do_not_depend_on_the_training_s_seed(writer: FlightWriter, tracer: Tracer) -> None:
+    """All ranks seed `random` alike: their spans differ all the same, and their random numbers are what they would be."""
+    random.seed(0)
+    expected = [random.random() for _ in range(3)]
+    random.seed(0)
+    found = []
+    for _ in range(3):
+        tracer.start_span("a").end()
+        found.append(random.random())
+    random.seed(0)
+    tracer.start_span("a").end()
+    assert found == expected
+    assert len({frame["trace_id"] for frame in otel.frames(writer)}) == 4
+
+
+def test_a_forked_child_s_identifiers_are_its_own(tracer: Tracer) -> None:
+    """Parent and child start the same spans after the fork; no identifier comes twice."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    ids = [tracer.start_span("a").get_span_context()[:2] for _ in range(100)]
+    if child == 0:
+        os.write(writing, json.dumps(ids).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        others = [tuple(pair) for pair in json.load(pipe)]
+    assert len(others) == 100
+    assert not {*ids} & {*others}
+
+
+def test_a_span_ended_by_two_threads_is_written_once(writer: FlightWriter, tracer: Tracer) -> None:
+    """Exactly one end() counts, whoever is first."""
+    for _ in range(20):
+        span = tracer.start_span("a")
+        begin = threading.Barrier(4)
+        threads = [threading.Thread(target=lambda: (begin.wait(), span.end())) for _ in range(4)]  # noqa: B023  # joined below
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(otel.frames(writer)) == 20
+
+
+def test_threads_may_change_a_span_while_it_ends(writer: FlightWriter, tracer: Tracer) -> None:
+    """Attributes and events that arrive during end() are in it or not; nothing breaks."""
+    stop = threading.Event()
+    spans = [tracer.start_span("first")]
+
+    def change() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            spans[-1].set_attribute(f"k{number % 300}", number)
+            spans[-1].add_event("e")
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    for number in range(100):
+        spans.append(tracer.start_span(f"s{number}"))
+        spans[-2].end()
+    stop.set()
+    thread.join()
+    assert all(len(frame["attrs"]) <= 128 for frame in otel.frames(writer))
+    assert len(otel.frames(writer)) > 5
+
+
+def test_a_signal_handler_may_change_the_span_it_interrupts(writer: FlightWriter, tracer: Tracer) -> None:
+    """The SDK's span takes a lock here and hangs forever."""
+    span = tracer.start_span("a")
+    handled = 0
+
+    def handler(*_: object) -> None:
+        nonlocal handled
+        handled += 1
+        span.set_attribute("handled", handled)
+        tracer.start_span("in handler").end()
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    try:
+        while handled < 50:
+            span.set_attribute("main", handled)
+            tracer.start_span("in main").end()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    span.end()
+    assert otel.frames(writer)[-1]["attrs"]["handled"] == 50
+
+
+def test_a_clock_that_jumps_makes_no_negative_span(
+    writer: FlightWriter, tracer: Tracer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wall clock set back by a day while a span lasts: its length is right, its start where the file's clock has it."""
+    begun_ns = time.time_ns()
+    span = tracer.start_span("a")
+    monkeypatch.setattr(time, "time_ns", lambda: begun_ns - 86_400 * 10**9)
+    time.sleep(0.01)
+    span.end()
+    (frame,) = otel.frames(writer)
+    assert 0.01e9 <= frame["t1"] - frame["t0"] < 5e9
+    assert abs(frame["t0"] - begun_ns) < 5e9
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------------------
+
+
+def test_an_oversized_span_is_cut_and_counted_not_lost(writer: FlightWriter, tracer: Tracer) -> None:
+    """A text of 100 KB loses its end, short attributes stay whole, and the frame says how many values were cut."""
+    tracer.start_span("a", attributes={"long": "x" * 100_000, "short": "kept"}).end()
+    (frame,) = otel.frames(writer)
+    assert frame["attrs"]["short"] == "kept"
+    assert frame["attrs"]["long"] == "x" * 4096
+    assert frame["cut"] == 1
+    assert writer.events.dropped == 1
+
+
+def test_a_span_with_very_much_in_it_keeps_the_newest(writer: FlightWriter, tracer: Tracer) -> None:
+    """128 events with 128 long attributes each: name, times and status survive whatever else has to go."""
+    span = tracer.start_span("a", attributes={f"k{number}": "y" * 500 for number in range(128)})
+    for number in range(128):
+        span.add_event(f"e{number}", {f"{'k' * 100}{index}": "z" * 100 for index in range(128)})
+    span.set_status(StatusCode.ERROR, "w" * 50_000)
+    span.end()
+    (frame,) = otel.frames(writer)
+    assert (frame["name"], frame["status"], frame["description"]) == ("a", "error", "w" * 64)
+    assert list(frame["attrs"])[-1] == "k127"
+    assert frame["cut"] > 128
+
+
+@pytest.mark.parametrize("size", [1, 1_000, 20_000, 300_000])
+@pytest.mark.parametrize("field", ["name", "description", "state", "attrs", "events", "links", "scope"])
+def test_every_frame_fits(field: str, size: int) -> None:
+    """Whichever part of a span is long, its frame has at most the bytes that the ring takes."""
+    long = "é" * size
+    many = [[0, long, {long: long}, 0]] * 5
+    shapes = {
+        "attrs": {f"{index}{long}": long for index in range(3)},
+        "events": many,
+        "links": many,
+        "scope": [long, long, long, {long: long}],
+    }
+    plain = {"k": "span", "name": "", "attrs": {}, "events": [], "links": [], "scope": ["", "", "", {}]}
+    whole = plain | {field: shapes.get(field, long)}
+    payload, cut = fit(whole, 11_000)
+    assert len(payload) <= 11_000
+    assert json.loads(payload).get("cut", 0) == cut
+    assert (cut == 0) == (json.loads(payload) == whole)
+    assert (cut == 0) == (len(json.dumps(whole, separators=(",", ":"))) <= 11_000)
+
+
+def test_limits_drop_the_oldest_and_count(writer: FlightWriter) -> None:
+    """Beyond a limit the oldest attribute, event or link goes, as in the SDK, and the frame says how many went."""
+    limits = SpanLimits(attributes=2, events=2, links=1, attributes_of_each=1)
+    span = FlightTracerProvider(lambda: writer, limits=limits).get_tracer("t").start_span("a")
+    for number in range(4):
+        span.set_attribute(f"k{number}", number)
+        span.add_event(f"e{number}", {"a": 1, "b": 2}, timestamp=number)
+        span.add_link(REMOTE, {"n": number})
+    span.end()
+    (frame,) = otel.frames(writer)
+    assert frame["attrs"] == {"k2": 2, "k3": 3}
+    assert frame["events"] == [[2, "e2", {"b": 2}, 1], [3, "e3", {"b": 2}, 1]]
+    assert frame["links"] == [[f"{0xABC:032x}", f"{0xDEF:016x}", 1, "vendor=x", {"n": 3}, 0]]
+    assert frame["dropped"] == [2, 2, 3]
+
+
+# --- exceptions and decorators ------------------------------------------------------------------------------------------------
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+def test_an_exception_whose_text_cannot_be_had_is_recorded(writer: FlightWriter, tracer: Tracer) -> None:
+    """The exception that the user raised arrives, not one of ours."""
+    with pytest.raises(UnspeakableError), tracer.start_as_current_span("a"):
+        raise UnspeakableError
+    (frame,) = otel.frames(writer)
+    assert frame["status"] == "error"
+    assert frame["events"][0][2]["exception.type"].endswith("UnspeakableError")
+
+
+def test_stacks_carry_no_values(writer: FlightWriter, tracer: Tracer) -> None:
+    """Lines of source, as the program wrote them, and nothing of what its variables hold."""
+    secret = str(7**70)
+    with pytest.raises(ZeroDivisionError), tracer.start_as_current_span("a"):
+        len(secret) / 0
+    attributes = otel.frames(writer)[0]["events"][0][2]
+    assert "len(secret) / 0" in attributes["exception.stacktrace"]
+    assert secret not in attributes["exception.stacktrace"]
+
+
+def test_a_function_can_be_decorated_and_recurse(writer: FlightWriter, tracer: Tracer) -> None:
+    """Each call is a span of its own, the inner a child of the outer; name and result are the function's."""
+
+    @tracer.start_as_current_span("call")
+    def countdown(number: int) -> int:
+        return countdown(number - 1) + 1 if number else 0
+
+    assert countdown(2) == 2
+    assert countdown.__name__ == "countdown"
+    innermost, middle, outermost = otel.frames(writer)
+    assert (innermost["parent"], middle["parent"]) == (middle["span_id"], outermost["span_id"])
+
+
+def test_a_coroutine_can_be_decorated(writer: FlightWriter, tracer: Tracer) -> None:
+    """The span lasts as long as the coroutine, and concurrent ones are not mixed up."""
+
+    @tracer.start_as_current_span("call")
+    async def work(number: int) -> int:
+        trace.get_current_span().set_attribute("before", number)
+        await asyncio.sleep(0.01 * (3 - number))
+        trace.get_current_span().set_attribute("after", number)
+        return number
+
+    async def main() -> list[int]:
+        return await asyncio.gather(*(work(number) for number in range(3)))
+
+    assert asyncio.run(main()) == [0, 1, 2]
+    frames = otel.frames(writer)
+    assert sorted(frame["attrs"]["before"] for frame in frames) == [0, 1, 2]
+    assert all(frame["attrs"]["before"] == frame["attrs"]["after"] for frame in frames)
+    assert all(frame["t1"] - frame["t0"] >= 0.009e9 for frame in frames)
+
+
+def test_misuse_breaks_nothing(writer: FlightWriter, tracer: Tracer) -> None:
+    """Wrong types anywhere: the span is written, and what can be made of them is in it."""
+    span = tracer.start_span(7, attributes=[1, 2])  # type: ignore[arg-type]
+    span.set_attribute(None, 1)  # type: ignore[arg-type]
+    span.set_attributes(None)  # type: ignore[arg-type]
+    span.add_event(None, {"a": object()}, timestamp="now")  # type: ignore[arg-type, dict-item]
+    span.set_status("broken")  # type: ignore[arg-type]
+    span.set_status(Status(StatusCode.ERROR, 5))  # type: ignore[arg-type]
+    span.set_attribute("deep", _nested(100))  # type: ignore[arg-type]
+    span.set_attribute("huge", 10**5000)
+    span.end("soon")  # type: ignore[arg-type]
+    span.end()
+    (frame,) = otel.frames(writer)
+    assert frame["name"] == 7
+    assert frame["status"] == "error"
+
+
+def _nested(depth: int) -> list[object]:
+    return [_nested(depth - 1)] if depth else []
+
+
+def test_a_list_that_holds_itself_is_cut_short(writer: FlightWriter, tracer: Tracer) -> None:
+    """It is not followed without end."""
+    endless: list[object] = []
+    endless.append(endless)
+    tracer.start_span("a", attributes={"endless": endless}).end()  # type: ignore[dict-item]
+    assert len(json.dumps(otel.frames(writer)[0]["attrs"])) < 200
