@@ -94,8 +94,8 @@ class _Service:
 
     async def run(self) -> int:
         self._watch_signals()
-        for problem in self._config.problems:
-            _log.error("configuration: %s", problem)
+        if self._config.problems:
+            _log.error("configuration: %s", "; ".join(self._config.problems))
         try:
             await self._bind()
             if not self._servers and self._config.mode == "node":

@@ -1,0 +1,260 @@
+"""The real exporter over real ranks: processes that are killed and stopped, signals, and a Prometheus that must get the end."""
+
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.exporters import Program, start_program
+from tests.prometheus_server import PrometheusServer
+from tests.rank_files import live_rank, train
+from tests.support import clean_environment, wait_until
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def exporter(start: Start, flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., Program]:
+    """Start the real exporter of the flight directory."""
+
+    def start_it(*arguments: str, **environ: str) -> Program:
+        given = ["--flight-dir", str(flight_dir), *arguments]
+        return start_program(start, tmp_path / "exporter.log", free_port(), *given, **environ)
+
+    return start_it
+
+
+@pytest.fixture
+def rank(start: Start, flight_dir: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+    """Start a rank that takes ten steps a second; returns the process and where it prints the steps it has written."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start_it(number: int = 0) -> tuple[subprocess.Popen[str], Path]:
+        steps = tmp_path / f"steps-{number}"
+        with steps.open("w") as out:
+            argv = [sys.executable, "-m", "tests.rank_process", str(flight_dir), str(number)]
+            started.append(start(*argv, stdout=out, env=clean_environment()))
+        wait_until(lambda: len(steps.read_text().splitlines()) > 2, timeout_s=30)
+        return started[-1], steps
+
+    yield start_it
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+
+
+def last(steps: Path) -> int:
+    """The last step that a rank has said to have written."""
+    return int(steps.read_text().splitlines()[-1])
+
+
+def test_a_killed_rank_is_shown_within_two_seconds_with_its_last_step(
+    exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
+) -> None:
+    """SIGKILL: lost, not up, and every step it had acknowledged is counted; the other rank trains on."""
+    program = exporter()
+    process, steps = rank(0)
+    rank(1)
+    wait_until(lambda: program.state("1") == "alive")
+    assert program.state() == "alive"
+    process.kill()
+    process.wait()
+    killed = time.monotonic()
+    wait_until(lambda: program.state() == "lost", interval_s=0.05)
+    assert time.monotonic() - killed < 2.0
+    assert program.value("torchobs_rank_up", rank="0") == 0
+    assert program.value("torchobs_rank_exit", rank="0", reason="lost") == 1
+    # it was killed after a step was in the file and before it was printed, at worst
+    assert program.value("torchobs_steps_total", rank="0") in {last(steps), last(steps) + 1}
+    assert (program.state("1"), program.value("torchobs_rank_up", rank="1")) == ("alive", 1)
+
+
+def test_a_stopped_rank_is_unresponsive_until_it_goes_on(
+    exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
+) -> None:
+    """SIGSTOP: its lock is held, its heartbeat stands; it is there, and nobody calls it dead."""
+    program = exporter()
+    process, _ = rank()
+    wait_until(lambda: program.state() == "alive")
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: program.state() == "unresponsive", timeout_s=5)
+    assert program.value("torchobs_rank_up") == 1
+    assert (program.value("torchobs_rank_progress_age_seconds") or 0) > 2
+    process.send_signal(signal.SIGCONT)
+    wait_until(lambda: program.state() == "alive", timeout_s=3)
+
+
+def test_a_death_is_seen_though_nobody_scrapes(
+    exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
+) -> None:
+    """The exporter looks by itself: the first scrape after two seconds finds the rank lost, not just fading."""
+    program = exporter()
+    process, _ = rank()
+    assert program.state() == "alive"
+    process.kill()
+    process.wait()
+    time.sleep(2.0)
+    assert program.state() == "lost"
+
+
+@pytest.mark.parametrize("major", [2, 3])
+def test_a_real_prometheus_gets_the_final_value_before_a_sidecar_leaves(
+    exporter: Callable[..., Program], flight_dir: Path, program: Callable[[str], str], major: int
+) -> None:
+    """SIGTERM right after the last step, with the default drain: the exact end is stored, and the exporter leaves by itself."""
+    path = program("prometheus3" if major == 3 else "prometheus")
+    sidecar = exporter()
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 6))
+    with PrometheusServer(path, scrape=[sidecar.address], interval="1s") as prometheus:
+        prometheus.wait_for_scrapes()
+        train(writer, range(6, 1235))
+        writer.exit(1, 0)
+        writer.close()
+        sidecar.process.terminate()
+        began = time.monotonic()
+        assert sidecar.process.wait(timeout=20) == 0, sidecar.log
+        assert time.monotonic() - began < 10
+        expression = "last_over_time(torchobs_steps_total[5m])"
+        assert prometheus.value(expression) == 1234
+        assert prometheus.value('last_over_time(torchobs_rank_exit{reason="finished"}[5m])') == 1
+        assert prometheus.value("last_over_time(torchobs_rank_up[5m])") == 0
+    assert "waiting for the final state" in sidecar.log
+
+
+def test_nobody_scraped_nobody_is_waited_for(exporter: Callable[..., Program]) -> None:
+    """A pod without a Prometheus ends at once, though a person had a look."""
+    program = exporter()
+    program.page(User_Agent="curl/8")
+    program.process.terminate()
+    assert program.process.wait(timeout=3) == 0, program.log
+
+
+def test_a_second_signal_ends_the_wait(exporter: Callable[..., Program]) -> None:
+    """And the exporter waits no longer than it was told in any case."""
+    program = exporter("--drain-timeout", "60")
+    program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
+    program.process.terminate()
+    time.sleep(1.0)
+    assert program.process.poll() is None, "a scraper was seen: it is waited for"
+    assert program.get().status == 200, "and served meanwhile"
+    program.process.terminate()
+    assert program.process.wait(timeout=3) == 0
+
+
+def test_the_wait_for_scrapers_has_an_end(exporter: Callable[..., Program]) -> None:
+    """`--drain-timeout`, after which the log names who did not come."""
+    program = exporter("--drain-timeout", "1s")
+    program.page(X_Prometheus_Scrape_Timeout_Seconds="10", User_Agent="Prometheus/3")
+    program.process.terminate()
+    assert program.process.wait(timeout=5) == 0
+    assert re.search(r'level=warn .*not fetched by: 127\.0\.0\.1 Prometheus/3"', program.log)
+
+
+def test_ctrl_c_does_not_wait_for_scrapers(exporter: Callable[..., Program]) -> None:
+    """It comes from a person."""
+    program = exporter()
+    program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
+    program.process.send_signal(signal.SIGINT)
+    assert program.process.wait(timeout=3) == 0
+
+
+def test_a_sidecar_starts_whatever_is_wrong_with_its_configuration(
+    start: Start, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """Unknown options, bad values in both places, no directory: it serves, and says what is wrong in each way it has."""
+    log, port = tmp_path / "log", free_port()
+    arguments = ["--flight-dir", str(tmp_path / "none"), "--grace", "soon", "--no-such-option", "--log.level=loud", "stray"]
+    program = start_program(start, log, port, *arguments, TORCHOBS_EXPORTER_HANG_TIMEOUT="never")
+    assert program.value("torchobs_exporter_config_ok") == 0
+    for problem in ("--grace 'soon'", "option: '--no-such-option'", "--log.level 'loud'", "'stray'", "--hang-timeout 'never'"):
+        assert problem in program.log
+    assert "none is not there yet" in program.page("/")
+
+
+def test_a_sidecar_without_its_port_waits_for_it(start: Start, tmp_path: Path, flight_dir: Path) -> None:
+    """Kubelet would restart one that exits, and start no training meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as blocker:
+        port = blocker.getsockname()[1]
+        log = tmp_path / "log"
+        with log.open("w") as error:
+            arguments = ["--flight-dir", str(flight_dir), "--web.listen-address", f"127.0.0.1:{port}"]
+            process = start(sys.executable, "-m", "torchobs", "exporter", *arguments, stderr=error, env=clean_environment())
+        wait_until(lambda: "cannot listen" in log.read_text(), timeout_s=20)
+    wait_until(Program(process, f"127.0.0.1:{port}", log).is_ready, timeout_s=20)
+
+
+def test_the_log_has_one_line_per_cause_and_minute(exporter: Callable[..., Program], flight_dir: Path) -> None:
+    """However many files are bad, and however often somebody sends nonsense."""
+    for number in range(50):
+        (flight_dir / f"r{number}-{number:032x}.flight").write_text("garbage")
+    program = exporter()
+    wait_until(lambda: program.value("torchobs_exporter_files", status="bad") == 50)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", int(program.address.split(":")[1]))) as raw:
+            raw.sendall(b"\0\1\2 nonsense\r\n\r\n")
+            raw.recv(1000)
+    lines = program.log.splitlines()
+    assert len([line for line in lines if "flight file not served" in line]) == 1
+    assert len([line for line in lines if "Invalid HTTP request" in line]) == 1
+    assert len(lines) < 8
+
+
+@pytest.mark.serial
+def test_a_thousand_idle_connections_keep_no_scraper_out(exporter: Callable[..., Program], flight_dir: Path) -> None:
+    """Slow-loris: half of a request each, and 99 of 100 scrapes take at most 50 ms."""
+    writer = live_rank(flight_dir)
+    train(writer, [1, 2, 3])
+    program = exporter()
+    program.page()
+    port = int(program.address.split(":")[1])
+    with ExitStack() as stack:
+        for _ in range(1000):
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            idle.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        times_s = []
+        for _ in range(100):
+            began = time.perf_counter()
+            assert program.get().status == 200
+            times_s.append(time.perf_counter() - began)
+    assert statistics.quantiles(times_s, n=100)[98] <= 0.05, sorted(times_s)[-5:]
+    writer.close()
+
+
+@pytest.mark.serial
+def test_the_exporter_is_small_and_quiet(exporter: Callable[..., Program], flight_dir: Path) -> None:
+    """With 8 ranks that train: at most 45 MiB, and half a percent of a core while nobody asks."""
+    writers = [live_rank(flight_dir, rank=number) for number in range(8)]
+    for writer in writers:
+        train(writer, range(1, 50))
+    program = exporter()
+    for _ in range(3):
+        assert program.get(Accept="application/openmetrics-text", Accept_Encoding="gzip").status == 200
+    process = psutil.Process(program.process.pid)
+    shares = []
+    for _ in range(5):  # the median: on a busy machine the same work takes a multiple of its time now and then
+        before_s, began = _cpu_s(process.pid), time.monotonic()
+        while time.monotonic() - began < 2:
+            for writer in writers:
+                train(writer, [50])
+            time.sleep(0.1)
+        shares.append((_cpu_s(process.pid) - before_s) / (time.monotonic() - began))
+    assert process.memory_info().rss <= 45 << 20
+    assert statistics.median(shares) <= 0.005, shares
+    assert "libtorch" not in "".join(path.path for path in process.memory_maps())
+    for writer in writers:
+        writer.close()
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time of all threads, to the nanosecond: the clock ticks of `/proc/PID/stat` are 10 ms each."""
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
