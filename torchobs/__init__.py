@@ -5,22 +5,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchobs._version import __version__
-from torchobs.facade import event, log, phase, step, watch
-from torchobs.session import Session, init, shutdown
 
 if TYPE_CHECKING:
+    from torchobs.facade import event, log, phase, step, watch
+    from torchobs.session import Session, init, shutdown
     from torchobs.settings import Settings
 
 __all__ = ["Session", "Settings", "__version__", "event", "init", "log", "phase", "shutdown", "step", "watch"]
 
+_HOMES = {
+    **dict.fromkeys(("event", "log", "phase", "step", "watch"), "torchobs.facade"),
+    **dict.fromkeys(("Session", "init", "shutdown"), "torchobs.session"),
+    "Settings": "torchobs.settings",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Settings":
-        from torchobs.settings import Settings  # lazy
+    # Lazy: the exporter imports this package, too, and has no use for the trainer's side of it.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
 
-        return Settings
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

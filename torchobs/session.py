@@ -9,11 +9,15 @@ import multiprocessing
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchobs import catalog, identity, process, settings
 from torchobs._version import __version__
 from torchobs.afterimport import after_import, cancel
+from torchobs.command import Commands, control_directory
+from torchobs.flight.clean import clean
 from torchobs.flight.layout import Exit
 from torchobs.flight.place import open_place
 from torchobs.flight.writer import FlightWriter, open_writer
@@ -24,9 +28,11 @@ from torchobs.probes.device import DeviceValues
 from torchobs.probes.dynamo import DynamoRules
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.host import Host, Probe
+from torchobs.runspan import RunSpan
 from torchobs.sampler import Sampler
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from importlib.abc import MetaPathFinder
     from types import TracebackType
 
@@ -56,7 +62,9 @@ class Session:
         self._torch: MetaPathFinder | None = None
         self._sampler: Sampler | None = None
         self._ended: tuple[int, int] | None = None
-        self._samples: list[tuple[str, Any]] = []
+        self._samples: list[tuple[str, Callable[[], None]]] = []
+        self._run: RunSpan | None = None
+        self._commands: Commands | None = None
 
     def __enter__(self) -> Session:  # noqa: PYI034  # typing.Self needs Python 3.11
         """Return the session."""
@@ -88,16 +96,29 @@ class Session:
         except OSError:
             os.close(place.fd)
             raise
-        self.host = Host(chosen, writer, Cycle(writer.append), DeviceValues())
+        host = self.host = Host(chosen, writer, Cycle(writer.append), DeviceValues())
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
-        self._sampler = Sampler(self.host, self._samples, [])
+        self._run = RunSpan(chosen, writer, lambda: self.writer)
+        self._run.begin()
+        self._commands = Commands(host, control_directory(chosen.control_dir, place.path), chosen.level)
+        self._samples.append(("control", self._commands.sample))
+        slow: list[tuple[str, Callable[[], None]]] = [("otel", self._run.sample)]
+        if chosen.exporter:
+            slow.append(("exporter", self._ensure_exporter))
+        self._sampler = Sampler(host, self._samples, slow)
         self._install("exits", self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
         self._sampler.start()
         if chosen.exporter:
-            from torchobs.nodemode.start import ensure_exporter
+            self._ensure_exporter()
+        call(Fuse("clean"), clean, place.fd, now=time.monotonic_ns())
 
-            ensure_exporter(place.path, str(chosen.exporter_address), logger)
+    def _ensure_exporter(self) -> None:
+        """See to it that this node has an exporter: now, and again if it was killed."""
+        from torchobs.nodemode.start import ensure_exporter
+
+        if self.host is not None:
+            ensure_exporter(str(Path(self.host.writer.path).parent), str(self.settings.exporter_address), logger)
 
     def _install_torch_probes(self) -> None:
         """Install what needs torch, now or at the end of its import."""
@@ -151,6 +172,8 @@ class Session:
         for name, probe in reversed(self._probes):
             call(Fuse(name), probe.remove)
         call(Fuse("dynamo"), self._dynamo.remove)
+        if self._run is not None:
+            call(Fuse("otel"), self._run.remove)
         for fuse in host.fuses.values():
             fuse.blown = True  # a hook that somebody else still holds does nothing
         self._probes = []
@@ -165,6 +188,10 @@ class Session:
                 fuse.blown = True
         reason, code = getattr(self._exits, "ended", None) or self._ended or (Exit.FINISHED, 0)
         words = {Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code"}
+        if self._run is not None:
+            self._run.end(failed=reason != Exit.FINISHED)
+        if self._commands is not None:
+            self._commands.close()
         host.writer.event(catalog.EVENT_RUN_END.name, {"reason": words[reason], "code": code}, host.cycle.step)
         host.writer.exit(reason, code)
         host.writer.close()

@@ -25,6 +25,7 @@ EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
 """Where a node-mode exporter listens: on loopback, on the port that Prometheus' list of defaults has free."""
 
 _PREFIX = "TORCHOBS_"
+_EXPORTERS = "TORCHOBS_EXPORTER_"
 _LONGEST_SHOWN = 120
 # Kubernetes describes a Service whose name begins with "torchobs" to every container of its namespace, unasked.
 _SERVICE_LINK = r"TORCHOBS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -288,5 +289,7 @@ def _unknown_variables(environ: Mapping[str, str]) -> Iterator[SettingsProblem]:
     known = [variable for spec in _SPECS.values() for variable in spec.variables if variable.startswith(_PREFIX)]
     for variable in sorted(environ.keys() - set(known)):
         # Its value is not repeated: whoever misspelled the name may have put a secret there.
-        if variable.startswith(_PREFIX) and not re.fullmatch(_SERVICE_LINK, variable):
+        # What begins like the exporter's options is for the exporter to check (`torchobs exporter --help` lists them).
+        ours = variable.startswith(_PREFIX) and not variable.startswith(_EXPORTERS)
+        if ours and not re.fullmatch(_SERVICE_LINK, variable):
             yield SettingsProblem(variable, None, f"is no setting{values.closest(variable, known, _PREFIX)}")

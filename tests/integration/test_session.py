@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, dataloader
 
 import torchobs
 from tests import support
-from tests.training import Recording, loss_of, mlp, recording
-from torchobs.flight import reader
+from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from torchobs.flight import control, reader
 from torchobs.flight.layout import Exit
 
 if TYPE_CHECKING:
@@ -364,6 +366,72 @@ print([name for name in sorted(set(sys.modules) - before) if name.startswith({he
 """
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert child.stdout == "[]\n", child.stderr
+
+
+def test_the_control_file_switches_recording_off_and_on(run: Recording, flight_dir: Path) -> None:
+    """Off: the hooks return at once, the heartbeat goes on. On again: the first step has no duration, the others have."""
+    writer = run.session.writer
+    assert writer is not None
+    (flight_dir / "control").mkdir()
+    directory = os.open(flight_dir / "control", os.O_RDONLY)
+    try:
+        train(3)
+        for level, expected in (("off", 3), ("basic", 7)):
+            control.write_command(directory, writer.header.incarnation, control.Command(level=control.LEVELS.index(level)))
+            support.wait_until(lambda level=level: run.view().live.level == control.LEVELS.index(level))  # type: ignore[misc]
+            train(4)
+            assert len(run.steps()) == expected
+    finally:
+        os.close(directory)
+    assert [has(record, Flag.UNTIMED) for record in run.steps()[3:]] == [True, False, False, False]
+
+
+def test_the_applications_own_instruments_and_spans_are_in_the_file(flight_dir: Path) -> None:
+    """Imported after init(), OpenTelemetry's API writes into the flight file, below the launcher's TRACEPARENT."""
+    script = f"""
+import sys, torch
+sys.path[:0] = [{str(support.ROOT)!r}]
+import torchobs
+torchobs.init(flight_dir={str(flight_dir)!r})
+assert "opentelemetry" not in sys.modules
+from opentelemetry import metrics, trace
+metrics.get_meter("mine").create_counter("my.batches").add(3, {{"split": "a"}})
+with trace.get_tracer("mine").start_as_current_span("work"):
+    pass
+import os, signal; os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "TRACEPARENT": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
+    assert child.returncode == -9, child.stderr
+    (path,) = flight_dir.glob("*.flight")
+    file = reader.open_path(str(path))
+    points = {point.series.name: point.value for point in file.read(final=True).points}
+    frames = {fields["name"]: fields for _, fields in file.events() if fields["k"] != "event"}
+    file.close()
+    assert points["my.batches"] == 3
+    assert {fields["trace_id"] for fields in frames.values()} == {"0af7651916cd43dd8448eb211c80319c"}
+    assert frames["torchobs.run"]["parent"] == "b7ad6b7169203331"
+    assert frames["work"]["parent"] == frames["torchobs.run"]["span_id"]
+
+
+def test_dead_files_of_ours_are_cleaned_and_others_are_not(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """init() removes what a dead rank left longer than a day ago; a living rank's file and foreign names stay."""
+    torchobs.init(flight_dir=flight_dir)
+    torchobs.shutdown()
+    (old,) = flight_dir.glob("*.flight")
+    (flight_dir / "notes.txt").write_text("mine")
+    later = time.monotonic_ns() + 2 * 86_400 * 10**9
+    monkeypatch.setattr(time, "monotonic_ns", lambda: later)
+    torchobs.init(flight_dir=flight_dir)
+    monkeypatch.undo()
+    try:
+        assert not old.exists()
+        assert (flight_dir / "notes.txt").exists()
+        assert len(list(flight_dir.glob("*.flight"))) == 1
+    finally:
+        torchobs.shutdown()
 
 
 def test_plain_loader_batches(run: Recording) -> None:

@@ -134,6 +134,10 @@ class FlightWriter:
             self._expected += 1
         return batch
 
+    def elapsed_ns(self) -> int:
+        """Return the ns since birth."""
+        return time.monotonic_ns() - self.header.monotonic_ns
+
     def heartbeat(self) -> None:
         """Say that the sampler thread is alive. At least every 0.5 s."""
         self.memory.word(self._live_at + Live.HEARTBEAT_NS, time.monotonic_ns())

@@ -265,6 +265,15 @@ class Cycle:
             self._close(now_ns)
         self._commit()
 
+    def restart(self) -> None:
+        """Forget the step in progress: the hooks were off for a while, or will be. The next step's start is unknown."""
+        self._commit()
+        self.trace.clear()
+        self.arguments.clear()
+        self.segments, self._clean = Segments(), False
+        self.values = Values()
+        self.values.flags = Flag.UNTIMED
+
     def flush(self) -> None:
         """Write what is complete (at the rank's end)."""
         self._commit()
