@@ -10,6 +10,12 @@ WINDOW, WINDOW_S = "10m", 600
 """A missed scrape or two does not hide an event, and steps of a minute are still several."""
 LEAST_EXPLOSIONS = 3
 """One spike that training recovers from is ordinary (ZClip, arXiv:2504.02507, clips them as they come); three are not."""
+LEAST_LOSS_SPIKES = 5
+"""Each one takes the baseline along by a factor of 1.44, so five mean a loss that has nearly doubled and stays up.
+
+The small GPT of `examples/` has 2 when its learning rate is multiplied by 100, which it recovers from, 5 at 300 and 9 at 1000.
+Its gradient norm shows none of it so early in training, when that varies as much by itself.
+"""
 MOST_SKIPS = 20
 """A loss scaler starts at 2^16 and halves at each skip: 16 take it to 1, and a job that starts may need some of them."""
 
@@ -45,11 +51,14 @@ def _gradient_explosion() -> Alert:
     explosion. The maximum over the window, and not the counter of now, because that ends with the job and the window does not.
     """
     explosions = select(RECENT, f'kind="{_kind("gradient_explosion")}"')
+    leaps = select(RECENT, f'kind="{_kind("loss_spike")}"')
     nonfinite = select(RECENT, f'kind=~"{_kind("nonfinite_gradient")}|{_kind("nonfinite_loss")}"')
     skipped, steps = select(catalog.AMP_STEPS_SKIPPED), select(catalog.STEPS)
     expr = f"""
         max by (namespace, job_name, run_id) (
             {explosions} >= {LEAST_EXPLOSIONS}
+          or
+            {leaps} >= {LEAST_LOSS_SPIKES}
           or
             {nonfinite}
             unless on ({ONE_RANK})

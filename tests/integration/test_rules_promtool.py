@@ -63,6 +63,8 @@ MUTATIONS = [
     ("max_over_time(torchobs_amp_steps_skipped_total[10m])", "torchobs_amp_steps_skipped_total", "ends in order soon after"),
     (">= 3", ">= 2", "two lone spikes"),
     (">= 3", ">= 5", "explodes on every rank"),
+    (">= 5", ">= 4", "two lone spikes of the norm and four of the loss"),
+    (">= 5", ">= 7", "the loss leaps and stays up"),
     ("> 20", "> 2000", "skips nearly every step"),
     ("> 20", "> 10", "of a slow job calibrates"),
     ("increase(torchobs_amp_steps_skipped_total[10m]) > 0.5", "increase(torchobs_steps_total[10m]) > 0.5", "for a fast job"),

@@ -107,10 +107,16 @@ def test_alerts_have_a_runbook(rule: dict[str, Any], checkout: Path) -> None:
 
 
 def test_the_runbook_s_figures_are_the_rule_s(checkout: Path) -> None:
-    """Three explosions, more than twenty skips, ten minutes: said where they are decided."""
+    """Three explosions, five leaps of the loss, more than twenty skips, ten minutes: said where they are decided."""
     page = " ".join((checkout / "docs" / "runbooks" / "TorchobsGradientExplosion.md").read_text().split())
-    assert (alerts.LEAST_EXPLOSIONS, alerts.MOST_SKIPS, alerts.WINDOW, alerts.WINDOW_S) == (3, 20, "10m", 600)
-    for words in ("at least **three** steps", "more than 20 steps and more than half", "last ten minutes"):
+    assert (alerts.LEAST_EXPLOSIONS, alerts.LEAST_LOSS_SPIKES, alerts.MOST_SKIPS) == (3, 5, 20)
+    assert (alerts.WINDOW, alerts.WINDOW_S) == ("10m", 600)
+    for words in (
+        "at least **three** steps",
+        "at least **five** steps",
+        "more than 20 steps and more than half",
+        "last ten minutes",
+    ):
         assert words in page
 
 
