@@ -142,12 +142,12 @@ class FlightFile:
         try:
             self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
         except BadFlightFileError:
-            if not self._points:
+            if not any(self._points.values()):
                 raise
             self.rejected += 1
-        if not self._points and os.fstat(self._fd).st_size != self.header.file_size:
-            raise BadFlightFileError("the file shrank")
         points = tuple(point for block in sorted(self._points) for point in self._points[block])
+        if not points and os.fstat(self._fd).st_size != self.header.file_size:
+            raise BadFlightFileError("the file shrank")
         return View(self.header, live, points, self._last_step_ns)
 
     def _serve(self, slots: dict[int, _Slot], *, final: bool) -> None:

@@ -1,0 +1,172 @@
+"""A reader that is stopped between its reads, and files that shrink under it."""
+
+import mmap
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import flights
+from torchobs import catalog
+from torchobs.flight import reader, record
+from torchobs.flight.layout import SLOT_SIZE, BadFlightFileError, Header, Region
+from torchobs.flight.memory import DirectMemory
+from torchobs.flight.table import USER
+from torchobs.flight.writer import FlightWriter
+
+RECORDS = 16
+ROUNDS = 250
+EQUAL = [catalog.Metric(f"test.{name}", catalog.Kind.COUNTER, "", "", integer=True) for name in "abc"]
+
+
+class Stopped(reader.FlightFile):
+    """A reader that lets the writer run on after every read of a slot and before every read of the ring."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def _slot(self, offset: int) -> tuple[int, bytes]:
+        slot = super()._slot(offset)
+        self.meanwhile()
+        return slot
+
+    def _following(self, upto: int) -> Iterator[record.StepRecord]:
+        self.meanwhile()
+        for one in super()._following(upto):
+            self.meanwhile()
+            yield one
+
+
+class Training:
+    """A writer into a file that is also read."""
+
+    def __init__(self, image: flights.Image) -> None:
+        self._map = mmap.mmap(image.fd, image.header.file_size)
+        self.writer = FlightWriter(image.header, DirectMemory(memoryview(self._map)))
+        self.steps = 0
+
+    def run(self, rounds: int) -> None:
+        """Train for that many steps."""
+        for _ in range(rounds):
+            self.steps += 1
+            flights.step(self.writer, self.steps)
+            for metric in EQUAL:
+                cell = self.writer.table.cell(metric, {}, USER)
+                assert cell
+                cell.add(1)
+            self.writer.table.publish()
+            if self.steps % 5 == 0:
+                self.writer.fold()
+
+
+@pytest.fixture
+def image(flight_dir: Path) -> Iterator[flights.Image]:
+    """A file with a ring so small that it wraps while it is read."""
+    made = flights.Image(flight_dir, flights.header(RECORDS))
+    yield made
+    made.close()
+
+
+def stopped(image: flights.Image) -> Stopped:
+    """A reader of that file that can be stopped."""
+    file = image.open()
+    made = Stopped(os.dup(file._fd), file.header)
+    file.close()
+    return made
+
+
+def states(header: Header, count: int) -> list[flights.Values]:
+    """What the fold shows after no step, one, two …."""
+    return list(flights.folded_states(header, [flights.step_record(header, number) for number in range(1, count + 1)]))
+
+
+def test_a_reader_stopped_between_its_reads_shows_one_moment_and_never_an_older_one(image: flights.Image) -> None:
+    """Between any two reads the writer goes on by up to three rings: exact, unmixed, and never behind what was shown."""
+    chance = random.Random(3)
+    training, file = Training(image), stopped(image)
+    training.run(1)
+    budget = 0
+
+    def go_on() -> None:
+        nonlocal budget
+        rounds = min(chance.choice([0, 0, 1, 3, RECORDS, 3 * RECORDS]), budget)
+        budget -= rounds
+        training.run(rounds)
+
+    file.meanwhile = go_on
+    shown = []
+    for _ in range(ROUNDS):
+        budget = 4 * RECORDS
+        shown.append((file.read(), training.steps))
+    expected = states(image.header, training.steps)
+    last = 0
+    for view, now in shown:
+        steps = flights.whole(flights.value(view, catalog.STEPS))
+        assert flights.values(view, core=True) == expected[steps]
+        assert last <= steps <= now
+        assert len({flights.value(view, metric) for metric in EQUAL}) == 1
+        last = steps
+    assert last > training.steps - 8 * RECORDS
+    assert training.steps > ROUNDS
+
+
+def test_a_reader_that_looks_while_nothing_changes_shows_the_last_step(image: flights.Image) -> None:
+    """Exact up to the last acknowledged record, folded or not."""
+    training, file = Training(image), image.open()
+    for _ in range(60):
+        training.run(1)
+        assert flights.value(file.read(), catalog.STEPS) == training.steps
+        since_birth_ns = (file.read().last_step_ns or 0) - image.header.monotonic_ns
+        assert since_birth_ns == pytest.approx(training.steps * 250_000_000, abs=1000)  # a folded date is a float
+    assert file.rejected == 0
+
+
+def test_a_slot_of_a_lower_generation_is_never_served_again(image: flights.Image) -> None:
+    """The newer slot damaged: what was served stays; a reader that has served nothing takes the older one."""
+    training, file = Training(image), image.open()
+    training.run(20)
+    before = flights.values(file.read())
+    blocks = image.header.regions[Region.BLOCKS].offset
+    first, second = (int.from_bytes(image.read(blocks + slot * SLOT_SIZE, 8), "little") for slot in (0, 1))
+    image.store(blocks + (second > first) * SLOT_SIZE + 100, b"\xff" * 8)
+    assert flights.values(file.read()) == before
+    other = image.open()
+    assert flights.value(other.read(final=True), catalog.STEPS) == 20
+    other.close()
+
+
+@pytest.mark.parametrize("at", ["open", "read"])
+def test_a_file_that_was_cut_off_anywhere_is_bad_or_serves_what_it_served(image: flights.Image, at: str) -> None:
+    """Truncated at every 4 KiB: opened afterwards it is bad; opened before it serves what it served, if anything."""
+    Training(image).run(40)
+    whole, size = image.read(0, image.header.file_size), image.header.file_size
+    for length in range(0, size, 4096):
+        file = image.open()
+        before = file.read() if at == "read" else None
+        os.ftruncate(image.fd, length)
+        if before:
+            assert flights.values(file.read()) == flights.values(before)
+        else:
+            _read_or_bad(file)
+        with pytest.raises(BadFlightFileError):
+            image.open()
+        os.ftruncate(image.fd, size)
+        image.store(0, whole)
+        assert flights.value(file.read(), catalog.STEPS) == 40
+        file.close()
+
+
+def _read_or_bad(file: reader.FlightFile) -> None:
+    try:
+        shown = flights.values(file.read(), core=True)
+    except BadFlightFileError:
+        return
+    assert shown[catalog.STEPS.name, ()] <= 40
+
+
+def test_a_file_that_grew_is_not_the_one_its_header_describes(image: flights.Image) -> None:
+    """The header's size is the file's, or it is bad."""
+    os.ftruncate(image.fd, image.header.file_size + 4096)
+    with pytest.raises(BadFlightFileError, match="size"):
+        image.open()
