@@ -1,0 +1,161 @@
+"""From the training script to the firing alert: real ranks, the real exporter, a real Prometheus with the shipped rules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.exporters import Program, start_program
+from tests.prometheus_server import PrometheusServer
+from tests.support import ROOT, clean_environment, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+RULES = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+SMALL = ("--layers", "2", "--width", "64", "--batch-size", "8", "--block-size", "64", "--characters", "200000", "--sample", "0")
+PHASES = ("data", "forward", "backward", "optimizer")
+Start = "Callable[..., subprocess.Popen[str]]"
+
+
+@pytest.fixture
+def environ(flight_dir: Path) -> dict[str, str]:
+    """The ranks' environment."""
+    more = {"TORCHOBS_DIR": str(flight_dir), "TORCHOBS_GRAD_INTERVAL": "1", "TORCHOBS_RUN_ID": "run", "OMP_NUM_THREADS": "1"}
+    return {**clean_environment(), **more, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def exporter(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> Program:
+    """The real exporter of the flight directory."""
+    return start_program(start, tmp_path / "exporter.log", free_port(), "--flight-dir", str(flight_dir))
+
+
+def timings(path: Path) -> dict[str, list[dict[str, float]]]:
+    """What the script says it measured, by rank."""
+    found = defaultdict(list)
+    for line in path.read_text().splitlines():
+        figures = json.loads(line)
+        found[str(figures["rank"])].append(figures)
+    return found
+
+
+def by_rank(prometheus: PrometheusServer, expression: str) -> dict[str, float]:
+    """Values of an expression by rank."""
+    return {series.labels["rank"]: series.value for series in prometheus.query(expression)}
+
+
+def test_two_ranks_in_prometheus_equal_what_the_script_measured(
+    start: Callable[..., subprocess.Popen[str]],
+    program: Callable[[str], str],
+    environ: dict[str, str],
+    exporter: Program,
+    tmp_path: Path,
+) -> None:
+    """Steps are those printed, losses and norms equal to float32, phases within 5 % of the script's own clock."""
+    own = tmp_path / "timings"
+    arguments = ("--steps", "80", "--timings", str(own), "--log-every", "1000", "--characters", "500000", "--sample", "0")
+    with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="1s") as prometheus:
+        job = start(*TORCHRUN, "2", str(ROOT / "examples" / "char_gpt.py"), *arguments, env=environ)
+        assert job.wait(timeout=240) == 0, job
+        wait_until(lambda: set(by_rank(prometheus, "torchobs_steps_total").values()) == {80.0}, timeout_s=20)
+        expected = timings(own)
+        assert {rank: len(lines) for rank, lines in expected.items()} == {"0": 80, "1": 80}
+        for name, field in (
+            ("torchobs_loss", "loss"),
+            ("torchobs_grad_norm", "grad_norm"),
+            ("torchobs_learning_rate", "learning_rate"),
+        ):
+            last = {rank: lines[-1][field] for rank, lines in expected.items()}
+            assert by_rank(prometheus, name) == pytest.approx(last, rel=2e-6), name
+        assert by_rank(prometheus, "torchobs_tokens_total") == {"0": 80 * 12 * 64, "1": 80 * 12 * 64}
+        assert by_rank(prometheus, "torchobs_grad_norm_distribution_count") == {"0": 80.0, "1": 80.0}
+        for phase in PHASES:
+            seen = by_rank(prometheus, f'torchobs_step_phase_time_seconds_total{{phase="{phase}"}}')
+            for rank, lines in expected.items():
+                said = sum(line[phase] for line in lines)
+                # the script's clock is around our hooks, too: 0.2 ms per step are allowed for them and for a preemption
+                assert seen[rank] == pytest.approx(said, rel=0.05, abs=80 * 2e-4), (phase, rank)
+        assert by_rank(prometheus, 'torchobs_rank_state{state="finished"}') == {"0": 1.0, "1": 1.0}
+        assert by_rank(prometheus, 'sum by (rank) (torchobs_anomalies_total{kind!="loss_spike"})') == {"0": 0.0, "1": 0.0}
+
+
+def test_a_blown_up_learning_rate_makes_the_shipped_alert_fire(
+    start: Callable[..., subprocess.Popen[str]],
+    program: Callable[[str], str],
+    environ: dict[str, str],
+    exporter: Program,
+) -> None:
+    """Two healthy ranks are quiet; with ten thousand times the learning rate the alert reaches ``firing``, once for the run."""
+    arguments = ("--steps", "160", "--blow-up-at", "100", "--blow-up-factor", "10000", "--eval-every", "0", *SMALL)
+    with PrometheusServer(program("prometheus"), scrape=[exporter.address], rules=RULES, interval="1s") as prometheus:
+        job = start(*TORCHRUN, "2", str(ROOT / "examples" / "char_gpt.py"), *arguments, env=environ)
+        quiet = set()
+
+        def firing() -> list[Any]:
+            steps = by_rank(prometheus, "torchobs_steps_total")
+            alerts = prometheus.alerts("TorchobsGradientExplosion")
+            if steps and max(steps.values()) < 95:
+                quiet.add(not alerts)
+            return [alert for alert in alerts if alert.state == "firing"]
+
+        (alert,) = wait_until(firing, timeout_s=240)
+        assert job.poll() in (None, 0)
+    assert quiet == {True}
+    assert (alert.labels["run_id"], alert.labels["severity"]) == ("run", "critical")
+    assert alert.annotations["runbook_url"].endswith("TorchobsGradientExplosion.md")
+
+
+RESTARTED = """
+import os, sys, time, torch, torchobs
+torchobs.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(40):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    time.sleep(0.05)
+sys.exit(int(os.environ["TORCHELASTIC_RESTART_COUNT"] != os.environ["TORCHELASTIC_MAX_RESTARTS"]))
+"""
+
+
+def test_five_elastic_restarts_merge_nothing(
+    start: Callable[..., subprocess.Popen[str]],
+    program: Callable[[str], str],
+    environ: dict[str, str],
+    exporter: Program,
+    flight_dir: Path,
+    tmp_path: Path,
+) -> None:
+    """Six incarnations, each on the page alone; to Prometheus five counter resets, over which increase() adds up."""
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="500ms") as prometheus:
+        prometheus.wait_for_scrapes()
+        job = start(*TORCHRUN, "1", "--max-restarts", "5", str(script), env=environ)
+        shown = []
+
+        def ended() -> bool:
+            found = prometheus.query("torchobs_steps_total")
+            shown.append(len(found))
+            return job.poll() is not None
+
+        wait_until(ended, timeout_s=240, interval_s=0.2)
+        assert job.returncode == 0
+        wait_until(lambda: prometheus.value("torchobs_steps_total") == 40, timeout_s=20)
+        assert set(shown) <= {0, 1}
+        assert len(list(flight_dir.glob("*.flight"))) == 6
+        assert prometheus.value("torchobs_rank_restarts_total") == 5
+        assert prometheus.value("resets(torchobs_steps_total[5m])") == 5
+        # each incarnation's first sample counts from 0, and what a scrape every 0.5 s misses at its end is lost
+        assert prometheus.value("increase(torchobs_steps_total[5m])") == pytest.approx(240, rel=0.25)
