@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
+from prometheus_client.exposition import choose_encoder
 
 from torchobs.exporter.exposition import Exposition, Facts
 from torchobs.exporter.scan import EMPTY
@@ -77,4 +77,4 @@ def negotiate(accept: str) -> _Format:
     try:
         return _Format(*choose_encoder(accept))
     except (ValueError, TypeError, LookupError):
-        return _Format(generate_latest, CONTENT_TYPE_PLAIN_0_0_4)
+        return _Format(*choose_encoder(""))

@@ -16,7 +16,7 @@ from torchobs.flight.reader import Distribution, View
 if TYPE_CHECKING:
     from torchobs.flight.reader import FlightFile
 
-HOSTILE = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError, struct.error)
+HOSTILE = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, struct.error)
 """What reading bytes that somebody chose can raise; the file is bad then, and the exporter goes on."""
 
 _SEAL_S = 10.0
