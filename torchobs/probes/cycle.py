@@ -82,8 +82,8 @@ class Cycle:
     """The step in progress. All methods run in the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_append", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "_sole", "arguments", "direct",
-        "log_wins", "metered", "segments", "step", "timed", "trace", "values",
+        "_alive", "_append", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "arguments", "direct", "log_wins",
+        "metered", "segments", "sole", "step", "timed", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, append: Append) -> None:
@@ -101,10 +101,11 @@ class Cycle:
         self.log_wins = False
         self.metered = False
         """Whether this step's hooks measure their own time."""
+        self.sole = 0
+        """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
         self._append = append
         self._begun_ns = 0
         self._clean = False
-        self._sole = 0
         self._members: set[int] = set()
         self._seen: set[int] = set()
         self._alive: dict[int, weakref.ref[object]] = {}
@@ -187,13 +188,6 @@ class Cycle:
 
     def _times(self, now_ns: int) -> Sequence[int]:
         """End the timeline of the step: return ns in each segment."""
-        if self._clean:
-            plain = plain_times(self.trace, self._begun_ns, now_ns)
-            if plain is not None:
-                self.trace.clear()
-                self.arguments.clear()
-                self._begun_ns = now_ns
-                return plain
         self._replay()
         spent = self.segments.close(now_ns)
         self._clean, self._begun_ns = self.segments.clean, now_ns
@@ -203,23 +197,20 @@ class Cycle:
 
     def optimizer_begins(self, optimizer: object) -> None:
         """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before."""
-        if id(optimizer) == self._sole and self._provisional is None:
-            return
         if id(optimizer) in self._seen and self._is_same(optimizer):
-            self._learn(set(self._seen))
+            self._members = set(self._seen)
             self._commit()
         elif self._provisional is not None:
             self._go_on(self._provisional)
 
     def optimizer_ends(self, optimizer: object, now_ns: int) -> None:
         """It has stepped, or the loss scaler skipped it."""
+        key = id(optimizer)
+        if key == self.sole:
+            self._end_plainly(now_ns)
+            return
         if self.direct:
             self.mark(STEP_ENDS, now_ns)
-            return
-        key = id(optimizer)
-        if key == self._sole and self._provisional is None:
-            values, self.values = self.values, Values()
-            self._write(now_ns, self._times(now_ns), values)
             return
         self._seen.add(key)
         if not self._is_same(optimizer):
@@ -228,13 +219,41 @@ class Cycle:
         if self._members and self._members <= self._seen:
             self._commit()
 
-    def _learn(self, members: set[int]) -> None:
-        self._members = members
-        self._sole = next(iter(members)) if len(members) == 1 else 0
+    def _end_plainly(self, now_ns: int) -> None:
+        """The one optimizer has stepped: what nearly every step of nearly every training comes down to."""
+        values = self.values
+        times = plain_times(self.trace, self._begun_ns, now_ns) if self._clean else None
+        if times is None:
+            self.values = Values()
+            self._write(now_ns, self._times(now_ns), values)
+            return
+        self.trace.clear()
+        self.arguments.clear()
+        self._begun_ns = now_ns
+        self.step = step = self.step + 1
+        self.metered = not step % METER_EVERY
+        data, forward, backward, optimizer, other = times
+        flags = values.flags
+        self._append(
+            step, now_ns, 1, flags, values.losses, (data + forward + backward + optimizer + other) / 1e9, values.loss_sum,
+            sqrt(values.norm_squared) if flags & 2 else 0.0, values.learning_rate,
+            (data / 1e9, forward / 1e9, backward / 1e9, optimizer / 1e9, other / 1e9, 0.0, 0.0, 0.0)
+            if self.timed
+            else _UNTIMED,
+            values.tokens, values.samples, values.norm_scale,
+        )  # fmt: skip
+        values.flags = values.losses = values.tokens = values.samples = 0
+        values.loss_sum = values.norm_squared = 0.0
 
     def _close(self, now_ns: int) -> None:
         self._provisional = _Ended(now_ns, self._times(now_ns), self.values)
         self.values = Values()
+        self.sole = 0
+
+    def _settle(self) -> None:
+        """Nothing is provisional: the next step may be plain."""
+        self._provisional = None
+        self.sole = next(iter(self._members)) if len(self._members) == 1 and not self.direct else 0
 
     def _is_same(self, optimizer: object) -> bool:
         known = self._alive.get(id(optimizer))
@@ -243,11 +262,12 @@ class Cycle:
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
         self._seen.discard(key)
-        self._learn(self._members - {key})
+        self._members.discard(key)
+        self.sole = 0 if self.sole == key else self.sole
 
     def _go_on(self, ended: _Ended) -> None:
         """The end was none: another optimizer of the same cycle steps."""
-        self._provisional = None
+        self._settle()
         self._replay()
         self.segments.add(ended.spent_ns)
         self.values.merge(ended.values)
@@ -255,7 +275,7 @@ class Cycle:
     def end(self, now_ns: int) -> None:
         """The user says that the step has ended (``torchobs.step``)."""
         known, touched = self.direct, self._touched()
-        self.direct = True
+        self.direct, self.sole = True, 0
         if not known and not touched and self._provisional is None and self.step:
             return  # the hooks have written this very step; from the next one on the user's word counts
         if touched:
@@ -279,7 +299,8 @@ class Cycle:
         self._commit()
 
     def _commit(self) -> None:
-        ended, self._provisional = self._provisional, None
+        ended = self._provisional
+        self._settle()
         self._seen.clear()
         if ended is not None:
             self._write(*ended)
@@ -287,20 +308,11 @@ class Cycle:
     def _write(self, now_ns: int, spent: Sequence[int], values: Values) -> None:
         self.step = step = self.step + 1
         self.metered = not step % METER_EVERY
-        flags = values.flags
-        if len(spent) == 5:  # noqa: PLR2004  # a plain step has neither evaluation nor checkpoint
-            data, forward, backward, optimizer, other = spent
-            duration_s = (data + forward + backward + optimizer + other) / 1e9
-            phases: tuple[float, ...] = (
-                data / 1e9, forward / 1e9, backward / 1e9, optimizer / 1e9, other / 1e9, 0.0, 0.0, 0.0,
-            )  # fmt: skip
-        else:
-            duration_s = sum(spent[:5]) / 1e9
-            phases = tuple([length / 1e9 for length in spent])
+        norm = sqrt(values.norm_squared) if values.flags & Flag.GRAD_NORM else 0.0
+        phases = tuple([length / 1e9 for length in spent]) if self.timed else _UNTIMED
         self._append(
-            step, now_ns, 1, flags, values.losses, duration_s, values.loss_sum,
-            sqrt(values.norm_squared) if flags & 2 else 0.0, values.learning_rate, phases if self.timed else _UNTIMED,
-            values.tokens, values.samples, values.norm_scale,
+            step, now_ns, Kind.STEP, values.flags, values.losses & _U32, sum(spent[:5]) / 1e9, values.loss_sum, norm,
+            values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
-from torchobs.probes.trace import EXHAUSTED, EXHAUSTED_NO_GRAD, FETCH, FETCHED, FETCHED_NO_GRAD, LOADER_STARTS, STEP_ENDS
+from torchobs.probes.trace import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, STEP_ENDS
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
@@ -45,22 +45,29 @@ class DataProbe:
             patch.undo()
 
     def _watched_next(self, original: Any) -> Any:
-        fuse, host = self._host.fuse(self.name), self._host
-        begin, end = fuse.guard(self._begin), fuse.guard(self._end)
+        fuse, host, cycle, grad_enabled = self._host.fuse(self.name), self._host, self._host.cycle, self._grad_enabled
+        note, note_argument = cycle.trace.append, cycle.arguments.append
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if self._depth or get_ident() != host.thread:
+            if self._depth or fuse.blown or get_ident() != host.thread:
                 return original(iterator)
+            # in place, for a call of our own costs more than what it would do; nothing here can raise
+            begun_ns = monotonic_ns()
+            # the sampler belongs to the loader, so that it is the same in every epoch
+            note_argument(id(getattr(iterator, "_index_sampler", None)))
+            note(begun_ns << 4 | FETCH)
             self._depth = 1
-            begin(iterator)
-            exhausted = True
+            code = EXHAUSTED
             try:
                 batch = original(iterator)
-                exhausted = False
+                code = FETCHED
             finally:
                 self._depth = 0
-                end(exhausted)
+                ended_ns = monotonic_ns()
+                note(ended_ns << 4 | code if grad_enabled() else ended_ns << 4 | code + 1)
+                if cycle.metered:
+                    host.spend("data", 2 * (monotonic_ns() - ended_ns))  # the part before the fetch is as long
             return batch
 
         return watched
@@ -80,21 +87,6 @@ class DataProbe:
                 mark(STEP_ENDS)
 
         return watched
-
-    def _begin(self, iterator: Any) -> None:
-        now_ns, cycle = monotonic_ns(), self._host.cycle
-        # the sampler belongs to the loader, so that it is the same in every epoch
-        cycle.mark(FETCH, now_ns, id(iterator._index_sampler))
-
-    def _end(self, exhausted: bool) -> None:  # noqa: FBT001  # called by position
-        now_ns, cycle = monotonic_ns(), self._host.cycle
-        gradients = self._grad_enabled()
-        if exhausted:
-            cycle.mark(EXHAUSTED if gradients else EXHAUSTED_NO_GRAD, now_ns)
-        else:
-            cycle.trace.append(now_ns << 4 | (FETCHED if gradients else FETCHED_NO_GRAD))
-        if cycle.metered:
-            self._host.spend(self.name, 2 * (monotonic_ns() - now_ns))  # _begin is as long
 
     def _mark(self, code: int) -> None:
         self._host.cycle.mark(code, monotonic_ns())

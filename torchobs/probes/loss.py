@@ -53,7 +53,13 @@ class LossProbe:
             return
         value = tensors if self._scaled is None else self._plain(tensors)
         if value.is_cpu:
-            host.cycle.add_loss(value.item(), within_step=host.in_closure)
+            if host.in_closure:
+                host.cycle.add_loss(value.item(), within_step=True)
+                return
+            values = host.cycle.values
+            values.loss_sum += value.item()
+            values.losses += 1
+            values.flags |= Flag.LOSS
         else:
             self._take_later(value.detach(), within=host.in_closure)
 

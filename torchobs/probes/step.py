@@ -63,7 +63,8 @@ class StepProbe:
             return
         host, cycle = self._host, self._cycle
         self._depth = 1
-        cycle.optimizer_begins(optimizer)
+        if id(optimizer) != cycle.sole:
+            cycle.optimizer_begins(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
         if closure:
             cycle.begin_closure()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     FETCH, FETCHED, FETCHED_NO_GRAD, EXHAUSTED, EXHAUSTED_NO_GRAD, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS,
     CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_ENDS, EVAL, TRAIN, PIN, UNPIN, LOADER_STARTS,
 ) = range(16)  # fmt: skip
-"""FETCH, EVAL, TRAIN and PIN have an argument, in a list beside the trace, in order."""
+"""A code's NO_GRAD follows it. FETCH, EVAL, TRAIN and PIN have an argument, in a list beside the trace, in order."""
 
 PHASE_OF = (
     DATA, FORWARD, FORWARD, OTHER, OTHER, BACKWARD, OTHER, OPTIMIZER, FORWARD, OPTIMIZER, OTHER, OTHER, OTHER, OTHER,
