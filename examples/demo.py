@@ -28,14 +28,14 @@ TIME_LIMIT_S = 105.0  # two minutes, less what ending takes
 EXPORTER_LIMIT_S = 60.0  # importing torch twice on a slow disk
 LAST_LINES = 60  # of a failed job: torchrun's own traceback has half of them
 LAST_LOOKS = 4  # seconds after the end: Prometheus scrapes and evaluates its rules once a second
-HEALTHY_SHARE = 0.7  # of the steps, before the learning rate is blown up: time enough to see the alert after it
+HEALTHY_SHARE = 0.6  # of the steps, then the learning rate is blown up: early enough to see it on a slow machine, too
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line; None reads `sys.argv`."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m examples.demo", description=__doc__, formatter_class=style)
-    parser.add_argument("--steps", type=int, default=600, help="training steps [%(default)s]")
+    parser.add_argument("--steps", type=int, default=500, help="training steps [%(default)s]")
     parser.add_argument("--hold", action="store_true", help="at the end leave Prometheus up until Ctrl-C")
     parser.add_argument("--no-prometheus", action="store_true", help="do without, even if it is installed")
     return parser.parse_args(arguments)
@@ -62,7 +62,7 @@ def demonstrate(options: argparse.Namespace, home: Path, stack: contextlib.ExitS
     deadline = time.monotonic() + TIME_LIMIT_S
     blow_up_at = max(1, int(options.steps * HEALTHY_SHARE))
     job = Job(home, RANKS, ["--steps", str(options.steps), "--blow-up-at", str(blow_up_at), "--sample", "0"])
-    screen.say(f"$ {job}")
+    screen.say(f"$ {job}\n\nThe ranks import torch; this takes some seconds.")
     stack.enter_context(job)
     address = wait_for_exporter(job)
     if not address:
@@ -75,7 +75,7 @@ def demonstrate(options: argparse.Namespace, home: Path, stack: contextlib.ExitS
     watch(job, watcher, screen, deadline)
     if job.exit_code is None:
         screen.say(f"Time is up after {TIME_LIMIT_S:.0f} s; this machine needs longer for {options.steps} steps.")
-    report(screen, watcher)
+    report(screen, watcher, prometheus)
     if job.exit_code:
         return fail(screen, job, f"The training failed with exit code {job.exit_code}.")
     if not any(row.steps for row in watcher.rows):
@@ -130,7 +130,7 @@ def watch(job: Job, watcher: Watcher, screen: Screen, deadline: float) -> None:
         time.sleep(1.0)
 
 
-def report(screen: Screen, watcher: Watcher) -> None:
+def report(screen: Screen, watcher: Watcher, prometheus: Prometheus | None) -> None:
     """Say what was seen."""
     screen.say("\nWhat torchobs saw:")
     for row in watcher.rows:
@@ -138,6 +138,10 @@ def report(screen: Screen, watcher: Watcher) -> None:
     screen.say(f"  anomalies: {anomalies_text(total_anomalies(watcher.rows))}")
     for (name, state), seconds in watcher.first_seen.items():
         screen.say(f"  alert {name}: {state} after {seconds:.0f} s")
+    if prometheus and not prometheus.is_running:
+        screen.say(f"  Prometheus ended before its time: {prometheus.last_words}")
+    elif prometheus and not watcher.first_seen:
+        screen.say("  no alert")
 
 
 def fail(screen: Screen, job: Job, reason: str) -> int:

@@ -17,7 +17,7 @@ from tests.support import wait_until
 
 pytestmark = pytest.mark.timeout(200)  # the demo itself may take nearly two minutes
 
-STEPS = 80  # a baseline for the loss, then the learning rate is blown up at step 56
+STEPS = 80  # a baseline for the loss, then the learning rate is blown up at step 48
 MARK = "DEMO_OF_THIS_TEST"
 
 
