@@ -335,7 +335,8 @@ def test_a_counter_below_zero_is_absent(exporter: Exporter, file: File) -> None:
 
 
 def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file: File) -> None:
-    """Buckets, count and sum agree; with negative bounds there is neither sum nor count."""
+    """Buckets, count and sum agree; with negative bounds or a negative sum there is neither sum nor count."""
+    file.set(user("my.fall", Kind.HISTOGRAM, "", "", (1.0,)), -5, USER)
     for value in (0.1, 0.7, 0.7, 5.0):
         file.set(user("my.size", Kind.HISTOGRAM, "", "", (0.5, 1.0)), value, USER)
         file.set(user("my.shift", Kind.HISTOGRAM, "", "", (-1.0, 1.0)), value, USER)
@@ -345,8 +346,10 @@ def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file:
     assert buckets == {"0.5": 1.0, "1.0": 3.0, "+Inf": 4.0}
     assert [number(one) for one in exporter.samples("my_size_count")] == [4.0]
     assert [number(one) for one in exporter.samples("my_size_sum")] == [pytest.approx(6.5)]
-    assert exporter.samples("my_shift_bucket")
-    assert not exporter.samples("my_shift_sum")
+    for name in ("my_shift", "my_fall"):
+        assert exporter.samples(f"{name}_bucket")
+        assert not exporter.samples(f"{name}_sum")
+        assert not exporter.samples(f"{name}_count")
 
 
 def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:

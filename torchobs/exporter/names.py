@@ -47,8 +47,12 @@ class Family(NamedTuple):
 
 @lru_cache(4096)
 def family_of(name: str, kind: Kind, unit: str) -> Family:
-    """Return the family that an OpenTelemetry instrument's series are in."""
-    translated = prometheus_name(name, unit, kind)
+    """Return the family that an OpenTelemetry instrument's series are in.
+
+    OpenTelemetry allows no colon in a name and Prometheus keeps it for recording rules; prometheus-client 0.26 writes it in a
+    family's name and an underscore in those of its samples.
+    """
+    translated = prometheus_name(name, unit, kind).replace(":", "_")
     return Family(translated.removesuffix("_total") if kind is Kind.COUNTER else translated, kind, unit)
 
 

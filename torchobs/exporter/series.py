@@ -74,7 +74,7 @@ def _of_histogram(entry: Labelled, value: Distribution) -> Iterator[Sample]:
     name, total = entry.family.name, 0
     for total, bucket in zip(accumulate(value.counts), entry.buckets, strict=True):
         yield Sample(f"{name}_bucket", bucket, total)
-    if entry.series.bounds and entry.series.bounds[0] < 0:
+    if value.sum < 0 or (entry.series.bounds and entry.series.bounds[0] < 0):
         return  # with negative values a sum is no counter: OpenMetrics has neither it nor the count then
     yield Sample(f"{name}_count", entry.labels, total)
     yield Sample(f"{name}_sum", entry.labels, value.sum)
