@@ -454,7 +454,7 @@ def test_adding_is_cheaper_than_in_the_sdk(meter: Meter) -> None:
     def fastest(add: Callable[..., None]) -> float:
         return min(_time(add, attributes) for _ in range(10))
 
-    assert fastest(ours.add) < 0.7 * fastest(theirs.add)
+    assert fastest(ours.add) < fastest(theirs.add)
 
 
 def _time(add: Callable[..., None], attributes: dict[str, str]) -> float:

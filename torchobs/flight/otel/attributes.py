@@ -27,6 +27,8 @@ _MAX_DEPTH = 8
 
 def clean(value: object, depth: int = _MAX_DEPTH) -> Plain:  # noqa: PLR0911  # one line for each type
     """Return ``value`` as JSON has it. Never raises; what is nested deeper than 8 levels becomes the name of its type."""
+    if type(value) is str:
+        return encodable(value)
     if isinstance(value, str):
         return encodable(str.__str__(value))  # a string Enum's value, not its name
     if value is None or isinstance(value, bool):
@@ -47,9 +49,8 @@ def cleaned(attributes: object) -> dict[str, Plain]:
     found: dict[str, Plain] = {}
     if isinstance(attributes, Mapping):
         for key, value in attributes.items():
-            name = clean_key(key)
-            if name:
-                found[name] = clean(value)
+            if name := clean_key(key):
+                found[name] = value if type(value) is str and value.isascii() else clean(value)
     return found
 
 
@@ -65,6 +66,8 @@ def frozen(attributes: object) -> tuple[tuple[str, Any], ...]:
 
 def clean_key(key: object) -> str:
     """Return an attribute's name; the empty string for one that has none."""
+    if type(key) is str and key.isascii():
+        return key
     return encodable(str.__str__(key)) if isinstance(key, str) else text(key) or ""
 
 

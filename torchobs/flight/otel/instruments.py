@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 from math import nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry.metrics import Counter, Histogram, UpDownCounter, _Gauge
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _NUMBERS = (int, float)
 _MAX = sys.float_info.max
+DEFAULT_BOUNDS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 2500.0, 5000.0, 7500.0, 10000.0)
+"""A histogram's boundaries unless it advises others (OpenTelemetry specification, explicit bucket histogram aggregation)."""
 
 
 class FlightCounter(Counter):
@@ -40,7 +42,7 @@ class FlightCounter(Counter):
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Counter`. A negative or non-finite amount is ignored, with one warning."""
         if self._heir is not None:
-            self._heir.add(amount, attributes, context)
+            self._heir.add(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
@@ -69,7 +71,7 @@ class FlightUpDownCounter(UpDownCounter):
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.UpDownCounter`. A non-finite amount is ignored, with one warning."""
         if self._heir is not None:
-            self._heir.add(amount, attributes, context)
+            self._heir.add(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
@@ -93,7 +95,7 @@ class FlightHistogram(Histogram):
     def record(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Histogram`. A negative or non-finite amount is ignored, with one warning."""
         if self._heir is not None:
-            self._heir.record(amount, attributes, context)
+            self._heir.record(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
@@ -105,7 +107,8 @@ class FlightHistogram(Histogram):
     def yield_to(self, meter: Meter) -> None:
         """Hand on to the same instrument of the application's own provider from now on."""
         bounds = self.stream.metric.bounds
-        self._heir = meter.create_histogram(*self.stream.identity, explicit_bucket_boundaries_advisory=bounds)
+        advised: dict[str, Any] = {} if bounds == DEFAULT_BOUNDS else {"explicit_bucket_boundaries_advisory": bounds}
+        self._heir = meter.create_histogram(*self.stream.identity, **advised)
 
 
 class FlightGauge(_Gauge):
@@ -118,7 +121,7 @@ class FlightGauge(_Gauge):
     def set(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :meth:`opentelemetry.metrics.Meter.create_gauge`. A non-finite amount leaves the series without a value."""
         if self._heir is not None:
-            self._heir.set(amount, attributes, context)
+            self._heir.set(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
@@ -127,6 +130,11 @@ class FlightGauge(_Gauge):
     def yield_to(self, meter: Meter) -> None:
         """Hand on to the same instrument of the application's own provider from now on."""
         self._heir = meter.create_gauge(*self.stream.identity)
+
+
+def _given(context: Context | None) -> dict[str, Context]:
+    """Return ``context`` as an argument for an SDK that may be older than that argument (1.28)."""
+    return {} if context is None else {"context": context}
 
 
 def number(value: object) -> float:

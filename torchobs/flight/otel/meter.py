@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from opentelemetry.metrics import Meter, NoOpMeter
 
 from torchobs.catalog import Kind, Metric
-from torchobs.flight.otel.instruments import FlightCounter, FlightGauge, FlightHistogram, FlightUpDownCounter, number
+from torchobs.flight.otel.instruments import (
+    DEFAULT_BOUNDS,
+    FlightCounter,
+    FlightGauge,
+    FlightHistogram,
+    FlightUpDownCounter,
+    number,
+)
 from torchobs.flight.otel.observed import FlightObservableCounter, FlightObservableGauge, FlightObservableUpDownCounter
-from torchobs.flight.otel.streams import Stream, logger
+from torchobs.flight.otel.once import hand_on, logger
+from torchobs.flight.otel.streams import Stream
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import (
@@ -38,8 +46,6 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[a-zA-Z][-_./a-zA-Z0-9]{0,254}")
 _UNIT = re.compile(r"[\x00-\x7F]{0,63}")
-DEFAULT_BOUNDS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 2500.0, 5000.0, 7500.0, 10000.0)
-"""A histogram's boundaries unless it advises others (OpenTelemetry specification, explicit bucket histogram aggregation)."""
 
 
 class _Instrument(Protocol):
@@ -146,7 +152,7 @@ class FlightMeter(Meter):
         heir = provider.get_meter(self._scope.name, self._scope.version or None, self._scope.schema_url or None)
         self._heir = heir
         for instrument in list(self._instruments.values()):
-            instrument.yield_to(heir)
+            hand_on(instrument.yield_to, heir)
 
     def _stream(
         self, kind: Kind, name: str, unit: str, description: str, advisory: Sequence[float] | None = None

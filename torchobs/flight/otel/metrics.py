@@ -10,9 +10,9 @@ from opentelemetry.metrics import Meter, MeterProvider, NoOpMeter
 from torchobs import catalog
 from torchobs.flight.otel.attributes import clean_key, frozen
 from torchobs.flight.otel.meter import FlightMeter
-from torchobs.flight.otel.streams import Destination, logger
+from torchobs.flight.otel.once import hand_on, warn_once
+from torchobs.flight.otel.streams import Destination
 from torchobs.flight.series import Scope
-from torchobs.guarding import Fuse, call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,7 @@ class FlightMeterProvider(MeterProvider):
         if self._heir is not None:
             return self._heir.get_meter(name, version, schema_url)
         if not name:
-            logger.warning("torchobs: a meter needs a name; the instruments of one without record nothing")
+            warn_once("a meter needs a name; the instruments of one without record nothing")
             return NoOpMeter("")
         scope = Scope(clean_key(name), clean_key(version or ""), clean_key(schema_url or ""), frozen(attributes))
         return self._meters.setdefault(scope, FlightMeter(scope, self._destination))
@@ -74,10 +74,7 @@ class FlightMeterProvider(MeterProvider):
         """Hand on to the provider that the application has set: every instrument made here becomes one of its own."""
         self._heir = provider
         for meter in list(self._meters.values()):
-            fuse = Fuse("heir")
-            call(fuse, meter.yield_to, provider)
-            for trip in fuse.trips:
-                logger.warning("torchobs: the application's meter provider failed with %s at %s", trip.exception, trip.location)
+            hand_on(meter.yield_to, provider)
 
     def _begin_round(self, timeout_s: float) -> threading.Thread | None:
         writer = self._destination.source()

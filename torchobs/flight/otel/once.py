@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
+
+from torchobs.guarding import Fuse, call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger("torchobs")
 _said: set[str] = set()
@@ -13,3 +19,11 @@ def warn_once(problem: str, *details: object) -> None:
     if problem not in _said:
         _said.add(problem)
         logger.warning("torchobs: " + problem, *details)  # noqa: G003  # our own texts, a handful of them
+
+
+def hand_on(to_heir: Callable[..., None], heir: object) -> None:
+    """Call ``to_heir(heir)``; the application's provider may refuse what it is given, and then one warning says so."""
+    fuse = Fuse("heir")
+    call(fuse, to_heir, heir)
+    for trip in fuse.trips:
+        warn_once("the application's meter provider failed with %s at %s", trip.exception, trip.location)

@@ -6,10 +6,9 @@ Semantics are the SDK's, its default limits included. No lock is taken: a signal
 # ruff: noqa: FBT001, FBT002  # the API's signatures
 from __future__ import annotations
 
-import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from torchobs.flight.otel.attributes import Plain
     from torchobs.flight.otel.streams import Source
-    from torchobs.flight.series import Scope
     from torchobs.flight.writer import FlightWriter
 
 
@@ -49,13 +47,13 @@ class Origin:
 
     writer: FlightWriter
     source: Source
-    scope: Scope
+    scope: list[object]
+    """as a frame has it"""
     limits: SpanLimits
 
     def now_ns(self) -> int:
         """Unix time by the pair of clocks in the file's header: a span stays right when the wall clock jumps."""
-        header = self.writer.header
-        return time.monotonic_ns() - header.monotonic_ns + header.wall_ns
+        return self.writer.header.wall_ns + self.writer.elapsed_ns()
 
     def write(self, fields: Mapping[str, Any]) -> None:
         """Append a frame, unless its file is no longer the one being written. One that had to be cut counts as dropped, too."""
@@ -88,7 +86,11 @@ class Bounded:
     def update(self, attributes: Attributes) -> None:
         """Add all of them."""
         found = cleaned(attributes)
-        self.dropped += len(attributes) - len(found) if isinstance(attributes, Sized) else 0
+        if isinstance(attributes, Mapping):
+            self.dropped += len(attributes) - len(found)
+        if not self.values and len(found) <= self._limit:
+            self.values = found
+            return
         for name, value in found.items():
             self._put(name, value)
 
@@ -229,8 +231,8 @@ class FlightSpan(Span):
         return bool(self._unended)
 
     def _begun(self, kind: str) -> dict[str, Any]:
-        context, parent, scope = self._context, self._parent, self._origin.scope
-        trace_id, span_id, flags, state = _identity(context)
+        parent = self._parent
+        trace_id, span_id, flags, state = _identity(self._context)
         fields = {"k": kind, "name": clean(self._name), "trace_id": trace_id, "span_id": span_id, "flags": flags}
         if parent is not None:
             fields["parent"] = format_span_id(parent.span_id)
@@ -238,8 +240,7 @@ class FlightSpan(Span):
                 fields["remote"] = True
         if state:
             fields["state"] = state
-        fields |= {"kind": self._kind.name.lower(), "t0": clean(self._begin_ns)}
-        return fields | {"scope": [*scope[:3], dict(scope.attributes)]}
+        return fields | {"kind": self._kind.name.lower(), "t0": clean(self._begin_ns), "scope": self._origin.scope}
 
     def _done(self, end_ns: int) -> dict[str, Any]:
         status, events, links = self._status, list(self._events), list(self._links)

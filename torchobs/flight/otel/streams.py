@@ -9,7 +9,6 @@ attribute ``otel.metric.overflow``, as OpenTelemetry says, so that the instrumen
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torchobs.flight.block import Block
 from torchobs.flight.layout import SLOT_SIZE
 from torchobs.flight.memory import DirectMemory
 from torchobs.flight.otel.attributes import flat
+from torchobs.flight.otel.once import logger
 from torchobs.flight.series import Series, ValueType
 from torchobs.flight.table import USER, Cell, NoSeriesRoomError
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     Change: TypeAlias = Callable[[Cell, float], None]
     Cells: TypeAlias = dict[Hashable, Cell]
 
-logger = logging.getLogger("torchobs")
 OVERFLOW: Mapping[str, bool] = {"otel.metric.overflow": True}
 _OVERFLOW_FORM = "overflow"
 _SCALARS = frozenset({str, bool, int, float, type(None)})
@@ -122,7 +121,7 @@ class Stream:
         """Warn of a misuse of this instrument, once for each kind."""
         if problem not in self._said:
             self._said.add(problem)
-            logger.warning("torchobs: instrument %r: " + problem, self.metric.name, *details)  # noqa: G003  # our own texts
+            logger.warning("torchobs: instrument %r: " + problem, self.metric.name, *details)  # our own texts
 
     def _rebind(self) -> tuple[FlightWriter | None, Cells]:
         """Turn to another file. Writer and cells change as one: no thread may put a cell of the old file among the new."""

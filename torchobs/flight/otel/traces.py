@@ -164,7 +164,8 @@ class FlightTracer(Tracer):
         if writer is None:
             return None
         if origin is None or origin.writer is not writer:
-            origin = self._origin = Origin(writer, provider.writer, self._scope, provider.limits)
+            scope: list[object] = [*self._scope[:3], dict(self._scope.attributes)]
+            origin = self._origin = Origin(writer, provider.writer, scope, provider.limits)
         return origin
 
 
