@@ -106,7 +106,7 @@ def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     for position, payload in sorted(_frames(ring, seed)):
         try:
-            fields = json.loads(payload)
+            fields = json.loads(payload.decode())  # json.loads would take bytes for UTF-16, too
             if b"\\u" in payload or payload.count(b"[") + payload.count(b"{") > _MAX_DEPTH:
                 fields = _sane(fields, _MAX_DEPTH)
         except (ValueError, RecursionError):

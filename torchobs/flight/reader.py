@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight import events, record
@@ -180,8 +181,7 @@ class FlightFile:
 
     def steps(self, limit: int | None = None) -> list[record.StepRecord]:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""
-        found = self._records(0)
-        return found if limit is None else found[len(found) - min(limit, len(found)) :]
+        return self._records(0, limit)
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the position and the fields of each event and span still in the ring, oldest first."""
@@ -245,13 +245,14 @@ class FlightFile:
             return None
         return round(timestamp * 1e9) - self.header.wall_ns + self.header.monotonic_ns
 
-    def _records(self, after: int) -> list[record.StepRecord]:
-        """Return the records in the ring with a number over ``after``, in order. Only those are decoded."""
+    def _records(self, after: int, limit: int | None = None) -> list[record.StepRecord]:
+        """Return the records in the ring with a number over ``after``, in order; the last ``limit``. Only those are decoded."""
         ring, count = self._region(Region.STEPS), self.header.regions[Region.STEPS].count
         numbers = memoryview(ring).cast("Q")[:: RECORD_SIZE // 8].tolist()
-        slots = sorted((seq, slot) for slot, seq in enumerate(numbers) if seq > after and (seq - 1) % count == slot)
-        decoded = (record.unpack(ring[slot * RECORD_SIZE : (slot + 1) * RECORD_SIZE], self.header.seed) for _, slot in slots)
-        return [item for item in decoded if item is not None]
+        expected = ((seq, slot) for slot, seq in enumerate(numbers) if seq > after and (seq - 1) % count == slot)
+        slots = (slot * RECORD_SIZE for _, slot in sorted(expected, reverse=True))
+        decoded = (record.unpack(ring[at : at + RECORD_SIZE], self.header.seed) for at in slots)
+        return list(islice((item for item in decoded if item is not None), limit))[::-1]
 
     def _following(self, upto: int) -> Iterator[record.StepRecord]:
         """Yield the records from ``upto`` + 1 on, without a gap: what is not there yet will come."""

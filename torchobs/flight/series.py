@@ -111,7 +111,7 @@ def decode(table: bytes, seed: int, blocks: int, start: int = 0) -> Iterator[tup
 
 def _parse(payload: bytes, block: int, word: int, width: int, kind: int, value_type: int) -> Series | None:
     try:
-        name, unit, brief, attributes, bounds, *scope = json.loads(payload)
+        name, unit, brief, attributes, bounds, *scope = json.loads(payload.decode())
         texts = _text(name), Kind(kind), _text(unit), _text(brief)
         edges = tuple(float(bound) for bound in bounds)
         series = Series(*texts, _pairs(attributes), edges, value_type, block, word, _scope(*scope))
