@@ -381,6 +381,21 @@ def test_created_samples_are_there_if_asked_for(flight_dir: Path, file: File) ->
         exporter.close()
 
 
+def test_a_file_that_was_gone_for_a_moment_has_its_series_again(exporter: Exporter, file: File) -> None:
+    """Nobody scraped meanwhile, so that the page knows the rank from before; its series are not taken for others'."""
+    file.step(1, 0.1)
+    file.save()
+    exporter.scan()
+    before = exporter.families().keys()
+    content = file.path.read_bytes()
+    file.path.unlink()
+    exporter.scan()
+    file.path.write_bytes(content)
+    exporter.scan()
+    assert exporter.families().keys() == before
+    assert 'reason="conflict"} 0.0' in exporter.text()
+
+
 def test_the_labels_of_a_series_are_made_once(exporter: Exporter, file: File) -> None:
     """What does not change between scrapes is not computed again."""
     file.save()

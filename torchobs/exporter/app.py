@@ -35,19 +35,20 @@ _HEADERS = {
 class Site:
     """The handlers. ``problems`` is what of the configuration cannot be honoured at present."""
 
-    def __init__(self, watch: Watch, pages: Pages, scrapers: Scrapers) -> None:
-        self._watch, self._pages, self._scrapers = watch, pages, scrapers
+    def __init__(self, watch: Watch, pages: Pages, scrapers: Scrapers, telemetry_path: str) -> None:
+        self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
         self.problems: tuple[str, ...] = ()
 
-    def app(self, telemetry_path: str) -> Starlette:
+    def app(self) -> Starlette:
         """Return the application."""
-        self._telemetry_path = telemetry_path
-        routes = [
-            Route(telemetry_path, self._metrics),
-            Route("/-/healthy", self._healthy),
-            Route("/-/ready", self._ready),
-        ]
-        return Starlette(routes=[*routes, Route("/", self._landing)] if telemetry_path != "/" else routes)
+        return Starlette(
+            routes=[
+                Route(self._telemetry_path, self._metrics),
+                Route("/-/healthy", self._healthy),
+                Route("/-/ready", self._ready),
+                Route("/", self._landing),
+            ]
+        )
 
     async def _metrics(self, request: Request) -> Response:
         headers = request.headers

@@ -46,12 +46,12 @@ class Exposition:
         self.dropped = Counter({"limit": 0, "conflict": 0})
         self._names = Names(others)
         self._limit, self._created = series_limit, created
-        self._ranks: dict[tuple[str, str], _RankSeries] = {}
+        self._ranks: dict[tuple[int, str], _RankSeries] = {}
 
     def collect(self) -> Iterator[Metric]:
         """Yield every family with its samples, each family once."""
         page = _Page()
-        served = {(rank.incarnation, rank.rank): rank for rank in self.facts.snapshot.ranks}
+        served = {(rank.opened, rank.rank): rank for rank in self.facts.snapshot.ranks}
         self._forget(served.keys())
         for key, rank in served.items():
             known = self._ranks.get(key)
@@ -62,7 +62,7 @@ class Exposition:
         _describe_exporter(page, self.facts, self.dropped)
         return iter(page.families.values())
 
-    def _forget(self, served: Iterable[tuple[str, str]]) -> None:
+    def _forget(self, served: Iterable[tuple[int, str]]) -> None:
         gone = self._ranks.keys() - set(served)
         for key in gone:
             del self._ranks[key]

@@ -48,6 +48,8 @@ class Rank:
     """None: it has ended"""
     ended_in: int | None
     """number of the snapshot in which it was first seen to be dead"""
+    opened: int
+    """which opening of a file the view is from: while it is the same, so are the objects that stand for its series"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,18 @@ class Snapshot:
     duration_s: float
 
 
-EMPTY = Snapshot(0, 0, (), dict.fromkeys(STATUSES, 0), dict.fromkeys(REASONS, 0), 0, (), False, 0.0)  # noqa: FBT003  # the fields in order
+EMPTY = Snapshot(
+    number=0,
+    taken_ns=0,
+    ranks=(),
+    files=dict.fromkeys(STATUSES, 0),
+    errors=dict.fromkeys(REASONS, 0),
+    duplicates=0,
+    problems=(),
+    fading=False,
+    duration_s=0.0,
+)
+"""Before the first scan."""
 
 
 def system_clock() -> Now:
@@ -86,7 +99,7 @@ class Scanner:
         self._bad: dict[str, int] = {}
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
-        self._number = 0
+        self._number = self._opened = 0
 
     def scan(self) -> Snapshot:
         """Return what there is now."""
@@ -144,7 +157,9 @@ class Scanner:
     def _open(self, name: str, now: Now) -> None:
         directory = self._directory
         try:
-            self._tracked[name] = open_tracked(directory.fd, name, directory.owner, now)
+            tracked = open_tracked(directory.fd, name, directory.owner, now)
+            self._opened += 1
+            self._tracked[name], tracked.opened = tracked, self._opened
             self._bad.pop(name, None)
         except FileNotFoundError:
             self._bad.pop(name, None)  # gone since it was listed
@@ -201,6 +216,7 @@ class Scanner:
             view=tracked.view,
             progress_age_s=tracked.progress_age_s(now) if tracked.up else None,
             ended_in=tracked.ended_in,
+            opened=tracked.opened,
         )
 
 

@@ -83,8 +83,8 @@ class _Service:
         self._watch = Watch(Scanner(config))
         self._pages = Pages(config)
         self._scrapers = Scrapers()
-        self._site = Site(self._watch, self._pages, self._scrapers)
-        self._app = self._site.app(config.telemetry_path)
+        self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
+        self._app = self._site.app()
         self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
         self._unbound = list(config.addresses)
         self._next_bind_s = 0.0

@@ -43,6 +43,7 @@ class Tracked:
         self.same_boot = header.boot_id == now.boot_id
         self.view: View = file.read()
         self.lock_held = False
+        self.opened = 0
         self.state = "alive"
         self.fading = False
         self.retired = ""
