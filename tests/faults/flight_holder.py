@@ -1,0 +1,119 @@
+"""A program that holds a flight file's lock, does something that might drop it, and says so: `<what was done> <name>`."""
+
+import ctypes
+import mmap
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchobs.flight import lock, reader
+from torchobs.flight.layout import MIN_SIZE
+from torchobs.flight.place import Place, open_place
+from torchobs.flight.writer import FlightWriter, open_writer
+
+LARGE = 256 * 1024 * 1024
+C = ctypes.PyDLL(None)
+"""The C library, called with the GIL held: its fork runs none of Python's hooks."""
+
+
+def nothing(_: Place, __: FlightWriter) -> None:
+    """Only hold it."""
+
+
+def open_and_close_others(place: Place, writer: FlightWriter) -> None:
+    """Open and close every other file in the directory, the flight file itself among them."""
+    (Path(place.path) / "other.lock").write_text("")
+    for name in sorted(entry.name for entry in Path(place.path).iterdir()):
+        if name != reader.lock_of(writer.name):
+            os.close(os.open(name, os.O_RDWR, dir_fd=place.fd))
+
+
+def read_own_file(place: Place, writer: FlightWriter) -> None:
+    """Be a reader, too, and ask who lives."""
+    for name in reader.names(place.fd):
+        file = reader.open_file(place.fd, name)
+        file.read()
+        file.close()
+        assert lock.is_held(place.fd, reader.lock_of(name))
+        assert lock.held_here(place.fd, reader.lock_of(writer.name))
+
+
+def unmap_another(place: Place, _: FlightWriter) -> None:
+    """Close another map and another writer."""
+    mmap.mmap(-1, 4096).close()
+    other = open_writer(open_place(place.path, None), {"rank": 1}, MIN_SIZE)
+    other.close()
+
+
+def fork_and_exit(_: Place, __: FlightWriter) -> None:
+    """A worker that ends."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def fork_in_c_and_exit(_: Place, __: FlightWriter) -> None:
+    """A child that Python knows nothing of: its descriptors are the kernel's business."""
+    child = C.fork()
+    if not child:
+        C._exit(0)
+    os.waitpid(child, 0)
+
+
+def fork_in_c_and_exec(_: Place, __: FlightWriter) -> None:
+    """As a C library that starts a helper does."""
+    child = C.fork()
+    if not child:
+        C.execlp(b"true", b"true", None)
+        C._exit(1)
+    os.waitpid(child, 0)
+
+
+def leave_a_child(_: Place, __: FlightWriter) -> None:
+    """A worker that outlives us; an OFD lock would live on in it."""
+    if not os.fork():
+        os.setsid()
+        time.sleep(10)
+        os._exit(0)
+
+
+def become_another_program(_: Place, writer: FlightWriter) -> None:
+    """Exec: the trainer is gone, though its process lives."""
+    say(writer)
+    os.execvp("sleep", ["sleep", "60"])  # noqa: S606  # this is the test
+
+
+def grow_large(_: Place, __: FlightWriter) -> None:
+    """Take memory that takes a while to give back, and be ready to dump it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    global large  # noqa: PLW0603  # until the end
+    large = os.urandom(4096) * (LARGE // 4096)
+
+
+large = b""
+SCENES: tuple[Callable[[Place, FlightWriter], None], ...] = (
+    nothing, open_and_close_others, read_own_file, unmap_another, fork_and_exit, fork_in_c_and_exit, fork_in_c_and_exec,
+    leave_a_child, become_another_program, grow_large,
+)  # fmt: skip
+
+
+def say(writer: FlightWriter) -> None:
+    """Say that it is done."""
+    print(sys.argv[2], writer.name, flush=True)  # noqa: T201  # the answer
+
+
+def main(directory: str, scene: str) -> None:
+    """Play the scene, then hold the lock until standard input ends."""
+    place = open_place(directory, None)
+    writer = open_writer(place, {"rank": 0}, MIN_SIZE)
+    next(one for one in SCENES if one.__name__ == scene)(place, writer)
+    say(writer)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
