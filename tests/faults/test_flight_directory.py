@@ -125,7 +125,7 @@ def test_a_lease_on_a_file_holds_nobody(
         f"{name(1)}.bak",
         ".tmp-00",
         lock_name(name(1)),
-        f"r١-{1:032x}.flight",
+        f"r\N{ARABIC-INDIC DIGIT ONE}-{1:032x}.flight",
         "\udcff",
     ],
 )
