@@ -79,7 +79,7 @@ def start_demo(checkout: Path, start: Callable[..., subprocess.Popen[str]], tmp_
 def run_to_its_end(demo: Demo, disturb: Callable[[], object] = lambda: None, timeout_s: float = 120.0) -> str:
     """Disturb a demo once its ranks are shown, see that it ends and leaves nothing behind, and return what it said."""
     directory = wait_until(demo.directory, timeout_s=30)
-    wait_until(lambda: "alive" in demo.said, timeout_s=60)
+    wait_until(lambda: "alive" in demo.said or demo.process.poll() is not None, timeout_s=70)
     disturb()
     demo.process.wait(timeout_s)
     wait_until(lambda: nothing_left_of(demo, directory), timeout_s=5)
