@@ -38,7 +38,9 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="torchobs-sampler", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Begin. What was dropped exists at 0 from here on: an increase over a series born at 1 is none."""
+        for what in ("series", "event"):
+            self._host.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
         self._host.fuses[self._own.probe] = self._own
         self._thread.start()
 

@@ -96,7 +96,7 @@ class Session:
         except OSError:
             os.close(place.fd)
             raise
-        host = self.host = Host(chosen, writer, Cycle(writer.append), DeviceValues())
+        host = self.host = Host(chosen, writer, Cycle(writer), DeviceValues())
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
         self._run = RunSpan(chosen, writer, lambda: self.writer)
         self._run.begin()

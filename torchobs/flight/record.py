@@ -8,7 +8,7 @@ offset type   field            meaning
 0      u64    seq              position in the ring, from 1; valid iff the CRC matches and ``seq`` is the one expected there
 8      u64    step             the step's number, from 1
 16     u64    end_ns           CLOCK_MONOTONIC at the step's end
-24     u16    kind             1 *step*; 2 *late*: values of an earlier step that a device delivered afterwards
+24     u16    kind             1 *step*; 2 *late*: values of an earlier step, delivered after its end; 3 *plain* (below)
 26     u16    flags            :class:`Flag`
 28     u32    losses           backward passes that the loss sums over
 32     f64    duration_s       from the last step's end to this one's, evaluation and checkpoints taken out
@@ -23,6 +23,11 @@ offset type   field            meaning
 120    u32    zero
 124    u32    crc              CRC-32 of the 124 bytes before, seeded (``layout``)
 ====== ====== ================ =============================================================================================
+
+A *plain* step (kind 3), which is nearly every one, holds its boundaries instead of its times, so that the training thread
+computes nothing: ``fetch`` u64 at 32; ``fetched``, ``backward``, ``backward_ends``, ``optimizer`` u64 at 64, each
+CLOCK_MONOTONIC in ns << 4, the low bits the hook's code; ``norm_scale`` f32 at 108; ``begun_ns`` u64, the last step's end,
+at 112. Without a DataLoader ``fetch`` and ``fetched`` are at 0 ns. :func:`unpack` makes the same :class:`StepRecord` of both.
 
 :func:`fold` is one pure function, used by the sampler thread and by every reader for the records after ``FOLDED_UPTO``, so
 that the view is exact after any crash. Its state is the first ``WORDS`` words of value block 0.
@@ -47,7 +52,10 @@ if TYPE_CHECKING:
 PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
 
 _BODY = struct.Struct("<QQQHHIdddd8fQIIdI")
-_CRC = struct.Struct("<I")
+PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")
+"""A plain step's record, without its CRC: seq, step, end_ns, kind, flags, losses, fetch, loss, grad_norm, learning_rate,
+fetched, backward, backward_ends, optimizer, tokens, samples, norm_scale, begun_ns, zero."""
+CRC = struct.Struct("<I")
 _TOP = (1 << 63) - 1
 _MAX = sys.float_info.max
 _ABSENT = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0002))[0]
@@ -60,6 +68,8 @@ class Kind:
 
     STEP = 1
     LATE = 2
+    PLAIN = 3
+    """on disk only: decoded, it is a *step*"""
 
 
 class Flag:
@@ -106,19 +116,36 @@ def pack(  # noqa: PLR0913, PLR0917  # the record's fields, once a step: a tuple
         seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, *phase_s, tokens, samples, 0,
         norm_scale, 0,
     )  # fmt: skip
-    return body + _CRC.pack(zlib.crc32(body, seed))
+    return body + CRC.pack(zlib.crc32(body, seed))
 
 
 def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
     """Decode 128 bytes; ``None`` when the CRC does not match."""
-    if len(raw) != RECORD_SIZE or _CRC.unpack_from(raw, RECORD_SIZE - 4)[0] != zlib.crc32(raw[: RECORD_SIZE - 4], seed):
+    if len(raw) != RECORD_SIZE or CRC.unpack_from(raw, RECORD_SIZE - 4)[0] != zlib.crc32(raw[: RECORD_SIZE - 4], seed):
         return None
+    if raw[24] == Kind.PLAIN:
+        return _unpack_plain(raw)
     seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, *phases, tokens, samples, _, scale, _ = (
         _BODY.unpack_from(raw)
     )
     return StepRecord(
         seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, tuple(phases), tokens, samples, scale
     )
+
+
+def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
+    """Work the times of a plain step out; ``None`` if they are not in order, which only a forger writes."""
+    seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, _ = PLAIN.unpack_from(raw)
+    fetch, loss, norm, rate, fetched, backward, backward_ends, optimizer = stamps
+    fetch, fetched = (fetch >> 4, fetched >> 4) if fetched >> 4 else (begun_ns, begun_ns)
+    backward, backward_ends, optimizer = backward >> 4, backward_ends >> 4, optimizer >> 4
+    if not begun_ns <= fetch <= fetched <= backward <= backward_ends <= optimizer <= end_ns:
+        return None
+    other = fetch - begun_ns + optimizer - backward_ends
+    phases = (fetched - fetch, backward - fetched, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
+    seconds = tuple([length / 1e9 for length in phases])
+    length_s = (end_ns - begun_ns) / 1e9
+    return StepRecord(seq, step, end_ns, Kind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale)
 
 
 class Word:

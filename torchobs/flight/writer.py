@@ -14,6 +14,7 @@ from collections import deque
 from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from torchobs.flight import lock, record
 from torchobs.flight.birth import Born, create, lock_name, new_header, relock
@@ -21,6 +22,7 @@ from torchobs.flight.events import EventRing
 from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, RECORD_SIZE, Live, Region
 from torchobs.flight.memory import DeferredMemory, DirectMemory, Memory
 from torchobs.flight.place import renew
+from torchobs.flight.record import CRC, PLAIN
 from torchobs.flight.table import Table
 
 if TYPE_CHECKING:
@@ -92,6 +94,26 @@ class FlightWriter:
             self.fold()  # before the ring could wrap over what was not folded
         return seq
 
+    def append_plain(  # noqa: PLR0913, PLR0917  # see record.pack
+        self, step: int, end_ns: int, flags: int, losses: int, fetch: int, fetched: int, backward: int, backward_ends: int,
+        optimizer: int, loss: float, grad_norm: float, learning_rate: float, tokens: int, samples: int, norm_scale: float,
+        begun_ns: int,
+    ) -> int:  # fmt: skip
+        """Write the record of a plain step. As :meth:`append`."""
+        seq = next(self._sequence)
+        # packed here and not by a function of record's: every call costs, where caches are cold
+        body = PLAIN.pack(
+            seq, step, end_ns, 3, flags, losses, fetch, loss, grad_norm, learning_rate, fetched, backward, backward_ends,
+            optimizer, tokens, samples, norm_scale, begun_ns, 0,
+        )  # fmt: skip
+        raw = body + CRC.pack(crc32(body, self._seed))
+        self.memory.store(self._steps_at + ((seq - 1) & self._mask) * RECORD_SIZE, raw)
+        recent = self._recent
+        recent.append(raw)
+        if len(recent) >= self._forced_at:
+            self.fold()
+        return seq
+
     def fold(self) -> None:
         """Fold the records written since the last call and publish the core; what they show is added to ``anomalies``.
 
@@ -122,16 +144,17 @@ class FlightWriter:
 
     def _contiguous(self) -> list[record.StepRecord]:
         """Return the next records in order; one whose predecessor another thread is still writing waits for it."""
-        held, now_ns = self._held, time.monotonic_ns()
-        if held and self._expected not in held:
-            if now_ns - self._complete_ns < _GAP_NS and len(held) < self._forced_at:
-                return []
-            self._expected = min(held)
-        self._complete_ns = now_ns
-        batch = []
-        while (following := held.pop(self._expected, None)) is not None:
-            batch.append(following)
+        held, now_ns, batch = self._held, time.monotonic_ns(), list[record.StepRecord]()
+        while held:
+            if self._expected not in held:
+                if now_ns - self._complete_ns < _GAP_NS and len(held) < self._forced_at:
+                    return batch
+                self._expected = min(held)
+            batch.append(held.pop(self._expected))
             self._expected += 1
+            if self._expected not in held:
+                self._complete_ns = now_ns
+        self._complete_ns = now_ns
         return batch
 
     def elapsed_ns(self) -> int:

@@ -28,21 +28,27 @@ class BackwardWatch:
         """Wrap ``torch.autograd.backward``."""
         import torch
 
-        self._host = host
         original = torch.autograd.backward
-        begin, end = fuse.guard(self._begin), fuse.guard(self._end)
+        note, tell = host.cycle.trace.append, fuse.guard(host.tell)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if host.backwards or get_ident() != host.thread:
+            if host.backwards or fuse.blown or get_ident() != host.thread:
                 return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread
-            begin(args, kwargs)
+            # in place, as in the data probe: nothing here can raise
+            note(monotonic_ns() << 4 | BACKWARD_BEGINS)
+            if host.takes_loss is not None:
+                host.takes_loss(args, kwargs)
             host.backwards = 1
             try:
                 return original(*args, **kwargs)
             finally:
                 host.backwards = 0
-                end()
+                if host.in_closure:
+                    note(monotonic_ns() << 4 | CLOSURE_GOES_ON)
+                    tell(host.after_closure_backward)
+                else:
+                    note(monotonic_ns() << 4 | BACKWARD_ENDS)
 
         self._patch = Patch(torch.autograd, "backward", backward)
 
@@ -50,19 +56,3 @@ class BackwardWatch:
         """Restore it."""
         if self._patch is not None:
             self._patch.undo()
-
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now_ns, host = monotonic_ns(), self._host
-        host.cycle.trace.append(now_ns << 4 | BACKWARD_BEGINS)
-        if host.takes_loss is not None:
-            tensors = args[0] if args else kwargs.get("tensors")
-            gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors", kwargs.get("grad_variables"))
-            host.takes_loss(tensors, gradients)
-        if host.cycle.metered:
-            host.spend("loss", monotonic_ns() - now_ns)
-
-    def _end(self) -> None:
-        now_ns, host = monotonic_ns(), self._host
-        host.cycle.trace.append(now_ns << 4 | (CLOSURE_GOES_ON if host.in_closure else BACKWARD_ENDS))
-        if host.in_closure:
-            host.tell(host.after_closure_backward)

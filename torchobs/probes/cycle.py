@@ -10,39 +10,32 @@ from __future__ import annotations
 import time
 import weakref
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.record import Flag, Kind
 from torchobs.probes.segments import OTHER, Segments
 from torchobs.probes.trace import (
     BACKWARD_BEGINS,
+    BACKWARD_ENDS,
     CLOSURE_BEGINS,
     FETCH,
+    FETCHED,
     PHASE_OF,
     STEP_BEGINS,
     STEP_ENDS,
-    plain_times,
     replay,
 )  # fmt: skip
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torchobs.flight.writer import FlightWriter
+
 _U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
 _LONG_TRACE = 4096
 _TRAINING = frozenset({FETCH, BACKWARD_BEGINS, STEP_BEGINS, CLOSURE_BEGINS})
 METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
-
-
-class Append(Protocol):
-    """``FlightWriter.append``."""
-
-    def __call__(  # noqa: PLR0913, PLR0917  # the record's fields
-        self, step: int, end_ns: int, kind: int, flags: int, losses: int, duration_s: float, loss: float, grad_norm: float,
-        learning_rate: float, phase_s: tuple[float, ...], tokens: int = 0, samples: int = 0, norm_scale: float = 1.0,
-    ) -> int:  # fmt: skip
-        """Write one record."""
 
 
 class Values:
@@ -82,11 +75,11 @@ class Cycle:
     """The step in progress. All methods run in the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_append", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "arguments", "direct", "log_wins",
+        "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "arguments", "direct", "log_wins",
         "metered", "segments", "sole", "step", "timed", "trace", "values",
     )  # fmt: skip
 
-    def __init__(self, append: Append) -> None:
+    def __init__(self, writer: FlightWriter) -> None:
         self.step = 0
         """Number of the last step that ended."""
         self.trace: list[int] = []
@@ -103,7 +96,7 @@ class Cycle:
         """Whether this step's hooks measure their own time."""
         self.sole = 0
         """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
-        self._append = append
+        self._append, self._append_plain = writer.append, writer.append_plain
         self._begun_ns = 0
         self._clean = False
         self._members: set[int] = set()
@@ -157,7 +150,7 @@ class Cycle:
         """Tell whether training has gone on since the last end."""
         return any(stamp & 15 in _TRAINING for stamp in self.trace)
 
-    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:  # a record's
+    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
         """Write values of a step that has ended."""
         self._append(step, time.monotonic_ns(), Kind.LATE, flags, 1, 0.0, loss, norm, 0.0, (0.0,) * 8, tokens, samples)
 
@@ -207,7 +200,7 @@ class Cycle:
         """It has stepped, or the loss scaler skipped it."""
         key = id(optimizer)
         if key == self.sole:
-            self._end_plainly(now_ns)
+            self.end_plainly(now_ns)
             return
         if self.direct:
             self.mark(STEP_ENDS, now_ns)
@@ -219,29 +212,32 @@ class Cycle:
         if self._members and self._members <= self._seen:
             self._commit()
 
-    def _end_plainly(self, now_ns: int) -> None:
-        """The one optimizer has stepped: what nearly every step of nearly every training comes down to."""
-        values = self.values
-        times = plain_times(self.trace, self._begun_ns, now_ns) if self._clean else None
-        if times is None:
+    def end_plainly(self, now_ns: int) -> None:
+        """The one optimizer has stepped: what nearly every step of nearly every training comes down to.
+
+        Plain is one fetch (or none), one backward and one optimizer, in this order.
+        """
+        trace, values = self.trace, self.values
+        if len(trace) == 3:  # noqa: PLR2004  # without a loader
+            trace[:0] = _NO_FETCH
+        fetch, fetched, backward, backward_ends, optimizer = trace if len(trace) == 5 else _NOT_PLAIN  # noqa: PLR2004  # its boundaries
+        codes = (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15)
+        if codes != _PLAIN or not self._clean or not self.timed:
+            del trace[: 2 * (fetched == FETCHED)]
             self.values = Values()
             self._write(now_ns, self._times(now_ns), values)
             return
-        self.trace.clear()
+        trace.clear()
         self.arguments.clear()
-        self._begun_ns = now_ns
         self.step = step = self.step + 1
         self.metered = not step % METER_EVERY
-        data, forward, backward, optimizer, other = times
         flags = values.flags
-        self._append(
-            step, now_ns, 1, flags, values.losses, (data + forward + backward + optimizer + other) / 1e9, values.loss_sum,
-            sqrt(values.norm_squared) if flags & 2 else 0.0, values.learning_rate,
-            (data / 1e9, forward / 1e9, backward / 1e9, optimizer / 1e9, other / 1e9, 0.0, 0.0, 0.0)
-            if self.timed
-            else _UNTIMED,
-            values.tokens, values.samples, values.norm_scale,
+        self._append_plain(
+            step, now_ns, flags, values.losses, fetch, fetched, backward, backward_ends, optimizer, values.loss_sum,
+            sqrt(values.norm_squared) if flags & 2 else 0.0, values.learning_rate, values.tokens, values.samples,
+            values.norm_scale, self._begun_ns,
         )  # fmt: skip
+        self._begun_ns = now_ns
         values.flags = values.losses = values.tokens = values.samples = 0
         values.loss_sum = values.norm_squared = 0.0
 
@@ -317,3 +313,7 @@ class Cycle:
 
 
 _UNTIMED = (0.0,) * 8
+_PLAIN = (FETCH, FETCHED, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
+_NO_FETCH = (FETCH, FETCHED)
+"""at 0 ns: there was none"""
+_NOT_PLAIN = (-1,) * 5

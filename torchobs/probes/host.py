@@ -68,8 +68,8 @@ class Host:
     """By probe, called with the optimizer, and whether it was given a closure, before its outermost step"""
     after_closure_backward: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     """By probe, called when the outermost backward inside a closure has returned"""
-    takes_loss: Callable[[Any, Any], None] | None = None
-    """Called with the tensors and the gradients given to the outermost backward"""
+    takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+    """Called with the arguments of the outermost backward"""
     loss_scaled: Callable[[object, object, Any], object] | None = None
     """Called with the outputs, the scaled outputs and the scale when a loss scaler has scaled"""
 

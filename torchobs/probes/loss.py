@@ -7,6 +7,7 @@ On the CPU it is read at once (143 ns), on a device it is copied without waiting
 from __future__ import annotations
 
 import weakref
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.record import Flag
@@ -46,22 +47,26 @@ class LossProbe:
         if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor) and outputs.numel() == 1:
             self._scaled, self._unscaled, self._scale = weakref.ref(scaled), outputs.detach(), scale
 
-    def _take(self, tensors: Any, gradients: Any) -> None:
-        host = self._host
+    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """``torch.autograd.backward`` was called with these."""
+        begun_ns, host = monotonic_ns(), self._host
+        tensors = args[0] if args else kwargs.get("tensors")
+        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors") if kwargs else None
         # exactly a tensor: a DTensor's value would need a collective, a fake one has none
         if gradients is not None or host.cycle.log_wins or type(tensors) is not self._tensor or tensors.numel() != 1:
             return
         value = tensors if self._scaled is None else self._plain(tensors)
-        if value.is_cpu:
-            if host.in_closure:
-                host.cycle.add_loss(value.item(), within_step=True)
-                return
+        if not value.is_cpu:
+            self._take_later(value.detach(), within=host.in_closure)
+        elif host.in_closure:
+            host.cycle.add_loss(value.item(), within_step=True)
+        else:
             values = host.cycle.values
             values.loss_sum += value.item()
             values.losses += 1
             values.flags |= Flag.LOSS
-        else:
-            self._take_later(value.detach(), within=host.in_closure)
+        if host.cycle.metered:
+            host.spend(self.name, monotonic_ns() - begun_ns)
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the loss without the loss scale, detached."""

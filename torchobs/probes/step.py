@@ -69,8 +69,8 @@ class StepProbe:
         if closure:
             cycle.begin_closure()
         if not host.backwards:
-            host.thread = get_ident()
-            host.in_closure = closure
+            if closure or get_ident() != host.thread:
+                host.thread, host.in_closure = get_ident(), closure
             cycle.trace.append(now_ns << 4 | (CLOSURE_BEGINS if closure else STEP_BEGINS))
         if host.reads_rate:
             rate = optimizer.param_groups[0].get("lr")
@@ -90,8 +90,13 @@ class StepProbe:
             return
         host, cycle = self._host, self._cycle
         metered = cycle.metered
-        self._depth, host.in_closure = 0, False
-        cycle.optimizer_ends(optimizer, now_ns)
+        self._depth = 0
+        if id(optimizer) == cycle.sole:
+            cycle.end_plainly(now_ns)
+        else:
+            cycle.optimizer_ends(optimizer, now_ns)
+        if host.in_closure:
+            host.in_closure = False
         if host.backwards:
             cycle.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass goes on
         if metered:

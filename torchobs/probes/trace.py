@@ -1,8 +1,8 @@
 """Boundaries as the hooks note them: one integer each, ``ns << 4 | code``. What they mean is worked out at the step's end.
 
 Between real steps caches are cold, and a hook costs what it touches: the same arithmetic took ten times longer spread over
-five hooks than in one place. So a hook appends one integer; most steps have one of two plain shapes, whose times
-are six subtractions (:func:`plain_times`); any other is replayed through :class:`~torchobs.probes.segments.Segments`.
+five hooks than in one place. So a hook appends one integer; most steps have one of two plain shapes (``Cycle``), whose
+boundaries go into the record as they are; any other is replayed through :class:`~torchobs.probes.segments.Segments`.
 """
 
 from __future__ import annotations
@@ -26,37 +26,7 @@ PHASE_OF = (
 )  # fmt: skip
 """What the training thread is doing after each code."""
 
-_WITH_LOADER = (FETCH, FETCHED, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
-_WITHOUT = (BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
 _CODE = 15
-
-
-def plain_times(trace: Sequence[int], begun_ns: int, now_ns: int) -> tuple[int, int, int, int, int] | None:
-    """Return ns of data, forward, backward, optimizer and other of a plain step, ``None`` for one that is not.
-
-    Plain is one fetch (or none), one backward, one optimizer, in this order, from the last step's end (``begun_ns``) to now.
-    """
-    count = len(trace)
-    if count == 5:  # noqa: PLR2004  # the length of _WITH_LOADER
-        fetch, fetched, backward, backward_ends, step = trace
-        if (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, step & 15) != _WITH_LOADER:
-            return None
-        fetch >>= 4
-        fetched >>= 4
-        backward >>= 4
-        backward_ends >>= 4
-        step >>= 4
-        other = fetch - begun_ns + step - backward_ends
-        return fetched - fetch, backward - fetched, backward_ends - backward, now_ns - step, other
-    if count == 3:  # noqa: PLR2004  # the length of _WITHOUT
-        backward, backward_ends, step = trace
-        if (backward & 15, backward_ends & 15, step & 15) != _WITHOUT:
-            return None
-        backward >>= 4
-        backward_ends >>= 4
-        step >>= 4
-        return 0, backward - begun_ns, backward_ends - backward, now_ns - step, step - backward_ends
-    return None
 
 
 def replay(segments: Segments, trace: Iterable[int], arguments: Sequence[int]) -> None:
