@@ -160,7 +160,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint")
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
-EXIT_REASONS = ("finished", "exception", "exit_code", "lost", "out_of_memory")
+EXIT_REASONS = ("finished", "exception", "exit_code", "lost")
 
 ANOMALY_SEVERITY = {
     "nonfinite_loss": Severity.ERROR,
@@ -204,7 +204,9 @@ LOSS = _gauge(
 LEARNING_RATE = _gauge("torchobs.learning_rate", "", "Learning rate of each parameter group.", GROUP, survives=True)
 SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().")
 TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().")
-TOTAL_STEPS = _gauge("torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True)
+TOTAL_STEPS = _gauge(
+    "torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True, planned=True
+)
 GOODPUT_TIME = _counter(
     "torchobs.goodput.time",
     "s",
@@ -393,9 +395,6 @@ EVENT_MODEL = Event(
         Attribute("parameters", "elements in its parameters"),
         Attribute("trainable", "of which trained"),
     ),
-)
-EVENT_LOG = Event(
-    "torchobs.log", "torchobs itself had something to say.", Severity.WARNING, (Attribute("message", "the message"),)
 )
 EVENT_STACKS = Event("torchobs.stacks", "Stacks of all threads.", Severity.INFO, planned=True)
 

@@ -172,8 +172,6 @@ def _phase_ends(name: str, begun_ns: int, now_ns: int, *, failed: bool) -> None:
     host = session.host
     if name in PHASE_NAMES:
         host.cycle.mark(UNPIN, now_ns)
-    if now_ns - begun_ns >= SPAN_FROM_NS:
-        wall_ns = host.writer.header.wall_ns - host.writer.header.monotonic_ns
-        span = {"k": "span", "name": catalog.SPAN_PHASE.name, "t0": begun_ns + wall_ns, "t1": now_ns + wall_ns}
+    if now_ns - begun_ns >= SPAN_FROM_NS and session.run is not None:
         attributes = {"phase": name, "step": host.cycle.step}
-        host.writer.events.append(span | {"attrs": attributes, "status": "error" if failed else "unset"})
+        session.run.write_phase(catalog.SPAN_PHASE.name, begun_ns, now_ns, attributes, failed=failed)

@@ -61,11 +61,29 @@ class RunSpan:
             self._installed = False
 
     def sample(self) -> None:
-        """Ask the application's observable instruments."""
+        """Have the application's observable instruments asked, in a thread of their own."""
+        self.observe(0.0)
+
+    def observe(self, timeout_s: float) -> None:
+        """The same, waiting so long for their answers."""
         if self._installed:
             from torchobs.flight import otel
 
-            otel.observe(1.0)
+            otel.observe(timeout_s)
+
+    def write_phase(self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
+        """Write a span beneath this one; times on CLOCK_MONOTONIC."""
+        header = self._writer.header
+        offset_ns = header.wall_ns - header.monotonic_ns
+        own: dict[str, object] = {
+            "name": name,
+            "span_id": os.urandom(8).hex(),
+            "parent": self._span_id,
+            "t0": begun_ns + offset_ns,
+        }
+        ended = {"t1": ended_ns + offset_ns, "status": "error" if failed else "unset", "attrs": attributes}
+        inherited = {key: value for key, value in self._identity().items() if key not in {"remote", "state"}}
+        self._writer.events.append({"k": "span", **inherited, **own, **ended})
 
     def _identity(self) -> dict[str, object]:
         fields: dict[str, object] = {"name": catalog.SPAN_RUN.name, "trace_id": self._trace_id, "span_id": self._span_id}

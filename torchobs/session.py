@@ -63,7 +63,7 @@ class Session:
         self._sampler: Sampler | None = None
         self._ended: tuple[int, int] | None = None
         self._samples: list[tuple[str, Callable[[], None]]] = []
-        self._run: RunSpan | None = None
+        self.run: RunSpan | None = None
         self._commands: Commands | None = None
 
     def __enter__(self) -> Session:  # noqa: PYI034  # typing.Self needs Python 3.11
@@ -98,11 +98,11 @@ class Session:
             raise
         host = self.host = Host(chosen, writer, Cycle(writer), DeviceValues())
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
-        self._run = RunSpan(chosen, writer, lambda: self.writer)
-        self._run.begin()
+        self.run = RunSpan(chosen, writer, lambda: self.writer)
+        self.run.begin()
         self._commands = Commands(host, control_directory(chosen.control_dir, place.path), chosen.level)
         self._samples.append(("control", self._commands.sample))
-        slow: list[tuple[str, Callable[[], None]]] = [("otel", self._run.sample)]
+        slow: list[tuple[str, Callable[[], None]]] = [("otel", self.run.sample)]
         if chosen.exporter:
             slow.append(("exporter", self._ensure_exporter))
         self._sampler = Sampler(host, self._samples, slow)
@@ -156,6 +156,8 @@ class Session:
         """Remove every hook, write what is left, let go of the file. Idempotent; in a forked child it does nothing."""
         global _current  # noqa: PLW0603  # the one session of the process
         with _lock:
+            if self.run is not None and self.active:
+                call(Fuse("otel"), self.run.observe, 1.0)
             host, self.host = self.host, None
             if _current is self:
                 _current = None
@@ -172,8 +174,8 @@ class Session:
         for name, probe in reversed(self._probes):
             call(Fuse(name), probe.remove)
         call(Fuse("dynamo"), self._dynamo.remove)
-        if self._run is not None:
-            call(Fuse("otel"), self._run.remove)
+        if self.run is not None:
+            call(Fuse("otel"), self.run.remove)
         for fuse in host.fuses.values():
             fuse.blown = True  # a hook that somebody else still holds does nothing
         self._probes = []
@@ -188,8 +190,8 @@ class Session:
                 fuse.blown = True
         reason, code = getattr(self._exits, "ended", None) or self._ended or (Exit.FINISHED, 0)
         words = {Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code"}
-        if self._run is not None:
-            self._run.end(failed=reason != Exit.FINISHED)
+        if self.run is not None:
+            self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:
             self._commands.close()
         host.writer.event(catalog.EVENT_RUN_END.name, {"reason": words[reason], "code": code}, host.cycle.step)

@@ -75,8 +75,8 @@ class Cycle:
     """The step in progress. All methods run in the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "arguments", "direct", "log_wins",
-        "metered", "segments", "sole", "step", "timed", "trace", "values",
+        "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "arguments", "direct",
+        "log_wins", "metered", "segments", "sole", "step", "timed", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
