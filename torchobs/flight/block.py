@@ -59,13 +59,13 @@ class Block:
         if force:
             self._pending.append((_nothing, ()))
         while self._pending or self._unstored:
-            if not self._lock.acquire(blocking=False):
+            if self._lock.locked():
                 return
-            try:
+            # `with`, for between a call of acquire() and a `try` an interrupt could leave the lock taken for good; it waits
+            # only for a thread that came first just now, never for the one that a signal handler has interrupted
+            with self._lock:
                 self._apply()
                 self._store()
-            finally:
-                self._lock.release()
 
     def _apply(self) -> None:
         self._unstored = True  # until it is: an interrupt may come in between

@@ -79,14 +79,11 @@ class EventRing:
     def drain(self) -> None:
         """Write what is pending, unless another thread is at it."""
         while self._pending:
-            if not self._lock.acquire(blocking=False):
+            if self._lock.locked():
                 return
-            try:
-                self._write(self._pending.popleft())
-            except IndexError:
-                return  # the one who held the lock took the last
-            finally:
-                self._lock.release()
+            with self._lock:  # see block.Block.publish
+                if self._pending:
+                    self._write(self._pending.popleft())
 
     def _write(self, payload: bytes) -> None:
         length = -(-(_FRAME.size + len(payload)) // ALIGN) * ALIGN

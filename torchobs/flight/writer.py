@@ -16,7 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from torchobs.flight import lock, record
+from torchobs.flight import core, lock, record
 from torchobs.flight.birth import Born, create, lock_name, new_header, relock
 from torchobs.flight.events import EventRing
 from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, RECORD_SIZE, Live, Region
@@ -57,7 +57,7 @@ class FlightWriter:
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
         self.table.core.totals.clear(header.wall_ns - header.monotonic_ns)
-        for metric, attributes, word in record.series():
+        for metric, attributes, word in core.series():
             self.table.claim(metric, attributes, word)
         self.table.core.publish(force=True)
         self.heartbeat()
@@ -119,17 +119,15 @@ class FlightWriter:
 
         Does nothing while another thread is folding. Records are folded in order of their numbers.
         """
-        if not self._folding.acquire(blocking=False):
+        if self._folding.locked():
             return
-        try:
+        with self._folding:  # see block.Block.publish
             late, batch = self._take_recent(), self._contiguous()
             core = self.table.core
             for records in (late, batch):
                 if records:
                     core.change(record.fold, records, self.anomalies)
             core.publish()
-        finally:
-            self._folding.release()
 
     def _take_recent(self) -> list[record.StepRecord]:
         """Hold what was appended; return the records whose numbers were passed over, because they took longer than a second."""
