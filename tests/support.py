@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 NEEDS_CUDA = "needs a CUDA device"
 NEEDS_MEMORY_CGROUP = "needs a memory cgroup it may create"
+NEEDS_MOUNT = "needs a mount namespace it may create"
 NEEDS_CHECKOUT = "needs the source checkout"
 NEEDS_PROGRAM = "needs a program that Debian does not package"
-UNAVOIDABLE = (NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_CHECKOUT, NEEDS_PROGRAM)
+UNAVOIDABLE = (NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_MOUNT, NEEDS_CHECKOUT, NEEDS_PROGRAM)
 """Beginnings of the only reasons for which a test may be skipped in CI (`tests/skips.py`)."""
 
 FETCHED_BY_MAKE = frozenset({"prometheus", "promtool"})
