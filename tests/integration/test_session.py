@@ -219,7 +219,7 @@ def test_a_compiled_training_step_does_not_recompile_for_us(run: Recording) -> N
     """Our wrappers are not traced: the compiled model has one graph, with and without us."""
     from torch._dynamo.testing import CompileCounter
 
-    counter = CompileCounter()  # type: ignore[no-untyped-call]
+    counter = CompileCounter()
     model = mlp()
     compiled = torch.compile(model, backend=counter)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
