@@ -88,7 +88,8 @@ class GradientProbe:
             if step > cycle.step or not all(parts):
                 return
             del self._under_way[step]
-            cycle.late(step, Flag.GRAD_NORM, 0.0, sqrt(sum(part[0] * part[0] for part in parts)))
+            if parts:  # none: the device was capturing a graph
+                cycle.late(step, Flag.GRAD_NORM, 0.0, sqrt(sum(part[0] * part[0] for part in parts)))
 
     def _note_clip(self, grads: int, norm_type: float, norm: torch.Tensor) -> None:
         """``clip_grad_norm_`` has computed a norm: of all gradients, unless the optimizer turns out to have more."""
