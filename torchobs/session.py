@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,6 +215,8 @@ def init(**overrides: object) -> Session:
         if _current is not None and _current.pid == os.getpid():
             return _current
         chosen, problems = settings.resolve(overrides)
+        if _is_worker():
+            return Session()  # and not kept: a child that is only importing its main module may be a rank a moment later
         inherited, session = _current, Session()
         if inherited is not None and inherited.host is not None:
             inherited._remove_hooks(inherited.host)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
@@ -234,12 +237,17 @@ def _set_level(chosen: Settings) -> None:
 
 
 def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsProblem]) -> None:
-    if not chosen.enabled or chosen.level == "off" or _is_worker():
+    if not chosen.enabled or chosen.level == "off":
         return
     if sys.platform not in _SUPPORTED:
         logger.warning("torchobs: does nothing on %s; Linux and macOS are supported", sys.platform)
         return
-    who, more = identity.discover(settings.environment(), chosen, process.this_process())
+    environ, this = settings.environment(), process.this_process()
+    who, more = identity.discover(environ, chosen, this)
+    group = _process_group()
+    if group is not None and who.launcher == "python" and chosen.rank is None:
+        # ranks that a script started itself (torch.multiprocessing.spawn): no variable says so, the process group does
+        who, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
     for problem in dict.fromkeys([*problems, *more]):
         logger.warning("torchobs: %s; the default is used", problem)
     try:
@@ -267,6 +275,14 @@ def _is_worker() -> bool:
         return True
     data = sys.modules.get("torch.utils.data")
     return data is not None and getattr(data, "get_worker_info", lambda: None)() is not None
+
+
+def _process_group() -> tuple[int, int] | None:
+    """Return rank and world size of the default process group, if it has been initialised by now."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def _versions() -> dict[str, str | int]:

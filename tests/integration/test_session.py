@@ -23,7 +23,7 @@ from torchobs.flight import control, reader
 from torchobs.flight.layout import Exit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -414,6 +414,46 @@ import os, signal; os.kill(os.getpid(), signal.SIGKILL)
     assert {fields["trace_id"] for fields in frames.values()} == {"0af7651916cd43dd8448eb211c80319c"}
     assert frames["torchobs.run"]["parent"] == "b7ad6b7169203331"
     assert frames["work"]["parent"] == frames["torchobs.run"]["span_id"]
+
+
+SPAWNED = """
+import os, sys, torch
+sys.path[:0] = {path!r}
+import torchobs
+
+def rank(index, port):
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=index, world_size=2)
+    with torchobs.init(flight_dir={directory!r}):
+        from tests.training import loss_of, mlp
+        model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            loss_of(model, step).backward(); optimizer.step()
+    torch.distributed.destroy_process_group()
+
+torchobs.init(flight_dir={directory!r})
+if __name__ == "__main__":
+    torchobs.shutdown()
+    torch.multiprocessing.spawn(rank, ({port},), nprocs=2)
+"""
+
+
+def test_ranks_that_a_script_spawns_itself_are_ranks(flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """``torch.multiprocessing.spawn``: each is known by its process group, of one run; importing the script starts none."""
+    script = tmp_path / "spawned.py"
+    script.write_text(SPAWNED.format(path=[str(support.ROOT)], directory=str(flight_dir), port=free_port()))
+    child = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=110)
+    assert child.returncode == 0, child.stderr
+    found = []
+    for path in flight_dir.glob("*.flight"):
+        file = reader.open_path(str(path))
+        steps = {point.series.name: point.value for point in file.read(final=True).points}["torchobs.steps"]
+        resource = file.header.resource
+        found.append((resource["rank"], resource.get("world_size"), steps, resource["run_id"]))
+        file.close()
+    parent, *ranks = sorted(found, key=lambda entry: (entry[1], entry[0]))
+    assert parent[:3] == (0, 1, 0)
+    assert [rank[:3] for rank in ranks] == [(0, 2, 3), (1, 2, 3)]
+    assert ranks[0][3] == ranks[1][3]
 
 
 def test_dead_files_of_ours_are_cleaned_and_others_are_not(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
