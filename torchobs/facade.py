@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
+    from torchobs.probes.host import Host
+
 MAX_SCALARS = 64
 SPAN_FROM_NS = 100_000_000
 _fuse = Fuse("facade")
@@ -124,15 +126,11 @@ def _log(loss: Any, tokens: int, samples: int, scalars: dict[str, Any]) -> None:
             host.device.take(value, cell.set) if hasattr(value, "device") else cell.set(_number(value))
 
 
-_names: dict[int, set[str]] = {}
-
-
-def _has_room(host: Any, name: str) -> bool:
-    names = _names.setdefault(id(host), set())
-    if name not in names and len(names) >= MAX_SCALARS:
+def _has_room(host: Host, name: str) -> bool:
+    if name not in host.scalars and len(host.scalars) >= MAX_SCALARS:
         host.writer.table.dropped += 1
         return False
-    names.add(name)
+    host.scalars.add(name)
     return True
 
 

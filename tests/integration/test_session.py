@@ -215,6 +215,18 @@ def test_facade_calls_do_not_break_a_full_graph(run: Recording) -> None:
     assert run.errors() == []
 
 
+def test_extra_numbers_are_gauges_up_to_sixty_four(run: Recording) -> None:
+    """The 65th name is dropped and counted; a tensor is as good as a number; a name may be given again and again."""
+    for number in range(66):
+        torchobs.log(**{f"value_{number}": torch.tensor(float(number)) if number % 2 else number})
+    torchobs.log(value_0=7)
+    values = support.wait_until(lambda: run.values() if run.values().get(("torchobs.scalar", "value_0")) == 7.0 else None)
+    assert values is not None
+    assert values[("torchobs.scalar", "value_63")] == 63.0
+    assert ("torchobs.scalar", "value_64") not in values
+    support.wait_until(lambda: run.values()[("torchobs.flight.dropped", "series")] == 2)
+
+
 def test_a_compiled_training_step_does_not_recompile_for_us(run: Recording) -> None:
     """Our wrappers are not traced: the compiled model has one graph, with and without us."""
     from torch._dynamo.testing import CompileCounter

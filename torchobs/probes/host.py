@@ -50,6 +50,8 @@ class Host:
     fuses: dict[str, Fuse] = field(default_factory=dict)
     spent_ns: dict[str, int] = field(default_factory=dict)
     """Our own time in the training thread, by probe"""
+    scalars: set[str] = field(default_factory=set)
+    """Names given to ``torchobs.log`` so far"""
     thread: int = field(default_factory=get_ident)
     """The training thread: the one that steps optimizers"""
     backwards: int = 0
