@@ -218,7 +218,8 @@ def test_facade_calls_do_not_break_a_full_graph(run: Recording) -> None:
 def test_extra_numbers_are_gauges_up_to_sixty_four(run: Recording) -> None:
     """The 65th name is dropped and counted; a tensor is as good as a number; a name may be given again and again."""
     for number in range(66):
-        torchobs.log(**{f"value_{number}": torch.tensor(float(number)) if number % 2 else number})
+        extra: dict[str, Any] = {f"value_{number}": torch.tensor(float(number)) if number % 2 else number}
+        torchobs.log(**extra)
     torchobs.log(value_0=7)
     values = support.wait_until(lambda: run.values() if run.values().get(("torchobs.scalar", "value_0")) == 7.0 else None)
     assert values is not None

@@ -352,6 +352,7 @@ def test_a_compiled_step_counts(run: Recording) -> None:
     assert len(run.steps()) == 4
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("how", ["eval and no_grad", "no_grad", "only another loader"])
 def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recording, how: str) -> None:
     """An evaluation of 0.2 s between steps of some ms: it is counted as evaluation, and no step got slower."""
@@ -390,6 +391,7 @@ def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recordi
     assert sum(record.phase_s[5] for record in steps) == pytest.approx(0.4, rel=0.2)
 
 
+@pytest.mark.serial
 def test_evaluation_without_a_loader(run: Recording) -> None:
     """NanoGPT's way: batches by a function, estimate_loss() between eval() and train()."""
     import time
@@ -443,6 +445,7 @@ def test_batches_prefetched_for_an_accumulation_are_data(run: Recording) -> None
     assert all(record.phase_s[0] > 0 for record in steps)
 
 
+@pytest.mark.serial
 def test_a_loader_inside_an_iterable_dataset_is_fetched_once(run: Recording) -> None:
     """Nested loaders: only the outermost fetch is waiting for data."""
     import time
@@ -507,6 +510,7 @@ def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:
     assert values[("torchobs.loss",)] == 4.0
 
 
+@pytest.mark.serial
 def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
     """``with torchobs.phase("data")`` around a plain iterator is data; what follows is forward."""
     import time

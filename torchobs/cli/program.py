@@ -102,7 +102,7 @@ def _safe_path() -> bool:
 
 
 def _absolute(path: str) -> str:
-    # joined and not normalised, as Python's own __file__: /work/./train.py
+    # joined and not normalised, as Python keeps the "./" in its own __file__
     return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118  # pathlib normalises
 
 
