@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchobs.probes.host import Host
 
 INTERVAL_S = 0.1
+COST_S = 1.0
 NAME_CHECK_S = 5.0
 OBSERVE_S = 10.0
 QUIET_S = 60.0
@@ -34,7 +35,7 @@ class Sampler:
         self._shown: dict[str, int] = {}
         self._spoken: dict[str, float] = {}
         now = time.monotonic()
-        self._name_checked, self._observed = now, now
+        self._name_checked = self._observed = self._cost_shown = now
         self._thread = threading.Thread(target=self._run, name="torchobs-sampler", daemon=True)
 
     def start(self) -> None:
@@ -56,8 +57,8 @@ class Sampler:
             call(self._own, self.round)
             self._own.blown = False  # the heartbeat must go on; the error is counted all the same
 
-    def round(self) -> None:
-        """Do one round."""
+    def round(self, *, last: bool = False) -> None:
+        """Do one round. What costs and changes little is seen to once a second, and in the ``last`` one."""
         host, writer = self._host, self._host.writer
         host.device.poll()
         phase, since_ns = host.cycle.phase()
@@ -67,8 +68,10 @@ class Sampler:
         writer.fold()
         self._tell_anomalies()
         self._tell_trips()
-        self._show_cost()
         now = time.monotonic()
+        if last or now - self._cost_shown >= COST_S:
+            self._cost_shown = now
+            self._show_cost()
         if now - self._name_checked >= NAME_CHECK_S:
             self._name_checked = now
             self._check_name()

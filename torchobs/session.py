@@ -186,7 +186,7 @@ class Session:
         if self._sampler is not None:
             for fuse in host.fuses.values():
                 fuse.blown = False
-            self._sampler.round()
+            self._sampler.round(last=True)
             for fuse in host.fuses.values():
                 fuse.blown = True
         reason, code = getattr(self._exits, "ended", None) or self._ended or (Exit.FINISHED, 0)

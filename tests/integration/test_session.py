@@ -496,3 +496,17 @@ def test_plain_loader_batches(run: Recording) -> None:
         model(inputs).sum().backward()
         optimizer.step()
     assert [record.phase_s[0] > 0 for record in run.steps()] == [True] * 3
+
+
+def test_the_other_groups_learning_rates_are_shown(run: Recording) -> None:
+    """Groups count on over several optimizers, in the order of their first step; each is a gauge."""
+    model = mlp()
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}]
+    first = torch.optim.SGD(groups, lr=0.25)
+    second = torch.optim.SGD(mlp().parameters(), lr=0.125)
+    for index in range(3):
+        for optimizer in (first, second):
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    expected = {("torchobs.learning_rate", str(group)): rate for group, rate in enumerate((0.5, 0.25, 0.125))}
+    support.wait_until(lambda: expected.items() <= run.values().items())

@@ -41,7 +41,7 @@ class GradientProbe:
         self._cost_ns = 0.0
         self._since_ns = self._since_step = self._due_at = 0
         self._measured = -1
-        self._interval = 1
+        self._interval, self._shown = 1, 0
         self._clipped: torch.Tensor | None = None
         self._clipped_grads = 0
         self._optimizer: Any = None
@@ -80,8 +80,9 @@ class GradientProbe:
 
     def sample(self) -> None:
         """Show the interval; write the norms of ended steps whose values have arrived from a device."""
-        if self._cell is not None and self._interval:
+        if self._cell is not None and self._interval != self._shown:
             self._cell.set(float(self._interval))
+            self._shown = self._interval
         cycle = self._host.cycle
         for step in sorted(self._under_way):
             parts = self._under_way[step]

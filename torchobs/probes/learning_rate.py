@@ -26,6 +26,7 @@ class LearningRateProbe:
         self._host = host
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._order: list[int] = []
+        self._shown: dict[int, float] = {}
         host.reads_rate = True
         host.before_step.append((self.name, host.fuse(self.name).guard(self._take)))
 
@@ -49,8 +50,11 @@ class LearningRateProbe:
         groups = [group for key in self._order if key in known for group in known[key].param_groups]
         for index, group in enumerate(groups[1:MAX_GROUPS], start=1):
             rate = _number(group.get("lr"))
+            if rate is None or self._shown.get(index) == rate:
+                continue
+            self._shown[index] = rate
             cell = self._host.writer.table.cell(catalog.LEARNING_RATE, {"group": str(index)})
-            if cell is not None and rate is not None:
+            if cell is not None:
                 cell.set(rate)
 
 
