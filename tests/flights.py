@@ -1,13 +1,13 @@
 """Flight files for tests: writers on scripted memory, files made of bytes, and the fold as an oracle."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchobs import catalog
-from torchobs.flight import reader, record
+from torchobs.flight import core, reader, record
 from torchobs.flight.birth import Born, new_header
 from torchobs.flight.layout import MIN_SIZE, RECORD_SIZE, Header, Region, Span, encode_header
 from torchobs.flight.place import Place, open_place
@@ -132,11 +132,32 @@ class Image:
         os.close(self.directory_fd)
 
 
-def values(view: reader.View, *, core: bool = False) -> Values:
-    """The points of a view by name and attributes; ``core``: only those of the fold."""
-    folded = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in record.series()}
+class ImageMemory(RecordingMemory):
+    """Stores into a file that is also read. ``before``: called with every store's offset."""
+
+    def __init__(self, image: Image) -> None:
+        super().__init__(image.header.file_size)
+        self._image = image
+        self.before: Callable[[int], None] = lambda _: None
+
+    def store(self, offset: int, data: bytes | memoryview) -> None:
+        self.before(offset)
+        raw = bytes(data)
+        self.content[offset : offset + len(raw)] = raw
+        self._image.store(offset, raw)
+
+
+def written(image: Image) -> tuple[FlightWriter, ImageMemory]:
+    """A writer into that file."""
+    memory = ImageMemory(image)
+    return FlightWriter(image.header, memory), memory
+
+
+def values(view: reader.View, *, folded: bool = False) -> Values:
+    """The points of a view by name and attributes; ``folded``: only those of the fold."""
+    keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core.series()}
     found: Values = {(point.series.name, point.series.attributes): point.value for point in view.points}
-    return {key: value for key, value in found.items() if not core or key in folded}
+    return {key: value for key, value in found.items() if not folded or key in keys}
 
 
 def value(view: reader.View, metric: catalog.Metric, **attributes: str) -> object:
@@ -168,7 +189,7 @@ def folded_states(of: Header, records: Sequence[record.StepRecord]) -> Iterator[
 
 def _fold_values(state: Totals) -> Values:
     found: Values = {}
-    for metric, attributes, word in record.series():
+    for metric, attributes, word in core.series():
         if metric.kind is catalog.Kind.HISTOGRAM:
             total = word + len(metric.bounds) + 1
             counts, (sum_, least, greatest) = tuple(state.ints[word:total]), state.floats[total : total + 3]

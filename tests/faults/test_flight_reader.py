@@ -103,7 +103,7 @@ def test_a_reader_stopped_between_its_reads_shows_one_moment_and_never_an_older_
     last = 0
     for view, now in shown:
         steps = flights.whole(flights.value(view, catalog.STEPS))
-        assert flights.values(view, core=True) == expected[steps]
+        assert flights.values(view, folded=True) == expected[steps]
         assert last <= steps <= now
         assert len({flights.value(view, metric) for metric in EQUAL}) == 1
         last = steps
@@ -159,7 +159,7 @@ def test_a_file_that_was_cut_off_anywhere_is_bad_or_serves_what_it_served(image:
 
 def _read_or_bad(file: reader.FlightFile) -> None:
     try:
-        shown = flights.values(file.read(), core=True)
+        shown = flights.values(file.read(), folded=True)
     except BadFlightFileError:
         return
     assert shown[catalog.STEPS.name, ()] <= 40

@@ -70,7 +70,7 @@ class Life:
 
         Of a block that is published twice meanwhile both slots may be on their way, and the one before is not promised.
         """
-        core, seen = flights.values(view, core=True), flights.values(view)
+        core, seen = flights.values(view, folded=True), flights.values(view)
         steps = flights.whole(core.get((catalog.STEPS.name, ())))
         assert core.items() <= self.states[steps].items()  # less: an entry of the series table that is not seen yet
         counts = {flights.whole(seen[metric.name, ()]) for metric in EQUAL if (metric.name, ()) in seen}

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import record
+from torchobs.flight import core, record
 from torchobs.flight.layout import RECORD_SIZE
 from torchobs.flight.record import Anomaly, Flag, Kind, StepRecord, Totals, Word
 
@@ -87,7 +87,7 @@ def test_no_record_makes_a_counter_step_back_or_disappear(made: list[StepRecord]
     """After every record each counter and each bucket is there and at least what it was, however large the values are."""
     before: dict[Any, Any] = {}
     for state in flights.folded_states(HEADER, made):
-        for metric, attributes, _ in record.series():
+        for metric, attributes, _ in core.series():
             key = metric.name, tuple(attributes.items())
             if metric.kind is catalog.Kind.COUNTER:
                 assert state[key] >= before.get(key, 0)
@@ -225,10 +225,32 @@ def test_records_that_were_never_there_are_counted() -> None:
 
 def test_a_record_that_comes_after_its_number_was_passed_over_is_counted_once() -> None:
     """It adds its step, and takes nothing back: readers go on from the newest number."""
-    first, late = flights.step_record(HEADER, 2), flights.step_record(HEADER, 1)
-    state, _ = folded([[first], [late]])
+    state, _ = folded([[flights.step_record(HEADER, 2)]])
+    record.fold_late(state, [flights.step_record(HEADER, 1)], [])
     assert flights.folded_upto(state) == 2
     assert state.ints[Word.STEPS] == 2
+
+
+def test_a_batch_that_is_given_again_changes_nothing() -> None:
+    """An interrupted fold is done once more; what was in it already is passed over, what was not is added."""
+    made = [flights.step_record(HEADER, number, loss=nan) for number in (1, 2, 3, 4)]
+    state, found = folded([made[:3]])
+    before = bytes(state.buffer)
+    record.fold(state, made[:3], found)
+    assert bytes(state.buffer) == before
+    record.fold(state, made, found)
+    assert bytes(state.buffer) == bytes(folded([made])[0].buffer)
+    assert [one.step for one in found] == [1, 2, 3, 4]
+
+
+def test_a_fold_that_fails_changes_nothing() -> None:
+    """Totals that no fold makes: the exception leaves them as they are."""
+    state, _ = folded([[flights.step_record(HEADER, 1)]])
+    state.ints[Word.STEPS] = 2**64 - 1
+    before = bytes(state.buffer)
+    with pytest.raises(ValueError, match="Q"):
+        record.fold(state, [flights.step_record(HEADER, 2)])
+    assert bytes(state.buffer) == before
 
 
 def test_the_last_step_s_time_is_the_wall_clock_s_of_birth() -> None:
@@ -241,7 +263,7 @@ def test_the_last_step_s_time_is_the_wall_clock_s_of_birth() -> None:
 def test_every_series_of_the_fold_has_words_of_its_own() -> None:
     """No two series share a word, all lie in the fold's part of the block, and each is in the catalog."""
     taken: list[int] = []
-    for metric, _, word in record.series():
+    for metric, _, word in core.series():
         width = len(metric.bounds) + 4 if metric.kind is catalog.Kind.HISTOGRAM else 1
         taken += range(word, word + width)
         assert catalog.BY_NAME[metric.name] is metric

@@ -181,6 +181,7 @@ _DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 _NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
 WORDS = _NORM_SUM + 3
 """Words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
+_SIZE = WORDS * 8
 
 _NONFINITE_LOSS, _NONFINITE_GRADIENT, _GRADIENT_EXPLOSION, _LOSS_SPIKE = range(len(catalog.ANOMALY_KINDS))
 LEAST_NORM_EXCESS = log(8.0)
@@ -227,9 +228,25 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     much as the arithmetic, and at a thousand steps a second the sampler's share of the GIL is what training feels. The
     result does not depend on how the records were cut into batches, to the last bit: sums run in ring order from the
     stored value, else a reader's total could step back by one rounding error, which Prometheus takes for a reset.
+
+    A record that is in ``totals`` already is passed over, and an exception changes nothing: a batch that an interrupt (a
+    signal handler that raises) has cut short can be given once more.
     """
-    if not records:
+    upto = totals.ints[Word.FOLDED_UPTO]
+    fresh = records if records and records[0].seq > upto else [record for record in records if record.seq > upto]
+    if not fresh:
         return
+    changed, noted, newest = Totals(bytearray(totals.buffer[:_SIZE])), list[Anomaly](), fresh[-1].seq
+    fold_late(changed, fresh, noted)
+    _add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
+    changed.ints[Word.FOLDED_UPTO] = newest
+    totals.buffer[:_SIZE] = changed.buffer
+    if found is not None:
+        found += noted
+
+
+def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
+    """Add records whose numbers were passed over, and counted as lost, because they took too long to come."""
     _add(totals, Word.TOKENS, sum(record.tokens for record in records))
     _add(totals, Word.SAMPLES, sum(record.samples for record in records))
     steps = [record for record in records if record.kind == Kind.STEP]
@@ -239,10 +256,6 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     _fold_losses(totals, [record for record in records if record.flags & Flag.LOSS], found)
     _fold_norms(totals, [record for record in records if record.flags & Flag.GRAD_NORM], found)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & Flag.SKIPPED)
-    upto, newest = totals.ints[Word.FOLDED_UPTO], records[-1].seq
-    if newest > upto:  # else it came so late that its number had been passed over, and counted as lost
-        _add(totals, Word.RECORDS_LOST, newest - upto - len(records))
-        totals.ints[Word.FOLDED_UPTO] = newest
 
 
 def _add(totals: Totals, word: int, number: int) -> None:
@@ -287,7 +300,7 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
         floats[Word.GOODPUT + index] = value
 
 
-def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly] | None) -> None:
+def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]) -> None:
     ints, floats = totals.ints, totals.floats
     newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not _is_active(totals, _NONFINITE_LOSS)
     mean, variance, seen = _load_baseline(totals, Word.LOSS_BASELINE)
@@ -316,7 +329,7 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
         _count(totals, _LOSS_SPIKE, spikes, active=spike)
 
 
-def _fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly] | None) -> None:
+def _fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly]) -> None:
     ints, floats = totals.ints, totals.floats
     newest, last, finite = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], not _is_active(totals, _NONFINITE_GRADIENT)
     mean, variance, seen = _load_baseline(totals, Word.NORM_BASELINE)
@@ -354,9 +367,8 @@ def _store_baseline(totals: Totals, at: int, mean: float, variance: float, seen:
     totals.floats[at], totals.floats[at + 1], totals.ints[at + 2] = mean, variance, seen
 
 
-def _note(found: list[Anomaly] | None, kind: int, record: StepRecord, value: float, baseline: float) -> None:
-    if found is not None:
-        found.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
+def _note(found: list[Anomaly], kind: int, record: StepRecord, value: float, baseline: float) -> None:
+    found.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
 
 
 def _is_active(totals: Totals, kind: int) -> bool:

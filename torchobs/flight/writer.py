@@ -49,7 +49,7 @@ class FlightWriter:
         self._seed = header.seed
         self._recent: deque[bytes] = deque()
         self._held: dict[int, record.StepRecord] = {}
-        self._expected, self._complete_ns = 1, time.monotonic_ns()
+        self._complete_ns = time.monotonic_ns()
         self._folding = Lock()
         self.anomalies: list[record.Anomaly] = []
         self._forced_at = regions[Region.STEPS].count // 2
@@ -122,37 +122,41 @@ class FlightWriter:
         if self._folding.locked():
             return
         with self._folding:  # see block.Block.publish
-            late, batch = self._take_recent(), self._contiguous()
             core = self.table.core
-            for records in (late, batch):
-                if records:
-                    core.change(record.fold, records, self.anomalies)
+            late = self._take_recent(core.totals.ints[record.Word.FOLDED_UPTO])
+            batch = self._contiguous(core.totals.ints[record.Word.FOLDED_UPTO])
+            if late:
+                core.change(record.fold_late, late, self.anomalies)
+            if batch:
+                core.change(record.fold, batch, self.anomalies)
             core.publish()
 
-    def _take_recent(self) -> list[record.StepRecord]:
-        """Hold what was appended; return the records whose numbers were passed over, because they took longer than a second."""
-        late = []
-        for _ in range(len(self._recent)):
-            decoded = record.unpack(self._recent.popleft(), self._seed)
-            if decoded is not None and decoded.seq < self._expected:
-                late.append(decoded)
+    def _take_recent(self, upto: int) -> list[record.StepRecord]:
+        """Hold what was appended until it is folded; return the records whose numbers were passed over meanwhile."""
+        recent, held, late = self._recent, self._held, list[record.StepRecord]()
+        for seq in [seq for seq in held if seq <= upto]:
+            del held[seq]
+        for _ in range(len(recent)):
+            decoded = record.unpack(recent[0], self._seed)
+            if decoded is not None and decoded.seq > upto:
+                held[decoded.seq] = decoded
             elif decoded is not None:
-                self._held[decoded.seq] = decoded
+                late.append(decoded)
+            recent.popleft()  # not before it is held: an interrupt may come in between
         return late
 
-    def _contiguous(self) -> list[record.StepRecord]:
+    def _contiguous(self, upto: int) -> list[record.StepRecord]:
         """Return the next records in order; one whose predecessor another thread is still writing waits for it."""
-        held, now_ns, batch = self._held, time.monotonic_ns(), list[record.StepRecord]()
-        while held:
-            if self._expected not in held:
-                if now_ns - self._complete_ns < _GAP_NS and len(held) < self._forced_at:
-                    return batch
-                self._expected = min(held)
-            batch.append(held.pop(self._expected))
-            self._expected += 1
-            if self._expected not in held:
-                self._complete_ns = now_ns
-        self._complete_ns = now_ns
+        held, now_ns, batch, seq = self._held, time.monotonic_ns(), list[record.StepRecord](), upto + 1
+        while len(batch) < len(held):
+            if seq not in held:
+                if now_ns - self._complete_ns < _GAP_NS and len(held) - len(batch) < self._forced_at:
+                    break
+                seq = min(later for later in held if later > seq)
+            batch.append(held[seq])
+            seq += 1
+        if batch or not held:
+            self._complete_ns = now_ns
         return batch
 
     def elapsed_ns(self) -> int:

@@ -1,0 +1,444 @@
+"""The writer: numbers in a row, whoever writes them and whatever interrupts him."""
+
+import os
+import random
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from tests import flights
+from torchobs import catalog
+from torchobs.flight import lock, reader, writer
+from torchobs.flight.birth import create, file_name, lock_name
+from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, MAX_SIZE, MIN_SIZE, RESOURCE_LIMIT, Exit, Region
+from torchobs.flight.writer import FlightWriter, open_writer
+
+RECORDS = 16
+METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)
+
+
+@pytest.fixture
+def image(flight_dir: Path) -> Iterator[flights.Image]:
+    """A file with a ring of 16 records."""
+    made = flights.Image(flight_dir, flights.header(RECORDS))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that stays away is passed over at once, not after a second."""
+    monkeypatch.setattr(writer, "_GAP_NS", 0)
+
+
+def steps(image: flights.Image, *, final: bool = False) -> int:
+    """The steps that a reader sees who opens the file now."""
+    file = image.open()
+    try:
+        return flights.whole(flights.value(file.read(final=final), catalog.STEPS))
+    finally:
+        file.close()
+
+
+def lost(image: flights.Image, *, final: bool = False) -> int:
+    """The records that it counts as lost."""
+    file = image.open()
+    try:
+        return flights.whole(flights.value(file.read(final=final), catalog.FLIGHT_DROPPED, what="record"))
+    finally:
+        file.close()
+
+
+class Stalled:
+    """A thread that has taken a number and is stopped before it stores its record."""
+
+    def __init__(self, made: FlightWriter, memory: flights.ImageMemory, number: int) -> None:
+        self._go, self._stopped = threading.Event(), threading.Event()
+        first = made.header.regions[Region.STEPS].offset
+        memory.before = lambda offset: self._stop() if offset >= first else None
+        self._thread = threading.Thread(target=flights.step, args=(made, number))
+        self._thread.start()
+        assert self._stopped.wait(10)
+        memory.before = lambda _: None
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        assert self._go.wait(10)
+
+    def finish(self) -> None:
+        """Let it store its record."""
+        self._go.set()
+        self._thread.join()
+
+
+def test_a_record_waits_for_its_predecessor_that_another_thread_is_writing(image: flights.Image) -> None:
+    """Steps are folded in the order of their numbers: the sampler's late record does not overtake the step before it."""
+    made, memory = flights.written(image)
+    flights.step(made, 1)
+    stalled = Stalled(made, memory, 2)
+    flights.step(made, 3)
+    made.fold()
+    assert steps(image) == 1
+    stalled.finish()
+    assert steps(image) == 3
+    made.fold()
+    assert (steps(image), lost(image)) == (3, 0)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_number_that_stays_away_is_passed_over_and_still_counts_when_it_comes(image: flights.Image) -> None:
+    """Nobody waits for ever; the record is counted as lost, then as a step, and no reader ever counts one twice."""
+    made, memory = flights.written(image)
+    follower = image.open()
+    flights.step(made, 1)
+    stalled = Stalled(made, memory, 2)
+    for number in (3, 4, 5):
+        flights.step(made, number)
+    made.fold()
+    assert (steps(image), lost(image)) == (4, 1)
+    assert flights.value(follower.read(), catalog.STEPS) == 4
+    stalled.finish()
+    flights.step(made, 6)
+    made.fold()
+    made.fold()
+    assert steps(image) == steps(image, final=True) == 6
+    assert flights.value(follower.read(), catalog.STEPS) == 6
+    assert follower.rejected == 0
+    follower.close()
+
+
+def test_a_number_that_stays_away_does_not_let_the_ring_wrap(image: flights.Image) -> None:
+    """A second is long at 100,000 steps a second: half a ring later the gap is passed over."""
+    made, memory = flights.written(image)
+    stalled = Stalled(made, memory, 1)
+    for number in range(2, 5 * RECORDS):
+        flights.step(made, number)
+        assert steps(image, final=True) == number - 1
+    stalled.finish()
+    made.fold()
+    assert steps(image) == 5 * RECORDS - 1
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_a_value_that_does_not_fit_is_an_error_and_a_lost_record(image: flights.Image) -> None:
+    """What was asked for cannot be written; what comes after it is counted."""
+    made, _ = flights.written(image)
+    flights.step(made, 1)
+    with pytest.raises(struct.error):
+        flights.step(made, 2, tokens=-1)
+    flights.step(made, 3)
+    made.fold()
+    assert (steps(image), lost(image)) == (2, 1)
+
+
+def test_two_threads_append_and_a_third_folds_and_nothing_is_lost(image: flights.Image) -> None:
+    """1,200 records through a ring of 16: every one counted, once, and a reader never sees fewer than before."""
+    made, _ = flights.written(image)
+    done = threading.Event()
+
+    def append() -> None:
+        for number in range(1, 601):
+            flights.step(made, number)
+
+    def fold() -> None:
+        while not done.wait(0.0005):
+            made.fold()
+
+    threads = [threading.Thread(target=append) for _ in range(2)]
+    sampler = threading.Thread(target=fold)
+    for thread in (*threads, sampler):
+        thread.start()
+    follower, seen = image.open(), [0]
+    while any(thread.is_alive() for thread in threads):
+        seen.append(flights.whole(flights.value(follower.read(), catalog.STEPS)))
+    done.set()
+    for thread in (*threads, sampler):
+        thread.join()
+    made.fold()
+    assert seen == sorted(seen)
+    assert steps(image) == 1200
+    assert flights.value(follower.read(), catalog.STEPS) == 1200
+    follower.close()
+
+
+def test_a_stopped_sampler_loses_nothing(image: flights.Image) -> None:
+    """Nobody folds but the training thread itself, before the ring would wrap: exact after every step of six rings."""
+    made, _ = flights.written(image)
+    follower = image.open()
+    for number in range(1, 6 * RECORDS):
+        flights.step(made, number)
+        assert flights.value(follower.read(), catalog.STEPS) == number
+    assert lost(image, final=True) == 0
+    follower.close()
+
+
+def test_records_that_were_overwritten_before_anybody_folded_them_are_counted(image: flights.Image) -> None:
+    """Only when folding itself stands still for half a ring: then the file says how many are missing."""
+    made, _ = flights.written(image)
+    assert made._folding.acquire(blocking=False)
+    for number in range(1, 41):
+        flights.step(made, number)
+    assert steps(image, final=True) == RECORDS
+    assert lost(image, final=True) == 40 - RECORDS
+    made._folding.release()
+    made.fold()
+    assert (steps(image), lost(image)) == (40, 0)  # the writer had them all along
+
+
+class Interruption(Exception):  # noqa: N818  # as KeyboardInterrupt is
+    """What a signal handler raises."""
+
+
+class Bell:
+    """Sends the main thread a signal, over and over, at random intervals; its handler does `act`."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[], None] = lambda: None
+        self.armed = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._ring, args=(threading.get_ident(),))
+
+    def start(self, act: Callable[[], None]) -> None:
+        """Begin."""
+        self.act = act
+        self._thread.start()
+
+    def interrupt(self) -> None:
+        """Raise, once for each time it is armed: so that the handler of the exception is not interrupted, too."""
+        if self.armed:
+            self.armed = False
+            raise Interruption
+
+    def stop(self) -> None:
+        """End. Idempotent."""
+        self.armed = False
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _ring(self, thread: int) -> None:
+        chance = random.Random(1)
+        while not self._done.wait(chance.uniform(0.0002, 0.002)):
+            signal.pthread_kill(thread, signal.SIGUSR1)
+
+
+@pytest.fixture
+def bell() -> Iterator[Bell]:
+    """A bell that has not begun to ring."""
+    made = Bell()
+
+    def handler(_: int, __: FrameType | None) -> None:
+        made.act()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield made
+    made.stop()
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("no_wait")
+def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: flights.Image, bell: Bell) -> None:
+    """Ctrl-C, or a handler that raises, anywhere in an append, a fold, a count: what returned is there, the rest works."""
+    made, _ = flights.written(image)
+    cell = made.table.cell(METRIC, {})
+    assert cell
+    done = threading.Event()
+
+    def fold() -> None:
+        while not done.wait(0.0005):
+            made.fold()
+
+    sampler = threading.Thread(target=fold)
+    sampler.start()
+    acknowledged = interrupted = number = counted = 0
+    bell.start(bell.interrupt)
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        try:
+            bell.armed = True
+            while True:
+                number += 1
+                flights.step(made, number)
+                acknowledged += 1
+                cell.add(1)
+                cell.publish()
+                counted += 1
+                made.event("test", {})
+        except Interruption:
+            interrupted += 1
+    bell.stop()
+    done.set()
+    sampler.join()
+    assert interrupted > 100
+    assert acknowledged <= steps(image, final=True) <= number
+    flights.step(made, number + 1)
+    cell.add(1)
+    made.fold()
+    made.publish()
+    made.event("last", {})
+    assert steps(image) > acknowledged
+    file = image.open()
+    assert flights.whole(flights.value(file.read(), METRIC)) > counted
+    assert [fields["name"] for _, fields in file.events()][-1] == "last"
+    file.close()
+
+
+def test_a_signal_handler_may_write_too(image: flights.Image, bell: Bell) -> None:
+    """In the middle of an append, a fold or a publication of the same thread: no deadlock, nothing lost, nothing twice."""
+    made, _ = flights.written(image)
+    counts = {"handler": 0, "main": 0}
+    cell = made.table.cell(METRIC, {})
+    assert cell
+
+    def write(who: str) -> None:
+        flights.step(made, 1)
+        cell.add(1)
+        made.event("test", {})
+        made.fold()
+        made.publish()
+        counts[who] += 1
+
+    bell.start(lambda: write("handler"))
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        write("main")
+    bell.stop()
+    made.fold()
+    made.publish()
+    assert counts["handler"] > 10
+    assert (steps(image), lost(image)) == (sum(counts.values()), 0)
+    file = image.open()
+    assert flights.value(file.read(), METRIC) == sum(counts.values())
+    file.close()
+
+
+@pytest.mark.parametrize("size", [MIN_SIZE, MIN_SIZE + 1, 300_001, 555_555, DEFAULT_SIZE, DEFAULT_SIZE + 63, MAX_SIZE])
+def test_every_size_that_a_user_may_ask_for_gives_a_file(flight_dir: Path, size: int) -> None:
+    """Rounded down to whole pages, and readable."""
+    made = open_writer(flights.place(flight_dir), {"rank": 3}, size)
+    assert (flight_dir / made.name).stat().st_size == size - size % 4096
+    flights.step(made, 1)
+    file = reader.open_path(made.path)
+    assert flights.value(file.read(), catalog.STEPS) == 1
+    file.close()
+    made.close()
+
+
+@pytest.mark.parametrize("size", [0, MIN_SIZE - 1, MAX_SIZE + 4096, -1])
+def test_a_size_that_no_flight_file_has_is_refused(flight_dir: Path, size: int) -> None:
+    """ValueError, and nothing is left."""
+    with pytest.raises(ValueError, match="flight file"):
+        open_writer(flights.place(flight_dir), {"rank": 0}, size)
+    assert list(flight_dir.iterdir()) == []
+
+
+def test_a_description_that_is_too_long_leaves_nothing(flight_dir: Path) -> None:
+    """ValueError before anything is made."""
+    with pytest.raises(ValueError, match="resource"):
+        open_writer(flights.place(flight_dir), {"rank": 0, "host": "x" * RESOURCE_LIMIT}, MIN_SIZE)
+    assert list(flight_dir.iterdir()) == []
+
+
+def test_a_host_name_that_is_no_text_is_described_as_far_as_it_is(flight_dir: Path) -> None:
+    """Bytes that are not UTF-8 come from the environment as lone surrogates."""
+    made = open_writer(flights.place(flight_dir), {"rank": 0, "host": "caf\udce9"}, MIN_SIZE)
+    file = reader.open_path(made.path)
+    assert file.header.resource["host"] == "caf?"
+    file.close()
+    made.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file of /proc that was just being read
+def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, bell: Bell) -> None:
+    """Ctrl-C at any moment of a birth: no temporary file of the full size."""
+    place, made, cut = flights.place(flight_dir), 0, 0
+    bell.start(bell.interrupt)
+    for _ in range(300):
+        try:
+            bell.armed = True
+            born = create(place, flights.header())
+            bell.armed = False
+            lock.release(born.lock_fd)
+            made += 1
+        except Interruption:
+            cut += 1
+    bell.stop()
+    assert cut > 10
+    assert made > 10
+    assert [path.name for path in flight_dir.iterdir() if path.name.startswith(".tmp-")] == []
+    os.close(place.fd)
+
+
+def test_a_closed_writer_stores_nowhere_and_its_file_stays(flight_dir: Path) -> None:
+    """For the exporter, which serves the end; closing twice is once."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    made = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
+    name = made.name
+    flights.step(made, 1)
+    made.exit(Exit.EXCEPTION, -9)
+    made.close()
+    made.close()
+    raw = (flight_dir / name).read_bytes()
+    flights.step(made, 2)
+    made.heartbeat()
+    made.event("test", {})
+    made.fold()
+    made.publish()
+    assert made.check_name() is False
+    assert (flight_dir / name).read_bytes() == raw
+    assert {path.name for path in flight_dir.iterdir()} == {name, lock_name(name)}
+    file = reader.open_path(str(flight_dir / name))
+    view = file.read(final=True)
+    assert flights.value(view, catalog.STEPS) == 1
+    assert (view.live.exit_reason, view.live.exit_code) == (Exit.EXCEPTION, -9)
+    file.close()
+    del made
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_live_words_say_what_was_said_last(image: flights.Image) -> None:
+    """Each alone: heartbeat, phase, level, exit."""
+    made, _ = flights.written(image)
+    file = image.open()
+    live = file.live()
+    assert live.heartbeat_ns
+    assert (live.phase, live.phase_begun_ns, live.exit_reason, live.level) == (None, None, None, 0)
+    made.phase(3, 5_000_000)
+    made.level(2)
+    made.exit(Exit.FINISHED, 0)
+    made.heartbeat()
+    live = file.live()
+    assert (live.phase, live.phase_begun_ns, live.level) == ("backward", 5_000_000, 2)
+    assert (live.exit_reason, live.exit_code) == (Exit.FINISHED, 0)
+    assert time.monotonic_ns() - (live.heartbeat_ns or 0) < 10_000_000_000
+    file.close()
+
+
+def test_series_are_there_at_zero_from_the_beginning(image: flights.Image) -> None:
+    """An increase over a series that is born at 1 is 0: all counters exist before the first step, gauges do not."""
+    flights.written(image)
+    file = image.open()
+    view = file.read()
+    counters = [point for point in view.points if point.series.kind is catalog.Kind.COUNTER]
+    assert {point.value for point in counters} == {0}
+    assert flights.value(view, catalog.LOSS) is None
+    assert flights.value(view, catalog.STEP_DURATION) is not None
+    assert view.last_step_ns is None
+    file.close()
+
+
+def test_the_name_tells_rank_and_incarnation(flight_dir: Path) -> None:
+    """As the exporter expects it."""
+    made = open_writer(flights.place(flight_dir), {"rank": 12}, MIN_SIZE)
+    assert made.name == file_name(made.header) == f"r12-{made.header.incarnation.hex()}.flight"
+    assert made.path == str(flight_dir / made.name)
+    assert reader.is_name(made.name)
+    assert (flight_dir / made.name).read_bytes()[:8] == b"TORCHOBS"
+    assert (flight_dir / made.name).stat().st_size > HEADER_SIZE
+    made.close()
