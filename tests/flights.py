@@ -87,6 +87,16 @@ def step(writer: FlightWriter, number: int, **given: float) -> int:
     return writer.append(**fields(writer.header, number, **given))
 
 
+def plain_step(writer: FlightWriter, number: int, *, loader: bool = True) -> int:
+    """Append step ``number`` as nearly every step is written: by its boundaries, each 50 ms after the last."""
+    begun_ns = writer.header.monotonic_ns + (number - 1) * 250_000_000
+    fetch, fetched, backward, backward_ends, optimizer = (begun_ns + part * 50_000_000 << 4 | part for part in range(5))
+    return writer.append_plain(
+        number, begun_ns + 250_000_000, ALL_VALUES, 1, fetch if loader else 0, fetched if loader else 0, backward,
+        backward_ends, optimizer, 2.0, 1.0, 0.5, 16, 2, 1.0, begun_ns,
+    )  # fmt: skip
+
+
 def step_record(of: Header, number: int, **given: float) -> record.StepRecord:
     """The record that :func:`step` appends, if it is the one of that number."""
     made = record.unpack(record.pack(number, **fields(of, number, **given), seed=of.seed), of.seed)

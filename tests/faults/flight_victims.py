@@ -42,7 +42,12 @@ def rank(writer: FlightWriter) -> Iterator[int]:
     phases = (0.0625, 0.0625, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0)
     yield 0
     for number in count(1):
-        writer.append(number, time.monotonic_ns(), 1, Flag.LOSS, 1, 0.25, number / 64, 0.0, 0.0, phases, 16, 2, 1.0)
+        now_ns = time.monotonic_ns()
+        if number % 2:
+            writer.append(number, now_ns, 1, Flag.LOSS, 1, 0.25, number / 64, 0.0, 0.0, phases, 16, 2, 1.0)
+        else:
+            same = (now_ns << 4,) * 5
+            writer.append_plain(number, now_ns, Flag.LOSS, 1, *same, number / 64, 0.0, 0.0, 16, 2, 1.0, now_ns)
         yield number
 
 

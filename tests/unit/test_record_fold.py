@@ -132,6 +132,32 @@ def test_a_record_survives_its_packing() -> None:
         assert record.unpack(bytes(broken), HEADER.seed) is None
 
 
+@pytest.mark.parametrize("loader", [True, False])
+def test_a_plain_step_s_times_are_those_between_its_boundaries(*, loader: bool) -> None:
+    """Written as nine integers, read as any other step: each 50 ms; without a loader nobody waits."""
+    writer, memory = flights.recorded()
+    before = len(memory.stores)
+    flights.plain_step(writer, 7, loader=loader)
+    (raw,) = [raw for _, raw in memory.stores[before:] if len(raw) == RECORD_SIZE]
+    made = record.unpack(raw, writer.header.seed)
+    assert made
+    assert (made.seq, made.step, made.kind, made.flags) == (1, 7, Kind.STEP, flights.ALL_VALUES)
+    assert made.end_ns == writer.header.monotonic_ns + 7 * 250_000_000
+    assert (made.loss, made.grad_norm, made.learning_rate, made.tokens, made.samples) == (2.0, 1.0, 0.5, 16, 2)
+    assert made.duration_s == 0.25
+    forward = 0.05 if loader else 0.1
+    assert made.phase_s == pytest.approx((0.05 * loader, forward, 0.05, 0.05, 0.05, 0, 0, 0))
+    assert sum(made.phase_s) == pytest.approx(made.duration_s)
+
+
+def test_a_plain_step_whose_boundaries_are_not_in_order_is_no_record() -> None:
+    """Nobody's clock runs backwards; times that are negative would make a counter step back."""
+    writer, memory = flights.recorded()
+    writer.append_plain(1, 1000, 0, 0, 0, 0, 900 << 4, 800 << 4, 950 << 4, 0.0, 0.0, 0.0, 0, 0, 1.0, 100)
+    raw = next(raw for _, raw in reversed(memory.stores) if len(raw) == RECORD_SIZE)
+    assert record.unpack(raw, writer.header.seed) is None
+
+
 def test_a_value_that_no_field_holds_is_refused() -> None:
     """A negative count or one over 64 bits raises struct.error, and never stores something else."""
     for wrong in ({"tokens": -1}, {"tokens": 2**64}, {"samples": 2**32}, {"kind": 1 << 16}):

@@ -1,0 +1,131 @@
+"""The event ring: the newest are there, in order; what is no event is none."""
+
+import json
+import zlib
+from math import inf, nan
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import flights
+from torchobs.flight import events
+
+SEED = flights.header().seed
+
+
+class Ring:
+    """An event ring in memory."""
+
+    def __init__(self, size: int = 1024) -> None:
+        self.memory = flights.RecordingMemory(4096 + size)
+        self.ring = events.EventRing(self.memory, 4096, size, SEED, 0)
+
+    def content(self) -> bytes:
+        """The ring's bytes."""
+        return self.memory.snapshot()[4096:]
+
+    def seen(self) -> list[Any]:
+        """The numbers of the events in it."""
+        return [fields["n"] for _, fields in events.scan(self.content(), SEED)]
+
+
+def test_the_newest_events_are_there_in_order_however_often_the_ring_wrapped() -> None:
+    """Frames of many lengths over many laps: always the last ones, a run without a hole."""
+    ring = Ring()
+    for number in range(500):
+        ring.ring.append({"n": number, "text": "x" * (number * 7 % 150)})
+        seen = ring.seen()
+        assert seen[-1] == number
+        tail = [one for one in seen if one > number - 4]
+        assert tail == list(range(max(number - 3, 0), number + 1))
+        assert seen == sorted(seen)
+    assert ring.ring.dropped == 0
+
+
+def test_an_event_that_is_too_long_is_dropped_and_counted() -> None:
+    """A quarter of the ring at most."""
+    ring = Ring()
+    ring.ring.append({"n": "x" * 300})
+    ring.ring.append({"n": 1})
+    assert (ring.seen(), ring.ring.dropped) == ([1], 1)
+
+
+def test_a_frame_in_an_event_s_text_is_no_event() -> None:
+    """Not even one that somebody has computed with the right seed: no frame begins inside another."""
+    ring = Ring()
+    payload = b'{"n":"forged"}'
+    inner = events._FRAME.pack(64, len(payload), zlib.crc32(payload, zlib.crc32(events._FRAME.pack(64, len(payload), 0), SEED)))
+    raw = bytearray(ring.content())
+    outer = b'{"n":"' + b" " * (64 - 16 - 6) + inner + payload
+    outer = outer.ljust(150) + b'"}'
+    crc = zlib.crc32(outer, zlib.crc32(events._FRAME.pack(0, len(outer), 0), SEED))
+    raw[: 16 + len(outer)] = events._FRAME.pack(0, len(outer), crc) + outer
+    assert [position for position, _ in events._frames(bytes(raw), SEED)] == [0]
+    raw[20] ^= 1  # the outer one damaged
+    assert [fields["n"] for _, fields in events.scan(bytes(raw), SEED)] == ["forged"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (nan, "NaN"),
+        (inf, "Infinity"),
+        (-inf, "-Infinity"),
+        pytest.param(10**5000, hex(10**5000), id="large"),
+        ((1, 2.5, None, True), [1, 2.5, None, True]),
+        ({1: {"a": nan}}, {"1": {"a": "NaN"}}),
+        ("\ud800", "?"),
+        (Path("x"), "x"),
+    ],
+)
+def test_every_value_can_be_told(value: object, expected: object) -> None:
+    """A NaN is data; what JSON does not have becomes a text."""
+    ring = Ring(64 * 1024)
+    ring.ring.append({"n": value})
+    assert ring.seen() == [expected]
+
+
+def test_a_value_that_contains_itself_ends_somewhere() -> None:
+    """As text, 32 levels down."""
+    endless: list[Any] = []
+    endless.append(endless)
+    ring = Ring(64 * 1024)
+    ring.ring.append({"n": endless})
+    assert str(ring.seen()[0]).count("[") >= 30
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"[]",
+        b"7",
+        b"{",
+        b"\xff",
+        b'{"a":' * 200 + b"1" + b"}" * 200,
+        b"[" * 4000,
+        b'{"n":"\\ud800"}',
+        '{"n":1}'.encode("utf-16"),
+    ],
+)
+def test_a_payload_that_is_no_object_is_no_event(payload: bytes) -> None:
+    """Or one that could be put on a page."""
+    ring = Ring(64 * 1024)
+    ring.ring.put(payload)
+    assert [json.dumps(fields).encode() for _, fields in events.scan(ring.content(), SEED)] in ([], [b'{"n": "?"}'])
+
+
+def test_forged_lengths_cannot_make_a_scan_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen KiB to check at every 64 bytes of 1 MiB would be 256 MiB; it gives up after eight rings' worth."""
+    size = 1 << 20
+    ring = b"".join(events._FRAME.pack(at, 16 * 1024, 0).ljust(64, b"\0") for at in range(0, size, 64))
+    checked: list[int] = []
+
+    def counting(data: bytes, _: int) -> int:
+        checked.append(len(data))
+        return 1
+
+    monkeypatch.setattr(events, "zlib", SimpleNamespace(crc32=counting))
+    assert list(events.scan(ring, SEED)) == []
+    assert size < sum(checked) < 10 * size

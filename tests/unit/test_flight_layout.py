@@ -1,0 +1,153 @@
+"""The format: the header and its regions, and the rule that every other one rests on."""
+
+import ast
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import torchobs.flight
+from tests import flights
+from torchobs.flight import layout
+from torchobs.flight.layout import (
+    DEFAULT_SIZE,
+    HEADER_SIZE,
+    MAX_SIZE,
+    MIN_SIZE,
+    RECORD_SIZE,
+    RESOURCE_LIMIT,
+    BadFlightFileError,
+    Header,
+    Region,
+    Span,
+    decode_header,
+    encode_header,
+    plan,
+)
+
+HEADER = flights.header()
+MOVES = ("writer.py", "memory.py")
+"""Where `Memory.move` is defined and called: another file, not `mmap.move`."""
+
+
+def test_nothing_in_the_flight_file_s_code_packs_into_memory() -> None:
+    """CPython zeroes the target of pack_into first, and a reader saw those zeros in 3-17 % of its reads."""
+    sources = list(Path(torchobs.flight.__file__).parent.rglob("*.py"))
+    assert len(sources) > 15
+    for path in sources:
+        tree = ast.parse(path.read_text())
+        names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        banned = {"pack_into", "readinto", "memmove", "memset", *(() if path.name in MOVES else ("move",))}
+        assert not names & banned, path
+
+
+def changed(header: Header, offset: int, form: str, value: int) -> bytes:
+    """The header with another value somewhere, its CRC right."""
+    raw = bytearray(encode_header(header))
+    struct.pack_into(form, raw, offset, value)
+    struct.pack_into("<I", raw, HEADER_SIZE - 4, zlib.crc32(raw[: HEADER_SIZE - 4]))
+    return bytes(raw)
+
+
+def test_a_header_is_what_was_put_in() -> None:
+    """Every field, and the description of the rank."""
+    made = replace(HEADER, resource={"rank": 7, "host": "böse\n\"'\\", "n": -5})
+    assert decode_header(encode_header(made), made.file_size) == made
+
+
+@pytest.mark.parametrize("size", [MIN_SIZE, 300_032, DEFAULT_SIZE, 1_500_032, MAX_SIZE])
+def test_a_plan_fills_the_file_and_no_region_lies_in_another(size: int) -> None:
+    """Half of it are records, a power of two of them; offsets are multiples of 64."""
+    regions = plan(size)
+    end = HEADER_SIZE
+    for span in regions.values():
+        assert span.offset == end
+        assert span.offset % 64 == 0
+        assert span.count > 0
+        end = span.offset + span.length
+    assert size - 64 < end <= size
+    records = regions[Region.STEPS].count
+    assert records & (records - 1) == 0
+    assert size // 4 < records * RECORD_SIZE <= size // 2
+
+
+def test_the_default_file_holds_4096_steps() -> None:
+    """As documented."""
+    assert plan(DEFAULT_SIZE)[Region.STEPS].count == 4096
+
+
+@pytest.mark.parametrize(
+    ("offset", "form", "value", "why"),
+    [
+        (0, "<Q", 0, "not a flight file"),
+        (8, "<H", 2, "format version 2"),
+        (12, "<I", 4095, "size"),
+        (16, "<Q", MIN_SIZE + 64, "size"),
+        (80, "<I", 9, "too many"),
+        (80, "<I", 4, "missing"),
+        (84, "<I", RESOURCE_LIMIT + 1, "longer"),
+        (84, "<I", 3, "JSON"),
+        (96, "<I", 2, "twice"),
+        (96, "<I", 77, "missing"),
+        (100, "<I", 16, "items"),
+        (104, "<Q", 0, "outside"),
+        (104, "<Q", 4097, "outside"),
+        (104, "<Q", 1 << 63, "outside"),
+        (104, "<Q", 8192, "outside"),
+        (112, "<Q", 0, "items"),
+        (112, "<Q", 8, "impossible"),
+        (112, "<Q", (1 << 64) - 8, "outside"),
+        (96 + 24 * 3 + 16, "<Q", 3 * 128, "impossible"),
+        (96 + 24 * 3 + 16, "<Q", 129, "items"),
+    ],
+)
+def test_a_header_that_lies_is_refused_by_name(offset: int, form: str, value: int, why: str) -> None:
+    """With a right CRC: every offset and count is checked before use."""
+    with pytest.raises(BadFlightFileError, match=why):
+        decode_header(changed(HEADER, offset, form, value), HEADER.file_size)
+
+
+def test_a_later_minor_version_may_add_regions() -> None:
+    """What this reader does not know, it does not read; the rest stands where it stood."""
+    raw = bytearray(encode_header(HEADER))
+    raw[96 + 24 * 5 : 96 + 24 * 6] = struct.pack("<IIQQ", 99, 8, HEADER_SIZE, 1 << 40)
+    raw[10:12], raw[80:84] = b"\x07\x00", struct.pack("<I", 6)
+    raw[HEADER_SIZE - 4 :] = struct.pack("<I", zlib.crc32(raw[: HEADER_SIZE - 4]))
+    assert decode_header(bytes(raw), HEADER.file_size) == replace(HEADER, minor=7)
+
+
+def test_a_ring_larger_than_any_is_refused() -> None:
+    """16 MiB of forged records would hold a reader for half a second."""
+    records = 2 * MAX_SIZE // RECORD_SIZE
+    size = 16 * 1024 * 1024
+    spans = {**HEADER.regions, Region.STEPS: Span(8 * 1024 * 1024, records * RECORD_SIZE, RECORD_SIZE)}
+    with pytest.raises(BadFlightFileError, match="impossible"):
+        decode_header(encode_header(replace(HEADER, file_size=size, regions=spans)), size)
+
+
+@pytest.mark.parametrize(
+    "resource", [b"", b"[]", b"7", b'{"a":{}}', b'{"a":[1]}', b'{"a":null}', b'{"a":1.5}', b"\xff\xfe", b"{", b"[" * 3000]
+)
+def test_a_description_that_is_no_flat_object_is_refused(resource: bytes) -> None:
+    """Texts and integers only."""
+    raw = bytearray(encode_header(HEADER))
+    raw[288 : 288 + len(resource)] = resource
+    struct.pack_into("<I", raw, 84, len(resource))
+    struct.pack_into("<I", raw, HEADER_SIZE - 4, zlib.crc32(raw[: HEADER_SIZE - 4]))
+    with pytest.raises(BadFlightFileError, match="JSON"):
+        decode_header(bytes(raw), HEADER.file_size)
+
+
+def test_texts_can_be_put_on_a_page_whatever_they_were() -> None:
+    """JSON can spell lone surrogates, UTF-8 cannot."""
+    assert layout.encodable("a\ud800b") == "a?b"
+    assert layout.encodable("grüße 😀") == "grüße 😀"
+
+
+def test_wall_time_is_counted_from_birth() -> None:
+    """By the pair of clocks taken then."""
+    assert HEADER.wall_s(HEADER.monotonic_ns) == pytest.approx(HEADER.wall_ns / 1e9)
+    assert HEADER.wall_s(HEADER.monotonic_ns + 5_000_000_000) == pytest.approx(HEADER.wall_ns / 1e9 + 5)
