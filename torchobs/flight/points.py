@@ -60,8 +60,11 @@ def steps_back(series: Sequence[Series], before: Sequence[Value | None], now: Se
     return False
 
 
-def _int_value(ints: list[int], _: list[float], word: int, __: Series) -> int | None:
-    return ints[word] if ints[word] < 1 << 63 else None
+def _int_value(ints: list[int], _: list[float], word: int, series: Series) -> int | None:
+    value = ints[word]
+    if value < INT_ABSENT:
+        return value
+    return value - (1 << 64) if series.kind is not Kind.COUNTER and value > INT_ABSENT else None
 
 
 def _float_value(_: list[int], floats: list[float], word: int, __: Series) -> float | None:

@@ -44,11 +44,15 @@ class Cell:
         """Add to a counter or an up-down counter; visible after the block's next publication."""
         if isinstance(amount, int) and self._type != ValueType.FLOAT:
             self._block.change(words.add_int, self._word, amount)
+        elif isfinite(amount) and self._type == ValueType.INT:
+            self._block.change(words.add_int, self._word, int(amount))
         elif isfinite(amount):
             self._block.change(words.add_float, self._float_word, amount)
 
     def set(self, value: float) -> None:
-        """Set a gauge, or the total of an observed counter. A non-finite value makes it absent."""
+        """Set a gauge, or the total of an observed counter. A non-finite value makes it absent; a whole number has none."""
+        if self._type == ValueType.INT and not isfinite(value):
+            return
         self._block.change(words.set_value, self._word, self._type, value)
 
     def observe(self, value: float) -> None:
