@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torchobs.settings import Settings
 
 logger = logging.getLogger("torchobs")
-_SUPPORTED = ("linux", "darwin")
 _lock = threading.RLock()
 _current: Session | None = None
 
@@ -238,9 +237,6 @@ def _set_level(chosen: Settings) -> None:
 
 def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsProblem]) -> None:
     if not chosen.enabled or chosen.level == "off":
-        return
-    if sys.platform not in _SUPPORTED:
-        logger.warning("torchobs: does nothing on %s; Linux and macOS are supported", sys.platform)
         return
     environ, this = settings.environment(), process.this_process()
     who, more = identity.discover(environ, chosen, this)
