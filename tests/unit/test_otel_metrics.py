@@ -53,9 +53,9 @@ def test_a_measurement_is_in_the_file_when_its_call_returns(writer: FlightWriter
 
 def test_a_point_carries_its_instrument_and_its_scope(writer: FlightWriter, provider: FlightMeterProvider) -> None:
     """What an OTLP push needs is in the file: name, unit, description, kind, and the scope with version and schema."""
-    meter = provider.get_meter("my.library", "2.1", "https://example.org/schema")
+    meter = provider.get_meter("my.lib", "2.1", "https://example.org/schema")
     meter.create_up_down_counter("Queue.Length", "{item}", "Items waiting.").add(-2)
-    scope = ("my.library", "2.1", "https://example.org/schema")
+    scope = ("my.lib", "2.1", "https://example.org/schema")
     assert otel.points(writer) == [otel.Seen(scope, "queue.length", "{item}", "Items waiting.", "UPDOWN", "{}", -2)]
 
 
