@@ -193,6 +193,7 @@ def test_threads_that_write_while_it_is_made_anew_lose_nothing(writer: FlightWri
         while not done.is_set():
             counts["steps"] += 1
             flights.step(writer, counts["steps"])
+            time.sleep(0.0002)  # a loop without a pause would keep the others waiting for the GIL, as no training does
 
     def count() -> None:
         while not done.is_set() and counts["series"] < 400:
@@ -205,16 +206,18 @@ def test_threads_that_write_while_it_is_made_anew_lose_nothing(writer: FlightWri
             counts["series"] += 1
             time.sleep(0.0005)
 
-    threads = [threading.Thread(target=train), threading.Thread(target=count)]
+    threads = [threading.Thread(target=train, daemon=True), threading.Thread(target=count, daemon=True)]
     for thread in threads:
         thread.start()
-    for _ in range(ROUNDS):
-        delete_file(directory, writer.name)
-        assert writer.check_name() is True
-        writer.fold()
-        writer.publish()
-        time.sleep(0.002)
-    done.set()
+    try:
+        for _ in range(ROUNDS):
+            delete_file(directory, writer.name)
+            assert writer.check_name() is True
+            writer.fold()
+            writer.publish()
+            time.sleep(0.002)
+    finally:
+        done.set()
     for thread in threads:
         thread.join()
     writer.fold()
