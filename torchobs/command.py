@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.flight.control import LEVELS, ControlReader
 from torchobs.flight.place import KUBERNETES_CONTROL, KUBERNETES_MOUNT
+from torchobs.guarding import call
 from torchobs.settings import PROBES
 
 if TYPE_CHECKING:
@@ -22,18 +23,22 @@ class Commands:
     def __init__(self, host: Host, directory: str, level: str) -> None:
         self._host = host
         self._reader = ControlReader(directory, host.writer.header.incarnation)
-        self._level = LEVELS.index(level)
-        host.writer.level(self._level)
+        host.level = LEVELS.index(level)
+        host.writer.level(host.level)
 
     def sample(self) -> None:
         """Look, and obey."""
-        command = self._reader.poll()
-        if command is not None and command.level is not None and command.level != self._level:
-            self._level = command.level
-            for probe in PAUSABLE & self._host.fuses.keys():
-                self._host.fuses[probe].paused(off=self._level == OFF)
-            self._host.cycle.restart()
-            self._host.writer.level(self._level)
+        command, host = self._reader.poll(), self._host
+        if command is None or command.level is None or command.level == host.level:
+            return
+        was, host.level = host.level, command.level
+        if OFF in (was, host.level):
+            for probe in PAUSABLE & host.fuses.keys():
+                host.fuses[probe].paused(off=host.level == OFF)
+            host.cycle.restart()
+        for probe, changed in list(host.on_level):
+            call(host.fuse(probe), changed, host.level)
+        host.writer.level(host.level)
 
     def close(self) -> None:
         """Let go of the directory."""

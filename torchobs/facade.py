@@ -172,4 +172,4 @@ def _phase_ends(name: str, begun_ns: int, now_ns: int, *, failed: bool) -> None:
         host.cycle.mark(UNPIN, now_ns)
     if now_ns - begun_ns >= SPAN_FROM_NS and session.run is not None:
         attributes = {"phase": name, "step": host.cycle.step}
-        session.run.write_phase(catalog.SPAN_PHASE.name, begun_ns, now_ns, attributes, failed=failed)
+        session.run.write(catalog.SPAN_PHASE.name, begun_ns, now_ns, attributes, failed=failed)

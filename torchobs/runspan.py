@@ -71,7 +71,7 @@ class RunSpan:
 
             otel.observe(timeout_s)
 
-    def write_phase(self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
+    def write(self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
         """Write a span beneath this one; times on CLOCK_MONOTONIC."""
         header = self._writer.header
         offset_ns = header.wall_ns - header.monotonic_ns

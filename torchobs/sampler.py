@@ -19,12 +19,13 @@ INTERVAL_S = 0.1
 COST_S = 1.0
 NAME_CHECK_S = 5.0
 OBSERVE_S = 10.0
+OBSERVE_FIRST_S = 1.0
 QUIET_S = 60.0
 logger = logging.getLogger("torchobs")
 
 
 class Sampler:
-    """One daemon thread per session. ``samples`` are called every round, ``slow`` every ten seconds."""
+    """One daemon thread per session. ``samples`` are called every round, ``slow`` after a second and every ten."""
 
     def __init__(
         self, host: Host, samples: list[tuple[str, Callable[[], None]]], slow: list[tuple[str, Callable[[], None]]]
@@ -35,7 +36,8 @@ class Sampler:
         self._shown: dict[str, int] = {}
         self._spoken: dict[str, float] = {}
         now = time.monotonic()
-        self._name_checked = self._observed = self._cost_shown = now
+        self._name_checked = self._cost_shown = now
+        self._observed = now - OBSERVE_S + OBSERVE_FIRST_S
         self._thread = threading.Thread(target=self._run, name="torchobs-sampler", daemon=True)
 
     def start(self) -> None:
@@ -75,7 +77,7 @@ class Sampler:
         if now - self._name_checked >= NAME_CHECK_S:
             self._name_checked = now
             self._check_name()
-        if now - self._observed >= OBSERVE_S:
+        if last or now - self._observed >= OBSERVE_S:
             self._observed = now
             for probe, sample in self._slow:
                 call(host.fuse(probe), sample)

@@ -63,6 +63,7 @@ class Session:
         self._sampler: Sampler | None = None
         self._ended: tuple[int, int] | None = None
         self._samples: list[tuple[str, Callable[[], None]]] = []
+        self._slow: list[tuple[str, Callable[[], None]]] = []
         self.run: RunSpan | None = None
         self._commands: Commands | None = None
 
@@ -100,12 +101,13 @@ class Session:
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
+        host.span = self.run.write
         self._commands = Commands(host, control_directory(chosen.control_dir, place.path), chosen.level)
         self._samples.append(("control", self._commands.sample))
-        slow: list[tuple[str, Callable[[], None]]] = [("otel", self.run.sample)]
+        self._slow.append(("otel", self.run.sample))
         if chosen.exporter:
-            slow.append(("exporter", self._ensure_exporter))
-        self._sampler = Sampler(host, self._samples, slow)
+            self._slow.append(("exporter", self._ensure_exporter))
+        self._sampler = Sampler(host, self._samples, self._slow)
         self._install("exits", self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
         self._sampler.start()
@@ -143,9 +145,9 @@ class Session:
                 cell.set(0.0)
         self._probes.append((name, probe))
         call(self.host.fuse(name), probe.install, self.host)
-        sample = getattr(probe, "sample", None)
-        if sample is not None:
-            self._samples.append((name, sample))
+        for method, asked in (("sample", self._samples), ("observe", self._slow), ("level_changed", self.host.on_level)):
+            if hasattr(probe, method):
+                asked.append((name, getattr(probe, method)))
 
     def note_exit(self, code: int) -> None:
         """Record the exit code that the process is about to end with (``torchobs run`` knows it)."""

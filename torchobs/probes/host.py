@@ -33,10 +33,24 @@ class Probe(Protocol):
 
 
 class Sampled(Protocol):
-    """A probe that the sampler thread asks, too."""
+    """A probe that the sampler thread asks, too: ten times a second, so what it does is small."""
 
     def sample(self) -> None:
-        """Look at something slow, or at a value that the training thread left."""
+        """Look at a value that the training thread left."""
+
+
+class Observed(Protocol):
+    """A probe that the sampler thread asks a second after its start, every ten seconds, and at the rank's end."""
+
+    def observe(self) -> None:
+        """Look at something slow."""
+
+
+class Levelled(Protocol):
+    """A probe that does more, or less, as the debug level says. Called by the sampler thread when it changes."""
+
+    def level_changed(self, level: int) -> None:
+        """The level is one of ``flight.control.LEVELS`` by index: 0 off, 1 basic, 2 advanced, 3 extreme."""
 
 
 @dataclass(slots=True)
@@ -47,9 +61,15 @@ class Host:
     writer: FlightWriter
     cycle: Cycle
     device: DeviceValues
+    level: int = 1
+    """The debug level in force, as an index into ``flight.control.LEVELS``"""
+    span: Callable[..., None] | None = None
+    """``RunSpan.write``: records a span beneath the run's, times on CLOCK_MONOTONIC"""
     fuses: dict[str, Fuse] = field(default_factory=dict)
     spent_ns: dict[str, int] = field(default_factory=dict)
     """Our own time in the training thread, by probe"""
+    on_level: list[tuple[str, Callable[[int], None]]] = field(default_factory=list)
+    """By probe, called by the sampler thread when the level has changed"""
     scalars: set[str] = field(default_factory=set)
     """Names given to ``torchobs.log`` so far"""
     thread: int = field(default_factory=get_ident)
