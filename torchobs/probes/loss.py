@@ -49,23 +49,25 @@ class LossProbe:
 
     def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``torch.autograd.backward`` was called with these."""
-        begun_ns, host = monotonic_ns(), self._host
+        host = self._host
+        cycle = host.cycle
+        begun_ns = monotonic_ns() if cycle.metered else 0
         tensors = args[0] if args else kwargs.get("tensors")
         gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors") if kwargs else None
         # exactly a tensor: a DTensor's value would need a collective, a fake one has none
-        if gradients is not None or host.cycle.log_wins or type(tensors) is not self._tensor or tensors.numel() != 1:
+        if gradients is not None or cycle.log_wins or type(tensors) is not self._tensor or tensors.numel() != 1:
             return
         value = tensors if self._scaled is None else self._plain(tensors)
         if not value.is_cpu:
             self._take_later(value.detach(), within=host.in_closure)
         elif host.in_closure:
-            host.cycle.add_loss(value.item(), within_step=True)
+            cycle.add_loss(value.item(), within_step=True)
         else:
-            values = host.cycle.values
+            values = cycle.values
             values.loss_sum += value.item()
             values.losses += 1
-            values.flags |= Flag.LOSS
-        if host.cycle.metered:
+            values.flags |= 1
+        if begun_ns:
             host.spend(self.name, monotonic_ns() - begun_ns)
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:

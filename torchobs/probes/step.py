@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
-from torchobs.probes.trace import BACKWARD_BEGINS, CLOSURE_BEGINS, STEP_BEGINS
+from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, STEP_BEGINS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import FrameType
 
     import torch
     from torch.utils.hooks import RemovableHandle
 
+    from torchobs.guarding import Fuse
     from torchobs.probes.host import Host
 
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
@@ -45,7 +46,7 @@ class StepProbe:
         fuse = host.fuse(self.name)
         self._backward.install(host, fuse)
         self._handles = [
-            register_optimizer_step_pre_hook(fuse.guard(self._before)),
+            register_optimizer_step_pre_hook(self._plain_before(fuse)),
             register_optimizer_step_post_hook(fuse.guard(self._after)),
         ]
 
@@ -56,8 +57,38 @@ class StepProbe:
         self._handles = []
         self._backward.remove()
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        now_ns = monotonic_ns()
+    def _plain_before(self, fuse: Fuse) -> Callable[..., None]:
+        """Return the pre hook: what nearly every step needs, in place, as in the data probe; anything else is ``_before``.
+
+        It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
+        """
+        host, cycle, note = self._host, self._host.cycle, self._host.cycle.trace.append
+        before, tell = fuse.guard(self._before), fuse.guard(host.tell)
+
+        def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            now_ns, trace = monotonic_ns(), cycle.trace
+            # metered steps go the long way, so that a change of thread is seen, too
+            if id(optimizer) != cycle.sole or self._depth or cycle.metered or len(args) > 1 or kwargs or fuse.blown:
+                before(now_ns, optimizer, args, kwargs)
+                return
+            if not trace or trace[-1] & 15 != BACKWARD_ENDS:
+                before(now_ns, optimizer, args, kwargs)
+                return
+            self._depth = 1
+            note(now_ns << 4 | STEP_BEGINS)
+            if host.reads_rate:
+                groups = optimizer.param_groups
+                rate = groups[0].get("lr") if groups else None
+                if type(rate) is float:
+                    values = cycle.values
+                    values.learning_rate = rate
+                    values.flags |= 4
+            if cycle.step >= host.norm_due or host.watches_steps:
+                tell(host.before_step, optimizer, False)  # noqa: FBT003  # a listener
+
+        return plain_before
+
+    def _before(self, now_ns: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._depth and _steps_running() > 1:
             self._depth += 1
             return
