@@ -55,6 +55,16 @@ class Recording:
             for point in self.view().points
         }
 
+    def frames(self, name: str) -> list[dict[str, Any]]:
+        """The events and spans of that name, as they stand in the file."""
+        writer = self.session.writer
+        assert writer is not None
+        file = reader.open_path(writer.path)
+        try:
+            return [frame for _, frame in file.events() if frame.get("name") == name]
+        finally:
+            file.close()
+
     def errors(self) -> list[str]:
         """What went wrong in a probe."""
         host = self.session.host

@@ -183,6 +183,7 @@ SPACE = Attribute("space", "memory that grows", ("host", "device"))
 COMPILE_STAGE = Attribute("stage", "compiler stage", ("dynamo", "aot", "inductor", "triton", "other"))
 COMPILE_CAUSE = Attribute("cause", "why it was compiled", ("first", "recompile", "recompile_limit"))
 CACHE_RESULT = Attribute("result", "outcome of the lookup", ("hit", "miss", "bypass"))
+WORKER_STATE = Attribute("state", "configured, or alive of these", ("configured", "alive"))
 PROBE = Attribute("probe", "the probe's name")
 
 # --- progress -----------------------------------------------------------------------------------------------------------------
@@ -254,6 +255,30 @@ AMP_GROWTH_TRACKER = _gauge(
 AMP_SKIP_STREAK = _gauge("torchobs.amp.skip_streak", "{step}", "Steps skipped in a row.", planned=True)
 AMP_STEPS_SKIPPED = _counter(
     "torchobs.amp.steps_skipped", "{step}", "Steps that the loss scaler skipped because of non-finite gradients."
+)
+
+# --- data ---------------------------------------------------------------------------------------------------------------------
+DATA_WORKER_START_TIME = _counter(
+    "torchobs.data.worker_start.time",
+    "s",
+    "Time spent in starting the worker processes of data loaders; a part of the phase data.",
+    integer=False,
+)
+DATA_WORKERS = _gauge(
+    "torchobs.data.workers", "{process}", "Worker processes of the data loaders being iterated.", WORKER_STATE
+)
+DATA_WORKERS_DIED = _counter(
+    "torchobs.data.workers_died", "{process}", "Worker processes of data loaders that a signal or an error ended."
+)
+DATA_BATCHES_READY = _gauge(
+    "torchobs.data.batches_ready",
+    "{batch}",
+    "Batches that the workers have finished and training has not taken; 0 means that it waits for them.",
+)
+DATA_UNPINNED_BATCHES = _counter(
+    "torchobs.data.unpinned_batches",
+    "{batch}",
+    "Batches in pageable memory while training on a CUDA device, of one looked at every ten seconds: see `pin_memory`.",
 )
 
 # --- compilation --------------------------------------------------------------------------------------------------------------
@@ -395,6 +420,22 @@ EVENT_MODEL = Event(
         Attribute("parameters", "elements in its parameters"),
         Attribute("trainable", "of which trained"),
     ),
+)
+EVENT_WORKER_DIED = Event(
+    "torchobs.data.worker_died",
+    "A worker process of a data loader was ended by a signal or an error.",
+    Severity.ERROR,
+    (
+        Attribute("pid", "its process id"),
+        Attribute("code", "its exit code, 0 for a signal"),
+        Attribute("signal", "the signal's name, e.g. SIGKILL: the out-of-memory killer's"),
+    ),
+)
+EVENT_UNPINNED = Event(
+    "torchobs.data.unpinned",
+    "The first batch found in pageable memory: `pin_memory=True` lets copies to the device overlap with computation.",
+    Severity.INFO,
+    (Attribute("size", "bytes of it in pageable memory"),),
 )
 EVENT_STACKS = Event("torchobs.stacks", "Stacks of all threads.", Severity.INFO, planned=True)
 

@@ -170,3 +170,38 @@ def test_a_gan_has_forward_before_each_backward() -> None:
     assert spent(segments, 100) == {"forward": 60, "backward": 30, "optimizer": 10}
     assert BACKWARD == 2
     assert FORWARD == 1
+
+
+def beside(segments: Segments, start: int, use: int) -> int:
+    """A step of two loaders: 10 each to fetch, the first one's batch used for so long before the second one's fetch."""
+    segments.fetch_begins(2, start)
+    segments.fetch_ends(start + 10, exhausted=False, gradients=True)
+    return one_step(segments, start + 10 + use)
+
+
+def test_loaders_fetched_side_by_side_are_one_step_s_data() -> None:
+    """``zip(labelled, unlabelled)``: nothing was done with the first one's batch before the second one's fetch."""
+    segments = Segments()
+    assert spent(segments, beside(segments, 0, use=0))["data"] == 20
+
+
+def test_loaders_used_one_after_the_other_are_data_from_the_second_step_on() -> None:
+    """What is fetched and used in one step after another was no evaluation."""
+    segments = Segments()
+    end = beside(segments, 0, use=50)
+    assert spent(segments, end)["evaluation"] == 60
+    end = beside(segments, end, use=50)
+    assert spent(segments, end) == {"data": 20, "forward": 80, "backward": 40, "other": 5, "optimizer": 15}
+
+
+def test_an_evaluation_of_one_batch_now_and_then_is_one() -> None:
+    """With steps in between that fetch from one loader only, each evaluation stands for itself."""
+    segments = Segments()
+    end = beside(segments, 0, use=50)
+    assert spent(segments, end)["evaluation"] == 60
+    segments.restart(end + 100)  # a plain step was written without the timeline
+    end = beside(segments, end + 100, use=50)
+    assert spent(segments, end)["evaluation"] == 60
+    end = one_step(segments, end)
+    segments.close(end)
+    assert spent(segments, beside(segments, end, use=50))["evaluation"] == 60

@@ -9,8 +9,10 @@ from torchobs.probes.data import DataProbe
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.learning_rate import LearningRateProbe
+from torchobs.probes.loaders import LoaderProbe
 from torchobs.probes.loss import LossProbe
 from torchobs.probes.phases import PhaseProbe
+from torchobs.probes.pinning import PinningProbe
 from torchobs.probes.step import StepProbe
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from torchobs.probes.host import Probe
 
 PROBES: tuple[Callable[[], Probe], ...] = (
-    ExitProbe, StepProbe, PhaseProbe, DataProbe, LossProbe, AmpProbe, GradientProbe, LearningRateProbe,
+    ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, PinningProbe, LossProbe, AmpProbe, GradientProbe,
+    LearningRateProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

@@ -1,4 +1,4 @@
-"""Waiting for data: ``DataLoader`` iterators, and their start.
+"""Waiting for data: the fetches of ``DataLoader`` iterators (``loaders`` has their start).
 
 ``_BaseDataLoaderIter.__next__`` is where every built-in loader fetches; only the outermost counts (an IterableDataset over a
 loader fetched twice). A fetch in another thread (a prefetcher's) is not the training thread's time.
@@ -12,7 +12,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
-from torchobs.probes.trace import EXHAUSTED, FETCH, FETCHED, LOADER_STARTS, STEP_ENDS
+from torchobs.probes.trace import EXHAUSTED, FETCH, FETCHED
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
@@ -33,11 +33,8 @@ class DataProbe:
         from torch.utils.data import dataloader
 
         self._host, self._grad_enabled = host, torch.is_grad_enabled
-        base, loader = dataloader._BaseDataLoaderIter, dataloader.DataLoader
-        self._patches = [
-            Patch(base, "__next__", self._watched_next(base.__next__)),
-            Patch(loader, "__iter__", self._watched_iter(loader.__iter__)),
-        ]
+        base = dataloader._BaseDataLoaderIter
+        self._patches = [Patch(base, "__next__", self._watched_next(base.__next__))]
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
@@ -71,22 +68,3 @@ class DataProbe:
             return batch
 
         return watched
-
-    def _watched_iter(self, original: Any) -> Any:
-        fuse, host = self._host.fuse(self.name), self._host
-        mark = fuse.guard(self._mark)
-
-        @functools.wraps(original)
-        def watched(loader: Any) -> Any:
-            if self._depth or get_ident() != host.thread:
-                return original(loader)
-            mark(LOADER_STARTS)
-            try:
-                return original(loader)
-            finally:
-                mark(STEP_ENDS)
-
-        return watched
-
-    def _mark(self, code: int) -> None:
-        self._host.cycle.mark(code, monotonic_ns())

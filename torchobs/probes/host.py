@@ -90,6 +90,8 @@ class Host:
     """By probe, called with the optimizer, and whether it was given a closure, before its outermost step"""
     after_closure_backward: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     """By probe, called when the outermost backward inside a closure has returned"""
+    iterated: list[tuple[str, Callable[[Any, Any], None]]] = field(default_factory=list)
+    """By probe, called with a data loader and the iterator it was asked for, in the training thread"""
     takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
     """Called with the arguments of the outermost backward"""
     loss_scaled: Callable[[object, object, Any], object] | None = None

@@ -9,7 +9,9 @@ Evaluation is neither a step nor part of one. It is
 * what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between,
 * a fetch with gradients disabled, and what follows it,
 * a fetch by one loader with no backward before the next fetch of another one. (Several fetches of ONE loader before a
-  backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.)
+  backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.) But loaders that are fetched
+  side by side (``zip``) are one step's data: what is fetched so in one step after another, or once and nothing done with it
+  before the next loader's fetch, was no evaluation.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = ran
 """In the order of ``record.PHASE_NAMES``."""
 
 NOTHING = -1
+_LEAST_USE = 0.1
+"""A batch that was used less long than a tenth of the time it took to fetch was only put aside"""
 
 
 class _Window(NamedTuple):
@@ -31,13 +35,15 @@ class _Window(NamedTuple):
     owner: int
     begun_ns: int
     spent_ns: list[int]
-    undecided: dict[int, tuple[int, int]]
+    undecided: dict[int, tuple[int, int, int]]
 
 
 class Segments:
     """The timeline of the step in progress."""
 
-    __slots__ = ("_evaluating", "_fetch_ns", "_loader", "_mark_ns", "_pinned", "_undecided", "_window", "segment", "spent_ns")
+    __slots__ = (
+        "_beside", "_evaluating", "_fetch_ns", "_loader", "_mark_ns", "_pinned", "_undecided", "_window", "segment", "spent_ns",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.segment = NOTHING
@@ -45,11 +51,12 @@ class Segments:
         self._mark_ns = 0
         self._pinned: list[int] = []
         self._window: _Window | None = None
+        self._beside: set[int] = set()
         self._reset_fetch()
 
     def _reset_fetch(self) -> None:
         self._loader, self._fetch_ns, self._evaluating = 0, 0, False
-        self._undecided: dict[int, tuple[int, int]] = {}
+        self._undecided: dict[int, tuple[int, int, int]] = {}
 
     @property
     def clean(self) -> bool:
@@ -58,7 +65,7 @@ class Segments:
 
     def restart(self, now_ns: int) -> None:
         """Go on from the end of a step, other steps having ended meanwhile without being told here."""
-        self._mark_ns, self.segment = now_ns, OTHER
+        self._mark_ns, self.segment, self._beside = now_ns, OTHER, set()
 
     def add(self, spent_ns: Sequence[int]) -> None:
         """Take back the times of an end that was none."""
@@ -93,8 +100,8 @@ class Segments:
         if self._evaluating:
             self.spent_ns[EVALUATION] += self._fetch_ns + length
         else:
-            data, rest = self._undecided.get(self._loader, (0, 0))
-            self._undecided[self._loader] = (data + self._fetch_ns, rest + length)
+            data, rest, fetches = self._undecided.get(self._loader, (0, 0, 0))
+            self._undecided[self._loader] = (data + self._fetch_ns, rest + length, fetches + 1)
         self._fetch_ns = 0
 
     def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
@@ -109,8 +116,8 @@ class Segments:
         if self._evaluating:
             self.spent_ns[EVALUATION] += length
         elif self._loader in self._undecided:
-            data, rest = self._undecided[self._loader]
-            self._undecided[self._loader] = (data + length, rest)
+            data, rest, fetches = self._undecided[self._loader]
+            self._undecided[self._loader] = (data + length, rest, fetches)
         else:
             self.spent_ns[DATA] += length
         self._loader, self._fetch_ns = 0, 0
@@ -126,14 +133,19 @@ class Segments:
             self.spent_ns[FORWARD] += length
         elif before != NOTHING:
             self.spent_ns[before] += length
+        fetched = set(self._undecided)
         self._decide()
+        self._beside = fetched
 
     def _decide(self) -> None:
         self.spent_ns[DATA] += self._fetch_ns
-        for loader, (data, rest) in self._undecided.items():
+        for loader, (data, rest, fetches) in self._undecided.items():
             if loader == self._loader:
                 self.spent_ns[DATA] += data
                 self.spent_ns[OTHER] += rest
+            elif loader in self._beside or (fetches == 1 and rest < data * _LEAST_USE):
+                self.spent_ns[DATA] += data
+                self.spent_ns[FORWARD] += rest
             else:
                 self.spent_ns[EVALUATION] += data + rest
         self._reset_fetch()

@@ -1,0 +1,53 @@
+"""Pinned memory, which only a CUDA build knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests import support
+from tests.training import Recording, recording
+from torchobs.probes.pinning import PinningProbe, pageable_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def test_pinned_memory_and_the_device_s_own_are_not_pageable() -> None:
+    """Only what a copy would have to stage counts."""
+    assert pageable_bytes(torch.zeros(10)) == 40
+    assert pageable_bytes(torch.zeros(10).pin_memory()) == 0
+    assert pageable_bytes(torch.zeros(10, device="cuda")) == 0
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_loader_that_does_not_pin_is_hinted_at(run: Recording, *, pinned: bool) -> None:
+    """Once a CUDA device is in use, a batch is looked at, without a synchronisation of the device."""
+    host = run.session.host
+    assert host is not None
+    probe = PinningProbe()
+    probe.install(host)
+    torch.zeros(1, device="cuda")
+    loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2, pin_memory=pinned)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    probe.observe()
+    assert "_next_data" in vars(iterator)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        next(iterator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert "_next_data" not in vars(iterator)
+    assert len(run.frames("torchobs.data.unpinned")) == (not pinned)

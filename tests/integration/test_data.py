@@ -1,0 +1,193 @@
+"""Loaders of every kind: what training waited for, their workers, and what a dead one leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import torchobs
+from tests import support
+from tests.training import Recording, mlp, recording
+from torchobs.probes.pinning import PinningProbe, pageable_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FETCH_S = 0.02
+SAMPLES = 12
+
+
+class Slow(Dataset[torch.Tensor]):
+    """Every sample takes its time."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(FETCH_S)
+        return torch.full((8,), float(index))
+
+
+class SlowStream(IterableDataset[torch.Tensor]):
+    """The same as a stream; in workers, each yields its share."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        for index in range(worker.id if worker else 0, SAMPLES, worker.num_workers if worker else 1):
+            yield Slow()[index]
+
+
+class Deadly(Slow):
+    """One sample kills the process that loads it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def train(batches: Any) -> float:
+    """Train on every batch; return the seconds that it waited for them."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    waited, asked = 0.0, time.perf_counter()
+    for batch in batches:
+        waited += time.perf_counter() - asked
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        asked = time.perf_counter()
+    return waited
+
+
+def data_time(run: Recording) -> float:
+    """Seconds of the phase data in all step records: all but the wait in which the loader turned out to be exhausted."""
+    return sum(record.phase_s[0] for record in run.steps())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Slow, SlowStream])
+def test_the_wait_for_data_is_what_the_loop_waited(run: Recording, dataset: type[Slow], workers: int) -> None:
+    """Within 5 %, with and without workers, by index or as a stream; their start is a part of it."""
+    loader: Any = DataLoader(dataset(), batch_size=2, num_workers=workers)
+    waited = train(loader)
+    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")  # torchdata 0.11 calls it
+def test_stateful_loaders_are_loaders(run: Recording) -> None:
+    """It has iterators and an ``__iter__`` of its own; imported after init(), it is watched all the same."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    waited = train(stateful.StatefulDataLoader(Slow(), batch_size=2, num_workers=1))
+    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
+    assert run.values()[("torchobs.data.worker_start.time",)] > 0
+
+
+def test_a_stream_over_a_loader_is_waited_for_once(run: Recording) -> None:
+    """The inner loader's iteration, started inside a fetch of the outer one, is part of that fetch."""
+
+    class Nested(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from DataLoader(Slow(), batch_size=None)
+
+    waited = train(DataLoader(Nested(), batch_size=2))
+    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
+
+
+def test_several_loaders_are_waited_for_in_turn(run: Recording) -> None:
+    """Two loaders zipped are one step's data together."""
+    pairs = zip(DataLoader(Slow(), batch_size=2), DataLoader(Slow(), batch_size=2), strict=True)
+    waited = train(one + two for one, two in pairs)
+    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
+
+
+def test_a_plain_iterator_is_waited_for_where_the_script_says_so(run: Recording) -> None:
+    """``phase("data")`` is for what no loader of torch fetches."""
+
+    def batches() -> Iterator[torch.Tensor]:
+        for index in range(4):
+            with torchobs.phase("data"):
+                batch = Slow()[index]
+            yield batch
+
+    waited = train(batches())
+    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
+
+
+def test_workers_are_counted_and_their_start_is_timed_once_where_they_persist(run: Recording) -> None:
+    """Configured and alive while the loader is iterated; persistent workers start in the first epoch only."""
+    loader = DataLoader(Slow(), batch_size=2, num_workers=2, persistent_workers=True)
+    train(loader)
+    started = run.values()[("torchobs.data.worker_start.time",)]
+    assert 0 < started < 5
+    iterator = iter(loader)
+    support.wait_until(lambda: run.values().get(("torchobs.data.workers", "alive")) == 2)
+    assert run.values()[("torchobs.data.workers", "configured")] == 2
+    support.wait_until(lambda: run.values().get(("torchobs.data.batches_ready",)) == 4)  # two each, untouched
+    next(iterator)
+    assert run.values()[("torchobs.data.worker_start.time",)] == started
+    assert run.values()[("torchobs.data.workers_died",)] == 0
+    assert run.frames("torchobs.data.worker_died") == []
+
+
+def test_a_killed_worker_is_an_event_and_torch_says_what_it_always_says(run: Recording) -> None:
+    """The training loop gets torch's own error, and the event has the signal."""
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid.*(is killed by signal: Killed|exited unexpectedly)"):
+        train(DataLoader(Deadly(), batch_size=2, num_workers=2))
+    (event,) = support.wait_until(lambda: run.frames("torchobs.data.worker_died"))
+    assert event["attrs"]["signal"] == "SIGKILL"
+    assert run.values()[("torchobs.data.workers_died",)] == 1
+
+
+def test_nothing_is_left_of_the_watch(flight_dir: Path) -> None:
+    """After shutdown ``DataLoader`` is what it was."""
+    before = DataLoader.__iter__, vars(DataLoader).copy()
+    for _ in recording(flight_dir):
+        assert DataLoader.__iter__ is not before[0]
+    assert (DataLoader.__iter__, vars(DataLoader).copy()) == before
+
+
+def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> None:
+    """The next fetch is looked at, the ones after are not; the batches are the same, and no iterator lives longer for it."""
+    host = run.session.host
+    assert host is not None
+    probe = PinningProbe()
+    probe.install(host)
+    loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2)  # type: ignore[arg-type]
+    iterator = iter(loader)
+    probe.arm(iterator)
+    assert "_next_data" in vars(iterator)
+    first, second = next(iterator), next(iterator)
+    assert (first.shape, second.shape) == ((2, 40_000), (2, 40_000))
+    assert "_next_data" not in vars(iterator)
+    support.wait_until(lambda: run.values()[("torchobs.data.unpinned_batches",)] == 1)
+    (event,) = run.frames("torchobs.data.unpinned")
+    assert event["attrs"] == {"size": 2 * 40_000 * 4}
+    probe.arm(iterator)
+    references = sys.getrefcount(iterator)
+    probe.remove()
+    assert "_next_data" not in vars(iterator)
+    assert sys.getrefcount(iterator) == references
+
+
+def test_pageable_bytes_are_those_of_cpu_tensors_however_nested() -> None:
+    """Lists, tuples, dicts, and named tuples; what is no tensor, or lies on another device, counts nothing."""
+    tensor = torch.zeros(10)
+    assert pageable_bytes({"x": [tensor, (tensor, "text")], "y": 3}) == 80
+    assert pageable_bytes(torch.zeros(10, device="meta")) == 0
+    assert pageable_bytes([tensor] * 100) == 64 * 40
+    assert pageable_bytes([[[[[tensor]]]]]) == 0

@@ -1,0 +1,105 @@
+"""Batches in pageable memory while training on a CUDA device: a hint, from one batch in ten seconds.
+
+The sampler thread puts a function in front of the iterator's ``_next_data``, as an attribute of that one object; the next
+fetch takes it away again and looks at its batch. Any other fetch costs nothing, and no device is synchronised.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.guarding import call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.probes.host import Host
+
+LEAST_BYTES = 64 * 1024
+"""Up to here a copy to the device does not make the host wait anyway, pinned or not (CUDA C++ Programming Guide, "Concurrent
+Execution between Host and Device")."""
+_MAX_TENSORS = 64
+_MAX_DEPTH = 4
+
+
+class PinningProbe:
+    """Looks at a batch now and then."""
+
+    name = "pinning"
+
+    def __init__(self) -> None:
+        self._iterator: weakref.ref[Any] | None = None
+        self._armed: weakref.ref[Any] | None = None
+        self._told = False
+
+    def install(self, host: Host) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        self._host, self._fuse = host, host.fuse(self.name)
+        host.iterated.append((self.name, self._fuse.guard(self._begun)))
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        self._iterator = None
+        armed = self._armed() if self._armed is not None else None
+        if armed is not None:
+            vars(armed).pop("_next_data", None)
+
+    def _begun(self, loader: Any, iterator: Any) -> None:
+        del loader
+        if hasattr(iterator, "_next_data"):
+            self._iterator = weakref.ref(iterator)
+
+    def observe(self) -> None:
+        """Ask for a look at the next batch, if a CUDA device is in use."""
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        iterator = self._iterator() if self._iterator is not None else None
+        if cuda is not None and cuda.is_initialized() and iterator is not None:
+            self.arm(iterator)
+
+    def arm(self, iterator: Any) -> None:
+        """Look at the iterator's next batch."""
+        if "_next_data" in vars(iterator):
+            return
+        self._armed = known = weakref.ref(iterator)  # held, it would outlive its last reference, and its workers with it
+
+        def look() -> Any:
+            fetching: Any = known()
+            vars(fetching).pop("_next_data", None)
+            batch = type(fetching)._next_data(fetching)
+            call(self._fuse, self._look, batch)
+            return batch
+
+        iterator._next_data = look
+
+    def _look(self, batch: Any) -> None:
+        cell = self._host.writer.table.cell(catalog.DATA_UNPINNED_BATCHES, {})
+        size = pageable_bytes(batch)
+        if size <= LEAST_BYTES or cell is None:
+            return
+        cell.add(1)
+        if not self._told:
+            self._told = True
+            self._host.writer.event(catalog.EVENT_UNPINNED.name, {"size": size}, self._host.cycle.step)
+
+
+def pageable_bytes(batch: Any) -> int:
+    """Return the bytes of a batch's CPU tensors that are not in pinned memory: nested containers, the first 64 tensors."""
+    found = 0
+    for number, tensor in enumerate(_tensors(batch, _MAX_DEPTH)):
+        if number == _MAX_TENSORS:
+            break
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            found += tensor.numel() * tensor.element_size()
+    return found
+
+
+def _tensors(batch: Any, depth: int) -> Iterator[Any]:
+    if hasattr(batch, "is_pinned") and hasattr(batch, "element_size"):
+        yield batch
+    elif depth:
+        items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+        for item in items:
+            yield from _tensors(item, depth - 1)
