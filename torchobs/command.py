@@ -1,4 +1,4 @@
-"""What the exporter's side may ask of a rank while it runs: the level, so far. Polled by the sampler, ten times a second."""
+"""What the exporter's side may ask of a rank while it runs: its level, and which probes are off. Polled ten times a second."""
 
 from __future__ import annotations
 
@@ -12,33 +12,37 @@ from torchobs.settings import PROBES
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
+    from torchobs.switches import Switches
 
 OFF = LEVELS.index("off")
-PAUSABLE = frozenset(PROBES) - {"exits"}
 
 
 class Commands:
-    """Obeys the control file of this incarnation. Off means that the hooks return at once; they stay in place."""
+    """Obeys the control file of this incarnation. Begins with what the settings say."""
 
-    def __init__(self, host: Host, directory: str, level: str) -> None:
-        self._host = host
+    def __init__(self, host: Host, switches: Switches, directory: str) -> None:
+        self._host, self._switches = host, switches
         self._reader = ControlReader(directory, host.writer.header.incarnation)
-        host.level = LEVELS.index(level)
-        host.writer.level(host.level)
+        self._probes_off = host.settings.disable_probes
+        self._set_level(LEVELS.index(host.settings.level))
 
     def sample(self) -> None:
         """Look, and obey."""
         command, host = self._reader.poll(), self._host
-        if command is None or command.level is None or command.level == host.level:
+        if command is None:
             return
-        was, host.level = host.level, command.level
-        if OFF in (was, host.level):
-            for probe in PAUSABLE & host.fuses.keys():
-                host.fuses[probe].paused(off=host.level == OFF)
-            host.cycle.restart()
-        for probe, changed in list(host.on_level):
-            call(host.fuse(probe), changed, host.level)
-        host.writer.level(host.level)
+        if command.probes_off is not None:
+            self._probes_off = frozenset(name for bit, name in enumerate(PROBES) if command.probes_off >> bit & 1)
+        level, was = host.level if command.level is None else command.level, host.level
+        self._set_level(level)
+        if level != was:
+            for probe, changed in list(host.on_level):
+                call(host.fuse(probe), changed, level)
+
+    def _set_level(self, level: int) -> None:
+        self._host.level = level
+        self._switches.switch_off(PROBES if level == OFF else self._probes_off)
+        self._host.writer.level(level)
 
     def close(self) -> None:
         """Let go of the directory."""

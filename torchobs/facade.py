@@ -103,17 +103,23 @@ class _Phase:
         call(_fuse, _phase_ends, self._name, self._begun_ns.pop(), time.monotonic_ns(), failed=kind is not None)
 
 
-def _step() -> None:
+def _recording() -> Host | None:
+    """Return the host of the session, unless there is none or its level is off."""
     session = current()
-    if session is not None and session.host is not None:
-        session.host.cycle.end(time.monotonic_ns())
+    host = session.host if session is not None else None
+    return host if host is not None and host.level else None
+
+
+def _step() -> None:
+    host = _recording()
+    if host is not None:
+        host.cycle.end(time.monotonic_ns())
 
 
 def _log(loss: Any, tokens: int, samples: int, scalars: dict[str, Any]) -> None:
-    session = current()
-    if session is None or session.host is None:
+    host = _recording()
+    if host is None:
         return
-    host = session.host
     cycle = host.cycle
     if loss is not None and getattr(getattr(loss, "device", None), "type", "cpu") != "cpu":
         ended = cycle.logged_step()
@@ -139,14 +145,14 @@ def _number(value: Any) -> float:
 
 
 def _event(name: str, attributes: dict[str, Any]) -> None:
-    session = current()
-    if session is not None and session.host is not None:
-        session.host.writer.event(name, attributes, session.host.cycle.step)
+    host = _recording()
+    if host is not None:
+        host.writer.event(name, attributes, host.cycle.step)
 
 
 def _watch(model: Any) -> None:
-    session = current()
-    if session is None or session.host is None:
+    host = _recording()
+    if host is None:
         return
     parameters = list(model.parameters())
     attributes = {
@@ -154,22 +160,21 @@ def _watch(model: Any) -> None:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     }
-    session.host.writer.event(catalog.EVENT_MODEL.name, attributes, session.host.cycle.step)
+    host.writer.event(catalog.EVENT_MODEL.name, attributes, host.cycle.step)
 
 
 def _phase_begins(name: str, now_ns: int) -> None:
-    session = current()
-    if session is not None and session.host is not None and name in PHASE_NAMES:
-        session.host.cycle.mark(PIN, now_ns, PHASE_NAMES.index(name))
+    host = _recording()
+    if host is not None and name in PHASE_NAMES:
+        host.cycle.mark(PIN, now_ns, PHASE_NAMES.index(name))
 
 
 def _phase_ends(name: str, begun_ns: int, now_ns: int, *, failed: bool) -> None:
-    session = current()
-    if session is None or session.host is None:
+    host = _recording()
+    if host is None:
         return
-    host = session.host
     if name in PHASE_NAMES:
         host.cycle.mark(UNPIN, now_ns)
-    if now_ns - begun_ns >= SPAN_FROM_NS and session.run is not None:
+    if now_ns - begun_ns >= SPAN_FROM_NS and host.span is not None:
         attributes = {"phase": name, "step": host.cycle.step}
-        session.run.write(catalog.SPAN_PHASE.name, begun_ns, now_ns, attributes, failed=failed)
+        host.span(catalog.SPAN_PHASE.name, begun_ns, now_ns, attributes, failed=failed)

@@ -28,27 +28,22 @@ class Trip(NamedTuple):
 class Fuse:
     """One probe's fuse. ``trips`` is filled by any thread and emptied by the sampler."""
 
-    __slots__ = ("blown", "errors", "failed", "probe", "trips")
+    __slots__ = ("blown", "errors", "probe", "trips")
 
     def __init__(self, probe: str) -> None:
         self.probe = probe
         self.blown = False
         """Whether guarded functions do nothing"""
-        self.failed = False
         self.errors = 0
         self.trips: list[Trip] = []
 
     def trip(self, error: BaseException) -> None:
         """Switch the probe off."""
-        self.blown = self.failed = True
+        self.blown = True
         self.errors += 1
         frames = traceback.extract_tb(error.__traceback__)
         location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
         self.trips.append(Trip(self.probe, type(error).__name__, location))
-
-    def paused(self, *, off: bool) -> None:
-        """Switch the probe off for a while, or on again unless it has failed."""
-        self.blown = off or self.failed
 
     def guard(self, function: Callable[..., R]) -> Callable[..., R | None]:
         """Return ``function`` for use in a hook: it never raises, and returns ``None`` once the fuse has blown."""

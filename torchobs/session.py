@@ -23,14 +23,14 @@ from torchobs.flight.layout import Exit
 from torchobs.flight.place import open_place
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.guarding import Fuse, call
-from torchobs.probes import PROBES
 from torchobs.probes.cycle import Cycle
 from torchobs.probes.device import DeviceValues
 from torchobs.probes.dynamo import DynamoRules
 from torchobs.probes.exits import ExitProbe
-from torchobs.probes.host import Host, Probe
+from torchobs.probes.host import Host
 from torchobs.runspan import RunSpan
 from torchobs.sampler import Sampler
+from torchobs.switches import Switches
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class Session:
         self.identity: Identity | None = None
         self.host: Host | None = None
         self.pid = os.getpid()
-        self._probes: list[tuple[str, Probe]] = []
+        self._switches: Switches | None = None
         self._exits = ExitProbe()
         self._dynamo = DynamoRules()
         self._torch: MetaPathFinder | None = None
@@ -102,13 +102,15 @@ class Session:
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
         host.span = self.run.write
-        self._commands = Commands(host, control_directory(chosen.control_dir, place.path), chosen.level)
+        self._switches = Switches(host, self._samples, self._slow)
+        self._commands = Commands(host, self._switches, control_directory(chosen.control_dir, place.path))
         self._samples.append(("control", self._commands.sample))
         self._slow.append(("otel", self.run.sample))
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
         self._sampler = Sampler(host, self._samples, self._slow)
-        self._install("exits", self._exits)
+        if self._exits.name not in chosen.disable_probes:
+            self._switches.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
         self._sampler.start()
         if chosen.exporter:
@@ -124,30 +126,14 @@ class Session:
 
     def _install_torch_probes(self) -> None:
         """Install what needs torch, now or at the end of its import."""
-        if self.host is None:
+        if self.host is None or self._switches is None:
             return
         self.host.thread = threading.get_ident()
-        for make in PROBES[1:]:
-            probe = make()
-            if probe.name not in self.settings.disable_probes:
-                self._install(probe.name, probe)
+        self._switches.begin()
         self._dynamo.install()
         from torchobs import facade  # it imports this module
 
         facade.torch_is_here()
-
-    def _install(self, name: str, probe: Probe) -> None:
-        if self.host is None or name in self.settings.disable_probes:
-            return
-        for metric in (catalog.PROBE_ERRORS, catalog.PROBE_DISABLED, catalog.OVERHEAD):
-            cell = self.host.writer.table.cell(metric, {"probe": name})
-            if cell is not None and metric.kind is catalog.Kind.GAUGE:
-                cell.set(0.0)
-        self._probes.append((name, probe))
-        call(self.host.fuse(name), probe.install, self.host)
-        for method, asked in (("sample", self._samples), ("observe", self._slow), ("level_changed", self.host.on_level)):
-            if hasattr(probe, method):
-                asked.append((name, getattr(probe, method)))
 
     def note_exit(self, code: int) -> None:
         """Record the exit code that the process is about to end with (``torchobs run`` knows it)."""
@@ -173,14 +159,14 @@ class Session:
     def _remove_hooks(self, host: Host) -> None:
         if self._torch is not None:
             cancel(self._torch)
-        for name, probe in reversed(self._probes):
-            call(Fuse(name), probe.remove)
+        call(Fuse("cycle"), host.cycle.flush)  # while phases are still recorded
+        if self._switches is not None:
+            self._switches.remove_all()
         call(Fuse("dynamo"), self._dynamo.remove)
         if self.run is not None:
             call(Fuse("otel"), self.run.remove)
         for fuse in host.fuses.values():
             fuse.blown = True  # a hook that somebody else still holds does nothing
-        self._probes = []
 
     def _finish(self, host: Host) -> None:
         host.cycle.flush()
@@ -238,7 +224,7 @@ def _set_level(chosen: Settings) -> None:
 
 
 def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsProblem]) -> None:
-    if not chosen.enabled or chosen.level == "off":
+    if not chosen.enabled:
         return
     environ, this = settings.environment(), process.this_process()
     who, more = identity.discover(environ, chosen, this)

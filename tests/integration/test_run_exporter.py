@@ -168,14 +168,14 @@ def test_how_a_script_ended_is_in_its_flight_file(
 
 
 def test_options_reach_init(environ: dict[str, str], flight_dir: Path, tmp_path: Path) -> None:
-    """`--dir` beats `TORCHOBS_DIR`, and `--level off` records nothing."""
+    """`--dir` beats `TORCHOBS_DIR`, and with `--level off` there is a rank with nothing to say."""
     (tmp_path / "train.py").write_text("print('trained')")
     options = ("--no-exporter", "--dir", str(tmp_path / "elsewhere"))
-    for more in ((), ("--level", "off")):
+    for number, more in enumerate(((), ("--level", "off")), start=1):
         argv = [*RUN, *options, *more, "train.py"]
         done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, check=True, timeout=60)
         assert (done.stdout, done.stderr) == ("trained\n", "")
-        assert len(files(tmp_path / "elsewhere")) == 1
+        assert len(files(tmp_path / "elsewhere")) == number
     assert list(flight_dir.iterdir()) == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from tests import support
 from tests.training import Flag, Recording, has, loss_of, mlp, recording
 from torchobs.flight import control, reader
 from torchobs.flight.layout import Exit
+from torchobs.settings import PROBES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,6 +57,12 @@ def surface() -> dict[str, Any]:
         "meta path": list(sys.meta_path),
         "threads": {thread.name for thread in threading.enumerate()},
     }
+
+
+def torch_hooks() -> dict[str, Any]:
+    """What of that is torch's."""
+    ours_while_active = {"excepthook", "thread excepthook", "meta path", "threads", "skipped", "expression"}
+    return {name: value for name, value in surface().items() if name not in ours_while_active}
 
 
 def train(steps: int) -> None:
@@ -142,7 +150,7 @@ def test_twice_in_one_process_makes_two_files(flight_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"enabled": False}, {"level": "off"}, {"flight_dir": "/proc/nowhere"}, {"flight_dir": "/dev/null"}],
+    [{"enabled": False}, {"flight_dir": "/proc/nowhere"}, {"flight_dir": "/dev/null"}],
     ids=str,
 )
 def test_where_it_cannot_or_shall_not_record_it_is_inert(
@@ -381,22 +389,73 @@ print([name for name in sorted(set(sys.modules) - before) if name.startswith({he
     assert child.stdout == "[]\n", child.stderr
 
 
-def test_the_control_file_switches_recording_off_and_on(run: Recording, flight_dir: Path) -> None:
-    """Off: the hooks return at once, the heartbeat goes on. On again: the first step has no duration, the others have."""
+@contextlib.contextmanager
+def commanding(run: Recording, flight_dir: Path) -> Iterator[Callable[[control.Command], None]]:
+    """Yield what gives the rank a command and waits until it has been read."""
     writer = run.session.writer
     assert writer is not None
     (flight_dir / "control").mkdir()
     directory = os.open(flight_dir / "control", os.O_RDONLY)
+    reader = control.ControlReader(str(flight_dir / "control"), writer.header.incarnation)
+
+    def give(command: control.Command) -> None:
+        control.write_command(directory, writer.header.incarnation, command)
+        assert run.session.host is not None
+        assert reader.poll() is not None
+        for _ in range(2):  # the round under way may have looked before
+            beat = run.view().live.heartbeat_ns
+            support.wait_until(lambda beat=beat: run.view().live.heartbeat_ns != beat)  # type: ignore[misc]
+
     try:
-        train(3)
-        for level, expected in (("off", 3), ("basic", 7)):
-            control.write_command(directory, writer.header.incarnation, control.Command(level=control.LEVELS.index(level)))
-            support.wait_until(lambda level=level: run.view().live.level == control.LEVELS.index(level))  # type: ignore[misc]
-            train(4)
-            assert len(run.steps()) == expected
+        yield give
     finally:
         os.close(directory)
-    assert [has(record, Flag.UNTIMED) for record in run.steps()[3:]] == [True, False, False, False]
+        reader.close()
+
+
+def test_the_control_file_switches_recording_off_and_on(flight_dir: Path) -> None:
+    """Off leaves no hook, the heartbeat goes on. On again: the first step has no duration, the others have."""
+    before = torch_hooks()
+    for run in recording(flight_dir):
+        with commanding(run, flight_dir) as give:
+            train(3)
+            give(control.Command(level=0))
+            train(4)
+            assert run.view().live.level == 0
+            assert torch_hooks() == before
+            torchobs.log(loss=1.0, tokens=3)
+            torchobs.step()
+            assert len(run.steps()) == 3
+            give(control.Command(level=1))
+            train(5)
+            assert len(run.steps()) == 3 + 5
+        assert [has(record, Flag.UNTIMED) for record in run.steps()[3:]] == [True, False, False, False, False]
+        assert run.values()[("torchobs.tokens",)] == 0
+
+
+def test_a_single_probe_is_switched_off_and_on(flight_dir: Path) -> None:
+    """The others go on."""
+    for run in recording(flight_dir):
+        with commanding(run, flight_dir) as give:
+            train(3)
+            give(control.Command(probes_off=1 << PROBES.index("loss")))
+            train(3)
+            give(control.Command(probes_off=0))
+            train(3)
+        assert [has(record, Flag.LOSS) for record in run.steps()] == [True] * 3 + [False] * 3 + [True] * 3
+        assert all(has(record, Flag.GRAD_NORM) for record in run.steps())
+
+
+def test_a_rank_that_starts_off_can_be_switched_on(flight_dir: Path) -> None:
+    """It has a file and a heartbeat, and no hook until then."""
+    before = torch_hooks()
+    for run in recording(flight_dir, level="off"):
+        with commanding(run, flight_dir) as give:
+            train(3)
+            assert torch_hooks() == before
+            give(control.Command(level=1))
+            train(3)
+            assert len(run.steps()) == 3
 
 
 def test_the_applications_own_instruments_and_spans_are_in_the_file(flight_dir: Path) -> None:

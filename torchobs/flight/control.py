@@ -1,10 +1,11 @@
 """Commands to a rank: one small file per incarnation, in a directory that the exporter writes and the trainer only reads.
 
-``<incarnation>.control`` is one record of 64 bytes, little-endian: ``magic[8] major:u16 minor:u16 level:u32 target[16]
-seq:u64 profile_seq:u64 stacks_seq:u64 profile_steps:u32 crc:u32``. The CRC covers what is before it and is seeded with the low
-32 bits of the target's incarnation, so that a record for another rank does not validate.
+``<incarnation>.control`` is one record of 72 bytes, little-endian: ``magic[8] major:u16 minor:u16 level:u32 target[16]
+seq:u64 profile_seq:u64 stacks_seq:u64 probes_off:u64 profile_steps:u32 crc:u32``. The CRC covers what is before it and is
+seeded with the low 32 bits of the target's incarnation, so that a record for another rank does not validate.
 
-``level`` is a state, all ones until somebody commands one. Profiles and stacks are requests, and each is known by the number of
+``level`` and ``probes_off`` (one bit for each name in ``settings.PROBES``, whose order is for good) are states, all ones until
+somebody commands one. Profiles and stacks are requests, and each is known by the number of
 the command that made it: a later command that replaced the record before it was read does not lose it. Numbers increase, also
 over a record that was deleted: they are the milliseconds of the Unix time, or one more than the last.
 
@@ -30,17 +31,17 @@ MAX_PROFILE_STEPS = 1000
 
 _MAGIC = b"TORCHCMD"
 _MAJOR, _MINOR = 1, 0
-_BODY = struct.Struct("<8sHHI16sQQQI")
+_BODY = struct.Struct("<8sHHI16sQQQQI")
 _CRC = struct.Struct("<I")
 SIZE = _BODY.size + _CRC.size
-_NO_LEVEL = 0xFFFF_FFFF
+_NO_LEVEL, _NO_PROBES = 0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _mutex = Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a rank is to do. As given to :func:`write_command`, ``level=None`` keeps the level that is in force."""
+    """What a rank is to do. As given to :func:`write_command`, ``None`` keeps what is in force."""
 
     level: int | None = None
     """index in ``LEVELS``; ``None``: nobody has commanded one"""
@@ -50,11 +51,14 @@ class Command:
     """dump the stacks of all threads"""
     seq: int = 0
     """the command's number, which :func:`write_command` gives it"""
+    probes_off: int | None = None
+    """a bit for each probe that shall be off; ``None``: nobody has commanded any"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
     level: int | None = None
+    probes_off: int | None = None
     seq: int = 0
     profile_seq: int = 0
     stacks_seq: int = 0
@@ -80,11 +84,15 @@ def write_command(directory_fd: int, incarnation: bytes, command: Command) -> in
     if not 0 <= command.profile_steps <= MAX_PROFILE_STEPS:
         msg = f"a profile takes 1 to {MAX_PROFILE_STEPS} steps, not {command.profile_steps}"
         raise ValueError(msg)
+    if command.probes_off is not None and not 0 <= command.probes_off < _NO_PROBES:
+        msg = f"probes {command.probes_off:#x} is no set of at most 63"
+        raise ValueError(msg)
     with _mutex:
         before = _read(directory_fd, incarnation, None) or _NOTHING
         seq = max(before.seq + 1, time.time_ns() // 1_000_000)
         record = _Record(
             before.level if command.level is None else command.level,
+            before.probes_off if command.probes_off is None else command.probes_off,
             seq,
             seq if command.profile_steps else before.profile_seq,
             seq if command.stacks else before.stacks_seq,
@@ -121,7 +129,8 @@ class ControlReader:
             return None
         last, self._acknowledged = self._acknowledged, record
         profile = record.profile_steps if record.profile_seq > last.profile_seq else 0
-        return Command(record.level, profile, record.stacks_seq > last.stacks_seq, record.seq)
+        stacks = record.stacks_seq > last.stacks_seq
+        return Command(record.level, profile, stacks, record.seq, record.probes_off)
 
     def close(self) -> None:
         """Let go of the directory; :meth:`poll` opens it again. Idempotent."""
@@ -184,7 +193,8 @@ def _unlink(name: str, directory_fd: int) -> None:
 
 def _encode(record: _Record, incarnation: bytes) -> bytes:
     level = _NO_LEVEL if record.level is None else record.level
-    requests = record.seq, record.profile_seq, record.stacks_seq, record.profile_steps
+    probes = _NO_PROBES if record.probes_off is None else record.probes_off
+    requests = record.seq, record.profile_seq, record.stacks_seq, probes, record.profile_steps
     body = _BODY.pack(_MAGIC, _MAJOR, _MINOR, level, incarnation, *requests)
     return body + _CRC.pack(zlib.crc32(body, _seed(incarnation)))
 
@@ -192,14 +202,15 @@ def _encode(record: _Record, incarnation: bytes) -> bytes:
 def _decode(raw: bytes, incarnation: bytes) -> _Record | None:
     if len(raw) != SIZE or _CRC.unpack_from(raw, _BODY.size)[0] != zlib.crc32(raw[: _BODY.size], _seed(incarnation)):
         return None
-    magic, major, _, level, target, seq, profile_seq, stacks_seq, profile_steps = _BODY.unpack_from(raw)
+    magic, major, _, level, target, seq, profile_seq, stacks_seq, probes, profile_steps = _BODY.unpack_from(raw)
     known = magic == _MAGIC and major == _MAJOR and target == incarnation
     sane = (
         (level < len(LEVELS) or level == _NO_LEVEL) and profile_steps <= MAX_PROFILE_STEPS and profile_seq <= seq >= stacks_seq
     )
     if not (known and sane):
         return None
-    return _Record(None if level == _NO_LEVEL else level, seq, profile_seq, stacks_seq, profile_steps)
+    states = None if level == _NO_LEVEL else level, None if probes == _NO_PROBES else probes
+    return _Record(*states, seq, profile_seq, stacks_seq, profile_steps)
 
 
 def _seed(incarnation: bytes) -> int:

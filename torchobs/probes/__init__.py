@@ -16,11 +16,9 @@ from torchobs.probes.pinning import PinningProbe
 from torchobs.probes.step import StepProbe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchobs.probes.host import Probe
 
-PROBES: tuple[Callable[[], Probe], ...] = (
+PROBES: tuple[type[Probe], ...] = (
     ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, PinningProbe, LossProbe, AmpProbe, GradientProbe,
     LearningRateProbe,
 )  # fmt: skip

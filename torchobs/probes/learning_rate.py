@@ -31,7 +31,8 @@ class LearningRateProbe:
         host.before_step.append((self.name, host.fuse(self.name).guard(self._take)))
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.host.Probe`: the host's lists go with the host."""
+        """See :class:`~torchobs.probes.host.Probe`."""
+        self._host.reads_rate = False
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure

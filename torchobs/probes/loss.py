@@ -40,7 +40,8 @@ class LossProbe:
         host.loss_scaled = fuse.guard(self._note_scaled)
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.host.Probe`: the host's lists go with the host."""
+        """See :class:`~torchobs.probes.host.Probe`."""
+        self._host.takes_loss = self._host.loss_scaled = None
 
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
         """``GradScaler.scale`` was called."""

@@ -52,6 +52,7 @@ class PhaseProbe:
         """See :class:`~torchobs.probes.host.Probe`."""
         if self._patch is not None:
             self._patch.undo()
+            self._host.cycle.timed = False
 
     def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # as above
         now_ns = monotonic_ns()
