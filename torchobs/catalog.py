@@ -151,6 +151,10 @@ def _gauge(name: str, unit: str, brief: str, *attributes: Attribute, survives: b
     return Metric(name, Kind.GAUGE, unit, brief, attributes, survives=survives, planned=planned)
 
 
+def _updown(name: str, unit: str, brief: str, *attributes: Attribute) -> Metric:
+    return Metric(name, Kind.UPDOWN, unit, brief, attributes)
+
+
 def _histogram(name: str, unit: str, brief: str, bounds: tuple[float, ...]) -> Metric:
     return Metric(name, Kind.HISTOGRAM, unit, brief, bounds=bounds)
 
@@ -175,6 +179,14 @@ GOODPUT_STATE = Attribute("state", "what the wall time went into", GOODPUT_STATE
 ANOMALY_KIND = Attribute("kind", "what went wrong", ANOMALY_KINDS)
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
+GPU_ID = Attribute("hw.id", "UUID of the GPU, or of the MIG instance")
+HW_TYPE = Attribute("hw.type", "kind of component", ("gpu",))
+HW_STATE = Attribute("hw.state", "one is 1, the others 0", ("ok", "degraded", "failed"))
+HW_ERROR = Attribute("error.type", "what failed", ("ecc_corrected", "ecc_uncorrected", "xid", "nvlink", "pcie_replay"))
+HW_SENSOR = Attribute("hw.sensor_location", "where it is measured", ("gpu", "memory"))
+GPU_TASK = Attribute("hw.gpu.task", "kind of work", ("general",))
+GPU_THROTTLE = Attribute("reason", "what held the clocks down", ("power", "thermal"))
+IO_DIRECTION = Attribute("network.io.direction", "seen from the GPU", ("receive", "transmit"))
 GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
 SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
 LAYER = Attribute("layer", "parameter's qualified name; capped, the rest is 'other'")
@@ -331,6 +343,53 @@ CHECKPOINT_TIMESTAMP = _gauge(
 CHECKPOINT_DURATION = _gauge("torchobs.checkpoint.duration", "s", "Time the last checkpoint took.", survives=True, planned=True)
 CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Size of the last checkpoint.", survives=True, planned=True)
 
+# --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
+HW_GPU_UTILIZATION = _gauge(
+    "hw.gpu.utilization", "1", "Share of the last moments in which a kernel ran, as the driver averages it.", GPU_ID, GPU_TASK
+)
+GPU_MEMORY_BUSY = _gauge(
+    "torchobs.gpu.memory.busy", "1", "Share of the last moments in which the GPU's memory was read or written.", GPU_ID
+)
+HW_GPU_MEMORY_USAGE = _updown("hw.gpu.memory.usage", "By", "GPU memory in use by all processes.", GPU_ID)
+HW_GPU_MEMORY_LIMIT = _updown("hw.gpu.memory.limit", "By", "GPU memory there is.", GPU_ID)
+HW_POWER = _gauge("hw.power", "W", "Power drawn at present.", GPU_ID, HW_TYPE)
+HW_ENERGY = _counter("hw.energy", "J", "Energy taken since the rank began to look.", GPU_ID, HW_TYPE, integer=False)
+GPU_POWER_LIMIT = _gauge("torchobs.gpu.power.limit", "W", "Power that the GPU may draw.", GPU_ID)
+HW_TEMPERATURE = _gauge("hw.temperature", "Cel", "Temperature.", GPU_ID, HW_SENSOR)
+GPU_CLOCK_FREQUENCY = _gauge("torchobs.gpu.clock.frequency", "Hz", "Clock of the streaming multiprocessors.", GPU_ID)
+GPU_CLOCK_LIMIT = _gauge("torchobs.gpu.clock.limit", "Hz", "Highest clock that the multiprocessors can have.", GPU_ID)
+GPU_THROTTLE_TIME = _counter(
+    "torchobs.gpu.throttle.time",
+    "s",
+    "Time in which the clocks were held down: as the driver counts it, else judged by a look every ten seconds.",
+    GPU_ID,
+    GPU_THROTTLE,
+    integer=False,
+)
+HW_ERRORS = _counter("hw.errors", "{error}", "Errors of the GPU since the rank began to look.", GPU_ID, HW_TYPE, HW_ERROR)
+GPU_NVLINK_IO = _counter("torchobs.gpu.nvlink.io", "By", "Payload sent and received over NVLink.", GPU_ID, IO_DIRECTION)
+GPU_NVLINK_LINKS = _gauge("torchobs.gpu.nvlink.links", "{link}", "NVLinks that are up.", GPU_ID)
+HW_STATUS = _updown(
+    "hw.status",
+    "1",
+    "State of the GPU. Failed: lost, or a memory row that cannot be replaced; degraded: it asks for a reset, or met an ECC"
+    " error that it could not correct.",
+    GPU_ID,
+    HW_TYPE,
+    HW_STATE,
+)
+RANK_GPU_INFO = _gauge(
+    "torchobs.rank.gpu.info",
+    "",
+    "Constant 1 for each GPU on which the rank holds memory; the labels UUID and GPU_I_ID are dcgm-exporter's.",
+    GPU_ID,
+    Attribute("UUID", "UUID of the physical GPU"),
+    Attribute("GPU_I_ID", "number of the MIG instance on it, if it is one"),
+    DEVICE,
+    Attribute("hw.model", "product name"),
+    survives=True,
+)
+
 # --- ranks, as the exporter sees them -----------------------------------------------------------------------------------------
 RANK_STATE_SET = _gauge("torchobs.rank.state", "", "State of the rank, one series per state.", RANK_STATE, survives=True)
 RANK_UP = _gauge("torchobs.rank.up", "", "1 while the rank's process lives.", survives=True)
@@ -398,6 +457,18 @@ EVENT_EXCEPTION = Event(
     "An exception nobody caught.",
     Severity.ERROR,
     (Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")),
+)
+EVENT_GPU_LOST = Event(
+    "torchobs.gpu.lost",
+    "A GPU does not answer any more.",
+    Severity.ERROR,
+    (GPU_ID, Attribute("reason", "what its library says: lost, reset_required, silent")),
+)
+EVENT_GPU_XID = Event(
+    "torchobs.gpu.xid",
+    "The driver reported an error of a GPU (an XID).",
+    Severity.ERROR,
+    (GPU_ID, Attribute("xid", "its number in NVIDIA's list"), Attribute("meaning", "what that is, if known")),
 )
 EVENT_ANOMALY = Event(
     "torchobs.anomaly",

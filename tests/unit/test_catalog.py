@@ -4,6 +4,8 @@ import math
 from collections import Counter
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.semconv._incubating.metrics import hw_metrics
 
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label, prometheus_name
@@ -79,7 +81,7 @@ def test_no_name_is_another_s_namespace(kind: str) -> None:
     names = [one.name for one in getattr(catalog, kind)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
     assert [(name, other) for name in names for other in names if other.startswith(f"{name}.")] == []
-    assert [name for name in names if not name.startswith("torchobs.")] == []
+    assert [name for name in names if not name.startswith(("torchobs.", "hw."))] == []
 
 
 def test_prometheus_names_are_unique() -> None:
@@ -103,14 +105,16 @@ def test_suffixes_mean_what_they_say(metric: Metric) -> None:
     assert name.endswith("_total") == (metric.kind is Kind.COUNTER)
     if metric.kind is not Kind.HISTOGRAM:
         assert not name.endswith(("_count", "_sum", "_bucket", "_created"))
-    assert name.endswith("_ratio") == (metric.unit == "1")
-    assert (metric.unit == "1") <= (metric.kind is Kind.GAUGE)
+    assert name.endswith("_ratio") == (metric.unit == "1" and metric.kind is Kind.GAUGE)
+    assert (metric.unit == "1") <= (metric.kind is Kind.GAUGE or metric.name.startswith("hw."))
 
 
 @METRICS
 def test_units_are_base_units(metric: Metric) -> None:
-    """Seconds and bytes, a count of things in braces, or none; an integer is never a number of seconds."""
-    assert metric.unit in {"", "1", "s", "By"} or (metric.unit[0] + metric.unit[-1] == "{}" and metric.unit[1:-1].islower())
+    """SI's and bytes, a count of things in braces, or none; an integer is never a number of seconds."""
+    assert metric.unit in {"", "1", "s", "By", "J", "W", "Hz", "Cel"} or (
+        metric.unit[0] + metric.unit[-1] == "{}" and metric.unit[1:-1].islower()
+    )
     assert not (metric.integer and metric.unit == "s")
 
 
@@ -163,12 +167,25 @@ def test_labels_are_no_target_s(metric: Metric) -> None:
 def test_counters_count_over_closed_sets(metric: Metric) -> None:
     """Every series of a counter can exist at 0 from the start, so that `increase()` sees its first event.
 
-    Probes and devices are not listed here, but known when the rank starts.
+    Probes and devices are not listed here: a probe's series are made when it is installed, a device's at first sight.
     """
     for attribute in metric.attributes:
         assert len(attribute.values) == len(set(attribute.values))
-        if metric.kind is Kind.COUNTER and attribute not in (catalog.PROBE, catalog.DEVICE):
+        if metric.kind is Kind.COUNTER and attribute not in (catalog.PROBE, catalog.DEVICE, catalog.GPU_ID):
             assert attribute.values
+
+
+_OTEL_KINDS = {Kind.COUNTER: "Counter", Kind.GAUGE: "Gauge", Kind.UPDOWN: "UpDownCounter"}
+HARDWARE = [metric for metric in catalog.METRICS if metric.name.startswith("hw.")]
+
+
+@pytest.mark.parametrize("metric", HARDWARE, ids=lambda metric: metric.name)
+def test_hardware_is_named_as_opentelemetry_names_it(metric: Metric) -> None:
+    """Name, kind and unit are those of the semantic conventions, which come with the SDK."""
+    make = getattr(hw_metrics, f"create_{metric.name.replace('.', '_')}")
+    of_conventions = make(MeterProvider().get_meter("test"), *([[]] if metric.kind is Kind.GAUGE else []))
+    assert (of_conventions.name, of_conventions.unit) == (metric.name, metric.unit)
+    assert type(of_conventions).__name__.endswith(_OTEL_KINDS[metric.kind])
 
 
 def test_every_kind_of_anomaly_has_a_severity() -> None:

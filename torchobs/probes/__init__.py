@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torchobs.probes.amp import AmpProbe
 from torchobs.probes.data import DataProbe
 from torchobs.probes.exits import ExitProbe
+from torchobs.probes.gpu import GpuProbe
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.learning_rate import LearningRateProbe
 from torchobs.probes.loaders import LoaderProbe
@@ -20,6 +21,6 @@ if TYPE_CHECKING:
 
 PROBES: tuple[type[Probe], ...] = (
     ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, PinningProbe, LossProbe, AmpProbe, GradientProbe,
-    LearningRateProbe,
+    LearningRateProbe, GpuProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

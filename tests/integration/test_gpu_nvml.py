@@ -1,0 +1,416 @@
+"""GPU hardware, on the real ``pynvml`` over a library of C functions that each test equips with GPUs."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import torchobs
+from tests import nvml, support
+from tests.training import Recording, recording
+from torchobs.flight import reader
+from torchobs.probes.gpu import fleet as fleets
+from torchobs.probes.gpu import probe as probes
+from torchobs.probes.gpu.claims import Claims
+from torchobs.probes.gpu.fleet import Fleet, Place
+from torchobs.probes.gpu.used import Used, used
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+G0, G1 = nvml.H100_UUID.format(index=0), nvml.H100_UUID.format(index=1)
+
+
+@dataclass
+class Bench:
+    """A fleet on a fake library, and the flight file it writes into."""
+
+    run: Recording
+    library: nvml.FakeNvml
+    fleet: Fleet
+
+    def of(self, name: str, uuid: str = G0) -> Any:
+        """The series of that name and device, by their other attributes, with their values."""
+        found = {}
+        for point in self.run.view().points:
+            attributes = dict(point.series.attributes)
+            if point.series.name == name and attributes.pop("hw.id", None) == uuid:
+                attributes.pop("hw.type", None)
+                found[tuple(attributes.values())] = point.value
+        return found
+
+    def look(self) -> None:
+        """One round, visible at once."""
+        self.fleet.round()
+        assert self.run.session.writer is not None
+        self.run.session.writer.publish()
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The attributes of these events."""
+        assert self.run.session.writer is not None
+        self.run.session.writer.publish()
+        file = reader.open_path(self.run.session.writer.path)
+        try:
+            return [fields["attrs"] for _, fields in file.events() if fields["name"] == name]
+        finally:
+            file.close()
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording without its own GPU probe."""
+    yield from recording(flight_dir, disable_probes="gpu")
+
+
+@pytest.fixture
+def bench(run: Recording, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    """A bench with one H100, or what the test's parameter makes."""
+    made = request.param() if hasattr(request, "param") else {}
+    library = nvml.installed(made.pop("gpus", [nvml.h100()]), monkeypatch)
+    place = Place(made.pop("local_rank", 0), made.pop("visible", None))
+    devices = made.pop("used", None)
+    assert run.session.writer is not None
+    fleet = Fleet(run.session.writer, Claims(str(flight_dir), "run"), place, lambda: devices)
+    yield Bench(run, library, fleet)
+    fleet.close()
+    assert library.initialised == 0, "what was initialised is given back"
+
+
+def made(**what: Any) -> pytest.MarkDecorator:
+    """A parameter of the bench, made anew for each test."""
+    return pytest.mark.parametrize("bench", [lambda: dict(what)], indirect=True, ids=[""])
+
+
+def test_a_full_gpu_has_all_it_can_tell_in_25_series(bench: Bench) -> None:
+    """Shares as ratios, SI units, counters from 0: what the GPU did before we looked is none of ours."""
+    bench.look()
+    assert bench.of("hw.gpu.utilization") == {("general",): 0.97}
+    assert bench.of("torchobs.gpu.memory.busy") == {(): 0.41}
+    assert bench.of("hw.gpu.memory.usage") == {(): 60 << 30}
+    assert bench.of("hw.gpu.memory.limit") == {(): 80 << 30}
+    assert bench.of("hw.power") == {(): 612.345}
+    assert bench.of("torchobs.gpu.power.limit") == {(): 700.0}
+    assert bench.of("hw.temperature") == {("gpu",): 64.0, ("memory",): 71.0}
+    assert bench.of("torchobs.gpu.clock.frequency") == {(): 1.755e9}
+    assert bench.of("torchobs.gpu.clock.limit") == {(): 1.98e9}
+    assert bench.of("torchobs.gpu.nvlink.links") == {(): 18.0}
+    assert bench.of("hw.energy") == {(): 0.0}
+    assert bench.of("torchobs.gpu.throttle.time") == {("power",): 0.0, ("thermal",): 0.0}
+    assert bench.of("torchobs.gpu.nvlink.io") == {("receive",): 0.0, ("transmit",): 0.0}
+    kinds = ("ecc_corrected", "ecc_uncorrected", "xid", "nvlink", "pcie_replay")
+    assert bench.of("hw.errors") == dict.fromkeys([(kind,) for kind in kinds], 0)
+    assert bench.of("hw.status") == {("ok",): 1.0, ("degraded",): 0.0, ("failed",): 0.0}
+    series = [point.series for point in bench.run.view().points if "hw.id" in dict(point.series.attributes)]
+    assert len(series) == 24  # and one that says whose it is
+
+
+def test_counters_grow_by_what_the_driver_counted(bench: Bench) -> None:
+    """Energy, throttling, errors and NVLink traffic, in joules, seconds, errors and bytes."""
+    bench.look()
+    (gpu,) = bench.library.gpus
+    gpu.millijoules += 7_250
+    gpu.violation_ns[1] += 1_500_000_000
+    gpu.ecc[0] += 2
+    gpu.replays += 1
+    gpu.fields[52] += 4
+    gpu.fields[138] += 3
+    bench.look()
+    assert bench.of("hw.energy") == {(): 7.25}
+    assert bench.of("torchobs.gpu.throttle.time") == {("power",): 0.0, ("thermal",): 1.5}
+    assert bench.of("torchobs.gpu.nvlink.io") == {("receive",): 0.0, ("transmit",): 3072.0}
+    errors = bench.of("hw.errors")
+    assert (errors[("ecc_corrected",)], errors[("pcie_replay",)], errors[("nvlink",)]) == (2, 1, 4)
+
+
+@made(gpus=[nvml.geforce()])
+def test_a_consumer_card_tells_what_it_has_and_is_asked_for_the_rest_once(bench: Bench) -> None:
+    """Not supported, not permitted, older than the function: the series is absent and the rest goes on."""
+    uuid = bench.library.gpus[0].uuid
+    bench.look()
+    bench.library.gpus[0].reasons = 0x40
+    asked = dict(bench.library.calls)
+    bench.look()
+    assert bench.of("hw.gpu.memory.usage", uuid) == {(): 60 << 30}
+    assert bench.of("hw.temperature", uuid) == {("gpu",): 64.0}
+    for name in ("hw.energy", "torchobs.gpu.nvlink.links", "torchobs.gpu.nvlink.io"):
+        assert bench.of(name, uuid) == {}
+    assert bench.of("hw.errors", uuid) == {("pcie_replay",): 0}
+    throttled = bench.of("torchobs.gpu.throttle.time", uuid)
+    assert throttled[("power",)] == 0
+    assert 0 < throttled[("thermal",)] < 60  # since the last look
+    again = {name: count - asked[name] for name, count in bench.library.calls.items() if name in bench.library.gpus[0].refuses}
+    assert set(again.values()) == {0, 1}  # 1: the remapped rows, of which the state is made
+    assert again["nvmlDeviceGetTotalEnergyConsumption"] == again["nvmlDeviceGetMemoryInfo_v2"] == 0
+
+
+@made(gpus=[nvml.h100(0), nvml.h100(1)], used=[Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=True)])
+def test_a_gpu_that_is_lost_harms_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Its gauges end, its state is failed, one event and one line say so; the other GPU goes on; it may come back."""
+    bench.look()
+    first, second = bench.library.gpus
+    first.everything, second.milliwatts = nvml.LOST, 100_000
+    with caplog.at_level(logging.WARNING, "torchobs"):
+        for _ in range(3):
+            bench.look()
+    assert bench.of("hw.power") == bench.of("hw.gpu.utilization") == bench.of("hw.gpu.memory.usage") == {}
+    assert bench.of("hw.status") == {("ok",): 0.0, ("degraded",): 0.0, ("failed",): 1.0}
+    assert bench.of("hw.power", G1) == {(): 100.0}
+    assert bench.of("hw.energy") == {(): 0.0}
+    assert bench.events("torchobs.gpu.lost") == [{"hw.id": G0, "reason": "lost"}]
+    assert [G0 in record.getMessage() for record in caplog.records] == [True]
+    first.everything, first.millijoules = nvml.SUCCESS, first.millijoules + 1000
+    bench.look()
+    assert bench.of("hw.status") == {("ok",): 1.0, ("degraded",): 0.0, ("failed",): 0.0}
+    assert bench.of("hw.power") == {(): 612.345}
+    assert bench.of("hw.energy") == {(): 1.0}
+
+
+@made(gpus=[nvml.h100(0, everything=nvml.LOST), nvml.h100(1)], visible="1")
+def test_a_gpu_that_was_lost_before_we_came_keeps_its_number(bench: Bench) -> None:
+    """CUDA_VISIBLE_DEVICES=1 is the second GPU, also when the first one does not answer."""
+    bench.look()
+    assert bench.of("hw.power", G1) == {(): 612.345}
+
+
+def test_a_driver_that_is_reloaded_is_found_again(bench: Bench) -> None:
+    """Meanwhile gauges are absent; totals that begin at 0 again take nothing from our counters."""
+    bench.look()
+    bench.library.gpus[0].millijoules += 5_000
+    bench.look()
+    bench.library.loaded = False
+    for _ in range(2):
+        bench.look()
+    assert bench.of("hw.power") == {}
+    assert bench.of("hw.energy") == {(): 5.0}
+    bench.library.loaded, bench.library.initialised = True, 0
+    bench.library.gpus[0].millijoules = 2_000
+    bench.look()
+    bench.library.gpus[0].millijoules = 3_000
+    bench.look()
+    assert bench.of("hw.power") == {(): 612.345}
+    assert bench.of("hw.energy") == {(): 6.0}
+
+
+def test_somebody_else_s_shutdown_is_survived(bench: Bench) -> None:
+    """A program that calls nvmlShutdown once too often closes the library for all of its process."""
+    bench.look()
+    bench.library.initialised = 0
+    bench.look()
+    bench.look()
+    assert bench.of("hw.power") == {(): 612.345}
+
+
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        ({"rows": (0, 0, 1, 0)}, "degraded"),
+        ({"rows": (0, 1, 0, 1)}, "failed"),
+        ({"ecc": {0: 0, 1: 1}}, "degraded"),
+        ({"fields": {230: 1}}, "degraded"),
+        ({"rows": (5, 0, 0, 0)}, "ok"),
+    ],
+    ids=str,
+)
+def test_the_state_is_what_the_driver_says_of_memory_and_recovery(bench: Bench, change: dict[str, Any], state: str) -> None:
+    """A row that waits for its replacement or an uncorrected error: degraded; one that cannot be replaced: failed."""
+    for name, value in change.items():
+        setattr(bench.library.gpus[0], name, value)
+    bench.look()
+    assert [name for (name,), value in bench.of("hw.status").items() if value] == [state]
+
+
+def test_an_xid_is_counted_and_told_with_its_number(bench: Bench) -> None:
+    """Without ever waiting for one."""
+    bench.look()
+    (gpu,) = bench.library.gpus
+    bench.library.xids += [(gpu, 79), (gpu, 9999)]
+    bench.look()
+    assert bench.of("hw.errors")[("xid",)] == 2
+    assert bench.events("torchobs.gpu.xid") == [
+        {"hw.id": G0, "xid": 79, "meaning": "fell off the bus"},
+        {"hw.id": G0, "xid": 9999, "meaning": ""},
+    ]
+
+
+@made(gpus=[nvml.h100(0, refuses=dict.fromkeys(["nvmlDeviceRegisterEvents", "nvmlDeviceGetPowerUsage"], nvml.NO_PERMISSION))])
+def test_what_is_not_permitted_is_absent(bench: Bench) -> None:
+    """A container without the rights goes on without XIDs, and has no counter that could never count."""
+    bench.look()
+    bench.look()
+    assert ("xid",) not in bench.of("hw.errors")
+    assert bench.of("hw.power") == {}
+    assert bench.of("hw.temperature") != {}
+
+
+MIG = "MIG-6c1b0000-0000-4000-8000-000000000000"
+
+
+@made(gpus=[nvml.h100(0, migs=[nvml.Mig(MIG, 7)])], used=[Used("cuda:0", MIG[4:], in_use=True)])
+def test_a_mig_instance_has_its_memory_and_its_gpu_the_rest(bench: Bench) -> None:
+    """Joined by the physical GPU's UUID and the instance's number, which is how dcgm-exporter labels them."""
+    bench.look()
+    assert bench.of("hw.gpu.memory.limit", MIG) == {(): 10 << 30}
+    assert bench.of("hw.gpu.utilization", MIG) == bench.of("hw.status", MIG) == {}
+    assert bench.of("hw.power", G0) == {(): 612.345}
+    (info,) = (point.series for point in bench.run.view().points if point.series.name == "torchobs.rank.gpu.info")
+    assert dict(info.attributes) == {
+        "hw.id": MIG, "UUID": G0, "GPU_I_ID": "7", "device": "cuda:0", "hw.model": "NVIDIA H100 80GB HBM3",
+    }  # fmt: skip
+
+
+EIGHT = [nvml.h100(index) for index in range(8)]
+
+
+@made(gpus=EIGHT, used=[Used(f"cuda:{n}", nvml.H100_UUID.format(index=n)[4:], in_use=n == 5) for n in range(8)], local_rank=5)
+def test_a_rank_samples_the_gpu_it_uses(bench: Bench) -> None:
+    """Under torchrun every rank sees all of them; rank 5 has the series of its own, and says whose they are."""
+    bench.look()
+    sampled = {dict(p.series.attributes).get("hw.id") for p in bench.run.view().points} - {None}
+    assert sampled == {nvml.H100_UUID.format(index=5)}
+    own = nvml.H100_UUID.format(index=5)
+    assert bench.run.values()[("torchobs.rank.gpu.info", own, "cuda:5", own, EIGHT[5].name)] == 1.0
+
+
+@made(gpus=EIGHT, used=[Used(f"cuda:{n}", nvml.H100_UUID.format(index=n)[4:], in_use=n == 0) for n in range(8)])
+def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one uses one GPU of eight is worth knowing; a few values of each tell it."""
+    bench.look()
+    assert bench.of("hw.gpu.utilization", G1) == {}
+    monkeypatch.setattr(fleets, "PATIENCE_S", 0.0)
+    bench.look()
+    assert bench.of("hw.gpu.utilization", G1) == {("general",): 0.97}
+    assert bench.of("hw.power", G1) == {(): 612.345}
+    assert bench.of("torchobs.gpu.nvlink.links", G1) == bench.of("hw.errors", G1) == {}
+
+
+def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(
+    run: Recording, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second stage of the training may take another GPU."""
+    nvml.installed([nvml.h100(0), nvml.h100(1)], monkeypatch)
+    monkeypatch.setattr(fleets, "PATIENCE_S", 0.0)
+    devices = [Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=False)]
+    assert run.session.writer is not None
+    fleet = Fleet(run.session.writer, Claims(str(flight_dir), "run"), Place(0, None), lambda: devices)
+    bench = Bench(run, nvml.FakeNvml([]), fleet)
+    bench.look()
+    devices[1] = devices[1]._replace(in_use=True)
+    bench.look()
+    assert bench.of("torchobs.gpu.nvlink.links", G1) == {(): 18.0}
+    fleet.close()
+
+
+def _claim(directory: str, taken: Any, leave: Any) -> None:
+    claims = Claims(directory, "run")
+    taken.put([claims.take("GPU-a"), claims.take("GPU-a"), Claims(directory, "another").take("GPU-b")])
+    leave.wait()
+
+
+def test_one_rank_samples_a_gpu_and_another_follows_when_it_dies(flight_dir: Path) -> None:
+    """The kernel drops what a dead rank had; runs that share a node do not take from each other."""
+    context = multiprocessing.get_context("spawn")
+    taken, leave = context.Queue(), context.Event()
+    holder = context.Process(target=_claim, args=(str(flight_dir), taken, leave))
+    holder.start()
+    assert taken.get(timeout=60) == [True, True, True]
+    claims, another = Claims(str(flight_dir), "run"), Claims(str(flight_dir), "another")
+    assert not claims.take("GPU-a")
+    assert claims.take("GPU-b")
+    holder.kill()
+    holder.join()
+    assert claims.take("GPU-a")
+    claims.close()
+    another.close()
+
+
+def test_where_claims_cannot_be_made_everything_is_sampled(tmp_path: Path) -> None:
+    """Twice is better than not at all."""
+    assert Claims(str(tmp_path / "nowhere"), "run").take("GPU-a")
+
+
+def test_torch_without_cuda_tells_nothing() -> None:
+    """And is not asked to initialise it."""
+    assert used() is None
+
+
+def gpu_threads() -> list[threading.Thread]:
+    """The probe's threads that live."""
+    return [thread for thread in threading.enumerate() if thread.name == "torchobs-gpu"]
+
+
+@pytest.fixture
+def session(flight_dir: Path) -> Iterator[torchobs.Session]:
+    """A session that the test may end; its probe samples what the test installs."""
+    yield torchobs.init(flight_dir=flight_dir, log_level="INFO")
+    torchobs.shutdown()
+
+
+def test_a_session_samples_from_a_thread_of_its_own(session: torchobs.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From init to shutdown, and the last value is that of the end."""
+    library = nvml.installed([nvml.h100()], monkeypatch)
+    run = Recording(session)
+    support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
+    assert [thread.daemon for thread in gpu_threads()] == [True]
+    assert ("torchobs.overhead", "gpu") in run.values()
+    library.gpus[0].millijoules += 9_000
+    assert session.writer is not None
+    file = reader.open_path(session.writer.path)
+    torchobs.shutdown()
+    energy = {point.value for point in file.read(final=True).points if point.series.name == "hw.energy"}
+    file.close()
+    assert energy == {9.0}
+    assert gpu_threads() == []
+    assert library.initialised == 0
+
+
+def test_a_driver_that_hangs_stops_nothing_but_its_own_thread(
+    session: torchobs.Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The heartbeat goes on, the gauges end, it is said once, the process does not wait for it; it may come back."""
+    monkeypatch.setattr(probes, "STUCK_S", 0.05)
+    caplog.set_level(logging.INFO, "torchobs")
+    library = nvml.installed([nvml.h100()], monkeypatch)
+    run = Recording(session)
+    support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
+    assert session._switches is not None
+    gpu: Any = session._switches._probes["gpu"]
+    library.hangs.clear()
+    gpu.observe()
+    beat = run.view().live.heartbeat_ns or 0
+    time.sleep(0.3)
+    gpu.observe()
+    gpu.observe()
+    support.wait_until(lambda: ("hw.power", G0, "gpu") not in run.values())
+    assert (run.view().live.heartbeat_ns or 0) > beat
+    assert sum("has not answered" in record.getMessage() for record in caplog.records) == 1
+    begun = time.monotonic()
+    torchobs.shutdown()
+    assert time.monotonic() - begun < 1.0
+    library.hangs.set()
+    support.wait_until(lambda: not gpu_threads())
+    assert library.initialised == 0
+
+
+def test_without_a_driver_there_is_nothing_and_it_is_said_once(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No library: the thread ends. Most machines without a GPU are so; it is no warning."""
+    import pynvml
+
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    caplog.set_level(logging.INFO, "torchobs")
+    for run in recording(flight_dir, log_level="INFO"):
+        support.wait_until(lambda: any("no GPU metrics" in record.getMessage() for record in caplog.records))
+        support.wait_until(lambda: not gpu_threads())
+        assert not [series for series in run.values() if series[0].startswith(("hw.", "torchobs.gpu", "torchobs.rank.gpu"))]
+        assert list(flight_dir.glob("gpus-*")) == []
+    assert sum("no GPU metrics" in record.getMessage() for record in caplog.records) == 1
+    assert {record.levelname for record in caplog.records if "GPU" in record.getMessage()} == {"INFO"}

@@ -1,0 +1,301 @@
+# ruff: noqa: N802  # methods are named as the C functions that they stand for
+"""NVIDIA's management library at the level of its C functions: the real ``pynvml`` marshals its arguments into this one."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from ctypes import c_char_p, c_int, c_uint, c_ulonglong, c_void_p
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pynvml
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SUCCESS, UNINITIALIZED, INVALID, UNSUPPORTED, NO_PERMISSION, NOT_FOUND = 0, 1, 2, 3, 4, 6
+DRIVER_NOT_LOADED, TIMEOUT, LOST, RESET_REQUIRED = 9, 10, 15, 16
+H100_UUID = "GPU-2f0a1111-0000-4000-8000-0000000000{index:02x}"
+
+
+@dataclass
+class Mig:
+    """A MIG instance."""
+
+    uuid: str
+    number: int
+    used: int = 1 << 30
+    total: int = 10 << 30
+
+
+@dataclass
+class Gpu:
+    """A full data-centre GPU, until ``refuses`` names functions and ``fields`` lacks values."""
+
+    uuid: str
+    name: str = "NVIDIA H100 80GB HBM3"
+    utilization: tuple[int, int] = (97, 41)
+    used: int = 60 << 30
+    total: int = 80 << 30
+    milliwatts: int = 612_345
+    millijoules: int = 5_000_000
+    degrees: int = 64
+    megahertz: int = 1755
+    reasons: int = 0
+    violation_ns: dict[int, int] = field(default_factory=lambda: {0: 7_000_000_000, 1: 0})
+    ecc: dict[int, int] = field(default_factory=lambda: {0: 3, 1: 0})
+    replays: int = 5
+    links: list[int] = field(default_factory=lambda: [1] * 18)
+    rows: tuple[int, int, int, int] = (0, 0, 0, 0)
+    fields: dict[int, int] = field(default_factory=lambda: {82: 71, 138: 1000, 139: 2000, 38: 1, 45: 0, 52: 0, 59: 0, 230: 0})
+    migs: list[Mig] | None = None
+    refuses: dict[str, int] = field(default_factory=dict)
+    """return code by the function's name"""
+    everything: int = SUCCESS
+    """what every function returns for it"""
+
+
+def h100(index: int = 0, **more: Any) -> Gpu:
+    """A full one."""
+    return Gpu(H100_UUID.format(index=index), **more)
+
+
+def geforce(index: int = 0) -> Gpu:
+    """A consumer card: no ECC, no NVLink, no energy counter, no violation counters, an old driver's memory function."""
+    missing = (
+        "nvmlDeviceGetTotalEccErrors", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetTotalEnergyConsumption",
+        "nvmlDeviceGetViolationStatus", "nvmlDeviceGetMigMode", "nvmlDeviceGetRemappedRows", "nvmlDeviceRegisterEvents",
+    )  # fmt: skip
+    refuses = dict.fromkeys(missing, UNSUPPORTED) | {"nvmlDeviceGetMemoryInfo_v2": 13}
+    return Gpu(f"GPU-6efc0000-0000-4000-8000-0000000000{index:02x}", "NVIDIA GeForce GTX 1080", fields={}, refuses=refuses)
+
+
+def _put(address: int, kind: Any, value: Any) -> None:
+    ctypes.cast(address, ctypes.POINTER(kind))[0] = value
+
+
+def _text(address: int, length: int, text: str) -> None:
+    ctypes.memmove(address, text.encode()[: length - 1] + b"\0", len(text) + 1)
+
+
+class FakeNvml:
+    """Stands where ``pynvml`` has the loaded library. ``calls`` counts the C calls by name."""
+
+    def __init__(self, gpus: list[Gpu]) -> None:
+        self.gpus = gpus
+        self.loaded = True
+        """whether the kernel driver is there"""
+        self.initialised = 0
+        self.calls: dict[str, int] = {}
+        self.xids: deque[tuple[Gpu, int]] = deque()
+        self.listening: set[str] = set()
+        self.hangs = threading.Event()
+        """while clear, every question to a device blocks"""
+        self.hangs.set()
+        for name, argtypes in _SIGNATURES.items():
+            setattr(self, name, ctypes.CFUNCTYPE(c_int, *argtypes)(self._exported(name)))
+
+    def _exported(self, name: str) -> Callable[..., int]:
+        function = getattr(self, f"_{name}")
+        of_device = name.startswith("nvmlDeviceGet") and name not in _WITHOUT_DEVICE
+
+        def call(*arguments: Any) -> int:
+            self.calls[name] = self.calls.get(name, 0) + 1
+            if not self.loaded:
+                return DRIVER_NOT_LOADED
+            if not self.initialised and name != "nvmlInitWithFlags":
+                return UNINITIALIZED
+            if not of_device and name != "nvmlDeviceRegisterEvents":
+                return int(function(*arguments) or SUCCESS)
+            self.hangs.wait()
+            gpu, mig = self._at(arguments[0])
+            refused = gpu.everything or gpu.refuses.get(name, SUCCESS)
+            if mig is not None and name not in _OF_INSTANCES:
+                refused = refused or UNSUPPORTED
+            return int(refused or function(mig or gpu, *arguments[1:]) or SUCCESS)
+
+        return call
+
+    def _at(self, handle: int) -> tuple[Gpu, Mig | None]:
+        index, instance = handle // 0x1000 - 1, handle % 0x1000
+        gpu = self.gpus[index]
+        return gpu, gpu.migs[instance - 1] if instance and gpu.migs else None
+
+    def _handles(self) -> Iterator[tuple[str, int]]:
+        for index, gpu in enumerate(self.gpus):
+            yield gpu.uuid, (index + 1) * 0x1000
+            for number, mig in enumerate(gpu.migs or (), 1):
+                yield mig.uuid, (index + 1) * 0x1000 + number
+
+    def _nvmlInitWithFlags(self, _: int) -> None:
+        self.initialised += 1
+
+    def _nvmlShutdown(self) -> None:
+        self.initialised -= 1
+
+    def _nvmlDeviceGetCount_v2(self, out: int) -> None:
+        _put(out, c_uint, len(self.gpus))
+
+    def _nvmlDeviceGetHandleByIndex_v2(self, index: int, out: int) -> int:
+        _put(out, c_void_p, (index + 1) * 0x1000)
+        return self.gpus[index].everything
+
+    def _nvmlDeviceGetHandleByUUID(self, uuid: bytes, out: int) -> int:
+        handle = dict(self._handles()).get(uuid.decode())
+        if handle is None:
+            return NOT_FOUND
+        _put(out, c_void_p, handle)
+        return self._at(handle)[0].everything
+
+    def _nvmlDeviceGetUUID(self, gpu: Gpu | Mig, out: int, length: int) -> None:
+        _text(out, length, gpu.uuid)
+
+    def _nvmlDeviceGetName(self, gpu: Gpu, out: int, length: int) -> None:
+        _text(out, length, gpu.name)
+
+    def _nvmlDeviceGetMigMode(self, gpu: Gpu, current: int, pending: int) -> None:
+        _put(current, c_uint, gpu.migs is not None)
+        _put(pending, c_uint, gpu.migs is not None)
+
+    def _nvmlDeviceGetMaxMigDeviceCount(self, _: Gpu, out: int) -> None:
+        _put(out, c_uint, 7)
+
+    def _nvmlDeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, index: int, out: int) -> int:
+        if index >= len(gpu.migs or ()):
+            return NOT_FOUND
+        _put(out, c_void_p, (self.gpus.index(gpu) + 1) * 0x1000 + index + 1)
+        return SUCCESS
+
+    def _nvmlDeviceGetGpuInstanceId(self, mig: Mig, out: int) -> None:
+        _put(out, c_uint, mig.number)
+
+    def _nvmlDeviceGetUtilizationRates(self, gpu: Gpu, out: int) -> None:
+        _put(out, pynvml.c_nvmlUtilization_t, pynvml.c_nvmlUtilization_t(*gpu.utilization))
+
+    def _nvmlDeviceGetMemoryInfo_v2(self, gpu: Gpu | Mig, out: int) -> None:
+        free = gpu.total - gpu.used - (1 << 29)
+        _put(out, pynvml.c_nvmlMemory_v2_t, pynvml.c_nvmlMemory_v2_t(0x2000028, gpu.total, 1 << 29, free, gpu.used))
+
+    def _nvmlDeviceGetMemoryInfo(self, gpu: Gpu | Mig, out: int) -> None:
+        _put(out, pynvml.c_nvmlMemory_t, pynvml.c_nvmlMemory_t(gpu.total, gpu.total - gpu.used, gpu.used))
+
+    def _nvmlDeviceGetPowerUsage(self, gpu: Gpu, out: int) -> None:
+        _put(out, c_uint, gpu.milliwatts)
+
+    def _nvmlDeviceGetEnforcedPowerLimit(self, _: Gpu, out: int) -> None:
+        _put(out, c_uint, 700_000)
+
+    def _nvmlDeviceGetTotalEnergyConsumption(self, gpu: Gpu, out: int) -> None:
+        _put(out, c_ulonglong, gpu.millijoules)
+
+    def _nvmlDeviceGetTemperature(self, gpu: Gpu, _: int, out: int) -> None:
+        _put(out, c_uint, gpu.degrees)
+
+    def _nvmlDeviceGetClockInfo(self, gpu: Gpu, _: int, out: int) -> None:
+        _put(out, c_uint, gpu.megahertz)
+
+    def _nvmlDeviceGetMaxClockInfo(self, _: Gpu, __: int, out: int) -> None:
+        _put(out, c_uint, 1980)
+
+    def _nvmlDeviceGetViolationStatus(self, gpu: Gpu, policy: int, out: int) -> None:
+        _put(out, pynvml.c_nvmlViolationTime_t, pynvml.c_nvmlViolationTime_t(0, gpu.violation_ns[policy]))
+
+    def _nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Gpu, out: int) -> None:
+        _put(out, c_ulonglong, gpu.reasons)
+
+    def _nvmlDeviceGetTotalEccErrors(self, gpu: Gpu, kind: int, _: int, out: int) -> None:
+        _put(out, c_ulonglong, gpu.ecc[kind])
+
+    def _nvmlDeviceGetPcieReplayCounter(self, gpu: Gpu, out: int) -> None:
+        _put(out, c_uint, gpu.replays)
+
+    def _nvmlDeviceGetNvLinkState(self, gpu: Gpu, link: int, out: int) -> int:
+        if link >= len(gpu.links):
+            return INVALID
+        _put(out, c_uint, gpu.links[link])
+        return SUCCESS
+
+    def _nvmlDeviceGetFieldValues(self, gpu: Gpu, count: int, out: int) -> None:
+        values = ctypes.cast(out, ctypes.POINTER(pynvml.c_nvmlFieldValue_t))
+        for index in range(count):
+            found = gpu.fields.get(values[index].fieldId)
+            values[index].nvmlReturn = UNSUPPORTED if found is None else SUCCESS
+            values[index].valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG
+            values[index].value.ullVal = found or 0
+
+    def _nvmlDeviceGetRemappedRows(self, gpu: Gpu, *out: int) -> None:
+        for address, value in zip(out, gpu.rows, strict=True):
+            _put(address, c_uint, value)
+
+    def _nvmlEventSetCreate(self, out: int) -> None:
+        _put(out, c_void_p, 0xE000)
+
+    def _nvmlDeviceRegisterEvents(self, gpu: Gpu, kinds: int, _: int) -> None:
+        assert kinds == pynvml.nvmlEventTypeXidCriticalError
+        self.listening.add(gpu.uuid)
+
+    def _nvmlEventSetWait_v2(self, _: int, out: int, timeout_ms: int) -> int:
+        assert timeout_ms == 0, "nobody waits in here"
+        if not self.xids:
+            return TIMEOUT
+        gpu, number = self.xids.popleft()
+        device = ctypes.cast(c_void_p(dict(self._handles())[gpu.uuid]), pynvml.c_nvmlDevice_t)
+        _put(out, pynvml.c_nvmlEventData_t, pynvml.c_nvmlEventData_t(device, 0x8, number, 0, 0))
+        return SUCCESS
+
+    def _nvmlEventSetFree(self, _: int) -> None:
+        self.listening.clear()
+
+    def _nvmlErrorString(self, _: int) -> None:
+        raise AssertionError("every error here has a name")
+
+
+_P, _U = c_void_p, c_uint
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "nvmlInitWithFlags": (c_uint,),
+    "nvmlShutdown": (),
+    "nvmlDeviceGetCount_v2": (_P,),
+    "nvmlDeviceGetHandleByIndex_v2": (_U, _P),
+    "nvmlDeviceGetHandleByUUID": (c_char_p, _P),
+    "nvmlDeviceGetUUID": (_P, _P, _U),
+    "nvmlDeviceGetName": (_P, _P, _U),
+    "nvmlDeviceGetMigMode": (_P, _P, _P),
+    "nvmlDeviceGetMaxMigDeviceCount": (_P, _P),
+    "nvmlDeviceGetMigDeviceHandleByIndex": (_P, _U, _P),
+    "nvmlDeviceGetGpuInstanceId": (_P, _P),
+    "nvmlDeviceGetUtilizationRates": (_P, _P),
+    "nvmlDeviceGetMemoryInfo_v2": (_P, _P),
+    "nvmlDeviceGetMemoryInfo": (_P, _P),
+    "nvmlDeviceGetPowerUsage": (_P, _P),
+    "nvmlDeviceGetEnforcedPowerLimit": (_P, _P),
+    "nvmlDeviceGetTotalEnergyConsumption": (_P, _P),
+    "nvmlDeviceGetTemperature": (_P, _U, _P),
+    "nvmlDeviceGetClockInfo": (_P, _U, _P),
+    "nvmlDeviceGetMaxClockInfo": (_P, _U, _P),
+    "nvmlDeviceGetViolationStatus": (_P, _U, _P),
+    "nvmlDeviceGetCurrentClocksThrottleReasons": (_P, _P),
+    "nvmlDeviceGetTotalEccErrors": (_P, _U, _U, _P),
+    "nvmlDeviceGetPcieReplayCounter": (_P, _P),
+    "nvmlDeviceGetNvLinkState": (_P, _U, _P),
+    "nvmlDeviceGetFieldValues": (_P, c_int, _P),
+    "nvmlDeviceGetRemappedRows": (_P, _P, _P, _P, _P),
+    "nvmlEventSetCreate": (_P,),
+    "nvmlDeviceRegisterEvents": (_P, c_ulonglong, _P),
+    "nvmlEventSetWait_v2": (_P, _P, _U),
+    "nvmlEventSetFree": (_P,),
+    "nvmlErrorString": (c_int,),
+}
+_WITHOUT_DEVICE = frozenset({"nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByUUID"})
+_OF_INSTANCES = frozenset(
+    {"nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetMemoryInfo"}
+)
+
+
+def installed(gpus: list[Gpu], monkeypatch: Any) -> FakeNvml:
+    """Put a library with these GPUs where ``pynvml`` would load the driver's; a test's end takes it out again."""
+    library = FakeNvml(gpus)
+    monkeypatch.setattr(pynvml, "nvmlLib", library)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return library

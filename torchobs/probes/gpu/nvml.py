@@ -1,0 +1,141 @@
+"""NVIDIA's management library (``pynvml``): the devices there are, and what its errors mean.
+
+Every call goes through ctypes without the GIL, so that a slow one (microseconds to tens of milliseconds, for ever on a GPU that
+fell off the bus) holds up nobody but the thread that made it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torchobs.probes.gpu.visible import Board
+
+
+class Fault(Enum):
+    """What to do about an error."""
+
+    UNSUPPORTED = "never ask this device for it again"
+    LOST = "the device is gone; look whether it comes back"
+    CLOSED = "the library has to be initialised again: the driver was unloaded or exchanged"
+    ABSENT = "there is no such library here"
+    PASSING = "try again next time"
+
+
+_FAULTS = {
+    2: Fault.UNSUPPORTED,  # invalid argument: what a MIG instance, or a link that is not there, is told
+    3: Fault.UNSUPPORTED,
+    4: Fault.UNSUPPORTED,  # no permission
+    13: Fault.UNSUPPORTED,  # the driver is older than the function
+    25: Fault.UNSUPPORTED,  # or than the version of its argument
+    26: Fault.UNSUPPORTED,  # or newer than it
+    15: Fault.LOST,
+    16: Fault.LOST,  # reset required
+    28: Fault.LOST,  # GPU not found
+    1: Fault.CLOSED,
+    9: Fault.CLOSED,
+    18: Fault.CLOSED,  # library and driver are of different versions
+    12: Fault.ABSENT,
+}
+"""By ``nvmlReturn_t``, whose numbers are a part of NVML's ABI."""
+
+RESET_REQUIRED = 16
+
+
+def fault_of(error: Any) -> Fault:
+    """Return what an ``NVMLError`` means for the one who asked."""
+    return _FAULTS.get(error.value, Fault.PASSING)
+
+
+class Gpu(NamedTuple):
+    """A device: a physical GPU, or a MIG instance of one."""
+
+    uuid: str
+    handle: Any
+    physical: str
+    """UUID of the physical GPU; its own, if it is one"""
+    model: str
+    instance: int | None = None
+    """number of the MIG instance"""
+
+
+class NvmlUnavailableError(Exception):
+    """The library cannot be initialised; the message is its own, ``fault`` says what may become of it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.fault = fault_of(error)
+
+
+class Library:
+    """The library, initialised.
+
+    Raises :class:`NvmlUnavailableError`, or ``ImportError``; its methods raise ``error``, which is ``pynvml.NVMLError``.
+    """
+
+    def __init__(self) -> None:
+        import pynvml
+
+        self.api: Any = pynvml
+        self.error: type[Exception] = pynvml.NVMLError
+        try:
+            pynvml.nvmlInit()
+        except self.error as error:
+            raise NvmlUnavailableError(error) from None
+        try:
+            self.boards, self.gpus = self._survey()
+        except self.error as error:
+            self.close()
+            raise NvmlUnavailableError(error) from None
+
+    def close(self) -> None:
+        """Give it back; others in the process may go on with it."""
+        try:
+            self.api.nvmlShutdown()
+        except self.error:
+            return
+
+    def again(self, gpu: Gpu) -> Gpu:
+        """Return the device with a fresh handle."""
+        return gpu._replace(handle=self.api.nvmlDeviceGetHandleByUUID(gpu.uuid))
+
+    def _survey(self) -> tuple[list[Board], dict[str, Gpu]]:
+        boards: list[Board] = []
+        gpus: dict[str, Gpu] = {}
+        for index in range(self.api.nvmlDeviceGetCount()):
+            try:
+                gpu = self._physical(index)
+                instances = self._instances(gpu)
+            except self.error as error:
+                if fault_of(error) is Fault.CLOSED:
+                    raise
+                boards.append(Board(f"lost-{index}"))  # it keeps its number, by which the others are named
+                continue
+            boards.append(Board(gpu.uuid, tuple(one.uuid for one in instances or ()), mig=instances is not None))
+            gpus |= {one.uuid: one for one in (gpu, *(instances or ()))}
+        return boards, gpus
+
+    def _physical(self, index: int) -> Gpu:
+        handle = self.api.nvmlDeviceGetHandleByIndex(index)
+        uuid = self.api.nvmlDeviceGetUUID(handle)
+        return Gpu(uuid, handle, uuid, self.api.nvmlDeviceGetName(handle))
+
+    def _instances(self, gpu: Gpu) -> list[Gpu] | None:
+        """Return its MIG instances; ``None`` where that mode is off, or not known."""
+        try:
+            mode, _ = self.api.nvmlDeviceGetMigMode(gpu.handle)
+            count = self.api.nvmlDeviceGetMaxMigDeviceCount(gpu.handle) if mode else 0
+        except self.error as error:
+            if fault_of(error) is Fault.UNSUPPORTED:
+                return None
+            raise
+        found = [self._instance(gpu, index) for index in range(count)]
+        return [one for one in found if one is not None] if mode else None
+
+    def _instance(self, gpu: Gpu, index: int) -> Gpu | None:
+        try:
+            handle = self.api.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, index)
+            uuid, number = self.api.nvmlDeviceGetUUID(handle), self.api.nvmlDeviceGetGpuInstanceId(handle)
+        except self.error:
+            return None  # a place that no instance has
+        return Gpu(uuid, handle, gpu.uuid, gpu.model, number)

@@ -1,0 +1,247 @@
+"""What a GPU is asked: one function per sensor, each with what to ask instead where it is not supported."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.catalog import Metric
+from torchobs.probes.gpu.nvml import Fault, fault_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torchobs.probes.gpu.nvml import Gpu, Library
+
+    Sensor = Callable[[Any, Any], Iterable["Reading"]]
+
+_UNKNOWN = 0xFFFF_FFFF
+"""NVML_VALUE_NOT_AVAILABLE, as an unsigned integer reads it"""
+_ALL_LINKS = 0xFFFF_FFFF
+_MEMORY_V2 = 0x0200_0028
+_VOLATILE, _CORRECTED, _UNCORRECTED = 0, 0, 1
+_SM = 1
+
+# Fields (nvml.h, "Field Identifiers").
+_FIELD_MEMORY_TEMPERATURE = 82
+_FIELD_NVLINK_SENT, _FIELD_NVLINK_RECEIVED = 138, 139
+_FIELD_RECOVERY_ACTION = 230
+_FIELDS_NVLINK_ERRORS = (38, 45, 52, 59, 160)
+"""flit CRC, data CRC, replay, recovery, data ECC: totals over all links"""
+
+_SW_POWER, _SW_THERMAL, _HW_THERMAL, _HW_POWER_BRAKE = 0x04, 0x20, 0x40, 0x80
+_REASON_BITS = {"power": _SW_POWER | _HW_POWER_BRAKE, "thermal": _SW_THERMAL | _HW_THERMAL}
+_POLICIES = {"power": 0, "thermal": 1}
+
+
+class Reading(NamedTuple):
+    """A value of a gauge, or the total of a counter as the driver has it."""
+
+    metric: Metric
+    value: float
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+_TYPE = ("hw.type", "gpu")
+
+
+def _utilization(api: Any, handle: Any) -> Iterator[Reading]:
+    """Shares in percent; an old driver's nonsense is none."""
+    rates = api.nvmlDeviceGetUtilizationRates(handle)
+    if rates.gpu <= 100:  # noqa: PLR2004  # percent
+        yield Reading(catalog.HW_GPU_UTILIZATION, rates.gpu / 100, (("hw.gpu.task", "general"),))
+    if rates.memory <= 100:  # noqa: PLR2004  # percent
+        yield Reading(catalog.GPU_MEMORY_BUSY, rates.memory / 100)
+
+
+def _memory(api: Any, handle: Any) -> Iterator[Reading]:
+    """In use without what the driver keeps for itself, as nvidia-smi shows it."""
+    yield from _memory_of(api.nvmlDeviceGetMemoryInfo(handle, version=_MEMORY_V2))
+
+
+def _memory_before_510(api: Any, handle: Any) -> Iterator[Reading]:
+    yield from _memory_of(api.nvmlDeviceGetMemoryInfo(handle))
+
+
+def _memory_of(info: Any) -> Iterator[Reading]:
+    yield Reading(catalog.HW_GPU_MEMORY_USAGE, info.used)
+    yield Reading(catalog.HW_GPU_MEMORY_LIMIT, info.total)
+
+
+def _power(api: Any, handle: Any) -> Iterator[Reading]:
+    milliwatts = api.nvmlDeviceGetPowerUsage(handle)
+    if milliwatts != _UNKNOWN:
+        yield Reading(catalog.HW_POWER, milliwatts / 1e3, (_TYPE,))
+
+
+def _power_limit(api: Any, handle: Any) -> Iterator[Reading]:
+    yield Reading(catalog.GPU_POWER_LIMIT, api.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
+
+
+def _energy(api: Any, handle: Any) -> Iterator[Reading]:
+    yield Reading(catalog.HW_ENERGY, api.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, (_TYPE,))
+
+
+def _temperature(api: Any, handle: Any) -> Iterator[Reading]:
+    yield Reading(catalog.HW_TEMPERATURE, api.nvmlDeviceGetTemperature(handle, 0), (("hw.sensor_location", "gpu"),))
+
+
+def _memory_temperature(api: Any, handle: Any) -> Iterator[Reading]:
+    (degrees,) = _fields(api, handle, [_FIELD_MEMORY_TEMPERATURE])
+    yield Reading(catalog.HW_TEMPERATURE, degrees, (("hw.sensor_location", "memory"),))
+
+
+def _clock(api: Any, handle: Any) -> Iterator[Reading]:
+    yield Reading(catalog.GPU_CLOCK_FREQUENCY, api.nvmlDeviceGetClockInfo(handle, _SM) * 1e6)
+
+
+def _clock_limit(api: Any, handle: Any) -> Iterator[Reading]:
+    yield Reading(catalog.GPU_CLOCK_LIMIT, api.nvmlDeviceGetMaxClockInfo(handle, _SM) * 1e6)
+
+
+def _throttled(api: Any, handle: Any) -> Iterator[Reading]:
+    for reason, policy in _POLICIES.items():
+        violated = api.nvmlDeviceGetViolationStatus(handle, policy)
+        yield Reading(catalog.GPU_THROTTLE_TIME, violated.violationTime / 1e9, (("reason", reason),))
+
+
+class _Throttling:
+    """Where the driver does not count (GeForce): what holds the clocks down now has done so since the last look."""
+
+    def __init__(self) -> None:
+        self._looked: float | None = None
+        self._total_s = dict.fromkeys(_REASON_BITS, 0.0)
+
+    def __call__(self, api: Any, handle: Any) -> Iterator[Reading]:
+        reasons = api.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # the name that every driver knows
+        before, self._looked = self._looked, time.monotonic()
+        for reason, bits in _REASON_BITS.items():
+            if before is not None and reasons & bits:
+                self._total_s[reason] += self._looked - before
+            yield Reading(catalog.GPU_THROTTLE_TIME, self._total_s[reason], (("reason", reason),))
+
+
+def _errors(kind: str, total: float) -> Reading:
+    return Reading(catalog.HW_ERRORS, total, (_TYPE, ("error.type", kind)))
+
+
+def _ecc(api: Any, handle: Any) -> Iterator[Reading]:
+    yield _errors("ecc_corrected", api.nvmlDeviceGetTotalEccErrors(handle, _CORRECTED, _VOLATILE))
+    yield _errors("ecc_uncorrected", api.nvmlDeviceGetTotalEccErrors(handle, _UNCORRECTED, _VOLATILE))
+
+
+def _pcie_replays(api: Any, handle: Any) -> Iterator[Reading]:
+    yield _errors("pcie_replay", api.nvmlDeviceGetPcieReplayCounter(handle))
+
+
+def _nvlink(api: Any, handle: Any) -> Iterator[Reading]:
+    links = [api.nvmlDeviceGetNvLinkState(handle, 0)]
+    for link in range(1, api.NVML_NVLINK_MAX_LINKS):
+        try:
+            links.append(api.nvmlDeviceGetNvLinkState(handle, link))
+        except api.NVMLError as error:
+            if fault_of(error) is not Fault.UNSUPPORTED:
+                raise
+            break
+    yield Reading(catalog.GPU_NVLINK_LINKS, sum(links))
+
+
+def _nvlink_io(api: Any, handle: Any) -> Iterator[Reading]:
+    fields = [(_FIELD_NVLINK_SENT, _ALL_LINKS), (_FIELD_NVLINK_RECEIVED, _ALL_LINKS)]
+    for direction, kibibytes in zip(("transmit", "receive"), _fields(api, handle, fields), strict=True):
+        yield Reading(catalog.GPU_NVLINK_IO, kibibytes * 1024, (("network.io.direction", direction),))
+
+
+def _nvlink_errors(api: Any, handle: Any) -> Iterator[Reading]:
+    yield _errors("nvlink", sum(_fields(api, handle, list(_FIELDS_NVLINK_ERRORS), all_of_them=False)))
+
+
+def _fields(api: Any, handle: Any, fields: list[Any], *, all_of_them: bool = True) -> list[float]:
+    """Return the fields' values. Raises ``NVMLError`` if one (``all_of_them``), else if every one of them is not to be had."""
+    values, refused = [], 0
+    for field in api.nvmlDeviceGetFieldValues(handle, fields):
+        if field.nvmlReturn == api.NVML_SUCCESS:
+            values.append(float(getattr(field.value, _UNION[field.valueType])))
+        else:
+            refused = field.nvmlReturn
+    if refused and (all_of_them or not values):
+        raise api.NVMLError(refused)
+    return values
+
+
+_UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""The union's member for each ``nvmlValueType_t``"""
+
+
+def _of_gpu() -> list[list[Sensor]]:
+    """Return the sensors of a physical GPU; of each list the first that is supported is asked."""
+    return [
+        [_utilization], [_memory, _memory_before_510], [_power], [_power_limit], [_energy], [_temperature],
+        [_memory_temperature], [_clock], [_clock_limit], [_throttled, _Throttling()], [_ecc], [_pcie_replays], [_nvlink],
+        [_nvlink_io], [_nvlink_errors],
+    ]  # fmt: skip
+
+
+def _of_idle_gpu() -> list[list[Sensor]]:
+    return [[_utilization], [_memory, _memory_before_510], [_power]]
+
+
+def _of_instance() -> list[list[Sensor]]:
+    """Return those of a MIG instance: what it has for itself. Power, clocks and the like are the physical GPU's."""
+    return [[_memory, _memory_before_510]]
+
+
+class Sensors:
+    """The sensors of one device, as far as it has them."""
+
+    def __init__(self, gpu: Gpu, *, idle: bool) -> None:
+        self.gpu = gpu
+        whole = gpu.uuid == gpu.physical
+        self._left = (_of_idle_gpu() if idle else _of_gpu()) if whole else _of_instance()
+        self.has_state = whole and not idle
+
+    def read(self, library: Library) -> list[Reading]:
+        """Ask all of them. Raises ``NVMLError`` when the device is lost or the library closed."""
+        readings: list[Reading] = []
+        for alternatives in list(self._left):
+            while alternatives:
+                try:
+                    readings += alternatives[0](library.api, self.gpu.handle)
+                    break
+                except library.error as error:
+                    if fault_of(error) in {Fault.LOST, Fault.CLOSED}:
+                        raise
+                    if fault_of(error) is not Fault.UNSUPPORTED:
+                        break
+                    del alternatives[0]
+        self._left = [alternatives for alternatives in self._left if alternatives]
+        return readings
+
+    def state(self, library: Library, readings: list[Reading]) -> str:
+        """Return the GPU's state, a value of ``hw.state``."""
+        pending, failed = self._rows(library)
+        if failed:
+            return "failed"
+        uncorrected = any(("error.type", "ecc_uncorrected") in one.attributes and one.value for one in readings)
+        return "degraded" if pending or uncorrected or self._wants_recovery(library) else "ok"
+
+    def _rows(self, library: Library) -> tuple[bool, bool]:
+        """Whether a memory row waits for a reset to be replaced, and whether one could not be."""
+        try:
+            _, _, pending, failed = library.api.nvmlDeviceGetRemappedRows(self.gpu.handle)
+        except library.error as error:
+            if fault_of(error) in {Fault.LOST, Fault.CLOSED}:
+                raise
+            return False, False
+        return bool(pending), bool(failed)
+
+    def _wants_recovery(self, library: Library) -> bool:
+        """Whether the driver asks for a reset of the GPU or of the node (since R550)."""
+        try:
+            (action,) = _fields(library.api, self.gpu.handle, [_FIELD_RECOVERY_ACTION])
+        except library.error as error:
+            if fault_of(error) in {Fault.LOST, Fault.CLOSED}:
+                raise
+            return False
+        return bool(action)
