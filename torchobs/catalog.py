@@ -164,6 +164,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint")
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
+SAVE_RESULTS = ("saved", "failed")
 EXIT_REASONS = ("finished", "exception", "exit_code", "lost")
 
 ANOMALY_SEVERITY = {
@@ -195,6 +196,7 @@ SPACE = Attribute("space", "memory that grows", ("host", "device"))
 COMPILE_STAGE = Attribute("stage", "compiler stage", ("dynamo", "aot", "inductor", "triton", "other"))
 COMPILE_CAUSE = Attribute("cause", "why it was compiled", ("first", "recompile", "recompile_limit"))
 CACHE_RESULT = Attribute("result", "outcome of the lookup", ("hit", "miss", "bypass"))
+SAVE_RESULT = Attribute("result", "how the save ended", SAVE_RESULTS)
 WORKER_STATE = Attribute("state", "configured, or alive of these", ("configured", "alive"))
 PROBE = Attribute("probe", "the probe's name")
 
@@ -337,11 +339,22 @@ MEMORY_GROWTH_PER_STEP = _gauge(
 )
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
-CHECKPOINT_TIMESTAMP = _gauge(
-    "torchobs.checkpoint.timestamp", "s", "Unix time of the last checkpoint.", survives=True, planned=True
+CHECKPOINTS = _counter(
+    "torchobs.checkpoints",
+    "{checkpoint}",
+    "Checkpoints; what is saved between two steps is one. Each save that raised is a failed one.",
+    SAVE_RESULT,
 )
-CHECKPOINT_DURATION = _gauge("torchobs.checkpoint.duration", "s", "Time the last checkpoint took.", survives=True, planned=True)
-CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Size of the last checkpoint.", survives=True, planned=True)
+CHECKPOINT_TIMESTAMP = _gauge(
+    "torchobs.checkpoint.timestamp", "s", "Unix time at which the last checkpoint was complete.", survives=True
+)
+CHECKPOINT_DURATION = _gauge(
+    "torchobs.checkpoint.duration",
+    "s",
+    "Time the last checkpoint took, until it was complete; what training waited is the goodput state checkpoint.",
+    survives=True,
+)
+CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Bytes that this rank wrote for the last checkpoint.", survives=True)
 
 # --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
 HW_GPU_UTILIZATION = _gauge(
@@ -508,6 +521,15 @@ EVENT_UNPINNED = Event(
     Severity.INFO,
     (Attribute("size", "bytes of it in pageable memory"),),
 )
+EVENT_CHECKPOINT_FAILED = Event(
+    "torchobs.checkpoint.failed",
+    "A save raised, for want of room or otherwise.",
+    Severity.ERROR,
+    (
+        Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
+        Attribute("exception.type", "the exception's class"),
+    ),
+)
 EVENT_STACKS = Event("torchobs.stacks", "Stacks of all threads.", Severity.INFO, planned=True)
 
 # --- spans --------------------------------------------------------------------------------------------------------------------
@@ -516,6 +538,20 @@ SPAN_PHASE = Span(
     "torchobs.phase",
     "A region opened by torchobs.phase(), when it lasts 100 ms or longer.",
     (Attribute("phase", "the name given"),),
+)
+SPAN_CHECKPOINT = Span(
+    "torchobs.checkpoint",
+    "A save; an asynchronous one until it is complete. All of 100 ms or longer, and of the shorter ones a few.",
+    (
+        Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
+        Attribute("size", "bytes this rank wrote"),
+        Attribute("blocked_s", "of an asynchronous one: seconds for which training waited"),
+    ),
+)
+SPAN_RESTORE = Span(
+    "torchobs.restore",
+    "torch.load or torch.distributed.checkpoint.load in the training thread, when it takes 100 ms or longer.",
+    (Attribute("format", "what loaded", ("torch", "distributed")),),
 )
 SPAN_STEP = Span("torchobs.step", "A training step, sampled.", planned=True)
 SPAN_COMPILE = Span("torchobs.compile", "A compilation.", planned=True)

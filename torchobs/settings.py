@@ -18,7 +18,9 @@ from torchobs.values import Address, Attributes, Kind, Level, LogLevel, PartlyUs
 
 __all__ = ["PROBES", "Setting", "Settings", "SettingsError", "SettingsProblem", "environment", "listing", "resolve"]
 
-PROBES = ("step", "phases", "data", "loaders", "pinning", "loss", "gradients", "learning_rate", "amp", "gpu", "exits")
+PROBES = (
+    "step", "phases", "data", "loaders", "pinning", "checkpoint", "loss", "gradients", "learning_rate", "amp", "gpu", "exits",
+)  # fmt: skip
 """The probes that can be switched off, by name; spelled here because this module loads without torch."""
 
 EXPORTER_ADDRESS = Address("127.0.0.1", 10960)

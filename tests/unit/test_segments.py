@@ -205,3 +205,16 @@ def test_an_evaluation_of_one_batch_now_and_then_is_one() -> None:
     end = one_step(segments, end)
     segments.close(end)
     assert spent(segments, beside(segments, end, use=50))["evaluation"] == 60
+
+
+def test_a_checkpoint_within_an_evaluation_is_a_checkpoint() -> None:
+    """Saving the best model before ``train()`` is called again is not evaluation."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    segments.pin(CHECKPOINT, 150)
+    segments.unpin(180)
+    segments.evaluation_ends(7, 200)
+    assert spent(segments, one_step(segments, 200)) == {
+        "data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15, "evaluation": 70, "checkpoint": 30,
+    }  # fmt: skip

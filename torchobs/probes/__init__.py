@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs.probes.amp import AmpProbe
+from torchobs.probes.checkpoint import CheckpointProbe
 from torchobs.probes.data import DataProbe
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.gpu import GpuProbe
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torchobs.probes.host import Probe
 
 PROBES: tuple[type[Probe], ...] = (
-    ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, PinningProbe, LossProbe, AmpProbe, GradientProbe,
-    LearningRateProbe, GpuProbe,
+    ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, PinningProbe, CheckpointProbe, LossProbe, AmpProbe,
+    GradientProbe, LearningRateProbe, GpuProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

@@ -179,8 +179,10 @@ class Segments:
             return
         self._window = None
         self._cut(now_ns, OTHER)
+        saving_ns = self.spent_ns[CHECKPOINT] - window.spent_ns[CHECKPOINT]  # the best model so far, while in eval()
         self.spent_ns, self._undecided = window.spent_ns, window.undecided
-        self.spent_ns[EVALUATION] += now_ns - window.begun_ns
+        self.spent_ns[CHECKPOINT] += saving_ns
+        self.spent_ns[EVALUATION] += now_ns - window.begun_ns - saving_ns
         self._loader, self._fetch_ns = 0, 0
 
     def pin(self, segment: int, now_ns: int) -> None:

@@ -1,0 +1,326 @@
+"""Checkpoints of every kind: what training waited, what was written, and that nothing was changed by looking."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.training import Recording, loss_of, mlp, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NAP_S = 0.06
+BIG = 64 * 1024 // 4
+"""float32 elements that make a checkpoint of what is saved to memory"""
+
+
+class Sleepy:
+    """Takes its time to be pickled."""
+
+    def __getstate__(self) -> dict[str, int]:
+        time.sleep(NAP_S)
+        return {"state": 1}
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def train(between: Callable[[int], None], steps: int = 3) -> None:
+    """Train, doing something after every step but the last."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(1, steps + 1):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if step < steps:
+            between(step)
+
+
+def saved(run: Recording) -> dict[str, float]:
+    """What the metrics say."""
+    host = run.session.host
+    assert host is not None
+    host.writer.publish()
+    found = run.values()
+    return {
+        "saved": found[("torchobs.checkpoints", "saved")],
+        "failed": found[("torchobs.checkpoints", "failed")],
+        "duration": found.get(("torchobs.checkpoint.duration",), 0.0),
+        "size": found.get(("torchobs.checkpoint.size",), 0.0),
+        "timestamp": found.get(("torchobs.checkpoint.timestamp",), 0.0),
+    }
+
+
+def checkpoint_s(run: Recording) -> list[float]:
+    """Seconds of the phase checkpoint by step."""
+    return [record.phase_s[6] for record in run.steps()]
+
+
+def alike(found: list[float], timed: list[float]) -> bool:
+    """Whether the times of most saves are within 5 %: another process may take the processor in between."""
+    assert len(found) == len(timed)
+    return statistics.median(abs(one - other) / other for one, other in zip(found, timed, strict=True)) < 0.05
+
+
+def test_a_save_is_timed_and_sized_and_no_part_of_the_step(run: Recording, tmp_path: Path) -> None:
+    """Within 5 % of what the loop waited; the step's own duration is without it; a span each."""
+    waited: list[float] = []
+
+    def save(step: int) -> None:
+        begun = time.perf_counter()
+        torch.save({"model": torch.zeros(1000), "sleepy": Sleepy()}, tmp_path / f"{step}.pt")
+        waited.append(time.perf_counter() - begun)
+
+    train(save)
+    assert checkpoint_s(run)[0] == 0.0
+    assert alike(checkpoint_s(run)[1:], waited)
+    assert all(record.duration_s < NAP_S / 2 for record in run.steps()[1:])
+    found = saved(run)
+    assert (found["saved"], found["failed"]) == (2, 0)
+    assert found["duration"] == pytest.approx(waited[-1], rel=0.05, abs=0.001)
+    assert found["size"] == (tmp_path / "2.pt").stat().st_size
+    assert found["timestamp"] == pytest.approx(time.time(), abs=60)
+    spans = run.frames("torchobs.checkpoint")
+    assert [span["attrs"]["step"] for span in spans] == [1, 2]
+    assert all(
+        (span["t1"] - span["t0"]) / 1e9 == pytest.approx(length, abs=0.01) for span, length in zip(spans, waited, strict=True)
+    )
+
+
+def test_the_bytes_are_those_of_a_save_without_torchobs(flight_dir: Path, tmp_path: Path) -> None:
+    """Same hash, to a path, to a file, to memory, old format and new."""
+    state = {"model": mlp().state_dict(), "step": 7}
+
+    def hashes() -> list[str]:
+        path, buffer = tmp_path / "model.pt", io.BytesIO()
+        found = []
+        for options in ({}, {"_use_new_zipfile_serialization": False}):
+            torch.save(state, path, **options)
+            found.append(path.read_bytes())
+            with path.open("wb") as file:
+                torch.save(state, file, **options)
+            found.append(path.read_bytes())
+        torch.save(state, buffer)
+        return [hashlib.sha256(content).hexdigest() for content in (*found, buffer.getvalue())]
+
+    before = hashes()
+    for run in recording(flight_dir):
+        assert hashes() == before
+        assert saved(run)["saved"] == 1
+    assert hashes() == before
+
+
+def test_what_is_saved_between_two_steps_is_one_checkpoint(run: Recording, tmp_path: Path) -> None:
+    """Model, optimizer and random states are files of one checkpoint: sizes and times add up."""
+
+    def save(step: int) -> None:
+        for name in ("model", "optimizer", "rng"):
+            torch.save({name: torch.zeros(step * 1000)}, tmp_path / name)
+
+    train(save)
+    found = saved(run)
+    assert found["saved"] == 2
+    assert found["size"] == sum((tmp_path / name).stat().st_size for name in ("model", "optimizer", "rng"))
+
+
+@pytest.mark.parametrize(("elements", "checkpoints"), [(BIG, 1), (BIG // 2, 0)])
+def test_what_is_saved_to_memory_is_a_checkpoint_if_it_is_large(run: Recording, elements: int, checkpoints: int) -> None:
+    """From 64 KiB on; a random state, or an object on its way to another rank, is none. Its time is the step's."""
+    buffer = io.BytesIO()
+    buffer.write(b"before")
+
+    def save(step: int) -> None:
+        if step == 1:
+            torch.save([torch.zeros(elements), Sleepy()], buffer)
+
+    train(save)
+    assert saved(run)["saved"] == checkpoints
+    assert saved(run)["size"] == (len(buffer.getvalue()) - 6) * checkpoints
+    assert (checkpoint_s(run)[1] > NAP_S) == bool(checkpoints)
+
+
+def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: Recording, tmp_path: Path) -> None:
+    """An asynchronous save of the script's own making."""
+
+    def save(step: int) -> None:
+        thread = threading.Thread(target=torch.save, args=([step, Sleepy()], tmp_path / f"{step}.pt"))
+        thread.start()
+        thread.join()
+
+    train(save)
+    assert saved(run)["saved"] == 2
+    assert checkpoint_s(run) == [0.0, 0.0, 0.0]
+
+
+def test_a_save_before_the_first_step_starts_no_clock(run: Recording, tmp_path: Path) -> None:
+    """What is saved while the run is being set up is counted, and the first step is as long as it is."""
+    torch.save({"config": 1}, tmp_path / "config.pt")
+    time.sleep(NAP_S)
+    train(lambda _: None)
+    assert saved(run)["saved"] == 1
+    assert all(record.duration_s < NAP_S for record in run.steps())
+
+
+class Full(io.RawIOBase, BinaryIO):
+    """A file on a disk that is full."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        del data
+        raise OSError(28, "No space left on device")
+
+    def fileno(self) -> int:
+        return 99
+
+
+def test_a_failed_save_raises_as_ever_and_is_an_event(run: Recording, tmp_path: Path) -> None:
+    """The script gets its own exception; the failure is counted, its class on record, and the step goes on."""
+
+    def save(step: int) -> None:
+        del step
+        with pytest.raises(RuntimeError, match="does not exist"):
+            torch.save({"model": 1}, tmp_path / "no such folder" / "model.pt")
+
+    train(save, steps=2)
+    found = saved(run)
+    assert (found["saved"], found["failed"]) == (0, 1)
+    (event,) = run.frames("torchobs.checkpoint.failed")
+    assert event["attrs"]["exception.type"] == "builtins.RuntimeError"
+    assert str(tmp_path) not in str(event)
+    (span,) = run.frames("torchobs.checkpoint")
+    assert span["status"] == "error"
+
+
+def test_a_disk_that_is_full_is_the_script_s_own_error(run: Recording) -> None:
+    """ENOSPC as the file raised it."""
+    with pytest.raises(OSError, match="No space left"):
+        torch.save({"model": torch.zeros(10)}, Full(), _use_new_zipfile_serialization=False)
+    (event,) = run.frames("torchobs.checkpoint.failed")
+    assert event["attrs"]["exception.type"] == "builtins.OSError"
+
+
+def test_safetensors_are_checkpoints(run: Recording, tmp_path: Path) -> None:
+    """Transformers saves so."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    train(lambda step: safetensors.save_file({"weight": torch.zeros(step * 1000)}, tmp_path / "model.safetensors"))
+    assert saved(run)["saved"] == 2
+    assert saved(run)["size"] == (tmp_path / "model.safetensors").stat().st_size
+    assert {span["attrs"]["format"] for span in run.frames("torchobs.checkpoint")} == {"safetensors"}
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def distributed() -> Any:
+    """The module, untyped: its stubs hide what everybody calls. Imported late, as a script may."""
+    return importlib.import_module("torch.distributed.checkpoint")
+
+
+def written(directory: Path) -> int:
+    """Bytes in the shards of a distributed checkpoint."""
+    return sum(path.stat().st_size for path in directory.glob("*.distcp"))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_distributed_checkpoint_is_one(run: Recording, tmp_path: Path) -> None:
+    """Its shards are saved by ``torch.save`` in other threads; the size is this rank's, the bytes are what they were."""
+    dcp = distributed()
+
+    sizes, waited = [], []
+
+    def save(step: int) -> None:
+        state = {"model": torch.ones(200_000), "step": step}
+        begun = time.perf_counter()
+        metadata = dcp.save(state, checkpoint_id=tmp_path / str(step))
+        waited.append(time.perf_counter() - begun)
+        assert metadata.state_dict_metadata.keys() == {"model", "step"}
+        sizes.append(written(tmp_path / str(step)))
+
+    train(save, steps=6)
+    assert saved(run)["saved"] == 5
+    assert saved(run)["size"] == sizes[-1]
+    assert alike(checkpoint_s(run)[1:], waited)
+    loaded = {"model": torch.zeros(200_000), "step": 0}
+    dcp.load(loaded, checkpoint_id=tmp_path / "5")
+    assert loaded["step"] == 5
+    assert float(torch.as_tensor(loaded["model"]).sum()) == 200_000
+
+
+@pytest.mark.usefixtures("group")
+def test_an_asynchronous_checkpoint_is_there_when_it_is_complete(run: Recording, tmp_path: Path) -> None:
+    """The loop waits while it is copied; the checkpoint lasts until it is written, and counts then."""
+    dcp = distributed()
+
+    futures, waited = [], []
+
+    def save(step: int) -> None:
+        state = {"model": torch.ones(200_000)}
+        begun = time.perf_counter()
+        futures.append(dcp.async_save(state, checkpoint_id=tmp_path / str(step)))
+        waited.append(time.perf_counter() - begun)
+        futures[-1].result()
+
+    train(save, steps=6)
+    assert alike(checkpoint_s(run)[1:], waited)
+    found = saved(run)
+    assert found["saved"] == 5
+    assert found["size"] == written(tmp_path / "5")
+    spans = run.frames("torchobs.checkpoint")
+    assert alike([span["attrs"]["blocked_s"] for span in spans], waited)
+    assert all((span["t1"] - span["t0"]) / 1e9 >= span["attrs"]["blocked_s"] for span in spans)
+
+
+def test_a_long_load_is_a_span(run: Recording, tmp_path: Path) -> None:
+    """What a restart waits for."""
+    torch.save(Slow(), tmp_path / "slow.pt")
+    torch.load(tmp_path / "slow.pt", weights_only=False)
+    torch.load(io.BytesIO((tmp_path / "slow.pt").read_bytes()), weights_only=False)
+    assert [span["attrs"]["format"] for span in run.frames("torchobs.restore")] == ["torch", "torch"]
+
+
+class Slow:
+    """Takes its time to come back."""
+
+    def __setstate__(self, state: object) -> None:
+        time.sleep(0.11)
+
+    def __getstate__(self) -> dict[str, int]:
+        return {"state": 1}
+
+
+def test_nothing_is_left_of_the_watch(flight_dir: Path) -> None:
+    """After shutdown torch's functions are its own again."""
+    dcp = distributed()
+
+    before = torch.save, torch.load, torch.serialization.save, dcp.save, dcp.async_save, dcp.load
+    for _ in recording(flight_dir):
+        assert torch.save is not before[0]
+    assert (torch.save, torch.load, torch.serialization.save, dcp.save, dcp.async_save, dcp.load) == before
+
+
+def test_a_handle_kept_beyond_the_session_still_saves(flight_dir: Path, tmp_path: Path) -> None:
+    """``from torch import save`` during a session binds the watched function."""
+    kept = [torch.save for _ in recording(flight_dir)]
+    kept[0]({"x": 1}, tmp_path / "x.pt")
+    assert torch.load(tmp_path / "x.pt") == {"x": 1}
