@@ -55,6 +55,14 @@ class Recording:
             for point in self.view().points
         }
 
+    def look(self) -> dict[tuple[str, ...], Any]:
+        """Do one whole round of the sampler's in this thread, whose own is stopped; return the values."""
+        sampler = self.session._sampler
+        assert sampler is not None
+        sampler.stop()
+        sampler.round(last=True)
+        return self.values()
+
     def frames(self, name: str) -> list[dict[str, Any]]:
         """The events and spans of that name, as they stand in the file."""
         writer = self.session.writer

@@ -189,6 +189,8 @@ GPU_TASK = Attribute("hw.gpu.task", "kind of work", ("general",))
 GPU_THROTTLE = Attribute("reason", "what held the clocks down", ("power", "thermal"))
 IO_DIRECTION = Attribute("network.io.direction", "seen from the GPU", ("receive", "transmit"))
 GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
+SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
+OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
 SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
 LAYER = Attribute("layer", "parameter's qualified name; capped, the rest is 'other'")
 DEVICE = Attribute("device", "torch device, e.g. cuda:0")
@@ -262,13 +264,35 @@ ANOMALY_ACTIVE = _gauge(
 )
 
 # --- automatic mixed precision ------------------------------------------------------------------------------------------------
-AMP_SCALE = _gauge("torchobs.amp.scale", "", "Loss scale.", planned=True)
-AMP_GROWTH_TRACKER = _gauge(
-    "torchobs.amp.growth_tracker", "{step}", "Steps without overflow since the scale last changed.", planned=True
+AMP_SCALE = _gauge(
+    "torchobs.amp.scale",
+    "",
+    "Loss scale of each enabled GradScaler; on a device it is read ten times a second at most.",
+    SCALER,
 )
-AMP_SKIP_STREAK = _gauge("torchobs.amp.skip_streak", "{step}", "Steps skipped in a row.", planned=True)
+AMP_GROWTH_TRACKER = _gauge(
+    "torchobs.amp.growth_tracker", "{step}", "Steps without overflow since the loss scale last changed.", SCALER
+)
+AMP_SKIP_STREAK = _gauge(
+    "torchobs.amp.skip_streak",
+    "{step}",
+    "Steps that a loss scaler skipped in a row, up to now; of several optimizers, the one that waits longest.",
+)
 AMP_STEPS_SKIPPED = _counter(
     "torchobs.amp.steps_skipped", "{step}", "Steps that the loss scaler skipped because of non-finite gradients."
+)
+AMP_OVERFLOWS = _counter(
+    "torchobs.amp.overflows",
+    "{step}",
+    "Steps of each optimizer under a loss scaler that found non-finite gradients.",
+    OPTIMIZER,
+)
+AMP_AUTOCAST = _gauge(
+    "torchobs.amp.autocast",
+    "",
+    "1 for each data type that autocast was seen to compute in. With bfloat16 alone there is no loss scaler, and no scale.",
+    Attribute("device_type", "torch.autocast's device type, e.g. cuda"),
+    Attribute("dtype", "data type, e.g. bfloat16; eight pairs at most"),
 )
 
 # --- data ---------------------------------------------------------------------------------------------------------------------
@@ -488,6 +512,18 @@ EVENT_ANOMALY = Event(
     "A step was judged anomalous.",
     Severity.WARNING,
     (ANOMALY_KIND, Attribute("value", "what was seen"), Attribute("baseline", "what was usual")),
+)
+EVENT_AMP_SCALE_COLLAPSED = Event(
+    "torchobs.amp.scale_collapsed",
+    "A loss scale has fallen below 1: the gradients are not finite at any scale.",
+    Severity.WARNING,
+    (SCALER, Attribute("scale", "the loss scale")),
+)
+EVENT_AMP_UNSCALED = Event(
+    "torchobs.amp.unscaled",
+    "The run trains in float16 autocast without a GradScaler: small gradients become zero.",
+    Severity.WARNING,
+    (Attribute("steps", "steps done so far"),),
 )
 EVENT_PROBE_DISABLED = Event(
     "torchobs.probe.disabled",

@@ -31,6 +31,7 @@ class Sampler:
         self, host: Host, samples: list[tuple[str, Callable[[], None]]], slow: list[tuple[str, Callable[[], None]]]
     ) -> None:
         self._host, self._samples, self._slow = host, samples, slow
+        host.say = self.say
         self._stop = threading.Event()
         self._own = Fuse("sampler")
         self._shown: dict[str, int] = {}

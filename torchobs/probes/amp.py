@@ -1,7 +1,8 @@
-"""The loss scaler's effect on steps: one that it skips is a step all the same, and marked.
+"""Automatic mixed precision: what ``GradScaler`` does to steps, its scale, and the data type that autocast computes in.
 
-A non-fused skip calls no optimizer, so no hook fires; a fused optimizer is called with ``found_inf`` set and does nothing.
-The patches sit at class level on ``torch.amp.GradScaler``, whose subclasses for CUDA, CPU and FSDP inherit ``step``.
+A step that the scaler skips is a step all the same, and marked. A non-fused skip calls no optimizer, so no hook fires; a fused
+optimizer is called with ``found_inf`` set and does nothing. The patches sit at class level, on ``torch.amp.GradScaler``, whose
+subclasses for CUDA and the CPU inherit them, and on every subclass that overrides what is patched (``ShardedGradScaler`` does).
 """
 
 from __future__ import annotations
@@ -10,100 +11,158 @@ import functools
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.record import Flag
+from torchobs.afterimport import after_import, cancel
+from torchobs.probes.autocast import AutocastWatch
+from torchobs.probes.overflows import Overflows
 from torchobs.probes.patching import Patch
+from torchobs.probes.scales import Scales
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from importlib.abc import MetaPathFinder
+
+    from torch.utils.hooks import RemovableHandle
+
     from torchobs.probes.host import Host
+
+SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 
 class AmpProbe:
-    """Sees what ``GradScaler`` does."""
+    """Sees what loss scalers do."""
 
     name = "amp"
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
-        self._stepped: Any = None
-        self._under_way: dict[int, list[float]] = {}
+        self._patched: set[type] = set()
+        self._handle: MetaPathFinder | None = None
+        self._hook: RemovableHandle | None = None
+        self._autocast = AutocastWatch()
+        self._inside = self._called = False
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
         from torch.amp import grad_scaler  # torch is optional until training begins
 
-        self._host = host
-        fuse = host.fuse(self.name)
-        self._note = (self.name, fuse.guard(self._note_step))
-        scaler = grad_scaler.GradScaler
-        self._patches = [
-            Patch(scaler, "step", self._watched_step(scaler.step, fuse.guard(self._after_step))),
-            Patch(scaler, "scale", self._watched_scale(scaler.scale, fuse.guard(self._after_scale))),
-        ]
+        self._host, self._scaler = host, grad_scaler.GradScaler
+        self._overflows, self._scales = Overflows(host), Scales(host)
+        self._fuse = host.fuse(self.name)
+        self._after_step_safely = self._fuse.guard(self._after_step)
+        self._after_scale_safely = self._fuse.guard(self._after_scale)
+        self._after_update_safely = self._fuse.guard(self._after_update)
+        self._note_called_safely = self._fuse.guard(self._note_called)
+        self._patch_all()
+        self._handle = after_import(SHARDED, self._fuse.guard(self._patch_all))
+        self._autocast.install(host, self._fuse)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
-        for patch in self._patches:
+        if self._handle is not None:
+            cancel(self._handle)
+        if self._hook is not None:
+            self._hook.remove()
+        self._autocast.remove()
+        for patch in reversed(self._patches):
             patch.undo()
 
     def sample(self) -> None:
-        """Mark ended steps that a fused optimizer turns out to have skipped."""
-        cycle = self._host.cycle
-        for step in sorted(self._under_way):
-            found = self._under_way[step]
-            if step > cycle.step or not found:
-                return
-            del self._under_way[step]
-            if found[0]:
-                cycle.late(step, Flag.SKIPPED, 0.0, 0.0)
+        """Show the scales; count what fused optimizers turn out to have skipped."""
+        self._overflows.sample()
+        self._scales.sample()
 
-    def _watched_step(self, original: Any, after: Any) -> Any:
-        host = self._host
+    def observe(self) -> None:
+        """Look for scalers that were defined meanwhile, and for autocast."""
+        self._patch_all()
+        self._autocast.observe(scaled=self._scales.seen)
 
+    def _patch_all(self) -> None:
+        """Patch ``GradScaler`` and each of its subclasses as far as it overrides what is patched, once."""
+        watched = {"step": self._watched_step, "scale": self._watched_scale, "update": self._watched_update}
+        for owner in _family(self._scaler):
+            if owner in self._patched:
+                continue
+            self._patched.add(owner)
+            for name in vars(owner).keys() & watched.keys():
+                self._patches.append(Patch(owner, name, watched[name](vars(owner)[name])))
+
+    def _watched_step(self, original: Any) -> Any:
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not host.watches_steps:
-                host.watches_steps = True  # from the first scaler on; nobody else pays for it
-                host.before_step.append(self._note)
-            self._stepped = None
-            result = original(scaler, optimizer, *args, **kwargs)
-            after(scaler, optimizer)
+            # inside: a subclass calls its parent; a disabled scaler has no `_scale` and hands everything through
+            if self._inside or self._fuse.blown or not getattr(scaler, "_enabled", False):
+                return original(scaler, optimizer, *args, **kwargs)
+            if self._hook is None:
+                self._watch_optimizers()
+            self._inside, self._called = True, False
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._inside = False
+            self._after_step_safely(optimizer)
             return result
 
         return step
 
-    def _watched_scale(self, original: Any, after: Any) -> Any:
+    def _watched_scale(self, original: Any) -> Any:
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
-            after(scaler, outputs, scaled)
+            self._after_scale_safely(scaler, outputs, scaled)
             return scaled
 
         return scale
 
-    def _note_step(self, optimizer: Any, closure: bool) -> None:  # noqa: FBT001  # a listener
-        """The optimizer is called: not skipped, unless it is a fused one that finds ``found_inf`` set."""
-        del closure
-        self._stepped = optimizer
+    def _watched_update(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(scaler, *args, **kwargs)
+            self._after_update_safely(scaler)
+            return result
+
+        return update
+
+    def _watch_optimizers(self) -> None:
+        """Hook optimizers from the first scaler's first step on: nobody else pays for it."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+    def _before_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        if self._inside and not self._called:  # a subclass's step calls its parent's
+            self._called = True
+            self._note_called_safely(optimizer)
+
+    def _note_called(self, optimizer: Any) -> None:
+        """The scaler calls it: it steps, unless it is a fused one that finds ``found_inf`` set."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
-            return
-        cycle = self._host.cycle
-        if found_inf.device.type == "cpu":
-            if found_inf.item():
-                cycle.values.flags |= Flag.SKIPPED
-            return
-        arriving: list[float] = []
-        if self._host.device.take(found_inf, arriving.append):
-            self._under_way[cycle.step + 1] = arriving
+            self._overflows.stepped(optimizer)
+        else:
+            self._overflows.fused(optimizer, found_inf)
 
-    def _after_step(self, scaler: Any, optimizer: Any) -> None:
-        if not scaler.is_enabled() or self._stepped is not None:
+    def _after_step(self, optimizer: Any) -> None:
+        # an optimizer that fires no hooks (none of torch's) is not known to have been skipped
+        if self._called or not getattr(type(optimizer).step, "hooked", False):
             return
         cycle = self._host.cycle
         cycle.optimizer_begins(optimizer)
-        cycle.values.flags |= Flag.SKIPPED
+        self._overflows.skipped(optimizer)
         cycle.optimizer_ends(optimizer, monotonic_ns())
 
     def _after_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
-        if self._host.loss_scaled is not None and scaler.is_enabled():
+        if self._host.loss_scaled is not None and scaler._enabled:
             self._host.loss_scaled(outputs, scaled, scaler._scale)  # get_scale() would synchronise
+
+    def _after_update(self, scaler: Any) -> None:
+        if scaler._enabled:
+            self._scales.updated(scaler)
+
+
+def _family(base: type) -> Iterator[type]:
+    """Yield a class and all that inherit from it."""
+    yield base
+    child: type
+    for child in base.__subclasses__():
+        yield from _family(child)

@@ -58,7 +58,8 @@ class DeviceValues:
         slot = self._next
         self._next = (slot + 1) % _SLOTS
         with torch.no_grad(), torch.cuda.device(value.device):
-            self._ring[slot : slot + 1].copy_(value.detach().reshape(1), non_blocking=True)
+            # converted on the device: a copy that has to convert goes through pageable memory, and waits
+            self._ring[slot : slot + 1].copy_(value.detach().reshape(1).double(), non_blocking=True)
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
             event.record()
         self._pending.append(_Pending(event, slot, deliver))

@@ -65,6 +65,8 @@ class Host:
     """The debug level in force, as an index into ``flight.control.LEVELS``"""
     span: Callable[..., None] | None = None
     """``RunSpan.write``: records a span beneath the run's, times on CLOCK_MONOTONIC"""
+    say: Callable[[str, str], None] | None = None
+    """``Sampler.say``: logs a warning, at most one a minute for each cause; for the sampler thread"""
     fuses: dict[str, Fuse] = field(default_factory=dict)
     spent_ns: dict[str, int] = field(default_factory=dict)
     """Our own time in the training thread, by probe"""

@@ -1,0 +1,488 @@
+"""Loss scalers of every kind: what they say of themselves is what is shown, and nothing of theirs is changed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.amp import GradScaler, autocast_mode, grad_scaler
+from torch.optim import optimizer as torch_optimizer
+
+import torchobs
+from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.probes import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+STREAK = ("torchobs.amp.skip_streak",)
+SKIPPED = ("torchobs.amp.steps_skipped",)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def overflow(model: torch.nn.Module) -> None:
+    """Make a gradient infinite."""
+    next(model.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, *, overflows: bool = False) -> None:
+    """One step, without the update."""
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
+    if overflows:
+        overflow(model)
+    scaler.step(optimizer)
+
+
+def scale_of(values: Mapping[tuple[str, ...], Any], index: int = 0) -> tuple[float, float]:
+    """What is shown of a scaler."""
+    return values["torchobs.amp.scale", str(index)], values["torchobs.amp.growth_tracker", str(index)]
+
+
+def truth(scaler: GradScaler) -> tuple[float, float]:
+    """What it says."""
+    return scaler.get_scale(), float(scaler._get_growth_tracker())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scale_tracker_streak_and_skips_are_the_scaler_s_own(run: Recording, fused: bool) -> None:  # noqa: FBT001
+    """After every step: through growth, overflows in a row and a recovery."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    overflows = [False, False, False, False, True, True, False, True, False]
+    streak = skipped = 0
+    for overflows_now in overflows:
+        step(model, optimizer, scaler, overflows=overflows_now)
+        scaler.update()
+        values = run.look()
+        streak, skipped = (streak + 1 if overflows_now else 0), skipped + overflows_now
+        assert scale_of(values) == truth(scaler)
+        assert (values[STREAK], values["torchobs.amp.overflows", "0"]) == (streak, skipped)
+    assert truth(scaler)[0] == 256.0
+    assert [has(record, Flag.SKIPPED) for record in run.steps()] == overflows
+    assert run.look()[SKIPPED] == 3
+
+
+def test_float16_autocast_overflows_are_seen(run: Recording) -> None:
+    """A real overflow of float16, at a scale that is too large: skipped until the scale has come down."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+    for _ in range(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = loss_of(model) * 64
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    values = run.look()
+    halvings = values[SKIPPED]
+    assert 2 <= halvings < 12
+    assert values["torchobs.amp.scale", "0"] == 2.0 ** (20 - halvings) == scaler.get_scale()
+    assert values["torchobs.amp.autocast", "cpu", "float16"] == 1.0
+    assert run.frames("torchobs.amp.scale_collapsed") == []
+
+
+def test_each_optimizer_of_one_scaler_is_told_apart(run: Recording) -> None:
+    """The one whose gradients overflow is skipped, the other one is not; the scale is of both."""
+    one, two = mlp(0), mlp(1)
+    first, second = torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.AdamW(two.parameters(), lr=0.1, fused=True)
+    scaler = GradScaler("cpu")
+    for index in range(6):
+        step(one, first, scaler)
+        step(two, second, scaler, overflows=index >= 2)
+        scaler.update()
+    values = run.look()
+    assert (values["torchobs.amp.overflows", "0"], values["torchobs.amp.overflows", "1"]) == (0, 4)
+    assert (values[STREAK], values[SKIPPED]) == (4, 4)
+    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, False, True, True, True, True]
+
+
+def test_two_scalers_have_their_own_scales(run: Recording) -> None:
+    """A GAN may have one for each of its optimizers."""
+    scalers = [GradScaler("cpu", init_scale=scale) for scale in (64.0, 512.0)]
+    models = [mlp(0), mlp(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for index in range(4):
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            step(model, optimizer, scaler, overflows=scaler is scalers[1] and index == 3)
+            scaler.update()
+    values = run.look()
+    assert [scale_of(values, index) for index in (0, 1)] == [(64.0, 4.0), (256.0, 0.0)] == [truth(one) for one in scalers]
+
+
+def test_scalers_are_capped_and_a_new_one_takes_a_dead_one_s_place(run: Recording) -> None:
+    """A scaler per fold of a cross-validation is one series, and many at once are four."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for scale in range(10, 16):
+        scaler = GradScaler("cpu", init_scale=float(scale))
+        step(model, optimizer, scaler)
+        scaler.update()
+        assert run.look()["torchobs.amp.scale", "0"] == scale
+        del scaler
+        gc.collect()
+    many = [GradScaler("cpu", init_scale=float(scale)) for scale in range(1, 7)]
+    for scaler in many:
+        step(model, optimizer, scaler)
+        scaler.update()
+    shown = {name[1]: value for name, value in run.look().items() if name[0] == "torchobs.amp.scale"}
+    assert shown == {"0": 1.0, "1": 2.0, "2": 3.0, "3": 4.0}
+    assert tuple(shown) == catalog.SCALER.values
+
+
+class Halving(GradScaler):
+    """Overrides everything, as one's own scaler may, and calls its parent."""
+
+    def scale(self, outputs: Any) -> Any:
+        return super().scale(outputs)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        super().update(new_scale)
+        assert self._scale is not None
+        self._scale.mul_(0.5)
+
+
+def test_a_subclass_that_overrides_everything_counts_once(run: Recording) -> None:
+    """Its method and its parent's are one call."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = Halving("cpu", init_scale=64.0)
+    losses = []
+    for index in range(4):
+        step(model, optimizer, scaler, overflows=index == 1)
+        losses.append(loss_of(model))
+        scaler.update()
+        assert scale_of(run.look()) == truth(scaler)
+    assert run.look()[SKIPPED] == 1
+    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, True, False, False]
+
+
+def test_a_subclass_defined_later_is_found(run: Recording) -> None:
+    """One that calls no parent is seen from the next look on, ten seconds later at most."""
+
+    class Own(GradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            del new_scale
+            self._scale.fill_(8.0)  # type: ignore[union-attr]
+            self._per_optimizer_states.clear()
+
+    run.look()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = Own("cpu")
+    step(model, optimizer, scaler)
+    scaler.update()
+    assert scale_of(run.look()) == (8.0, 0.0)
+
+
+def test_a_disabled_scaler_shows_nothing(run: Recording) -> None:
+    """It has no scale; whether it is there makes no difference."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", enabled=False)
+    for _ in range(3):
+        step(model, optimizer, scaler)
+        scaler.update()
+    values = run.look()
+    assert [name for name in values if name[0].startswith("torchobs.amp.")] == [SKIPPED]
+    assert (values[SKIPPED], len(run.steps())) == (0, 3)
+
+
+def test_a_scaler_made_before_init_is_seen(flight_dir: Path) -> None:
+    """The patches sit on the class."""
+    model, scaler = mlp(), GradScaler("cpu", init_scale=32.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for run in recording(flight_dir):
+        step(model, optimizer, scaler)
+        scaler.update()
+        assert scale_of(run.look()) == (32.0, 1.0)
+
+
+def test_an_optimizer_that_is_none_of_torch_s_is_not_called_skipped(run: Recording) -> None:
+    """It fires no hooks, so that nobody knows whether it stepped."""
+
+    class Plain:
+        def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+            self.param_groups = [{"params": parameters}]
+
+        def step(self) -> None:
+            """Do nothing."""
+
+    model, scaler = mlp(), GradScaler("cpu")
+    optimizer: Any = Plain(list(model.parameters()))
+    for _ in range(3):
+        scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    assert run.look()[SKIPPED] == 0
+
+
+def test_an_error_of_the_scaler_s_reaches_the_user_and_changes_nothing(run: Recording) -> None:
+    """Stepping twice without an update raises as it always did; the next step counts."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    step(model, optimizer, scaler)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+    scaler.update()
+    step(model, optimizer, scaler, overflows=True)
+    scaler.update()
+    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, True]
+
+
+def test_a_collapsed_scale_is_told_once(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """A run whose every step is skipped dies quietly: the scale falls below 1, and that is an event and one line."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    with caplog.at_level(logging.WARNING, "torchobs"):
+        for _ in range(6):
+            step(model, optimizer, scaler, overflows=True)
+            scaler.update()
+            run.look()
+    assert run.values()[STREAK] == 6
+    assert [told["attrs"] for told in run.frames("torchobs.amp.scale_collapsed")] == [{"scaler": "0", "scale": 0.5}]
+    assert [line.getMessage() for line in caplog.records if "loss scale" in line.getMessage()] == [
+        "torchobs: the loss scale has fallen to 0.5 by step 3: the gradients are not finite at any scale, and steps are skipped"
+    ]
+    scaler.update(new_scale=256.0)
+    run.look()
+    scaler.update(new_scale=0.25)
+    run.look()
+    assert len(run.frames("torchobs.amp.scale_collapsed")) == 2
+
+
+def test_a_sharded_scaler_on_one_process(flight_dir: Path, tmp_path: Path) -> None:
+    """FSDP's scaler overrides ``scale``, ``unscale_`` and ``update``, and adds found_inf up over the ranks."""
+    from torch import distributed
+    from torch.distributed.fsdp import sharded_grad_scaler
+
+    before = dict(vars(sharded_grad_scaler.ShardedGradScaler))
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        for run in recording(flight_dir):
+            assert vars(sharded_grad_scaler.ShardedGradScaler)["update"] is not before["update"]
+            model = mlp()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = sharded_grad_scaler.ShardedGradScaler("cpu", init_scale=128.0, growth_interval=2)
+            losses = []
+            for index in range(5):
+                losses.append(loss_of(model).item())
+                step(model, optimizer, scaler, overflows=index == 3)
+                scaler.update()
+                assert scale_of(run.look()) == truth(scaler)
+            assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, False, False, True, False]
+            assert [record.loss for record in run.steps()] == losses
+    finally:
+        distributed.destroy_process_group()
+    assert dict(vars(sharded_grad_scaler.ShardedGradScaler)) == before
+
+
+def test_removal_is_exact(flight_dir: Path) -> None:
+    """Class attributes and hooks are what they were, a subclass's included, however often autocast was looked at."""
+    owners = (grad_scaler.GradScaler, Halving, autocast_mode.autocast)
+    before = [dict(vars(owner)) for owner in owners]
+    hooks = dict(torch_optimizer._global_optimizer_pre_hooks)
+    for run in recording(flight_dir):
+        assert [dict(vars(owner)) != was for owner, was in zip(owners, before, strict=True)] == [True] * 3
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler("cpu")
+        with torch.autocast("cpu"):
+            step(model, optimizer, scaler)
+        scaler.update()
+        run.look()
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert dict(torch_optimizer._global_optimizer_pre_hooks) == hooks
+
+
+def test_without_a_scaler_nobody_pays(run: Recording) -> None:
+    """The hook on optimizers comes with the first scaler's first step."""
+    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+    scaler = GradScaler("cpu")
+    for _ in range(2):
+        step(model, optimizer, scaler)
+        scaler.update()
+    assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks + 1
+    assert len(run.steps()) == 3
+
+
+# --- autocast -----------------------------------------------------------------------------------------------------------------
+
+
+def autocasts(values: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
+    """What is shown of autocast."""
+    return {name[1:] for name, value in values.items() if name[0] == "torchobs.amp.autocast" and value == 1.0}
+
+
+def test_bfloat16_without_a_scaler_says_so(run: Recording) -> None:
+    """The data type is there, a scale is not, and nobody is warned."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(autocast.UNSCALED_STEPS + 1):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    values = run.look()
+    assert autocasts(values) == {("cpu", "bfloat16")}
+    assert not [name for name in values if name[0] == "torchobs.amp.scale"]
+    assert run.frames("torchobs.amp.unscaled") == []
+
+
+def test_float16_training_without_a_scaler_is_told_once(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """Its small gradients become zero, which no metric would show."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(autocast.UNSCALED_STEPS + 1):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = loss_of(model)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with caplog.at_level(logging.WARNING, "torchobs"):
+        for _ in range(3):
+            run.look()
+    assert len(run.frames("torchobs.amp.unscaled")) == 1
+    assert [line.getMessage() for line in caplog.records if "float16" in line.getMessage()] == [
+        "torchobs: float16 autocast is in use without a GradScaler: small gradients become zero"
+    ]
+
+
+def test_float16_evaluation_is_no_training_without_a_scaler(run: Recording) -> None:
+    """Under no_grad there is nothing to scale."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(autocast.UNSCALED_STEPS + 1):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+            loss_of(model)
+        optimizer.zero_grad()
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert autocasts(run.look()) == {("cpu", "float16")}
+    assert run.frames("torchobs.amp.unscaled") == []
+
+
+def test_autocast_costs_nothing_but_now_and_then(run: Recording) -> None:
+    """The wrapper goes when it has seen one, or 64 that were disabled; a later look sees what is in use by then."""
+    plain = vars(autocast_mode.autocast)["__enter__"].__wrapped__
+    run.look()
+    for index in range(autocast.LOOKS):
+        assert vars(autocast_mode.autocast)["__enter__"] is not plain, index
+        with torch.autocast("cpu", enabled=False):
+            pass
+    assert vars(autocast_mode.autocast)["__enter__"] is plain
+    assert autocasts(run.look()) == set()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            pass
+        assert vars(autocast_mode.autocast)["__enter__"] is plain
+        assert ("cpu", str(dtype).removeprefix("torch.")) in autocasts(run.look())
+
+
+def test_autocast_dtypes_are_capped(run: Recording) -> None:
+    """A label is never open-ended, whatever a plug-in device calls itself."""
+    host = run.session.host
+    assert host is not None
+    watch = autocast.AutocastWatch()
+    watch.install(host, host.fuse("amp"))
+    try:
+        watch._seen = {autocast._Seen(f"device{index}", "bfloat16", training=False) for index in range(20)}
+        watch.observe(scaled=False)
+    finally:
+        watch.remove()
+    assert len(autocasts(run.look())) == autocast.MAX_SHOWN
+
+
+@pytest.mark.parametrize("where", ["inside", "around", "as a decorator", "an object of its own"])
+def test_compiled_regions_stay_whole(run: Recording, where: str) -> None:
+    """``fullgraph=True`` with autocast in every place, while it is being looked at and when it is not; compiled once."""
+    torch._dynamo.reset()
+    layer, inputs = torch.nn.Linear(8, 8), torch.ones(2, 8)
+    own = torch.autocast("cpu", dtype=torch.bfloat16)
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
+        del example
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def inside(given: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return torch.as_tensor(layer(given))
+
+    def with_own(given: torch.Tensor) -> torch.Tensor:
+        with own:
+            return torch.as_tensor(layer(given))
+
+    decorated = torch.autocast("cpu", dtype=torch.bfloat16)(layer.forward)
+    functions: dict[str, Any] = {
+        "inside": inside, "around": layer.forward, "as a decorator": decorated, "an object of its own": with_own,
+    }  # fmt: skip
+    compiled: Any = torch.compile(functions[where], backend=backend, fullgraph=True)
+    for _ in range(3):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=where == "around"):
+                result = compiled(inputs)
+            assert result.dtype == torch.bfloat16
+        run.look()
+    assert len(graphs) == 1
+    assert autocasts(run.look()) == {("cpu", "bfloat16")}
+    torch._dynamo.reset()
+
+
+def test_torchscript_still_knows_autocast(run: Recording) -> None:
+    """It compiles the class from its source, while the wrapper is in place."""
+
+    def product(given: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device_type="cpu", dtype=torch.bfloat16):
+            return given @ given
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(product)
+    assert scripted(torch.ones(4, 4)).dtype == torch.bfloat16
+    assert run.errors() == []
+
+
+def test_an_older_torch_without_these_classes_has_the_probe_off(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing switches the probe off with a reason; steps are counted, and GradScaler is left alone after shutdown."""
+    before = dict(vars(grad_scaler.GradScaler))
+    monkeypatch.delattr(autocast_mode, "autocast")
+    session = torchobs.init(flight_dir=flight_dir)
+    try:
+        found = Recording(session)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = GradScaler("cpu")
+        step(model, optimizer, scaler)
+        scaler.update()
+        values = found.look()
+        assert values["torchobs.probe.disabled", "amp"] == 1.0
+        assert [error.split(":")[0] for error in found.errors()] == ["amp"]
+        assert len(found.steps()) == 1
+    finally:
+        torchobs.shutdown()
+    assert dict(vars(grad_scaler.GradScaler)) == before
