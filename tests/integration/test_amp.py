@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import warnings
@@ -15,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 import torchobs
 from tests.training import Flag, Recording, has, loss_of, mlp, recording
 from torchobs import catalog
+from torchobs.flight import reader
 from torchobs.probes import autocast
 
 if TYPE_CHECKING:
@@ -212,6 +214,29 @@ def test_a_scaler_made_before_init_is_seen(flight_dir: Path) -> None:
         step(model, optimizer, scaler)
         scaler.update()
         assert scale_of(run.look()) == (32.0, 1.0)
+
+
+def test_the_last_moment_is_in_the_file(flight_dir: Path) -> None:
+    """A run that ends before the sampler has ever looked leaves its scale, its overflows and its streak all the same."""
+    session = torchobs.init(flight_dir=flight_dir)
+    assert session.writer is not None
+    path = session.writer.path
+    try:
+        found = Recording(session)
+        assert session._sampler is not None
+        session._sampler.stop()
+        model, scaler = mlp(), GradScaler("cpu", init_scale=32.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(3):
+            step(model, optimizer, scaler, overflows=index == 2)
+            scaler.update()
+        assert found.errors() == []
+    finally:
+        torchobs.shutdown()
+    with contextlib.closing(reader.open_path(path)) as file:
+        values = {point.series.name: point.value for point in file.read().points}
+    shown = [values[name] for name in ("torchobs.amp.scale", "torchobs.amp.overflows", "torchobs.amp.skip_streak")]
+    assert shown == [16.0, 1, 1.0]
 
 
 def test_an_optimizer_that_is_none_of_torch_s_is_not_called_skipped(run: Recording) -> None:
