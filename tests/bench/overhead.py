@@ -19,10 +19,10 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
 from tests.bench.meter import Floor, Meter
+from tests.bench.workloads import WORKLOADS
 from torchobs.flight import reader
 from torchobs.flight.record import Flag, Kind, StepRecord
 from torchobs.probes.cycle import Cycle
@@ -36,50 +36,8 @@ FLOOR_RATIO = 4.0
 on a busy one; before the hooks only noted boundaries it was 6.5."""
 ROUNDS = 3
 """The floor and our own code are timed in turn, this often; of each the least counts: what else the machine did is not ours."""
-SHARES = {"gpt": 0.005}
+SHARES = {"gpt": 0.005, "cnn": 0.005}
 """Most that all our code may take of a step, norms included, where a step is long enough for that to be ours to decide."""
-
-
-def mlp() -> Iterator[None]:
-    """A 3-layer perceptron in steps of about 1 ms; yields after each."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    data = TensorDataset(torch.randn(50, 64, 128), torch.randint(0, 10, (50, 64)))
-    while True:
-        for inputs, labels in DataLoader(data, batch_size=None):
-            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            yield
-
-
-def gpt() -> Iterator[None]:
-    """The example's GPT, about 80 ms a step on two cores; yields after each."""
-    from examples import char_gpt
-
-    options = char_gpt.Options()
-    torch.manual_seed(0)
-    model = char_gpt.GPT(options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    length = options.block_size + 1
-    text = char_gpt.read_text(2000 * length)
-    blocks = TensorDataset(text[: len(text) // length * length].view(-1, length))
-    while True:
-        for (block,) in DataLoader(blocks, batch_size=options.batch_size, shuffle=True, drop_last=True):
-            loss = char_gpt.cross_entropy(model(block[:, :-1]), block[:, 1:])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            yield
-
-
-WORKLOADS: dict[str, tuple[Callable[[], Iterator[None]], int, int]] = {"mlp": (mlp, 400, 8), "gpt": (gpt, 12, 5)}
-"""Name → (training, steps per block, blocks of each kind)."""
 
 
 def run(training: Iterator[None], steps: int, after: Callable[[], None] | None = None) -> float:
@@ -120,7 +78,7 @@ class Result:
         return self.bookkeeping_us / self.floor_us
 
 
-def measure(name: str, directory: Path, blocks: int | None) -> Result:
+def measure(name: str, directory: Path, blocks: int | None, level: str) -> Result:
     """Measure one workload."""
     make, steps, default_blocks = WORKLOADS[name]
     training = make()
@@ -128,7 +86,7 @@ def measure(name: str, directory: Path, blocks: int | None) -> Result:
     plain, observed = [], []
     for _ in range(blocks or default_blocks):
         plain.append(run(training, steps))
-        torchobs.init(flight_dir=directory)
+        torchobs.init(flight_dir=directory, level=level)
         run(training, max(3, steps // 4))  # learns the cycle and the interval
         observed.append(run(training, steps))
         torchobs.shutdown()
@@ -136,7 +94,7 @@ def measure(name: str, directory: Path, blocks: int | None) -> Result:
     floors, rounds = [], []
     for _ in range(ROUNDS):
         floors.append(least(training, steps).ours_us)
-        rounds.append(in_situ(training, steps, directory))
+        rounds.append(in_situ(training, steps, directory, level))
     meter, interval, step_ms = min(rounds, key=lambda measured: measured[0].ours_us)
     return Result(
         name,
@@ -164,11 +122,11 @@ def least(training: Iterator[None], steps: int) -> Meter:
     return meter
 
 
-def in_situ(training: Iterator[None], steps: int, directory: Path) -> tuple[Meter, float, float]:
+def in_situ(training: Iterator[None], steps: int, directory: Path, level: str) -> tuple[Meter, float, float]:
     """Time our own code between real steps; return it with the norms' interval and the median step."""
     meter = Meter()
     meter.inner()
-    session = torchobs.init(flight_dir=directory)
+    session = torchobs.init(flight_dir=directory, level=level)
     meter.outer()
     run(training, max(4, steps // 2), meter.step)
     meter.ours.clear()
@@ -246,8 +204,9 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "workloads", nargs="*", default=list(WORKLOADS), help=f"which ones: {', '.join(WORKLOADS)} (default: all)"
+        "workloads", nargs="*", default=["mlp", "cnn", "gpt"], help=f"which ones: {', '.join(WORKLOADS)} (default: all but one)"
     )
+    parser.add_argument("--level", default="basic", help="debug level (default: basic)")
     parser.add_argument("--blocks", type=int, help="blocks of each kind, with and without torchobs")
     parser.add_argument("--gate", action="store_true", help="exit 1 when a self-time in situ is over its budget")
     options = parser.parse_args()
@@ -256,9 +215,9 @@ def main() -> None:
     shm = Path("/dev/shm")
     directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
     try:
-        results = [measure(name, directory, options.blocks) for name in options.workloads]
+        results = [measure(name, directory, options.blocks, options.level) for name in options.workloads]
         if options.gate and over_budget(results):  # the better of two: what else the machine did is not ours
-            again = [measure(name, directory, options.blocks) for name in options.workloads]
+            again = [measure(name, directory, options.blocks, options.level) for name in options.workloads]
             results = [min(pair, key=lambda result: result.share) for pair in zip(results, again, strict=True)]
         print(table(results, tight_loop(directory)))
     finally:

@@ -1,0 +1,109 @@
+"""What torchobs and its peers cost a whole training: ``python -m tests.bench.peers``.
+
+Every measurement is a process of its own, plain and observed in turn, so that the peers, which cannot be taken out of a process
+again, are started as their users start them. Given is the median step with an observer over the median step without, as the
+median of the pairs, and the same of the 99th percentile. ``pip install -e .[bench]`` has the peers; one that is missing is
+left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter_ns
+
+from tests.bench.observers import LAUNCHED, OBSERVERS
+from tests.bench.workloads import WORKLOADS
+
+NEEDS = {"wandb": "wandb", "tensorboard": "tensorboard", "traceml": "traceml_ai"}
+"""Observer → the module without which it is left out."""
+SECONDS = 5.0
+
+
+def work(workload: str, observer: str, seconds: float, out: Path) -> None:
+    """Train for that long after a warm-up; write the median and the 99th percentile of the steps, in ms."""
+    training = WORKLOADS[workload][0](OBSERVERS[observer][1]())
+    for _ in range(10):
+        next(training)  # imports, and compiles
+    lengths, now = list[int](), perf_counter_ns()
+    warm, end = now + int(seconds / 3 * 1e9), now + int(seconds * 4 / 3 * 1e9)
+    while now < end:
+        begun = perf_counter_ns()
+        next(training)
+        now = perf_counter_ns()
+        if begun > warm:
+            lengths.append(now - begun)
+    cuts = statistics.quantiles(lengths, n=100)
+    out.write_text(json.dumps({"median": cuts[49] / 1e6, "p99": cuts[98] / 1e6, "steps": len(lengths)}))
+    os._exit(0)  # what an observer still does at the exit is not a step
+
+
+def measure(workload: str, observer: str, seconds: float) -> dict[str, float]:
+    """Run one process; return what it wrote. Ends the program with that one's output if it wrote nothing."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory, "result.json")
+        arguments = ["--worker", workload, observer, str(seconds), str(out)]
+        command = [sys.executable, "-m", "tests.bench.peers", *arguments]
+        if observer in LAUNCHED:
+            program, *options = LAUNCHED[observer]
+            launcher = [str(Path(sys.executable).with_name(program)), *options, uuid.uuid4().hex, "--logs-dir", directory]
+            command = [*launcher, str(Path(__file__)), "--args", *arguments]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}  # noqa: PTH109  # text
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120 + 10 * seconds, env=environment)
+        if not out.exists():
+            sys.exit(f"{observer} did not come through {workload}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        found: dict[str, float] = json.loads(out.read_text())
+        return found
+
+
+def compare(workload: str, observers: list[str], rounds: int, seconds: float) -> list[str]:
+    """Measure one workload; return the rows of its table."""
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in observers}
+    plain_ms = []
+    for number in range(rounds):
+        for name in observers:
+            print(f"{workload}: round {number + 1} of {rounds}, {OBSERVERS[name][0]}", file=sys.stderr, flush=True)
+            before = measure(workload, "none", seconds)
+            with_it = measure(workload, name, seconds)
+            plain_ms.append(before["median"])
+            ratios[name].append((with_it["median"] / before["median"], with_it["p99"] / before["p99"]))
+    rows = [f"| {workload} | nothing | {statistics.median(plain_ms):.2f} ms | | |"]
+    for name in observers:
+        medians = sorted(pair[0] for pair in ratios[name])
+        spread = f"{medians[0] - 1:+.1%} to {medians[-1] - 1:+.1%}"
+        p99 = statistics.median(pair[1] for pair in ratios[name])
+        rows.append(f"| | {OBSERVERS[name][0]} | {statistics.median(medians) - 1:+.1%} | {spread} | {p99 - 1:+.0%} |")
+    return rows
+
+
+def main() -> None:
+    """See the module."""
+    if sys.argv[1:2] == ["--worker"]:
+        workload, observer, seconds, out = sys.argv[2:]
+        work(workload, observer, float(seconds), Path(out))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name for name in OBSERVERS if name != "none"]
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS, default=list(WORKLOADS), help="default: all")
+    parser.add_argument("--observers", nargs="*", choices=names, default=names, help="default: all")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of processes for each (default: 3)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"that each one trains (default: {SECONDS:g})")
+    options = parser.parse_args()
+    missing = [name for name in options.observers if name in NEEDS and find_spec(NEEDS[name]) is None]
+    if missing:
+        print(f"left out, not installed: {', '.join(missing)} (pip install -e .[bench])", file=sys.stderr)
+    observers = [name for name in options.observers if name not in missing]
+    print("| training | beside it | median step | range of the pairs | 99th percentile |\n|---|---|---|---|---|")
+    for workload in options.workloads:
+        print("\n".join(compare(workload, observers, options.rounds, options.seconds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

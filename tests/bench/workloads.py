@@ -1,0 +1,117 @@
+"""What the benchmarks train: four models, each an endless generator that yields after every step."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+
+class Observer(Protocol):
+    """What watches a training, where it has to be called at all."""
+
+    def step(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Enclose what one step does after its batch has come."""
+
+    def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
+        """The step has ended; gradients are still there."""
+
+
+class Nobody:
+    """No observer, or one that needs no call."""
+
+    def step(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """See :class:`Observer`."""
+        del model
+        return nullcontext()
+
+    def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
+        """See :class:`Observer`."""
+
+
+NOBODY = Nobody()
+
+
+def mlp(observer: Observer = NOBODY, *, compiled: bool = False) -> Iterator[None]:
+    """A 3-layer perceptron with AdamW, in steps of about 1 ms."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(
+        torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    data = TensorDataset(torch.randn(50, 64, 128), torch.randint(0, 10, (50, 64)))
+    called = torch.compile(model) if compiled else model
+    while True:
+        for inputs, labels in DataLoader(data, batch_size=None):
+            with observer.step(model):
+                loss = cross_entropy(called(inputs), labels)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            observer.after(model, loss)
+            yield
+
+
+def compiled(observer: Observer = NOBODY) -> Iterator[None]:
+    """The same, its model compiled by inductor (which needs a C++ compiler)."""
+    return mlp(observer, compiled=True)
+
+
+def cnn(observer: Observer = NOBODY) -> Iterator[None]:
+    """A small convolutional network with SGD and Nesterov momentum, in steps of about 50 ms on two cores."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128)):
+        layers += [torch.nn.Conv2d(inputs, outputs, 3, padding=1), torch.nn.BatchNorm2d(outputs), torch.nn.ReLU()]
+        layers += [torch.nn.MaxPool2d(2)]
+    model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(128 * 16, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+    data = TensorDataset(torch.randn(512, 3, 32, 32), torch.randint(0, 10, (512,)))
+    while True:
+        for images, labels in DataLoader(data, batch_size=32, shuffle=True):
+            with observer.step(model):
+                loss = cross_entropy(model(images), labels)
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            observer.after(model, loss)
+            yield
+
+
+def gpt(observer: Observer = NOBODY) -> Iterator[None]:
+    """The example's GPT with gradient clipping, about 80 ms a step on two cores."""
+    from examples import char_gpt
+
+    options = char_gpt.Options()
+    torch.manual_seed(0)
+    model = char_gpt.GPT(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    length = options.block_size + 1
+    text = char_gpt.read_text(2000 * length)
+    blocks = TensorDataset(text[: len(text) // length * length].view(-1, length))
+    while True:
+        for (block,) in DataLoader(blocks, batch_size=options.batch_size, shuffle=True, drop_last=True):
+            with observer.step(model):
+                loss = char_gpt.cross_entropy(model(block[:, :-1]), block[:, 1:])
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            observer.after(model, loss)
+            yield
+
+
+WORKLOADS: dict[str, tuple[Callable[..., Iterator[None]], int, int]] = {
+    "mlp": (mlp, 400, 8),
+    "compiled": (compiled, 400, 8),
+    "cnn": (cnn, 15, 5),
+    "gpt": (gpt, 12, 5),
+}
+"""Name → (training, steps per block, blocks of each kind)."""
