@@ -1,0 +1,74 @@
+"""How much a rank says by default: what a Prometheus has to store of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests import support
+from tests.exporters import Service
+from torchobs.exporter.config import ExporterConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LIMIT = 300
+"""The budget; hardware, of which a machine may have any amount, is not in it (there is none where this test runs)."""
+
+TRAINING = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import torchobs
+
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(40)])
+bias = [p for name, p in model.named_parameters() if name.endswith("bias")]
+weight = [p for name, p in model.named_parameters() if name.endswith("weight")]
+optimizer = torch.optim.AdamW([{"params": weight}, {"params": bias, "weight_decay": 0.0}], lr=1e-3)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+compiled = torch.compile(model, backend="eager")
+for epoch in range(2):
+    for (batch,) in DataLoader(TensorDataset(torch.randn(64, 16)), batch_size=8, num_workers=2):
+        with torch.autocast("cpu", torch.float16):
+            loss = compiled(batch).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        torchobs.log(tokens=10, samples=8, accuracy=0.5)
+    torch.save(model.state_dict(), "checkpoint.pt")
+import os, signal, time
+time.sleep(2.5)  # the slow sensors are first asked after a second
+print("trained", flush=True)
+input()
+"""
+
+
+def test_a_rank_that_uses_everything_has_at_most_three_hundred_series(flight_dir: Path, tmp_path: Path) -> None:
+    """Forty layers, two parameter groups, a scaler, a scheduler, workers, checkpoints and a compiled model."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), "train.py"]
+    with (
+        subprocess.Popen(
+            command, cwd=tmp_path, env=support.clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as rank,
+        Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter,
+    ):
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "trained\n"
+        support.wait_until(lambda: exporter.value("torchobs_steps_total") == 16)
+        page = exporter.page()
+        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        of_the_rank = [sample for sample in samples if "rank" in sample.labels]
+        rank.communicate("\n", timeout=30)
+    by_name: dict[str, int] = {}
+    for sample in of_the_rank:
+        by_name[sample.name] = by_name.get(sample.name, 0) + 1
+    most = sorted(by_name.items(), key=lambda item: -item[1])[:12]
+    assert 100 < len(of_the_rank) <= LIMIT, f"{len(of_the_rank)} series; most of them: {most}"
