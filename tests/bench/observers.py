@@ -55,16 +55,16 @@ class TensorBoard(Nobody):
     def __init__(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(_directory("tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(_directory("tensorboard"))
         self._step = 0
 
     def after(self, model: torch.nn.Module, loss: torch.Tensor) -> None:
         """See :class:`Observer`."""
         self._step += 1
-        self._writer.add_scalar("loss", loss.item(), self._step)  # type: ignore[no-untyped-call]
+        self._writer.add_scalar("loss", loss.item(), self._step)
         if self._step % 10 == 0:
             for name, parameter in model.named_parameters():
-                self._writer.add_histogram(name, parameter.grad, self._step)  # type: ignore[no-untyped-call]
+                self._writer.add_histogram(name, parameter.grad, self._step)
 
 
 class LayerNorms(Nobody):

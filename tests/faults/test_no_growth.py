@@ -29,6 +29,7 @@ def test_a_hundred_thousand_steps_leave_nothing_behind(flight_dir: Path) -> None
         assert session.writer is not None
         path = Path(session.writer.path)
         size = path.stat().st_size
+        before = resident()
         for step in range(STEPS):
             if step == WARM:
                 before = resident()
