@@ -165,7 +165,7 @@ GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint")
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
-EXIT_REASONS = ("finished", "exception", "exit_code", "lost")
+EXIT_REASONS = ("finished", "exception", "exit_code", "lost", "out_of_memory")
 
 ANOMALY_SEVERITY = {
     "nonfinite_loss": Severity.ERROR,
@@ -195,6 +195,9 @@ SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
 LAYER = Attribute("layer", "parameter's qualified name; capped, the rest is 'other'")
 DEVICE = Attribute("device", "torch device, e.g. cuda:0")
 SPACE = Attribute("space", "memory that grows", ("host", "device"))
+LIMIT = Attribute("limit", "whose limit", ("cgroup", "machine"))
+RESOURCE = Attribute("resource", "what tasks waited for", ("cpu", "memory", "io"))
+WAITING = Attribute("waiting", "how many of them", ("some", "full"))
 COMPILE_STAGE = Attribute("stage", "compiler stage", ("dynamo", "aot", "inductor", "triton", "other"))
 COMPILE_CAUSE = Attribute("cause", "why it was compiled", ("first", "recompile", "recompile_limit"))
 CACHE_RESULT = Attribute("result", "outcome of the lookup", ("hit", "miss", "bypass"))
@@ -331,35 +334,91 @@ COMPILE_CACHE_LOOKUPS = _counter(
 COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is at work.", planned=True)
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
-MEMORY_DEVICE_ALLOCATED = _gauge(
-    "torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE, planned=True
+MEMORY_DEVICE_ALLOCATED = _gauge("torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE)
+MEMORY_DEVICE_RESERVED = _gauge("torchobs.memory.device.reserved", "By", "Device memory held by the caching allocator.", DEVICE)
+MEMORY_DEVICE_ACTIVE = _gauge(
+    "torchobs.memory.device.active", "By", "Device memory in blocks that are in use, or that a stream may still use.", DEVICE
 )
-MEMORY_DEVICE_RESERVED = _gauge(
-    "torchobs.memory.device.reserved", "By", "Device memory held by the caching allocator.", DEVICE, planned=True
-)
-MEMORY_DEVICE_ACTIVE = _gauge("torchobs.memory.device.active", "By", "Device memory in active blocks.", DEVICE, planned=True)
 MEMORY_DEVICE_INACTIVE_SPLIT = _gauge(
-    "torchobs.memory.device.inactive_split",
-    "By",
-    "Device memory in inactive split blocks: fragmentation.",
-    DEVICE,
-    planned=True,
+    "torchobs.memory.device.inactive_split", "By", "Device memory in inactive split blocks: fragmentation.", DEVICE
 )
 MEMORY_DEVICE_PEAK = _gauge(
-    "torchobs.memory.device.peak", "By", "Highest allocated device memory seen by torchobs.", DEVICE, planned=True
+    "torchobs.memory.device.peak",
+    "By",
+    "Highest allocated device memory seen by torchobs, whatever resets the allocator's own peaks.",
+    DEVICE,
 )
-MEMORY_DEVICE_LIMIT = _gauge("torchobs.memory.device.limit", "By", "Device memory there is.", DEVICE, planned=True)
+MEMORY_DEVICE_LIMIT = _gauge(
+    "torchobs.memory.device.limit",
+    "By",
+    "Device memory that this process may take: the device's, or its fraction of it.",
+    DEVICE,
+)
 MEMORY_ALLOC_RETRIES = _counter(
     "torchobs.memory.alloc_retries",
     "{retry}",
-    "Allocations that succeeded only after the cache was flushed.",
+    "Device allocations that flushed the allocator's cache to be tried again.",
     DEVICE,
-    planned=True,
 )
-MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE, planned=True)
-MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set of the rank's process.", planned=True)
+MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE)
+MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set of the rank's process.")
+MEMORY_HOST_PSS = _gauge(
+    "torchobs.memory.host.pss", "By", "Proportional set of the rank's process: shared pages by their share. From advanced on."
+)
+MEMORY_HOST_CHILDREN_RSS = _gauge(
+    "torchobs.memory.host.children_rss",
+    "By",
+    "Resident sets of the process's children (DataLoader workers), summed: a page that they share counts in each.",
+)
+MEMORY_HOST_AVAILABLE = _gauge("torchobs.memory.host.available", "By", "The machine's available memory.")
+MEMORY_HOST_UTILIZATION = _gauge(
+    "torchobs.memory.host.utilization",
+    "1",
+    "Share of the limit, swap included, that is taken and cannot be given back: at 1 the kernel kills.",
+    LIMIT,
+)
+MEMORY_SHARED_SIZE = _gauge("torchobs.memory.shared.size", "By", "Size of /dev/shm.")
+MEMORY_SHARED_USED = _gauge("torchobs.memory.shared.used", "By", "Bytes in use in /dev/shm.")
 MEMORY_GROWTH_PER_STEP = _gauge(
-    "torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step.", SPACE, planned=True
+    "torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step; after four minutes.", SPACE
+)
+MEMORY_TIME_TO_LIMIT = _gauge(
+    "torchobs.memory.time_to_limit",
+    "s",
+    "Time until memory that grows steadily with the steps reaches its limit; absent where none does.",
+    SPACE,
+)
+
+# --- the container ------------------------------------------------------------------------------------------------------------
+CGROUP_MEMORY_WORKING_SET = _gauge(
+    "torchobs.cgroup.memory.working_set",
+    "By",
+    "Memory of the rank's cgroup without inactive file pages, as the kubelet counts it; of the tightest, where they nest.",
+)
+CGROUP_MEMORY_LIMIT = _gauge("torchobs.cgroup.memory.limit", "By", "Memory limit of that cgroup.")
+CGROUP_MEMORY_PEAK = _gauge("torchobs.cgroup.memory.peak", "By", "Highest memory usage of that cgroup, file pages included.")
+CGROUP_MEMORY_SWAP = _gauge("torchobs.cgroup.memory.swap", "By", "Swap in use by that cgroup.")
+CGROUP_MEMORY_OOM_KILLS = _counter(
+    "torchobs.cgroup.memory.oom_kills", "{process}", "Processes of that cgroup that the kernel killed for memory."
+)
+CGROUP_MEMORY_LAST_OOM_KILL = _gauge(
+    "torchobs.cgroup.memory.last_oom_kill.timestamp", "s", "Unix time at which the last such kill was seen.", survives=True
+)
+CGROUP_CPU_LIMIT = _gauge("torchobs.cgroup.cpu.limit", "{cpu}", "CPU quota of the rank's cgroup, in cores.")
+CGROUP_CPU_PERIODS = _counter("torchobs.cgroup.cpu.periods", "{period}", "Quota periods in which the cgroup ran.")
+CGROUP_CPU_THROTTLED_PERIODS = _counter(
+    "torchobs.cgroup.cpu.throttled_periods", "{period}", "Quota periods in which it was stopped until the next one."
+)
+CGROUP_CPU_THROTTLED_TIME = _counter(
+    "torchobs.cgroup.cpu.throttled_time", "s", "Time for which its threads were stopped so, summed.", integer=False
+)
+CGROUP_PRESSURE_TIME = _counter(
+    "torchobs.cgroup.pressure.time",
+    "s",
+    "Time in which some, or all, of the cgroup's tasks waited for a resource.",
+    RESOURCE,
+    WAITING,
+    integer=False,
 )
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
@@ -442,6 +501,12 @@ RANK_SLOWDOWN = _gauge("torchobs.rank.slowdown", "1", "Rank's own step time over
 RANK_EXIT = _gauge(
     "torchobs.rank.exit", "", "1 for the way in which the rank ended, 0 for the others.", EXIT_REASON, survives=True
 )
+PROCESS_CHILDREN = _gauge(
+    "torchobs.rank.process.children", "{process}", "Processes that descend from the rank's: DataLoader workers, compilers."
+)
+PROCESS_THREADS = _gauge("torchobs.rank.process.threads", "{thread}", "Threads of the rank's process.")
+PROCESS_OPEN_FILES = _gauge("torchobs.rank.process.open_fds", "{file}", "File descriptors that the rank's process has open.")
+PROCESS_MAX_FILES = _gauge("torchobs.rank.process.max_fds", "{file}", "File descriptors that it may have open.")
 RANK_INFO = _gauge("torchobs.rank.info", "", "Constant 1; its labels describe the rank.", survives=True)
 WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", "Ranks in the run, as its launcher says.", survives=True)
 
@@ -524,6 +589,37 @@ EVENT_AMP_UNSCALED = Event(
     "The run trains in float16 autocast without a GradScaler: small gradients become zero.",
     Severity.WARNING,
     (Attribute("steps", "steps done so far"),),
+)
+EVENT_MEMORY_GROWTH = Event(
+    "torchobs.memory.growth",
+    "Memory grows steadily with the steps, and would reach its limit within a day.",
+    Severity.WARNING,
+    (SPACE, Attribute("per_step", "bytes a step"), Attribute("time_to_limit", "seconds until then")),
+)
+EVENT_OUT_OF_MEMORY = Event(
+    "torchobs.memory.out_of_memory",
+    "The device allocator had no memory left; written before the exception is raised. Sizes in bytes.",
+    Severity.ERROR,
+    (
+        DEVICE,
+        Attribute("requested", "what was asked for"),
+        Attribute("limit", "what this process may take"),
+        Attribute("free", "what the device has free"),
+        Attribute("allocated", "in use by tensors"),
+        Attribute("reserved", "held by the allocator"),
+        Attribute("active", "in blocks that are in use"),
+        Attribute("inactive_split", "in inactive split blocks"),
+        Attribute("allocations", "blocks in use"),
+        Attribute("alloc_retries", "allocations tried again so far"),
+        Attribute("ooms", "such errors so far, without this one"),
+        Attribute("largest", "where most of it was allocated (file:line, size, blocks), if torch records its history"),
+    ),
+)
+EVENT_SHARED_MEMORY_FULL = Event(
+    "torchobs.memory.shared_full",
+    "Shared memory (/dev/shm) is nearly full, over which DataLoader workers and NCCL hand on their data.",
+    Severity.WARNING,
+    (Attribute("used", "bytes in use"), Attribute("size", "bytes in all")),
 )
 EVENT_PROBE_DISABLED = Event(
     "torchobs.probe.disabled",

@@ -20,6 +20,7 @@ __all__ = ["PROBES", "Setting", "Settings", "SettingsError", "SettingsProblem", 
 
 PROBES = (
     "step", "phases", "data", "loaders", "pinning", "checkpoint", "loss", "gradients", "learning_rate", "amp", "gpu", "exits",
+    "memory", "cgroup", "device_memory",
 )  # fmt: skip
 """The probes that can be switched off, by name; spelled here because this module loads without torch."""
 

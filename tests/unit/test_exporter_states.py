@@ -5,7 +5,7 @@ import pytest
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.exporter import states
-from torchobs.exporter.states import Observation
+from torchobs.exporter.states import Memory, Observation
 from torchobs.flight.layout import Exit
 from torchobs.flight.reader import Distribution
 
@@ -115,6 +115,31 @@ def test_steps_beyond_the_last_bound_count_as_the_longest() -> None:
 @pytest.mark.parametrize("code", [0, 1, -15])
 def test_every_ending_has_a_series_created_beforehand(reason: int | None, code: int) -> None:
     """Reasons and states are those of the catalog, whatever the exit word says."""
-    state, why = states.ending(reason, code)
-    assert state in set(catalog.RANK_STATES) - states.LIVING
-    assert why in catalog.EXIT_REASONS
+    for memory in (None, Memory(), Memory(cgroup=1.0)):
+        state, why = states.ending(reason, code, memory)
+        assert state in set(catalog.RANK_STATES) - states.LIVING
+        assert why in catalog.EXIT_REASONS
+
+
+@pytest.mark.parametrize(
+    ("memory", "why"),
+    [
+        (None, "lost"),
+        (Memory(), "lost"),
+        (Memory(cgroup=0.949, machine=0.979), "lost"),
+        (Memory(cgroup=0.95), "out_of_memory"),
+        (Memory(machine=0.98), "out_of_memory"),
+        (Memory(kill_age_s=60.0), "out_of_memory"),
+        (Memory(kill_age_s=61.0), "lost"),
+    ],
+)
+def test_who_vanishes_near_a_limit_likely_ran_out_of_memory(memory: Memory | None, why: str) -> None:
+    """The state is lost all the same: nobody saw the kernel do it."""
+    assert states.ending(None, 0, memory) == ("lost", why)
+
+
+def test_who_said_how_it_ends_did_not_run_out_of_memory() -> None:
+    """An exit word is a word, at whatever limit."""
+    full = Memory(cgroup=1.0, machine=1.0, kill_age_s=0.0)
+    assert states.ending(Exit.FINISHED, 0, full) == ("finished", "finished")
+    assert states.ending(Exit.EXCEPTION, 1, full) == ("failed", "exception")

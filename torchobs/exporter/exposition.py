@@ -15,11 +15,13 @@ from torchobs.catalog import Kind
 from torchobs.exporter import labels, states
 from torchobs.exporter.names import Family, Names, family_of, sample_name
 from torchobs.exporter.series import Labelled, label, samples
+from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
     from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.flight.reader import View
     from torchobs.flight.series import Series
 
 _TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
@@ -149,10 +151,24 @@ def _describe(page: _Page, rank: Rank, own: dict[str, str]) -> None:
     page.add(catalog.RANK_PROGRESS_AGE, own, rank.progress_age_s)
     page.add(catalog.RANK_START_TIME, own, header.wall_ns / 1e9)
     page.add(catalog.RANK_RESTARTS, own, labels.number(header.resource, "restart") or 0)
-    reason = "" if rank.up else states.ending(live.exit_reason, live.exit_code)[1]
+    reason = "" if rank.up else states.ending(live.exit_reason, live.exit_code, _last_memory(rank.view))[1]
     page.add_set(catalog.RANK_EXIT, own, {known: float(known == reason) for known in catalog.EXIT_REASONS})
     page.add(catalog.RANK_INFO, {**labels.of_info(header.resource), **own}, 1.0)
     page.add(catalog.WORLD_SIZE, own, labels.number(header.resource, "world_size"))
+
+
+def _last_memory(view: View) -> states.Memory:
+    """Return what the rank said last of its memory."""
+    shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
+    last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
+    for series, value in view.points:
+        if isinstance(value, Distribution):
+            continue
+        if series.name == catalog.MEMORY_HOST_UTILIZATION.name:
+            shares.update({str(of): value for name, of in series.attributes if name == catalog.LIMIT.name})
+        elif series.name == catalog.CGROUP_MEMORY_LAST_OOM_KILL.name:
+            kill_age_s = last_s - value
+    return states.Memory(shares["cgroup"], shares["machine"], kill_age_s)
 
 
 def _describe_exporter(page: _Page, facts: Facts, dropped: Mapping[str, int]) -> None:

@@ -41,6 +41,26 @@ LIVING = frozenset({"alive", "unresponsive", "hung"})
 """The states in which the process is there."""
 
 
+FULL_CGROUP = 0.95
+"""Share of its cgroup's limit from which on a rank that vanished was likely killed for it: it was asked ten times a second,
+in which one thread touches some 200 MB."""
+
+FULL_MACHINE = 0.98
+"""The same share of a machine's memory: there 5 % can be 100 GB."""
+
+OOM_KILL_LATELY_S = 60.0
+"""An OOM kill in the same cgroup that long before a rank's last heartbeat is taken for the cause of its end, too: the kernel
+takes one process, the launcher or the container's runtime all others."""
+
+
+class Memory(NamedTuple):
+    """What a rank said last of its memory: shares of its limits (0: unknown), seconds since the last OOM kill it saw."""
+
+    cgroup: float = 0.0
+    machine: float = 0.0
+    kill_age_s: float | None = None
+
+
 class Observation(NamedTuple):
     """What was seen of one rank. Ages in seconds, by the exporter's clock."""
 
@@ -72,15 +92,25 @@ def fading(seen: Observation) -> bool:
     return seen.same_boot and not seen.lock_held and not _gone(seen)
 
 
-def ending(exit_reason: int | None, exit_code: int) -> tuple[str, str]:
-    """Return the state and the exit reason (``catalog.EXIT_REASONS``) of a rank that is gone."""
+def ending(exit_reason: int | None, exit_code: int, memory: Memory | None = None) -> tuple[str, str]:
+    """Return the state and the exit reason (``catalog.EXIT_REASONS``) of a rank that is gone.
+
+    ``memory`` is what it said last of its memory: who went without a word near the limit was likely killed for it.
+    """
     if exit_reason == Exit.EXCEPTION:
         return "failed", "exception"
     if exit_reason == Exit.EXIT_CODE and exit_code:
         return "failed", "exit_code"
     if exit_reason in {Exit.FINISHED, Exit.EXIT_CODE}:
         return "finished", "finished"
-    return "lost", "lost"
+    return "lost", "out_of_memory" if memory is not None and ran_out(memory) else "lost"
+
+
+def ran_out(memory: Memory) -> bool:
+    """Tell whether the kernel likely killed for memory: at the cgroup's limit, at the machine's, or just before another."""
+    if memory.kill_age_s is not None and memory.kill_age_s <= OOM_KILL_LATELY_S:
+        return True
+    return memory.cgroup >= FULL_CGROUP or memory.machine >= FULL_MACHINE
 
 
 def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> float:

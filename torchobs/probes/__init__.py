@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs.probes.amp import AmpProbe
+from torchobs.probes.cgroup import CgroupProbe
 from torchobs.probes.checkpoint import CheckpointProbe
 from torchobs.probes.data import DataProbe
+from torchobs.probes.device_memory import DeviceMemoryProbe
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.gpu import GpuProbe
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.learning_rate import LearningRateProbe
 from torchobs.probes.loaders import LoaderProbe
 from torchobs.probes.loss import LossProbe
+from torchobs.probes.memory import MemoryProbe
 from torchobs.probes.phases import PhaseProbe
 from torchobs.probes.pinning import PinningProbe
 from torchobs.probes.step import StepProbe
@@ -22,6 +25,6 @@ if TYPE_CHECKING:
 
 PROBES: tuple[type[Probe], ...] = (
     ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, PinningProbe, CheckpointProbe, LossProbe, AmpProbe,
-    GradientProbe, LearningRateProbe, GpuProbe,
+    GradientProbe, LearningRateProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

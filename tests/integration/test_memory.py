@@ -1,0 +1,302 @@
+"""Memory and the container as a session sees them on this machine: what it shows, and which training it calls a leak."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from tests.faults.test_flight_full import mounted
+from tests.support import ROOT, wait_until
+from tests.training import Recording, loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.detect.growth import LEAST
+from torchobs.probes.limits import Limits
+from torchobs.probes.memory import MemoryProbe
+from torchobs.probes.process import Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+MIB = 1024**2
+LINUX = sys.platform == "linux"
+WAITING = "held = b'x' * (64 << 20); print(flush=True); input()"
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that spin for each other make small steps take seconds where others work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def watched(flight_dir: Path) -> Iterator[Watched]:
+    """A recording whose memory probe is the test's."""
+    for run in recording(flight_dir, disable_probes="memory"):
+        yield Watched(run)
+
+
+class Watched:
+    """A memory probe on a clock of its own: ten looks and a point every ten seconds of it."""
+
+    def __init__(self, run: Recording, shared: str = "/dev/shm") -> None:
+        self.run, self.seconds = run, 0.0
+        assert run.session.host is not None
+        self.probe = MemoryProbe(shared=shared, clock=lambda: self.seconds)
+        self.probe.install(run.session.host)
+
+    def limit(self, left: float) -> None:
+        """From now on this machine has so many bytes left, and no cgroup."""
+        host, machine = self.run.session.host, Machine(64 * 1024**3, int(left), 0, 0)
+        assert host is not None
+        self.probe._limits = Limits(host.writer, lambda: machine, root="/nowhere")
+
+    def train(self, step: Callable[[], None], points: int, steps: int) -> None:
+        """Make so many points, each over so many steps."""
+        for _ in range(points):
+            for index in range(steps):
+                step()
+                if index % max(1, steps // 10) == 0:
+                    self.probe._look(thorough=False)
+            self.seconds += 10.0
+            self.probe.observe()
+
+    def value(self, metric: catalog.Metric, *attributes: str) -> float | None:
+        """What the file holds."""
+        writer = self.run.session.writer
+        assert writer is not None
+        writer.publish()
+        value = self.run.values().get((metric.name, *attributes))
+        return None if value is None else float(value)
+
+
+def value(run: Recording, metric: catalog.Metric, *attributes: str) -> float:
+    """What the file holds once it is there: a second after the start."""
+    key = (metric.name, *attributes)
+    wait_until(lambda: key in run.values(), timeout_s=20)
+    return float(run.values()[key])
+
+
+def test_the_process_is_shown_as_psutil_sees_it(run: Recording) -> None:
+    """Resident set, threads, descriptors, and the machine's memory."""
+    this = psutil.Process()
+    assert value(run, catalog.MEMORY_HOST_RSS) == pytest.approx(this.memory_info().rss, rel=0.1)
+    assert value(run, catalog.PROCESS_THREADS) == pytest.approx(this.num_threads(), abs=2)
+    assert value(run, catalog.PROCESS_OPEN_FILES) == pytest.approx(this.num_fds(), abs=4)
+    assert value(run, catalog.PROCESS_MAX_FILES) == this.rlimit(psutil.RLIMIT_NOFILE)[0]
+    memory = psutil.virtual_memory()
+    assert value(run, catalog.MEMORY_HOST_AVAILABLE) == pytest.approx(memory.available, rel=0.1)
+    taken = 1 - (memory.available + psutil.swap_memory().free) / (memory.total + psutil.swap_memory().total)
+    assert value(run, catalog.MEMORY_HOST_UTILIZATION, "machine") == pytest.approx(taken, abs=0.05)
+
+
+def test_workers_are_counted_with_what_they_hold(watched: Watched, start: Callable[..., subprocess.Popen[str]]) -> None:
+    """A child of 64 MiB is one child and at least so many bytes; without it, nothing is left of it."""
+    watched.probe.observe()
+    before = watched.value(catalog.PROCESS_CHILDREN)
+    child = start(sys.executable, "-c", WAITING, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    watched.probe.observe()
+    assert before is not None
+    assert watched.value(catalog.PROCESS_CHILDREN) == before + 1
+    assert (watched.value(catalog.MEMORY_HOST_CHILDREN_RSS) or 0.0) > 64 * MIB
+    child.communicate("\n")
+    watched.probe.observe()
+    assert watched.value(catalog.PROCESS_CHILDREN) == before
+
+
+def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> None:
+    """It takes milliseconds; and it goes when the level does."""
+    host = watched.run.session.host
+    assert host is not None
+    watched.probe.observe()
+    assert watched.value(catalog.MEMORY_HOST_PSS) is None
+    host.level = 2
+    watched.probe.observe()
+    share, all_of_it = watched.value(catalog.MEMORY_HOST_PSS), watched.value(catalog.MEMORY_HOST_RSS)
+    assert share is not None
+    assert all_of_it is not None
+    assert 0 < share <= all_of_it * 1.02
+    host.level = 1
+    watched.probe.observe()
+    assert watched.value(catalog.MEMORY_HOST_PSS) is None
+
+
+@pytest.mark.skipif(not LINUX, reason="cgroups are Linux's")
+def test_this_machine_s_own_groups_are_read(run: Recording) -> None:
+    """Whatever they are here: a working set is never more than the usage, and a limit never less than what is taken."""
+    value(run, catalog.MEMORY_HOST_RSS)
+    values = run.values()
+    working_set, limit = (
+        values.get((metric.name,)) for metric in (catalog.CGROUP_MEMORY_WORKING_SET, catalog.CGROUP_MEMORY_LIMIT)
+    )
+    if limit is not None:
+        assert working_set is not None
+        assert 0 < working_set <= limit
+        assert 0 < values[catalog.MEMORY_HOST_UTILIZATION.name, "cgroup"] <= 1
+    if working_set is not None:
+        assert values[catalog.CGROUP_MEMORY_PEAK.name,] >= working_set * 0.5
+        assert values[catalog.CGROUP_MEMORY_OOM_KILLS.name,] == 0
+
+
+def test_all_of_it_is_at_most_forty_series(run: Recording) -> None:
+    """With every cgroup file there is, and one device, at the default level."""
+    value(run, catalog.MEMORY_HOST_RSS)
+    names = ("torchobs.memory.", "torchobs.cgroup.", "torchobs.rank.process.")
+    metrics = [metric for metric in catalog.METRICS if metric.name.startswith(names)]
+    default = [metric for metric in metrics if metric is not catalog.MEMORY_HOST_PSS]
+    attributes = {catalog.DEVICE: 1}
+    count = 0
+    for metric in default:
+        series = 1
+        for attribute in metric.attributes:
+            series *= attributes.get(attribute) or len(attribute.values)
+        count += series
+    assert count <= 44
+    assert sum(key[0].startswith(names) for key in run.values()) <= 40
+
+
+def test_shared_memory_that_is_nearly_full_is_an_event(
+    flight_dir: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """64 MiB is a container's default: at nine tenths it is said, once, and again after there was room."""
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    arguments = (*mounted("size=4m", "true", shared), sys.executable, "-m", "tests.shared_memory", str(flight_dir), str(shared))
+    output, _ = start(*arguments, stdout=subprocess.PIPE, cwd=ROOT).communicate(timeout=60)
+    told = json.loads(output)
+    assert [(size, used) for size, used, _ in told] == [
+        (4 * MIB, used * MIB) for used in (0.0, 3.0, 3.75, 3.875, 3.5, 2.0, 3.75)
+    ]
+    assert [count for *_, count in told] == [0, 0, 1, 1, 1, 1, 2]
+
+
+def test_a_directory_that_is_no_mount_of_its_own_is_not_shared_memory(flight_dir: Path, tmp_path: Path) -> None:
+    """Its size is the disk's."""
+    for run in recording(flight_dir, disable_probes="memory"):
+        watched = Watched(run, str(tmp_path))
+        watched.probe.observe()
+        assert watched.value(catalog.MEMORY_SHARED_SIZE) is None
+
+
+def mlp_step() -> Callable[[], None]:
+    """A step of plain training."""
+    model = mlp(width=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def gpt_step() -> Callable[[], None]:
+    """A step of a small transformer, over sequences of changing length."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.Embedding(128, 32), torch.nn.TransformerEncoder(layer, 2), torch.nn.Linear(32, 128))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        tokens = torch.randint(0, 128, (4, 17 + int(torch.randint(0, 16, ()))))
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def keeps_graphs() -> Callable[[], None]:
+    """A step that appends the loss, and with it the graph and its activations, to a list: the classic."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(torch.randn(512, 256)).square().mean()
+        losses.append(loss + 0 * model(torch.randn(512, 256)).mean())
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def keeps_arrays() -> Callable[[], None]:
+    """A step that collects predictions as numpy arrays for a metric at the epoch's end, and never comes there."""
+    step, kept = mlp_step(), list[Any]()
+
+    def leaking() -> None:
+        step()
+        kept.append(np.ones(MIB // 8))
+
+    return leaking
+
+
+@pytest.mark.parametrize("make", [mlp_step, gpt_step])
+def test_training_that_does_not_leak_is_not_called_a_leak(watched: Watched, make: Callable[[], Callable[[], None]]) -> None:
+    """Warming up included: from the first step on, over and over."""
+    step = make()
+    for _ in range(3):
+        watched.train(step, LEAST // 2, 10)
+        assert watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host") is None
+    growth = watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host")
+    assert growth is not None
+    assert abs(growth) < 20_000
+    assert events(watched.run, catalog.EVENT_MEMORY_GROWTH.name) == []
+
+
+@pytest.mark.parametrize("make", [keeps_graphs, keeps_arrays])
+def test_a_leak_is_measured_and_its_end_foretold(watched: Watched, make: Callable[[], Callable[[], None]]) -> None:
+    """A mebibyte a step or so, a step a second: so many bytes a step as psutil sees, and the limit after so many seconds."""
+    step = make()
+    if LINUX:
+        ctypes.CDLL(None).malloc_trim(0)  # what an earlier test gave back to malloc would be taken again without growing
+    watched.limit(2e9)
+    watched.train(step, 10, 10)
+    before = psutil.Process().memory_info().rss
+    watched.train(step, LEAST - 11, 10)
+    assert watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host") is None
+    watched.train(step, 2, 10)
+    grown = (psutil.Process().memory_info().rss - before) / (10 * (LEAST - 9))
+    assert grown > 0.9 * MIB
+    growth = watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host")
+    assert growth == pytest.approx(grown, rel=0.15)
+    assert watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host") == pytest.approx(2e9 / grown, rel=0.15)
+    (told,) = events(watched.run, catalog.EVENT_MEMORY_GROWTH.name)
+    assert told["space"] == "host"
+
+
+def events(run: Recording, name: str) -> list[dict[str, Any]]:
+    """The attributes of the events of that name."""
+    from torchobs.flight import reader
+
+    writer = run.session.writer
+    assert writer is not None
+    writer.publish()
+    file = reader.open_path(writer.path)
+    try:
+        return [fields["attrs"] for _, fields in file.events() if fields.get("name") == name]
+    finally:
+        file.close()

@@ -1,0 +1,131 @@
+"""A leak is told from warming up, from a saw's teeth and from noise; a limit is foretold as far as the past allows."""
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from torchobs.detect.growth import LEAST, MOST, Growth, History, Point, grows, soonest, time_to_limit_s
+
+MIB = 1024**2
+GIB = 1024**3
+
+
+def course(used: Callable[[int], float], count: int = 48, steps: int = 100, seconds: float = 10.0) -> list[Point]:
+    """Points `steps` steps and `seconds` apart."""
+    return [Point(index * steps, index * seconds, used(index)) for index in range(count)]
+
+
+def noise(spread: float, seed: int = 1) -> Callable[[], float]:
+    """Numbers around 0, the same for the same seed."""
+    generator = random.Random(seed)
+    return lambda: generator.gauss(0.0, spread)
+
+
+def test_a_leak_is_measured_in_bytes_a_step_and_a_second() -> None:
+    """100 KiB a step is 1 MiB a second at ten steps a second, whatever noise is on it."""
+    jitter = noise(3 * MIB)
+    found = grows(course(lambda index: 4 * GIB + index * 10 * MIB + jitter()))
+    assert found is not None
+    assert found.sustained
+    assert found.per_step == pytest.approx(0.1 * MIB, rel=0.05)
+    assert found.per_second == pytest.approx(MIB, rel=0.05)
+    assert found.seconds == 310.0
+
+
+def test_peaks_do_not_move_the_trend() -> None:
+    """An evaluation every eight points takes 2 GiB more: the slope stays that of the leak, and it stays one."""
+    found = grows(course(lambda index: 4 * GIB + index * 10 * MIB + 2 * GIB * (index % 8 == 7)))
+    assert found is not None
+    assert found.sustained
+    assert found.per_step == pytest.approx(0.1 * MIB, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "used"),
+    [
+        ("constant", lambda _: 4.0 * GIB),
+        ("shrinking", lambda index: 4.0 * GIB - index * 20 * MIB),
+        ("exponential warm-up", lambda index: 4 * GIB - GIB * math.exp(-index / 10)),
+        ("logarithmic warm-up", lambda index: 3 * GIB + 300 * MIB * math.log(index + 1)),
+        ("one leap", lambda index: 4 * GIB + 2 * GIB * (index > 30)),
+        ("a saw's teeth", lambda index: 4 * GIB + (index % 12) * 100 * MIB),
+        ("small change", lambda index: 400 * MIB + index * 0.1 * MIB),
+        ("what has just begun", lambda index: 4 * GIB + max(0, index - 32) * 20 * MIB),
+    ],
+)
+@pytest.mark.parametrize("count", [LEAST, 36, MOST])
+def test_what_is_no_leak(name: str, used: Callable[[int], float], count: int) -> None:
+    """It is not sustained, so no limit is foretold, however near."""
+    found = grows(course(used, count))
+    assert found is not None, name
+    assert not found.sustained, name
+    assert time_to_limit_s(found, MIB) is None
+
+
+def test_noise_alone_is_no_leak() -> None:
+    """Of 1,000 runs that only fluctuate, hardly one is called a leak."""
+    jitter = noise(100 * MIB)
+    found = [grows(course(lambda _: 2 * GIB + jitter())) for _ in range(1000)]
+    assert sum(growth is not None and growth.sustained for growth in found) <= 2
+
+
+def test_wandering_is_hardly_ever_a_leak() -> None:
+    """A random walk has stretches that look like a trend; few of them look steady."""
+    leaks = 0
+    for seed in range(300):
+        jitter, level = noise(5 * MIB, seed), [2.0 * GIB]
+        for _ in range(MOST):
+            level.append(level[-1] + jitter())
+        found = grows(course(level.__getitem__))
+        leaks += found is not None and found.sustained
+    assert leaks <= 300 * 0.1
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, LEAST - 1])
+def test_too_little_to_say(count: int) -> None:
+    """Four minutes at one point in ten seconds."""
+    assert grows(course(lambda index: index * GIB, count)) is None
+
+
+def test_memory_that_grows_while_no_step_is_made_is_no_growth_per_step() -> None:
+    """An evaluation that fills a list, a process that hangs."""
+    assert grows([Point(7, index * 10.0, index * GIB) for index in range(MOST)]) is None
+
+
+def test_the_limit_is_foretold_by_a_straight_line() -> None:
+    """And not beyond sixty times what was seen of it, nor a week."""
+    steady = Growth(1.0, 1e6, 300.0, sustained=True)
+    assert time_to_limit_s(steady, 3.6e9) == 3600.0
+    assert time_to_limit_s(steady, 18e9) == 18_000.0
+    assert time_to_limit_s(steady, 18.1e9) is None
+    assert time_to_limit_s(steady, -5.0) == 0.0
+    assert time_to_limit_s(steady._replace(seconds=1e9), 8 * 86_400 * 1e6) is None
+    assert time_to_limit_s(steady._replace(sustained=False), 1.0) is None
+    assert time_to_limit_s(steady._replace(per_second=-1.0), 1.0) is None
+    assert soonest([None, steady, steady._replace(per_second=2e6)], 3.6e9) == 1800.0
+    assert soonest([None, None], 1.0) is None
+
+
+def test_a_history_covers_the_run_in_few_points() -> None:
+    """Points of the whole run get further apart evenly; the last ones stay as they came."""
+    history = History()
+    for index in range(10_000):
+        history.add(Point(index, index * 10.0, index))
+    assert len(history.whole) <= MOST
+    apart = {b.step - a.step for a, b in zip(history.whole, history.whole[1:], strict=False)}
+    assert apart == {256}
+    assert history.whole[0].step < 512
+    assert [point.step for point in history.recent] == list(range(10_000 - LEAST, 10_000))
+
+
+def test_a_fast_leak_that_begins_late_is_seen_at_once() -> None:
+    """After a day without growth, four minutes of a leak are enough, by the recent points."""
+    history = History()
+    for index in range(8640 + LEAST):
+        history.add(Point(index * 100, index * 10.0, 4 * GIB + max(0, index - 8640) * 100 * MIB))
+    whole, recent = history.growths()
+    assert whole is not None
+    assert not whole.sustained
+    assert soonest([whole, recent], 10 * GIB) == pytest.approx(1024.0)

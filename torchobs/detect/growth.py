@@ -1,0 +1,124 @@
+"""Does memory grow with the steps, and when would it be used up?
+
+The trend is the median of the slopes between all pairs of points (Theil 1950; Sen 1968, "Estimates of the regression
+coefficient based on Kendall's tau"), which a fifth of wild points does not move: an evaluation, a checkpoint. Whether there
+is one at all is Kendall's rank test (Mann 1945, "Nonparametric tests against trend").
+
+Warming up is no leak: caches, arenas and fragments grow ever more slowly. A leak's last third grows as fast as the third
+before it, which no logarithm does (0.58 of it). And a trend is followed no further than 60 times as long as it was seen.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import sqrt
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LEAST = 24
+"""Points before the first verdict: four minutes at one in ten seconds; the first third is never looked at."""
+MOST = 48
+"""Points kept of a whole run. Slopes of pairs are a matter of squares: 0.2 ms for these."""
+Z_LIMIT = 3.0
+"""One-sided, a chance of 1 in 740 without a trend."""
+STEADY = 0.7
+"""What the last third's growth is of the third's before, at least: a logarithm's is 0.58, a straight line's 1."""
+ALIKE = 0.5
+"""What the least of the trends of both thirds and of the whole is of the greatest, at least. One leap, the teeth of a saw and
+what has just begun have parts that are steeper than the whole, or flat."""
+LEAST_SHARE = 0.01
+LEAST_BYTES = 8 * 1024**2
+"""The growth that counts, over all that is looked at: less is what an allocator's arenas do."""
+FORESIGHT = 60.0
+HORIZON_S = 7 * 86_400.0
+
+
+class Point(NamedTuple):
+    """Memory in use after so many steps, at so many seconds of any steady clock."""
+
+    step: int
+    seconds: float
+    used: float
+
+
+class Growth(NamedTuple):
+    """The trend: bytes a step, bytes a second, and for how many seconds it was seen."""
+
+    per_step: float
+    per_second: float
+    seconds: float
+    sustained: bool
+
+
+def grows(points: Sequence[Point]) -> Growth | None:
+    """Return the trend over the last two thirds of ``points`` (in order, evenly spaced).
+
+    ``None`` while there is too little to say: fewer than ``LEAST`` points, or hardly a step between them.
+    """
+    third = len(points) // 3
+    earlier, last = points[-2 * third : -third], points[-third:]
+    looked_at = points[-2 * third :]
+    if len(points) < LEAST or last[-1].step - looked_at[0].step < third:
+        return None
+    per_step, before, now = (median(_slopes(part) or [0.0]) for part in (looked_at, earlier, last))
+    steps, seconds = last[-1].step - looked_at[0].step, last[-1].seconds - looked_at[0].seconds
+    grown, level = per_step * steps, median([point.used for point in looked_at])
+    matters = grown >= max(LEAST_SHARE * level, LEAST_BYTES) and _is_trend([point.used for point in looked_at])
+    return Growth(
+        per_step,
+        grown / seconds if seconds > 0 else 0.0,
+        seconds,
+        sustained=matters and now >= STEADY * before and min(before, now, per_step) >= ALIKE * max(before, now, per_step),
+    )
+
+
+def time_to_limit_s(growth: Growth | None, left: float) -> float | None:
+    """Return after how many seconds ``left`` bytes are used up; ``None`` if the growth is not sustained or not near enough."""
+    if growth is None or not growth.sustained or growth.per_second <= 0:
+        return None
+    seconds = max(left, 0.0) / growth.per_second
+    return seconds if seconds <= min(FORESIGHT * growth.seconds, HORIZON_S) else None
+
+
+class History:
+    """The points of a run: the last ``LEAST`` as they came, and ``MOST`` at most of all of it, ever further apart."""
+
+    __slots__ = ("_every", "_seen", "recent", "whole")
+
+    def __init__(self) -> None:
+        self.recent: list[Point] = []
+        self.whole: list[Point] = []
+        self._every, self._seen = 1, 0
+
+    def add(self, point: Point) -> None:
+        """Take in the next point; the caller keeps the distance between points."""
+        self.recent = [*self.recent[-LEAST + 1 :], point]
+        self._seen += 1
+        if self._seen % self._every:
+            return
+        self.whole.append(point)
+        if len(self.whole) > MOST:
+            self.whole = self.whole[1::2]
+            self._every *= 2
+
+    def growths(self) -> tuple[Growth | None, Growth | None]:
+        """Return the trends of the whole run and of the last minutes, which alone show a fast leak that began late."""
+        return grows(self.whole), grows(self.recent)
+
+
+def soonest(growths: Sequence[Growth | None], left: float) -> float | None:
+    """Return the shortest :func:`time_to_limit_s` of several trends."""
+    return min((seconds for growth in growths if (seconds := time_to_limit_s(growth, left)) is not None), default=None)
+
+
+def _slopes(points: Sequence[Point]) -> list[float]:
+    return [(b.used - a.used) / (b.step - a.step) for a, b in combinations(points, 2) if b.step > a.step]
+
+
+def _is_trend(values: Sequence[float]) -> bool:
+    count = len(values)
+    score = sum((b > a) - (b < a) for a, b in combinations(values, 2))
+    return (score - 1) / sqrt(count * (count - 1) * (2 * count + 5) / 18) >= Z_LIMIT

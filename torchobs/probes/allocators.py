@@ -1,0 +1,90 @@
+"""What torch's device allocators say of themselves: CUDA (and ROCm), XPU, MPS. Nothing is initialised by asking.
+
+``memory_stats`` reads the allocator's own counters under its lock, without a word to the device: no synchronisation, and no
+context on a device that was never used. Only devices on which something is, or was, reserved are listed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+class DeviceMemory(NamedTuple):
+    """One device's allocator, in bytes and counts; ``None`` where it does not tell. ``peak`` is since its user reset it."""
+
+    device: str
+    allocated: int
+    reserved: int
+    active: int | None = None
+    inactive_split: int | None = None
+    peak: int | None = None
+    limit: int | None = None
+    retries: int | None = None
+    ooms: int | None = None
+
+
+def used_devices(torch: Any) -> list[DeviceMemory]:
+    """Return the devices that this process uses. ``torch`` is the module, as far as it is imported."""
+    return [*_of_cuda(torch), *_of_xpu(torch), *_of_mps(torch)]
+
+
+def of_stats(device: str, stats: Mapping[str, Any], limit: int | None) -> DeviceMemory | None:
+    """Read the nested dictionary that ``memory_stats_as_nested_dict`` returns; ``None`` for a device that was never used."""
+    reserved = _bytes(stats, "reserved_bytes", "current")
+    if not reserved and not _bytes(stats, "reserved_bytes", "peak") and not stats.get("num_ooms"):
+        return None
+    return DeviceMemory(
+        device=device,
+        allocated=_bytes(stats, "allocated_bytes", "current") or 0,
+        reserved=reserved or 0,
+        active=_bytes(stats, "active_bytes", "current"),
+        inactive_split=_bytes(stats, "inactive_split_bytes", "current"),
+        peak=_bytes(stats, "allocated_bytes", "peak"),
+        limit=limit,
+        retries=stats.get("num_alloc_retries"),
+        ooms=stats.get("num_ooms"),
+    )
+
+
+def _bytes(stats: Mapping[str, Any], name: str, which: str) -> int | None:
+    value = stats.get(name, {}).get("all", {}).get(which)
+    return None if value is None else int(value)
+
+
+def _of_cuda(torch: Any) -> Iterator[DeviceMemory]:
+    if not torch.cuda.is_initialized():
+        return
+    for index in range(torch.cuda.device_count()):
+        found = of_stats(f"cuda:{index}", torch.cuda.memory_stats_as_nested_dict(index), _limit(torch, "cuda", index))
+        if found is not None:
+            yield found
+
+
+def _of_xpu(torch: Any) -> Iterator[DeviceMemory]:
+    xpu = getattr(torch, "xpu", None)  # in torch since 2.3
+    if xpu is None or not xpu.is_initialized():
+        return
+    for index in range(xpu.device_count()):
+        found = of_stats(f"xpu:{index}", xpu.memory_stats_as_nested_dict(index), _limit(torch, "xpu", index))
+        if found is not None:
+            yield found
+
+
+def _limit(torch: Any, kind: str, index: int) -> int:
+    """Return what the process may take: all there is, or the fraction set for it, where torch tells which (2.8 and later)."""
+    total = int(getattr(torch, kind).get_device_properties(index).total_memory)
+    fraction = getattr(torch._C, f"_{kind}_getMemoryFraction", None)
+    return total if fraction is None else int(total * fraction(index))
+
+
+def _of_mps(torch: Any) -> Iterator[DeviceMemory]:
+    """Yield the one device of Metal: its allocator keeps no peaks, and there is no asking whether it was initialised."""
+    if not torch.backends.mps.is_available():
+        return
+    reserved = torch.mps.driver_allocated_memory()
+    if reserved:
+        limit = getattr(torch.mps, "recommended_max_memory", None)
+        yield DeviceMemory("mps:0", torch.mps.current_allocated_memory(), reserved, limit=limit() if limit else None)
