@@ -162,6 +162,8 @@ def _histogram(name: str, unit: str, brief: str, bounds: tuple[float, ...]) -> M
 # --- attributes ---------------------------------------------------------------------------------------------------------------
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint")
+STARTUP = "startup"
+"""The one state of goodput that is no part of the steps, and so not the fold's."""
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
@@ -176,7 +178,7 @@ ANOMALY_SEVERITY = {
 """A function of the kind, so that it needs no label: a non-finite gradient may be the loss scaler at work."""
 
 PHASE = Attribute("phase", "part of a training step", PHASES)
-GOODPUT_STATE = Attribute("state", "what the wall time went into", GOODPUT_STATES)
+GOODPUT_STATE = Attribute("state", "what the wall time went into", (*GOODPUT_STATES, STARTUP))
 ANOMALY_KIND = Attribute("kind", "what went wrong", ANOMALY_KINDS)
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
@@ -224,13 +226,12 @@ LOSS = _gauge(
 LEARNING_RATE = _gauge("torchobs.learning_rate", "", "Learning rate of each parameter group.", GROUP, survives=True)
 SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().")
 TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().")
-TOTAL_STEPS = _gauge(
-    "torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True, planned=True
-)
+TOTAL_STEPS = _gauge("torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True)
+EPOCHS = _counter("torchobs.epochs", "{epoch}", "Passes over the training loader begun on this rank since its start.")
 GOODPUT_TIME = _counter(
     "torchobs.goodput.time",
     "s",
-    "Wall time by what it went into; productive is training without waiting for data.",
+    "Wall time by what it went into; productive is training without waiting for data, startup the time before the first step.",
     GOODPUT_STATE,
     integer=False,
 )
@@ -670,6 +671,16 @@ SPAN_PHASE = Span(
     "torchobs.phase",
     "A region opened by torchobs.phase(), when it lasts 100 ms or longer.",
     (Attribute("phase", "the name given"),),
+)
+SPAN_EPOCH = Span(
+    "torchobs.epoch",
+    "A pass over the training loader, until the next one begins or the run ends.",
+    (Attribute("epoch", "its number, from 1"), Attribute("steps", "steps that ended in it")),
+)
+SPAN_EVALUATION = Span(
+    "torchobs.evaluation",
+    "An evaluation: between eval() and train(), or while batches are fetched with gradients disabled. From 100 ms on all of "
+    "them, of the shorter ones a few.",
 )
 SPAN_CHECKPOINT = Span(
     "torchobs.checkpoint",

@@ -48,7 +48,7 @@ def step() -> None:
         call(_fuse, _step)
 
 
-def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, **scalars: Any) -> None:
+def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int | None = None, **scalars: Any) -> None:
     """Add what only the script knows to the step in progress or, directly after ``optimizer.step()``, to that one.
 
     Where :func:`step` cuts the training into steps, call this before it.
@@ -58,10 +58,13 @@ def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, **scalars: Any) 
             tensor on a device is copied without waiting.
         tokens: tokens trained on since the last call, on this rank.
         samples: samples, likewise.
+        total_steps: steps that the run will take; once is enough.
         scalars: other numbers by name; each is a gauge, the first 64 names count.
     """
     if not _is_compiling():
         call(_fuse, _log, loss, tokens, samples, scalars)
+        if total_steps is not None:
+            call(_fuse, _set_total, total_steps)
 
 
 def event(name: str, **attributes: Any) -> None:
@@ -130,6 +133,13 @@ def _log(loss: Any, tokens: int, samples: int, scalars: dict[str, Any]) -> None:
         cell = host.writer.table.cell(catalog.SCALAR_VALUE, {"name": name}) if _has_room(host, name) else None
         if cell is not None:
             host.device.take(value, cell.set) if hasattr(value, "device") else cell.set(_number(value))
+
+
+def _set_total(total_steps: int) -> None:
+    session = current()
+    cell = session.writer.table.cell(catalog.TOTAL_STEPS, {}) if session is not None and session.writer is not None else None
+    if cell is not None:
+        cell.set(float(total_steps))
 
 
 def _has_room(host: Host, name: str) -> bool:

@@ -19,7 +19,7 @@ from torchobs.values import Address, Attributes, Kind, Level, LogLevel, PartlyUs
 __all__ = ["PROBES", "Setting", "Settings", "SettingsError", "SettingsProblem", "environment", "listing", "resolve"]
 
 PROBES = (
-    "step", "phases", "data", "loaders", "pinning", "checkpoint", "loss", "gradients", "learning_rate", "amp", "gpu", "exits",
+    "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "learning_rate", "amp", "gpu", "exits",
     "memory", "cgroup", "device_memory",
 )  # fmt: skip
 """The probes that can be switched off, by name; spelled here because this module loads without torch."""
@@ -181,6 +181,15 @@ class Settings:
     ] = None
     tracestate: Annotated[
         str | None, _Spec(values.TEXT, ("TRACESTATE",), "What tracing systems add to that span.", "nothing")
+    ] = None
+    total_steps: Annotated[
+        int | None,
+        _Spec(
+            values.integer(1),
+            ("TORCHOBS_TOTAL_STEPS",),
+            "Steps that the run will take.",
+            "what `torchobs.log(total_steps=...)` says, else unknown",
+        ),
     ] = None
     grad_interval: Annotated[
         int | Literal["auto"],

@@ -92,5 +92,6 @@ class Switches:
     def _remove(self, name: str) -> None:
         probe = self._probes.pop(name)
         call(Fuse(name), probe.remove)
-        for asked in (*(asked for _, asked in self._asked), self._host.before_step, self._host.after_closure_backward):
+        host = self._host
+        for asked in (*(asked for _, asked in self._asked), host.before_step, host.after_closure_backward, host.iterated):
             asked[:] = [entry for entry in asked if entry[0] != name]

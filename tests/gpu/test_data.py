@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from tests import support
 from tests.training import Recording, recording
-from torchobs.probes.pinning import PinningProbe, pageable_bytes
+from torchobs.probes.pinning import PinningWatch, pageable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,11 +37,12 @@ def test_a_loader_that_does_not_pin_is_hinted_at(run: Recording, *, pinned: bool
     """Once a CUDA device is in use, a batch is looked at, without a synchronisation of the device."""
     host = run.session.host
     assert host is not None
-    probe = PinningProbe()
-    probe.install(host)
+    probe = PinningWatch()
+    probe.install(host, host.fuse("loaders"))
     torch.zeros(1, device="cuda")
     loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2, pin_memory=pinned)  # type: ignore[arg-type]
     iterator = iter(loader)
+    probe.begun(iterator)
     probe.observe()
     assert "_next_data" in vars(iterator)
     torch.cuda.set_sync_debug_mode("error")

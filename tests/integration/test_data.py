@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
-from torchobs.probes.pinning import PinningProbe, pageable_bytes
+from torchobs.probes.pinning import PinningWatch, pageable_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,8 +165,8 @@ def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> No
     """The next fetch is looked at, the ones after are not; the batches are the same, and no iterator lives longer for it."""
     host = run.session.host
     assert host is not None
-    probe = PinningProbe()
-    probe.install(host)
+    probe = PinningWatch()
+    probe.install(host, host.fuse("loaders"))
     loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2)  # type: ignore[arg-type]
     iterator = iter(loader)
     probe.arm(iterator)

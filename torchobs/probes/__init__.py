@@ -9,6 +9,7 @@ from torchobs.probes.cgroup import CgroupProbe
 from torchobs.probes.checkpoint import CheckpointProbe
 from torchobs.probes.data import DataProbe
 from torchobs.probes.device_memory import DeviceMemoryProbe
+from torchobs.probes.epochs import EpochProbe
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.gpu import GpuProbe
 from torchobs.probes.gradients import GradientProbe
@@ -17,14 +18,13 @@ from torchobs.probes.loaders import LoaderProbe
 from torchobs.probes.loss import LossProbe
 from torchobs.probes.memory import MemoryProbe
 from torchobs.probes.phases import PhaseProbe
-from torchobs.probes.pinning import PinningProbe
 from torchobs.probes.step import StepProbe
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Probe
 
 PROBES: tuple[type[Probe], ...] = (
-    ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, PinningProbe, CheckpointProbe, LossProbe, AmpProbe,
-    GradientProbe, LearningRateProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe,
+    ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, EpochProbe, CheckpointProbe, LossProbe, AmpProbe, GradientProbe,
+    LearningRateProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

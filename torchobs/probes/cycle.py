@@ -104,6 +104,11 @@ class Cycle:
         self._alive: dict[int, weakref.ref[object]] = {}
         self._provisional: _Ended | None = None
 
+    @property
+    def ended(self) -> int:
+        """Number of the last step that has ended, if only provisionally."""
+        return self.step + (self._provisional is not None)
+
     # -- values ------------------------------------------------------------------------------------------------------------
 
     def add_loss(self, value: float, *, within_step: bool) -> None:

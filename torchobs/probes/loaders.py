@@ -14,13 +14,14 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from math import nan
-from threading import get_ident
+from threading import Lock, get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.afterimport import after_import, cancel
 from torchobs.probes.patching import Patch
+from torchobs.probes.pinning import PinningWatch
 from torchobs.probes.trace import FETCH, LOADER_STARTS, STEP_ENDS
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class LoaderProbe:
         self._fresh: deque[_Pool] = deque()
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rounds = 0
+        self._looking = Lock()
+        self._pinning = PinningWatch()
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
@@ -60,6 +63,7 @@ class LoaderProbe:
         self._host, self._fuse = host, host.fuse(self.name)
         self._starting = host.writer.table.cell(catalog.DATA_WORKER_START_TIME, {})
         self._died = host.writer.table.cell(catalog.DATA_WORKERS_DIED, {})
+        self._pinning.install(host, self._fuse)
         self._watch(DataLoader)
         # it overrides __iter__ without calling DataLoader's
         self._import = after_import(STATEFUL, lambda: self._watch(sys.modules[STATEFUL].StatefulDataLoader))
@@ -70,6 +74,9 @@ class LoaderProbe:
             cancel(self._import)
         for patch in self._patches:
             patch.undo()
+        self._pinning.remove()
+        self.sample()  # what ended the run may be a worker's death a moment ago
+        self._look()
 
     def _watch(self, loader: Any) -> None:
         self._patches.append(Patch(loader, "__iter__", self._watched(loader.__iter__)))
@@ -94,6 +101,7 @@ class LoaderProbe:
         return watched
 
     def _begun(self, loader: Any, iterator: Any, begun_ns: int) -> None:
+        self._pinning.begun(iterator)
         workers = getattr(iterator, "_workers", None)
         if workers and iterator not in self._started:  # persistent workers are started once
             self._started.add(iterator)
@@ -112,12 +120,21 @@ class LoaderProbe:
         self._set(catalog.DATA_BATCHES_READY, {}, ready)
         self._rounds += 1
         if not self._rounds % _ROUNDS:
-            self.observe()
+            self._look()
 
     def observe(self) -> None:
+        """Have a batch looked at."""
+        self._pinning.observe()
+
+    def _look(self) -> None:
         """Count the workers, and those that died."""
-        if not self._pools:
-            return
+        if self._pools and self._looking.acquire(blocking=False):
+            try:
+                self._count()
+            finally:
+                self._looking.release()
+
+    def _count(self) -> None:
         configured = alive = 0
         for pool in self._pools:
             iterator = pool.iterator()

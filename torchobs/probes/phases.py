@@ -10,11 +10,16 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from torchobs import catalog
+from torchobs.probes.budget import LONG_NS, Budget
 from torchobs.probes.patching import Patch
+from torchobs.probes.startup import Startup
 from torchobs.probes.trace import EVAL, TRAIN
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
+
+_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
 
 
 class PhaseProbe:
@@ -25,12 +30,14 @@ class PhaseProbe:
     def __init__(self) -> None:
         self._patch: Patch | None = None
         self._depth = 0
+        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
         import torch  # torch is optional until training begins
 
         self._host = host
+        self._startup = Startup(host)
         host.cycle.timed = True
         original = torch.nn.Module.train
         note = host.fuse(self.name).guard(self._note)
@@ -53,6 +60,15 @@ class PhaseProbe:
         if self._patch is not None:
             self._patch.undo()
             self._host.cycle.timed = False
+
+    def sample(self) -> None:
+        """Write spans of the evaluations that the timeline has found, and look how long the start takes."""
+        self._startup.sample()
+        found = self._host.cycle.segments.evaluations
+        while found and self._host.span is not None:
+            begun_ns, ended_ns = found.popleft()
+            if ended_ns - begun_ns >= LONG_NS or self._budget.take(ended_ns):
+                self._host.span(catalog.SPAN_EVALUATION.name, begun_ns, ended_ns, {}, failed=False)
 
     def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # as above
         now_ns = monotonic_ns()

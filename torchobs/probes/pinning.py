@@ -16,6 +16,7 @@ from torchobs.guarding import call
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torchobs.guarding import Fuse
     from torchobs.probes.host import Host
 
 LEAST_BYTES = 64 * 1024
@@ -25,30 +26,27 @@ _MAX_TENSORS = 64
 _MAX_DEPTH = 4
 
 
-class PinningProbe:
-    """Looks at a batch now and then."""
-
-    name = "pinning"
+class PinningWatch:
+    """Looks at a batch now and then. A part of the probe of loaders, which decides its life."""
 
     def __init__(self) -> None:
         self._iterator: weakref.ref[Any] | None = None
         self._armed: weakref.ref[Any] | None = None
         self._told = False
 
-    def install(self, host: Host) -> None:
-        """See :class:`~torchobs.probes.host.Probe`."""
-        self._host, self._fuse = host, host.fuse(self.name)
-        host.iterated.append((self.name, self._fuse.guard(self._begun)))
+    def install(self, host: Host, fuse: Fuse) -> None:
+        """Stand by."""
+        self._host, self._fuse = host, fuse
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.host.Probe`."""
+        """Leave the iterator as it was."""
         self._iterator = None
         armed = self._armed() if self._armed is not None else None
         if armed is not None:
             vars(armed).pop("_next_data", None)
 
-    def _begun(self, loader: Any, iterator: Any) -> None:
-        del loader
+    def begun(self, iterator: Any) -> None:
+        """A loader is being iterated."""
         if hasattr(iterator, "_next_data"):
             self._iterator = weakref.ref(iterator)
 

@@ -16,6 +16,7 @@ Evaluation is neither a step nor part of one. It is
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = ran
 """In the order of ``record.PHASE_NAMES``."""
 
 NOTHING = -1
+_MAX_EVALUATIONS = 64
 _LEAST_USE = 0.1
 """A batch that was used less long than a tenth of the time it took to fetch was only put aside"""
 
@@ -42,7 +44,8 @@ class Segments:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_beside", "_evaluating", "_fetch_ns", "_loader", "_mark_ns", "_pinned", "_undecided", "_window", "segment", "spent_ns",
+        "_beside", "_evaluating", "_evaluating_ns", "_fetch_ns", "_loader", "_mark_ns", "_pinned", "_undecided", "_window",
+        "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -52,16 +55,18 @@ class Segments:
         self._pinned: list[int] = []
         self._window: _Window | None = None
         self._beside: set[int] = set()
+        self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
+        """Begin and end of each, in ns, for the sampler thread to take"""
         self._reset_fetch()
 
     def _reset_fetch(self) -> None:
-        self._loader, self._fetch_ns, self._evaluating = 0, 0, False
+        self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns = 0, 0, False, 0
         self._undecided: dict[int, tuple[int, int, int]] = {}
 
     @property
     def clean(self) -> bool:
         """Whether nothing is carried into the next step but the time: no fetch undecided, no evaluation, no phase open."""
-        return not (self._undecided or self._fetch_ns or self._loader or self._pinned or self._window)
+        return not (self._undecided or self._fetch_ns or self._loader or self._pinned or self._window or self._evaluating_ns)
 
     def restart(self, now_ns: int) -> None:
         """Go on from the end of a step, other steps having ended meanwhile without being told here."""
@@ -110,6 +115,7 @@ class Segments:
             return
         length = self._cut(now_ns, OTHER if exhausted else FORWARD)
         self._evaluating = not gradients
+        self._mark_evaluation(now_ns, length, over=exhausted or gradients)
         if not exhausted:
             self._fetch_ns = length
             return
@@ -121,6 +127,17 @@ class Segments:
         else:
             self.spent_ns[DATA] += length
         self._loader, self._fetch_ns = 0, 0
+
+    def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
+        """Tell evaluations that no ``eval()`` announced: from a fetch without gradients to the loader's end or to one with.
+
+        ``length`` is the fetch's own.
+        """
+        if self._evaluating_ns and over:
+            self.evaluations.append((self._evaluating_ns, now_ns if self._evaluating else now_ns - length))
+            self._evaluating_ns = 0
+        elif self._evaluating and not over and not self._evaluating_ns and self._window is None:
+            self._evaluating_ns = now_ns - length
 
     def backward_begins(self, now_ns: int) -> None:
         """The outermost backward begins: what was before it was forward, and the fetch before that was data."""
@@ -179,6 +196,7 @@ class Segments:
             return
         self._window = None
         self._cut(now_ns, OTHER)
+        self.evaluations.append((window.begun_ns, now_ns))
         saving_ns = self.spent_ns[CHECKPOINT] - window.spent_ns[CHECKPOINT]  # the best model so far, while in eval()
         self.spent_ns, self._undecided = window.spent_ns, window.undecided
         self.spent_ns[CHECKPOINT] += saving_ns

@@ -1,0 +1,203 @@
+"""Epochs, evaluations and the start of a run, however the loop is written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchobs
+from tests import support
+from tests.training import Recording, mlp, recording
+from torchobs.flight import reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NAP_S = 0.12
+BATCHES = 3
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def loader() -> Any:
+    """Three batches."""
+    return DataLoader(torch.ones(BATCHES * 2, 8), batch_size=2)  # type: ignore[arg-type]
+
+
+class Loop:
+    """A training loop's parts."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.model(batch).sum().backward()
+        self.optimizer.step()
+
+    def train(self, batches: Any, after: Callable[[], None] = lambda: None) -> None:
+        for batch in batches:
+            self.step(batch)
+            after()
+
+    def evaluate(self, batches: Any, nap_s: float = 0.0) -> None:
+        with torch.no_grad():
+            for batch in batches:
+                self.model(batch)
+                time.sleep(nap_s)
+
+
+def epochs(run: Recording) -> int:
+    """The counter, as soon as the sampler has seen the last step."""
+    host = run.session.host
+    assert host is not None
+    time.sleep(0.25)
+    count: int = run.values()[("torchobs.epochs",)]
+    return count
+
+
+def test_epochs_are_the_training_loader_s(run: Recording) -> None:
+    """Evaluation before, amid and after them is none, with a loader that is used again."""
+    loop, training, validation = Loop(), loader(), loader()
+    loop.evaluate(validation)
+    assert epochs(run) == 0
+    for _ in range(3):
+        loop.train(training, after=lambda: loop.evaluate(validation))
+        loop.evaluate(validation)
+    assert epochs(run) == 3
+
+
+def test_a_new_loader_for_every_epoch(run: Recording) -> None:
+    """What the last one's iterator is gone for; the evaluation's are new, too."""
+    loop, kept = Loop(), []
+    for _ in range(3):
+        kept.append(loader())
+        loop.train(kept[-1], after=lambda: loop.evaluate(loader()))
+        loop.evaluate(loader())
+    assert epochs(run) == 3
+
+
+def test_a_batch_for_a_look_is_no_epoch(run: Recording) -> None:
+    """``next(iter(loader))`` to see the shape, then two epochs."""
+    loop, training = Loop(), loader()
+    next(iter(training))
+    for _ in range(2):
+        loop.train(training)
+    assert epochs(run) == 2
+
+
+def test_an_epoch_is_a_span_with_its_steps(flight_dir: Path) -> None:
+    """From its beginning to the next one's, the last one to the run's end."""
+    path = ""
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        path = run.session.writer.path
+        loop, training = Loop(), loader()
+        for _ in range(2):
+            loop.train(training)
+            time.sleep(NAP_S)
+    spans = [frame for _, frame in reader.open_path(path).events() if frame["name"] == "torchobs.epoch"]
+    assert [span["attrs"] for span in spans] == [{"epoch": 1, "steps": BATCHES}, {"epoch": 2, "steps": BATCHES}]
+    assert spans[0]["t1"] == spans[1]["t0"]
+    assert all(span["t1"] - span["t0"] >= NAP_S * 1e9 for span in spans)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
+    """With ``eval()`` and ``train()``, or with gradients disabled alone: as long as it was."""
+    loop, training = Loop(), loader()
+    loop.train(training)
+    begun = time.perf_counter()
+    if announced:
+        loop.model.eval()
+    loop.evaluate(loader(), NAP_S)
+    lasted = time.perf_counter() - begun
+    if announced:
+        loop.model.train()
+    loop.train(training)
+    (span,) = support.wait_until(lambda: run.frames("torchobs.evaluation"))
+    assert (span["t1"] - span["t0"]) / 1e9 == pytest.approx(lasted, rel=0.05, abs=0.01)
+    assert run.values()[("torchobs.goodput.time", "evaluation")] == pytest.approx(lasted, rel=0.05, abs=0.01)
+
+
+def test_an_evaluation_left_early_ends_there(run: Recording) -> None:
+    """A few batches of the validation data, and on with the training."""
+    loop, training = Loop(), loader()
+    loop.train(training)
+    with torch.no_grad():
+        for batch in loader():
+            loop.model(batch)
+            time.sleep(NAP_S)
+            break
+    loop.train(training)
+    (span,) = support.wait_until(lambda: run.frames("torchobs.evaluation"))
+    assert (span["t1"] - span["t0"]) / 1e9 == pytest.approx(NAP_S, rel=0.05, abs=0.01)
+
+
+def total(run: Recording) -> float | None:
+    """How long the run says it is."""
+    host = run.session.host
+    assert host is not None
+    host.writer.publish()
+    found: float | None = run.values().get(("torchobs.total_steps",))
+    return found
+
+
+def test_the_length_of_the_run_is_what_it_was_told(flight_dir: Path) -> None:
+    """By a setting, or by ``log()``; else there is no such series."""
+    for run in recording(flight_dir):
+        assert total(run) is None
+        torchobs.log(total_steps=500)
+        assert total(run) == 500
+        assert ("torchobs.scalar", "total_steps") not in run.values()
+    for run in recording(flight_dir, total_steps=1000):
+        assert total(run) == 1000
+
+
+SCRIPT = """
+import sys, time
+begun = time.time()
+time.sleep(0.3)
+import torch, torchobs
+torchobs.init(flight_dir=sys.argv[1])
+model = torch.nn.Linear(8, 1)
+model.train()
+time.sleep(1.5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+batches = torch.utils.data.DataLoader(torch.ones(6, 8), batch_size=2)
+stepping = time.time()
+for batch in batches:
+    time.sleep(0.2)
+    model(batch).sum().backward()
+    optimizer.step()
+time.sleep(0.3)
+print(stepping - begun)
+"""
+
+
+def test_the_time_before_the_first_step_is_startup(flight_dir: Path) -> None:
+    """From the process's start: what a restart costs again, imports included."""
+    begun = time.time()
+    argv = [sys.executable, "-c", SCRIPT, str(flight_dir)]
+    ended = subprocess.run(argv, capture_output=True, text=True, check=True)
+    lasted = time.time() - begun
+    (path,) = flight_dir.glob("*.flight")
+    values = {
+        tuple(str(value) for _, value in point.series.attributes): float(point.value)  # type: ignore[arg-type]  # no histogram
+        for point in reader.open_path(str(path)).read().points
+        if point.series.name == "torchobs.goodput.time"
+    }
+    least = float(ended.stdout)  # the interpreter's own start comes on top
+    assert least <= values[("startup",)] <= lasted - 0.6
+    assert sum(values.values()) <= lasted

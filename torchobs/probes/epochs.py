@@ -1,0 +1,93 @@
+"""Epochs: passes over the loader that is trained on, told from all other iterations by the steps that end in them.
+
+An iteration is an epoch if steps end before another one begins, and if it is the training loader's own: the first loader that
+trains is that. A loop that makes a new loader for every epoch is followed, too: when the iterator of the last epoch is gone,
+the next iteration that trains is an epoch whoever's it is. (An evaluation amid an epoch leaves that iterator alive, one between
+two epochs trains nothing.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from threading import RLock
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.budget import LONG_NS, Budget
+
+if TYPE_CHECKING:
+    from torchobs.probes.host import Host
+
+_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """A loader was asked for an iterator."""
+
+    loader: weakref.ref[Any]
+    iterator: weakref.ref[Any]
+    begun_ns: int
+    step: int
+    """the last one that had ended"""
+
+
+class EpochProbe:
+    """Counts epochs, and writes a span for each."""
+
+    name = "epochs"
+
+    def __init__(self) -> None:
+        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+        self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
+        self._latest: _Iteration | None = None
+        self._epoch: _Iteration | None = None
+        self._number = 0
+
+    def install(self, host: Host) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        self._host = host
+        self._count = host.writer.table.cell(catalog.EPOCHS, {})
+        total = host.settings.total_steps
+        cell = host.writer.table.cell(catalog.TOTAL_STEPS, {}) if total is not None else None
+        if cell is not None and total is not None:
+            cell.set(total)
+        host.iterated.append((self.name, host.fuse(self.name).guard(self._begun)))
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.host.Probe`: the last epoch ends with the run."""
+        self.sample()
+        self._end(monotonic_ns(), self._host.cycle.ended)
+
+    def _begun(self, loader: Any, iterator: Any) -> None:
+        with self._lock:
+            self._settle()
+            self._latest = _Iteration(weakref.ref(loader), weakref.ref(iterator), monotonic_ns(), self._host.cycle.ended)
+
+    def sample(self) -> None:
+        """Find out whether the latest iteration trains."""
+        latest = self._latest
+        if latest is not None and self._host.cycle.ended > latest.step:
+            with self._lock:
+                self._settle()
+
+    def _settle(self) -> None:
+        latest, epoch, self._latest = self._latest, self._epoch, None
+        if latest is None or self._host.cycle.ended <= latest.step:
+            self._latest = latest
+            return
+        if epoch is None or epoch.loader() is latest.loader() or epoch.iterator() is None:
+            self._end(latest.begun_ns, latest.step)
+            self._epoch, self._number = latest, self._number + 1
+            if self._count is not None:
+                self._count.add(1)
+
+    def _end(self, now_ns: int, step: int) -> None:
+        epoch, self._epoch = self._epoch, None
+        if epoch is None or self._host.span is None:
+            return
+        if now_ns - epoch.begun_ns >= LONG_NS or self._budget.take(now_ns):
+            attributes = {"epoch": self._number, "steps": step - epoch.step}
+            self._host.span(catalog.SPAN_EPOCH.name, epoch.begun_ns, now_ns, attributes, failed=False)

@@ -1,0 +1,56 @@
+"""The time before the first step: imports, building the model, restoring a checkpoint. What every restart costs again.
+
+From the process's start, or from ``init()`` in an interactive interpreter, which may have been idle for hours.
+"""
+
+from __future__ import annotations
+
+import sys
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+from torchobs import catalog, process
+from torchobs.flight.record import Word
+from torchobs.probes.trace import EVAL, TRAIN
+
+if TYPE_CHECKING:
+    from torchobs.probes.host import Host
+
+_ROUNDS = 10
+
+
+class Startup:
+    """Shows it once a second while it lasts, and exactly when the first step has ended. A part of the probe of phases."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._rounds = host, 0
+        self._cell = host.writer.table.cell(catalog.GOODPUT_TIME, {"state": catalog.STARTUP})
+        header = host.writer.header
+        interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+        self._begun_s = (header.wall_ns if interactive else min(process.this_process().start_ns, header.wall_ns)) / 1e9
+        self._shown_s = 0.0
+        self._over = host.cycle.step > 0
+
+    def sample(self) -> None:
+        """Look how long it has been."""
+        if self._over:
+            return
+        self._rounds += 1
+        totals = self._host.writer.table.core.totals
+        if totals.ints[Word.STEPS]:
+            # what the goodput knows of began with the first step
+            known_s = sum(totals.floats[Word.GOODPUT : Word.GOODPUT + len(catalog.GOODPUT_STATES)])
+            self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - known_s - self._begun_s)
+            self._over = True
+        elif not self._rounds % _ROUNDS and not self._steps_begun():
+            header = self._host.writer.header
+            self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - self._begun_s)
+
+    def _steps_begun(self) -> bool:
+        cycle = self._host.cycle
+        return cycle.segments.started or any(stamp & 15 not in {EVAL, TRAIN} for stamp in cycle.trace[:8])
+
+    def _show(self, seconds: float) -> None:
+        if self._cell is not None and seconds > self._shown_s:
+            self._shown_s = seconds
+            self._cell.set(seconds)
