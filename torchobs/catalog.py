@@ -165,6 +165,7 @@ GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint")
 STARTUP = "startup"
 """The one state of goodput that is no part of the steps, and so not the fold's."""
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
+SCHEDULER_MISUSES = ("before_optimizer", "never_stepped", "idle_optimizer")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
 EXIT_REASONS = ("finished", "exception", "exit_code", "lost", "out_of_memory")
@@ -191,6 +192,7 @@ GPU_TASK = Attribute("hw.gpu.task", "kind of work", ("general",))
 GPU_THROTTLE = Attribute("reason", "what held the clocks down", ("power", "thermal"))
 IO_DIRECTION = Attribute("network.io.direction", "seen from the GPU", ("receive", "transmit"))
 GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
+SCHEDULER_MISUSE_KIND = Attribute("kind", "what was done wrong", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
 OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
 SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
@@ -224,6 +226,33 @@ LOSS = _gauge(
     survives=True,
 )
 LEARNING_RATE = _gauge("torchobs.learning_rate", "", "Learning rate of each parameter group.", GROUP, survives=True)
+OPTIMIZER_WEIGHT_DECAY = _gauge(
+    "torchobs.optimizer.weight_decay",
+    "",
+    "Weight decay of the first parameter group, and of the next three as far as theirs differ.",
+    GROUP,
+    survives=True,
+)
+OPTIMIZER_MOMENTUM = _gauge(
+    "torchobs.optimizer.momentum",
+    "",
+    "Momentum, or Adam's beta1, of the first parameter group, and of the next three as far as theirs differ.",
+    GROUP,
+    survives=True,
+)
+OPTIMIZER_BETA2 = _gauge(
+    "torchobs.optimizer.beta2",
+    "",
+    "Adam's beta2 of the first parameter group, and of the next three as far as theirs differ.",
+    GROUP,
+    survives=True,
+)
+SCHEDULER_STEPS = _counter(
+    "torchobs.scheduler.steps", "{step}", "Times that the run stepped a learning-rate scheduler; a chain of them counts once."
+)
+SCHEDULER_MISUSE = _counter(
+    "torchobs.scheduler.misuses", "{scheduler}", "Learning-rate schedulers used wrongly, by how.", SCHEDULER_MISUSE_KIND
+)
 SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().")
 TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().")
 TOTAL_STEPS = _gauge("torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True)
@@ -578,6 +607,12 @@ EVENT_ANOMALY = Event(
     "A step was judged anomalous.",
     Severity.WARNING,
     (ANOMALY_KIND, Attribute("value", "what was seen"), Attribute("baseline", "what was usual")),
+)
+EVENT_SCHEDULER_MISUSED = Event(
+    "torchobs.scheduler.misused",
+    "A learning-rate scheduler is used wrongly: stepped before the optimizer, never, or for one that does not step.",
+    Severity.WARNING,
+    (SCHEDULER_MISUSE_KIND, Attribute("scheduler", "its class")),
 )
 EVENT_AMP_SCALE_COLLAPSED = Event(
     "torchobs.amp.scale_collapsed",

@@ -19,8 +19,8 @@ from torchobs.values import Address, Attributes, Kind, Level, LogLevel, PartlyUs
 __all__ = ["PROBES", "Setting", "Settings", "SettingsError", "SettingsProblem", "environment", "listing", "resolve"]
 
 PROBES = (
-    "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "learning_rate", "amp", "gpu", "exits",
-    "memory", "cgroup", "device_memory",
+    "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
+    "gpu", "exits", "memory", "cgroup", "device_memory",
 )  # fmt: skip
 """The probes that can be switched off, by name; spelled here because this module loads without torch."""
 

@@ -249,6 +249,8 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
     """Add records whose numbers were passed over, and counted as lost, because they took too long to come."""
     _add(totals, Word.TOKENS, sum(record.tokens for record in records))
     _add(totals, Word.SAMPLES, sum(record.samples for record in records))
+    rates = (record.learning_rate for record in reversed(records) if record.flags & Flag.LEARNING_RATE)
+    totals.floats[Word.LEARNING_RATE] = next(filter(isfinite, rates), totals.floats[Word.LEARNING_RATE])
     steps = [record for record in records if record.kind == Kind.STEP]
     if steps:
         _fold_progress(totals, steps)
@@ -268,10 +270,6 @@ def _fold_progress(totals: Totals, steps: list[StepRecord]) -> None:
     ints[Word.STEPS] += len(steps)
     ints[Word.LAST_STEP] = last.step
     floats[Word.LAST_STEP_TIMESTAMP] = (last.end_ns + _signed(ints[Word.CLOCK_OFFSET])) / 1e9
-    for record in reversed(steps):
-        if record.flags & Flag.LEARNING_RATE and isfinite(record.learning_rate):
-            floats[Word.LEARNING_RATE] = record.learning_rate
-            break
     durations = [record.duration_s for record in steps if not record.flags & Flag.UNTIMED]
     _observe(totals, Word.STEP_DURATION, catalog.SECONDS_BOUNDS, _DURATION_SUM, durations)
 

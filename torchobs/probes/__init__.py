@@ -13,11 +13,12 @@ from torchobs.probes.epochs import EpochProbe
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.gpu import GpuProbe
 from torchobs.probes.gradients import GradientProbe
-from torchobs.probes.learning_rate import LearningRateProbe
 from torchobs.probes.loaders import LoaderProbe
 from torchobs.probes.loss import LossProbe
 from torchobs.probes.memory import MemoryProbe
+from torchobs.probes.optimizer import OptimizerProbe
 from torchobs.probes.phases import PhaseProbe
+from torchobs.probes.schedulers import SchedulerProbe
 from torchobs.probes.step import StepProbe
 
 if TYPE_CHECKING:
@@ -25,6 +26,6 @@ if TYPE_CHECKING:
 
 PROBES: tuple[type[Probe], ...] = (
     ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, EpochProbe, CheckpointProbe, LossProbe, AmpProbe, GradientProbe,
-    LearningRateProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe,
+    OptimizerProbe, SchedulerProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

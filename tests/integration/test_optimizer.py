@@ -1,0 +1,159 @@
+"""Hyperparameters of every group are shown as the optimizer has them, and no more series than they differ."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.flight.record import Kind
+from torchobs.probes import optimizer as probe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+RATE, DECAY, MOMENTUM, BETA2 = (
+    metric.name
+    for metric in (
+        catalog.LEARNING_RATE, catalog.OPTIMIZER_WEIGHT_DECAY, catalog.OPTIMIZER_MOMENTUM, catalog.OPTIMIZER_BETA2,
+    )
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 3) -> None:
+    """Some steps."""
+    for index in range(steps):
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def groups(values: Mapping[tuple[str, ...], Any], name: str) -> dict[str, float]:
+    """What is shown of one hyperparameter, by group."""
+    return {key[1]: value for key, value in values.items() if key[0] == name and value == value}  # noqa: PLR0124  # not NaN
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.5, betas=(0.8, 0.95), weight_decay=0.25), (0.5, 0.25, 0.8, 0.95)),
+        (lambda p: torch.optim.AdamW(p, lr=0.5, fused=True), (0.5, 0.01, 0.9, 0.999)),
+        (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.75), (0.5, 0.0, 0.75, None)),
+        (lambda p: torch.optim.RMSprop(p, lr=0.5, momentum=0.25), (0.5, 0.0, 0.25, None)),
+        (lambda p: torch.optim.Adagrad(p, lr=0.5), (0.5, 0.0, None, None)),
+        (lambda p: torch.optim.Adafactor(p, lr=0.5), (0.5, 0.0, None, None)),
+        (lambda p: torch.optim.SGD(p, lr=torch.tensor(0.5)), (0.5, 0.0, 0.0, None)),
+        (lambda p: torch.optim.SGD(p, lr=1), (1.0, 0.0, 0.0, None)),
+    ],
+    ids=["adamw", "adamw fused", "sgd", "rmsprop", "adagrad", "adafactor", "a rate in a tensor", "a whole number"],
+)
+def test_one_group_of_each_optimizer(run: Recording, make: Any, expected: tuple[float | None, ...]) -> None:
+    """One group is one series of each hyperparameter that the optimizer has."""
+    model = mlp()
+    train(model, make(model.parameters()))
+    values = run.look()
+    shown = [groups(values, name) for name in (RATE, DECAY, MOMENTUM, BETA2)]
+    assert shown == [{} if value is None else {"0": value} for value in expected]
+
+
+def test_groups_are_shown_as_far_as_they_differ(run: Recording) -> None:
+    """Two groups with and without weight decay, as everybody trains transformers: one series more, and not three."""
+    model = mlp()
+    split = [{"params": model[0].parameters(), "weight_decay": 0.1}, {"params": model[2].parameters(), "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(split, lr=0.5)
+    train(model, optimizer)
+    values = run.look()
+    assert groups(values, RATE) == {"0": 0.5, "1": 0.5}
+    assert groups(values, DECAY) == {"0": 0.1, "1": 0.0}
+    assert (groups(values, MOMENTUM), groups(values, BETA2)) == ({"0": 0.9}, {"0": 0.999})
+    optimizer.param_groups[1].update(weight_decay=0.1, betas=(0.5, 0.999), lr=0.25)
+    values = run.look()
+    assert groups(values, RATE) == {"0": 0.5, "1": 0.25}
+    assert (groups(values, DECAY), groups(values, MOMENTUM)) == ({"0": 0.1, "1": 0.1}, {"0": 0.9, "1": 0.5})
+
+
+def test_a_momentum_that_a_scheduler_changes(run: Recording) -> None:
+    """OneCycleLR cycles it against the rate, in Adam's case as beta1."""
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=20)
+    for _ in range(10):
+        train(model, optimizer, steps=1)
+        scheduler.step()
+        assert groups(run.look(), MOMENTUM) == {"0": optimizer.param_groups[0]["betas"][0]}
+    assert 0.85 < run.values()[MOMENTUM, "0"] < 0.95
+
+
+def test_series_are_capped(run: Recording) -> None:
+    """However many groups and optimizers there are: 8 rates and 4 of everything else."""
+    model, extra = mlp(), [torch.nn.Parameter(torch.ones(1)) for _ in range(40)]
+    split = [
+        {"params": [one], "lr": index, "weight_decay": index, "betas": (index / 100, 0.9)} for index, one in enumerate(extra)
+    ]
+    optimizers = [torch.optim.AdamW(split), torch.optim.AdamW(model.parameters(), lr=77.0)]
+    train(model, *optimizers)
+    values = run.look()
+    assert groups(values, RATE) == {str(index): float(index) for index in range(probe.MAX_GROUPS)}
+    assert groups(values, DECAY) == {str(index): float(index) for index in range(probe.MAX_DIFFERING)}
+    assert sum(len(groups(values, name)) for name in (RATE, DECAY, MOMENTUM, BETA2)) == 8 + 4 + 4 + 1
+
+
+def test_a_group_that_is_gone_ends(run: Recording) -> None:
+    """A second stage with one group leaves none of the first stage's three, and is shown in their place."""
+    model = mlp()
+    split: list[dict[str, Any]] = [{"params": [one], "lr": 0.5} for one in model.parameters()]
+    first = torch.optim.SGD(split, lr=0.5)
+    train(model, first)
+    assert len(groups(run.look(), RATE)) == 4
+    del first
+    gc.collect()
+    second = torch.optim.SGD(model.parameters(), lr=0.125)
+    train(model, second)
+    train(model, second)
+    assert groups(run.look(), RATE) == {"0": 0.125}
+
+
+def test_rates_without_the_gradient_probe(flight_dir: Path) -> None:
+    """Optimizers are found whoever else is listening, a second one that begins later, too."""
+    for run in recording(flight_dir, disable_probes=("gradients",)):
+        one, two = mlp(0), mlp(1)
+        first = torch.optim.SGD([{"params": [p]} for p in one.parameters()], lr=0.5)
+        second = torch.optim.SGD(two.parameters(), lr=0.25)
+        train(one, first)
+        assert len(groups(run.look(), RATE)) == 4
+        train(two, second, steps=2 * probe.LOOK_STEPS)
+        # the first is the rate of the optimizer that the last step had
+        assert groups(run.look(), RATE) == {"0": 0.25, "1": 0.5, "2": 0.5, "3": 0.5, "4": 0.25}
+
+
+def test_a_rate_on_its_way_from_a_device_belongs_to_its_step(run: Recording) -> None:
+    """It is written as a late value of the step in which it was taken, and shown as the first group's."""
+    host = run.session.host
+    assert host is not None
+    model = mlp()
+    train(model, torch.optim.Adagrad(model.parameters(), lr=0.5))
+    watching = probe.OptimizerProbe()
+    watching.install(host)
+    watching._write_first(2, 0.125)
+    late = [record for record in run.records() if record.kind == Kind.LATE]
+    assert [(record.step, record.learning_rate, has(record, Flag.LOSS)) for record in late] == [(2, 0.125, False)]
+    assert groups(run.look(), RATE) == {"0": 0.125}
+
+
+def test_a_device_s_rate_is_never_read(run: Recording) -> None:
+    """``.item()`` on a device waits for it: what is not on the CPU is no number here."""
+    assert probe._number(torch.tensor(0.5, device="meta")) is None
+    assert probe._number(torch.tensor([0.5, 0.25])) is None
+    assert (probe._number("0.5"), probe._number(None), probe._number(torch.tensor(0.5))) == (None, None, 0.5)
+    assert run.errors() == []

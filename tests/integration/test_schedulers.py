@@ -1,0 +1,413 @@
+"""Every scheduler's steps are counted once, misuse is told, and torch's own bookkeeping is untouched."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as lrs
+from torch.optim.swa_utils import SWALR
+
+import torchobs
+from tests.training import Recording, loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.flight import reader
+from torchobs.probes import schedulers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+STEPS = (catalog.SCHEDULER_STEPS.name,)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+class Overriding(lrs.LRScheduler):
+    """A user's own that overrides ``step`` and calls nobody."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [base * 0.5**self.last_epoch for base in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        del epoch
+        self.last_epoch += 1
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+
+
+class Calling(lrs.StepLR):
+    """A user's own that overrides ``step`` and calls its parent."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+
+
+class Composite(lrs.LRScheduler):
+    """A user's own that steps another one, which torch knows nothing of."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, other: lrs.LRScheduler) -> None:
+        self.other = other
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if not self._is_initial:
+            self.other.step()
+
+
+MAKERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda _: 0.9),
+    "StepLR": lambda o: lrs.StepLR(o, 2),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lrs.ConstantLR,
+    "LinearLR": lrs.LinearLR,
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lrs.PolynomialLR(o, 10),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 10),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 4),
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 0.1, 0.5),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.5, total_steps=20),
+    "SWALR": lambda o: SWALR(o, 0.05),
+    "SequentialLR": lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o), lrs.StepLR(o, 2), lrs.CosineAnnealingLR(o, 4)], [2, 5]),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler([lrs.LinearLR(o), lrs.ExponentialLR(o, 0.9)]),
+    "nested": lambda o: lrs.ChainedScheduler(
+        [lrs.SequentialLR(o, [lrs.LinearLR(o), lrs.StepLR(o, 2)], [3]), lrs.ExponentialLR(o, 0.9)]
+    ),
+    "overriding": Overriding,
+    "calling": lambda o: Calling(o, 2),
+    "composite": lambda o: Composite(o, lrs.StepLR(o, 2)),
+}
+
+
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int, *, metric: bool = False
+) -> list[float]:
+    """Train in the right order; return the rates."""
+    rates = []
+    for index in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step(*([1.0] if metric else []))
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    return rates
+
+
+def schedulers_of(run: Recording) -> schedulers.SchedulerProbe:
+    """The probe at work."""
+    switches = run.session._switches
+    assert switches is not None
+    probe = switches._probes["schedulers"]
+    assert isinstance(probe, schedulers.SchedulerProbe)
+    return probe
+
+
+def told(run: Recording) -> list[dict[str, Any]]:
+    """The events of misuse."""
+    return [frame["attrs"] for frame in run.frames(catalog.EVENT_SCHEDULER_MISUSED.name)]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_scheduler_is_counted_once_and_does_what_it_always_did(flight_dir: Path, name: str) -> None:
+    """Nine steps are nine, whatever it is made of; the rates are those of a run without us; nothing is called misuse."""
+    results = []
+    for recorded in (False, True):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        if not recorded:
+            results.append(train(model, optimizer, MAKERS[name](optimizer), 9))
+            continue
+        for run in recording(flight_dir):
+            results.append(train(model, optimizer, MAKERS[name](optimizer), 9))
+            values = run.look()
+            assert values[STEPS] == 9
+            assert [values[catalog.SCHEDULER_MISUSE.name, kind] for kind in catalog.SCHEDULER_MISUSES] == [0, 0, 0]
+            assert told(run) == []
+    assert results[0] == results[1]
+
+
+def test_a_plateau_is_stepped_with_a_metric(run: Recording) -> None:
+    """``ReduceLROnPlateau`` computes no rates, and has a step of its own."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rates = train(model, optimizer, lrs.ReduceLROnPlateau(optimizer, patience=2), 9, metric=True)
+    assert len(set(rates)) > 1
+    assert run.look()[STEPS] == 9
+
+
+def test_warm_restarts_within_an_epoch(run: Recording) -> None:
+    """``step(epoch + batch / batches)`` is a step each time."""
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.5)
+    scheduler = lrs.CosineAnnealingWarmRestarts(optimizer, 4)
+    for index in range(10):
+        scheduler.step(index / 10)
+    assert run.look()[STEPS] == 10
+
+
+def test_a_scheduler_that_is_gone_at_once_has_been_counted(run: Recording) -> None:
+    """What a function made and dropped before the sampler looked is not lost, and is not kept alive either."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    train(model, optimizer, lrs.StepLR(optimizer, 2), 7)
+    probe = schedulers_of(run)
+    gc.collect()
+    assert (probe._known, len(probe._gone)) == ({}, 1)
+    assert run.look()[STEPS] == 7
+
+
+def test_schedulers_made_before_init_are_counted(flight_dir: Path) -> None:
+    """Those of a class that is defined by then; nothing is held against them that was not seen."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    several = [lrs.StepLR(optimizer, 2), Overriding(optimizer), lrs.ChainedScheduler([lrs.StepLR(optimizer, 3)])]
+    optimizer.step()
+    for run in recording(flight_dir):
+        for scheduler in several:
+            scheduler.step()
+        train(model, optimizer, several[0], 4)
+        assert run.look()[STEPS] == 7
+        assert told(run) == []
+
+
+def test_without_a_scheduler_there_are_no_series(run: Recording) -> None:
+    """Nobody reads a zero that means nothing."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer.step()
+    assert not [name for name in run.look() if name[0].startswith("torchobs.scheduler.")]
+
+
+def test_loading_a_state_is_no_step(run: Recording) -> None:
+    """A run that goes on from a checkpoint has made no step yet, and used nothing wrongly."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    several = [MAKERS[name](optimizer) for name in ("StepLR", "LambdaLR", "SequentialLR")]
+    for scheduler in several:
+        state = scheduler.state_dict()
+        for _ in range(3):
+            scheduler.load_state_dict(state)
+    assert run.look()[STEPS] == 0
+    train(model, optimizer, several[0], 2)
+    assert run.look()[STEPS] == 2
+    assert told(run) == []
+
+
+# --- misuse -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_stepped_first_is_told(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """The order of before PyTorch 1.1: counted, an event, one line; and torch's warning names the user's line."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = lrs.StepLR(optimizer, 2)
+    with caplog.at_level(logging.WARNING, "torchobs"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index in range(4):
+            scheduler.step()
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        values = run.look()
+        run.look()
+    assert [(warning.category, warning.filename) for warning in caught] == [(UserWarning, __file__)]
+    assert told(run) == [{"kind": "before_optimizer", "scheduler": "StepLR"}]
+    assert (values[STEPS], values[catalog.SCHEDULER_MISUSE.name, "before_optimizer"]) == (4, 1)
+    assert [line.getMessage() for line in caplog.records] == [
+        "torchobs: the scheduler StepLR was stepped before its optimizer's first step: the schedule's first rate was never used"
+    ]
+
+
+def test_a_first_step_that_the_loss_scaler_skips_is_no_misuse(run: Recording) -> None:
+    """PyTorch warns of it, wrongly; we know that the optimizer's turn came first."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler, scaler = lrs.StepLR(optimizer, 2), torch.amp.GradScaler("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for index in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, index)).backward()  # type: ignore[no-untyped-call]
+            if index < 2:
+                next(model.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+    assert run.look()[STEPS] == 4
+    assert told(run) == []
+
+
+def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, after many steps of its optimizer; a part of another one, which may wait for its turn, is not meant."""
+    monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    forgotten = lrs.CosineAnnealingLR(optimizer, 100)
+    used = lrs.SequentialLR(optimizer, [lrs.LinearLR(optimizer), lrs.StepLR(optimizer, 2)], [1000])
+    train(model, optimizer, used, 15)
+    run.look()
+    assert told(run) == []
+    train(model, optimizer, used, 15)
+    for _ in range(3):
+        run.look()
+    assert told(run) == [{"kind": "never_stepped", "scheduler": type(forgotten).__name__}]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+@pytest.mark.parametrize("broken", [False, True])
+def test_one_that_was_never_stepped_is_told_at_the_end(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch, *, gone: bool, broken: bool
+) -> None:
+    """A run that has ended knows; one that an exception ended does not, for its first epoch may not have been over."""
+    monkeypatch.setattr(schedulers, "UNUSED_RUN_STEPS", 20)
+    monkeypatch.delattr("sys.last_type", raising=False)
+    session = torchobs.init(flight_dir=flight_dir)
+    assert session.writer is not None
+    path, model = session.writer.path, mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler: lrs.LRScheduler | None = lrs.StepLR(optimizer, 2)
+    for index in range(25):
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    if gone:
+        scheduler = None
+    with contextlib.suppress(KeyboardInterrupt), session:
+        if broken:
+            raise KeyboardInterrupt
+    del scheduler
+    file = reader.open_path(path)
+    events = [event for _, event in file.events() if event["name"] == catalog.EVENT_SCHEDULER_MISUSED.name]
+    file.close()
+    assert len(events) == (0 if broken and not gone else 1)
+
+
+def test_a_scheduler_of_another_optimizer_is_told(run: Recording) -> None:
+    """The optimizer was made anew and the scheduler was not: it counts on, and changes nothing that trains."""
+    model = mlp()
+    stale = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = lrs.StepLR(stale, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        train(model, optimizer, scheduler, schedulers.IDLE_STEPS + 5)
+    for _ in range(2):
+        run.look()
+    assert told(run) == [{"kind": "idle_optimizer", "scheduler": "StepLR"}]
+
+
+def test_two_optimizers_with_a_scheduler_each_are_right(run: Recording) -> None:
+    """A GAN's, stepped in turn."""
+    models = [mlp(0), mlp(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    several = [lrs.StepLR(optimizer, 10) for optimizer in optimizers]
+    for _ in range(schedulers.IDLE_STEPS + 5):
+        for model, optimizer, scheduler in zip(models, optimizers, several, strict=True):
+            train(model, optimizer, scheduler, 1)
+    assert run.look()[STEPS] == 2 * schedulers.IDLE_STEPS + 10
+    assert told(run) == []
+
+
+def test_many_schedulers_are_bounded(run: Recording) -> None:
+    """One for each parameter: all are counted, some are known, none is forgotten to be forgotten."""
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(100)]
+    pairs = [(one := torch.optim.SGD([p], lr=0.1), lrs.StepLR(one, 2)) for p in parameters]
+    for optimizer, scheduler in pairs:
+        optimizer.step()
+        scheduler.step()
+    assert run.look()[STEPS] == 100
+    assert len(schedulers_of(run)._known) == schedulers.MAX_KNOWN
+    del pairs, optimizer, scheduler
+    gc.collect()
+    run.look()
+    assert (schedulers_of(run)._known, schedulers_of(run)._gone) == ({}, [])
+
+
+# --- torch is left alone ------------------------------------------------------------------------------------------------------
+
+
+def test_torch_s_own_bookkeeping_is_exact(run: Recording) -> None:
+    """What a scheduler puts around ``optimizer.step``, its counts, its state and its pickle are those of a run without us."""
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.5)
+    scheduler = lrs.StepLR(optimizer, 2)
+    assert optimizer.step._wrapped_by_lr_sched  # type: ignore[attr-defined]
+    assert not getattr(optimizer, "_opt_called", False)
+    optimizer.step()
+    assert optimizer._opt_called  # type: ignore[attr-defined]
+    scheduler.step()
+    assert (scheduler._step_count, scheduler.last_epoch) == (2, 1)
+    assert set(scheduler.state_dict()) == set(vars(scheduler)) - {"optimizer"}
+    assert vars(lrs.LRScheduler)["step"].__qualname__ == "LRScheduler.step"
+    assert not hasattr(vars(lrs.LRScheduler)["step"], "__wrapped__")
+    assert run.errors() == []
+
+
+def test_removal_is_exact(flight_dir: Path) -> None:
+    """Every class is what it was, a user's own included."""
+    owners = (*vars(lrs).values(), Overriding, Calling, Composite)
+    before = {owner: dict(vars(owner)) for owner in owners if isinstance(owner, type) and owner.__module__ != "typing"}
+    for run in recording(flight_dir):
+        assert [owner for owner, was in before.items() if dict(vars(owner)) != was]
+        optimizer = torch.optim.SGD(mlp().parameters(), lr=0.5)
+        Overriding(optimizer)
+        assert run.errors() == []
+    assert [owner for owner, was in before.items() if dict(vars(owner)) != was] == []
+
+
+def test_a_class_defined_later_is_wrapped_when_first_made_and_restored(flight_dir: Path) -> None:
+    """A user's own scheduler in the training script, below ``init()``."""
+    torchobs.init(flight_dir=flight_dir)
+
+    class Late(Overriding):
+        def step(self, epoch: int | None = None) -> None:
+            super().step(epoch)
+
+    plain = vars(Late)["step"]
+    for run in recording(flight_dir):
+        optimizer = torch.optim.SGD(mlp().parameters(), lr=0.5)
+        scheduler = Late(optimizer)
+        assert vars(Late)["step"] is not plain
+        optimizer.step()
+        scheduler.step()
+        assert run.look()[STEPS] == 1
+    assert vars(Late)["step"] is plain
+
+
+def test_an_error_in_a_scheduler_reaches_the_user(run: Recording) -> None:
+    """And the next step counts as ever."""
+    optimizer = torch.optim.SGD(mlp().parameters(), lr=0.5)
+    scheduler = lrs.OneCycleLR(optimizer, 0.5, total_steps=2)
+    optimizer.step()
+    for _ in range(2):
+        scheduler.step()
+    with pytest.raises(ValueError, match="Tried to step 3 times"):
+        scheduler.step()
+    other = lrs.ChainedScheduler([lrs.StepLR(optimizer, 2)])
+    other.step()
+    assert run.look()[STEPS] == 4  # the one that failed had begun
+
+
+def test_a_torch_without_what_is_watched_has_the_probe_off(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A private name that is gone switches the probe off, with a reason; schedulers work on, and steps count."""
+    monkeypatch.setattr(lrs, "_enable_get_lr_call", object())
+    before = dict(vars(lrs.LRScheduler))
+    session = torchobs.init(flight_dir=flight_dir)
+    try:
+        run = Recording(session)
+        values = run.look()
+        assert values["torchobs.probe.disabled", "schedulers"] == 1.0
+        assert values["torchobs.probe.disabled", "optimizer"] == 0.0
+    finally:
+        torchobs.shutdown()
+    assert dict(vars(lrs.LRScheduler)) == before

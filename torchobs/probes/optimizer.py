@@ -1,0 +1,136 @@
+"""Hyperparameters by parameter group: the learning rate, and what else an optimizer may be given, or a scheduler may change.
+
+The first group's rate is in every step's record, where the step hook has read it; everything else is read by the sampler thread
+from ``param_groups``, where it costs training nothing. A rate that a device holds (capturable optimizers) is copied without
+waiting, once a second. Groups count on over several optimizers, in the order of their first step.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import nan
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.flight.record import Flag, Kind
+from torchobs.probes.indexed import Indexed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from torchobs.catalog import Metric
+    from torchobs.probes.host import Host
+
+MAX_GROUPS = 8
+MAX_DIFFERING = 4
+"""Groups of which the other hyperparameters are shown, as far as they differ from the first group's"""
+LOOK_STEPS = 128
+"""Steps after which another optimizer is looked for, where nothing else has the hooks look"""
+DEVICE_NS = 1_000_000_000
+
+
+class OptimizerProbe:
+    """Reads ``param_groups``."""
+
+    name = "optimizer"
+
+    def install(self, host: Host) -> None:
+        """See :class:`~torchobs.probes.host.Probe`."""
+        self._host = host
+        self._optimizers: Indexed[None] = Indexed(MAX_GROUPS, lambda _: None)
+        self._shown: dict[tuple[Metric, int], float] = {}
+        self._arrived: dict[int, float] = {}
+        self._device_due_ns = 0
+        host.reads_rate = True
+        host.before_step.append((self.name, host.fuse(self.name).guard(self._take)))
+        host.norm_due = 0
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.host.Probe`: the host's lists go with the host."""
+        self._host.reads_rate = False
+
+    def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        del closure
+        host, cycle = self._host, self._host.cycle
+        self._optimizers.of(optimizer)
+        rate = optimizer.param_groups[0].get("lr")
+        number = _number(rate)
+        if number is not None and not cycle.values.flags & Flag.LEARNING_RATE:
+            cycle.values.learning_rate = number
+            cycle.values.flags |= Flag.LEARNING_RATE
+        if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
+            self._take_from_device()
+        if host.norm_due <= cycle.step:  # the gradient probe, which is told first, has not said when
+            host.norm_due, host.norm_step = cycle.step + LOOK_STEPS, cycle.step
+
+    def _take_from_device(self) -> None:
+        self._device_due_ns = monotonic_ns() + DEVICE_NS
+        arrived, step = self._arrived, self._host.cycle.step + 1
+        arrived.clear()
+        for index, group in enumerate(self._groups()):
+            rate: Any = group.get("lr")
+            if _number(rate) is None and hasattr(rate, "device") and rate.numel() == 1:
+                arrive = functools.partial(arrived.__setitem__, id(rate))
+                self._host.device.take(rate, arrive if index else functools.partial(self._write_first, step))
+
+    def _write_first(self, step: int, rate: float) -> None:
+        """The first group's rate has arrived: it belongs to the record of a step that may have ended."""
+        append = self._host.writer.append
+        append(step, monotonic_ns(), Kind.LATE, Flag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 8)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer, _ in self._optimizers.living() for group in optimizer.param_groups][:MAX_GROUPS]
+
+    def sample(self) -> None:
+        """Show what has changed."""
+        groups = self._groups()
+        found = {
+            (catalog.LEARNING_RATE, index): rate
+            for index, group in enumerate(groups)
+            if index and (rate := self._rate(group.get("lr"))) is not None
+        }
+        for metric, values in _others(groups[:MAX_DIFFERING]).items():
+            for index, value in enumerate(values):
+                known = (metric, index) in self._shown
+                if value is not None and (known or not index or value != values[0]):
+                    found[metric, index] = value
+        if found != self._shown:
+            self._show(found)
+
+    def _rate(self, rate: Any) -> float | None:
+        number = _number(rate)
+        return self._arrived.get(id(rate)) if number is None else number
+
+    def _show(self, found: Mapping[tuple[Metric, int], float]) -> None:
+        gone = dict.fromkeys(self._shown.keys() - found.keys(), nan)  # its optimizer is no more
+        for (metric, index), value in {**found, **gone}.items():
+            if self._shown.get((metric, index)) != value:
+                cell = self._host.writer.table.cell(metric, {"group": str(index)})
+                if cell is not None:
+                    cell.set(value)
+        self._shown = dict(found)
+
+
+def _others(groups: list[dict[str, Any]]) -> dict[Metric, list[float | None]]:
+    """Return each hyperparameter but the learning rate by group; ``None`` where the optimizer has none such."""
+    return {
+        catalog.OPTIMIZER_WEIGHT_DECAY: [_number(group.get("weight_decay")) for group in groups],
+        catalog.OPTIMIZER_MOMENTUM: [_number(group.get("momentum", _beta(group, 0))) for group in groups],
+        catalog.OPTIMIZER_BETA2: [_number(_beta(group, 1)) for group in groups],
+    }
+
+
+def _beta(group: dict[str, Any], index: int) -> Any:
+    betas = group.get("betas")
+    return betas[index] if isinstance(betas, (tuple, list)) and len(betas) > index else None
+
+
+def _number(value: Any) -> float | None:
+    """Return it as a float; ``None`` for what is no number, or one that a device holds, where reading would wait."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    device = getattr(value, "device", None)
+    return float(value.item()) if device is not None and device.type == "cpu" and value.numel() == 1 else None
