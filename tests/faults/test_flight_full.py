@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import NEEDS_MEMORY_CGROUP, NEEDS_MOUNT
+from tests.cgroups import inside, memory_cgroup
+from tests.support import NEEDS_MOUNT
 from torchobs.flight.layout import MIN_SIZE
 
 MIB = 1 << 20
@@ -85,23 +86,8 @@ def test_a_file_system_that_fills_up_while_the_file_is_allocated_leaves_nothing(
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
     """A memory cgroup with a limit of 96 MiB, v1 or v2."""
-    v1 = Path("/sys/fs/cgroup/memory")
-    root = v1 if v1.is_dir() else Path("/sys/fs/cgroup")
-    path = root / f"torchobs-test-{os.getpid()}"
-    try:
-        path.mkdir()
-        (path / ("memory.limit_in_bytes" if v1.is_dir() else "memory.max")).write_text(str(LIMIT))
-    except OSError:
-        if path.is_dir():
-            path.rmdir()
-        pytest.skip(NEEDS_MEMORY_CGROUP)
-    yield path
-    path.rmdir()
-
-
-def inside(cgroup: Path) -> tuple[str, ...]:
-    """The prefix of a command that runs in that cgroup."""
-    return ("sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh")
+    with memory_cgroup(LIMIT) as path:
+        yield path
 
 
 def test_a_cgroup_at_its_limit_is_refused_and_nobody_is_killed(run: Run, flight_dir: Path, cgroup: Path) -> None:

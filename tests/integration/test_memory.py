@@ -264,7 +264,7 @@ def test_training_that_does_not_leak_is_not_called_a_leak(watched: Watched, make
     growth = watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host")
     assert growth is not None
     assert abs(growth) < 20_000
-    assert events(watched.run, catalog.EVENT_MEMORY_GROWTH.name) == []
+    assert watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name) == []
 
 
 @pytest.mark.parametrize("make", [keeps_graphs, keeps_arrays])
@@ -284,19 +284,5 @@ def test_a_leak_is_measured_and_its_end_foretold(watched: Watched, make: Callabl
     growth = watched.value(catalog.MEMORY_GROWTH_PER_STEP, "host")
     assert growth == pytest.approx(grown, rel=0.15)
     assert watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host") == pytest.approx(2e9 / grown, rel=0.15)
-    (told,) = events(watched.run, catalog.EVENT_MEMORY_GROWTH.name)
-    assert told["space"] == "host"
-
-
-def events(run: Recording, name: str) -> list[dict[str, Any]]:
-    """The attributes of the events of that name."""
-    from torchobs.flight import reader
-
-    writer = run.session.writer
-    assert writer is not None
-    writer.publish()
-    file = reader.open_path(writer.path)
-    try:
-        return [fields["attrs"] for _, fields in file.events() if fields.get("name") == name]
-    finally:
-        file.close()
+    (told,) = watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name)
+    assert told["attrs"]["space"] == "host"

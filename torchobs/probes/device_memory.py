@@ -45,7 +45,7 @@ class DeviceMemoryProbe:
         self._devices = {memory.device: _Device(host, memory, before=memory) for memory in self._look()}
         self._gauges = GrowthGauges(host, "device")
         self._rounds = 0
-        self._oom.install(host, host.fuse(self.name))
+        self._oom.install(host)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""

@@ -7,6 +7,7 @@ in the process's life, by CUDA's own initialisation, and does nothing while no s
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from torchobs.probes.allocators import of_stats
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torchobs.guarding import Fuse
     from torchobs.probes.host import Host
 
 MOST_PLACES = 8
@@ -32,16 +32,17 @@ class OomObserver:
         self._attach: Callable[[], object] | None = None
         self._last = -APART_S
 
-    def install(self, host: Host, fuse: Fuse) -> None:
+    def install(self, host: Host) -> None:
         """Listen, and attach when CUDA is initialised: at once, if it is."""
         import torch
 
         if not hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
             return  # a build without CUDA
         self._host, self._torch = host, torch
+        fuse = host.fuse("oom")  # of its own: an allocator that has no observers (cudaMallocAsync) has statistics all the same
         _Listening.to = fuse.guard(self.note)
         if not _Listening.attached:
-            self._attach = fuse.guard(_attach)  # an allocator that has no observers (cudaMallocAsync) raises
+            self._attach = fuse.guard(_attach)
             lazily: Any = torch.cuda._lazy_call
             lazily(self._attach)
 
@@ -62,7 +63,8 @@ class OomObserver:
         stats = self._torch.cuda.memory_stats_as_nested_dict(device)
         attributes = {"device": f"cuda:{device}", "requested": requested, "limit": limit, "free": free, **numbers(stats)}
         if self._remembers():
-            attributes["largest"] = largest(self._torch.cuda.memory._snapshot(), device)
+            package = os.path.dirname(self._torch.__file__)
+            attributes["largest"] = largest(self._torch.cuda.memory._snapshot(), device, package)
         self._host.writer.event(catalog.EVENT_OUT_OF_MEMORY.name, attributes, self._host.cycle.step)
 
     def _remembers(self) -> bool:
@@ -89,10 +91,11 @@ def numbers(stats: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def largest(snapshot: Mapping[str, Any], device: int) -> list[str]:
+def largest(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]:
     """Return the places that hold most of a device's memory, as ``file:line size B in n blocks``.
 
-    ``snapshot`` is that of ``torch.cuda.memory._snapshot``; a block's place is its innermost Python frame outside of torch.
+    ``snapshot`` is that of ``torch.cuda.memory._snapshot``; a block's place is its innermost Python frame outside of torch's
+    ``package``.
     """
     sizes, blocks = Counter[str](), Counter[str]()
     for segment in snapshot["segments"]:
@@ -100,15 +103,15 @@ def largest(snapshot: Mapping[str, Any], device: int) -> list[str]:
             continue
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                place = _place(block.get("frames", ()))
+                place = _place(block.get("frames", ()), package)
                 sizes[place] += block["size"]
                 blocks[place] += 1
     return [f"{place} {size} B in {blocks[place]} blocks" for place, size in sizes.most_common(MOST_PLACES)]
 
 
-def _place(frames: Iterable[Mapping[str, Any]]) -> str:
+def _place(frames: Iterable[Mapping[str, Any]], package: str) -> str:
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
-    own = next((frame for frame in python if "/torch/" not in frame["filename"]), None)
+    own = next((frame for frame in python if not frame["filename"].startswith(f"{package}/")), None)
     frame = own or (python[0] if python else None)
     return f"{frame['filename']}:{frame['line']}" if frame else "unknown"
 

@@ -1,0 +1,37 @@
+"""A rank that takes memory, for tests that have it killed: `python -m tests.faults.memory_hog DIRECTORY HOW`.
+
+`HOW` is `grows` (until the kernel ends it), `waits` (with what it has), or `worker` (a child grows until the kernel ends that).
+"""
+
+import subprocess
+import sys
+import time
+from itertools import count
+
+import torch
+
+import torchobs
+
+MIB = 1024**2
+STEP = 2 * MIB
+GROW = f"held = []\nimport time\nwhile True:\n    held.append(bytearray(b'x') * {STEP})\n    time.sleep(0.01)"
+
+if __name__ == "__main__":
+    directory, how = sys.argv[1:]
+    torch.set_num_threads(1)
+    torchobs.init(flight_dir=directory)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if how == "worker":
+        worker = subprocess.run([sys.executable, "-c", GROW], check=False)
+        print(worker.returncode, flush=True)  # noqa: T201  # what the test waits for
+    held = []
+    for step in count(1):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if how == "grows":
+            held.append(bytearray(b"x") * STEP)
+        time.sleep(0.02)
+        if step == 20:
+            print("trains", flush=True)  # noqa: T201  # what the test waits for

@@ -1,0 +1,357 @@
+"""Device allocators on literal statistics: whose peaks are ours, what is counted, what an out-of-memory event holds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.training import Recording, recording
+from torchobs import catalog
+from torchobs.detect.growth import LEAST
+from torchobs.probes.allocators import DeviceMemory, of_stats, used_devices
+from torchobs.probes.device_memory import DeviceMemoryProbe
+from torchobs.probes.oom import APART_S, OomObserver, _observe, largest, numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+GIB = 1024**3
+MIB = 1024**2
+TOTAL = 80 * GIB
+
+
+def stats(
+    allocated: int = 3 * GIB, peak: int = 5 * GIB, reserved: int = 6 * GIB, retries: int = 0, ooms: int = 0
+) -> dict[str, Any]:
+    """What `torch.cuda.memory_stats_as_nested_dict` returns, as far as it is read."""
+
+    def entry(current: int, highest: int | None = None) -> dict[str, dict[str, int]]:
+        return {"all": {"current": current, "peak": highest or current, "allocated": 2 * current, "freed": current}}
+
+    return {
+        "allocated_bytes": entry(allocated, peak),
+        "reserved_bytes": entry(reserved),
+        "active_bytes": entry(allocated + 512),
+        "inactive_split_bytes": entry(MIB),
+        "allocation": entry(40),
+        "num_alloc_retries": retries,
+        "num_ooms": ooms,
+        "reserved_bytes_by_private_pools": {(0, 1): entry(5)},
+    }
+
+
+class Cuda:
+    """A module `torch` of two devices, of which the second was never used."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.stats = [stats(), stats(0, 0, 0)]
+        self.started = True
+        self._C = SimpleNamespace(_cuda_getMemoryFraction=lambda index: (0.5, 1.0)[index])
+        self.backends = SimpleNamespace(mps=SimpleNamespace(is_available=lambda: False))
+        self.cuda = SimpleNamespace(
+            is_initialized=lambda: self.started,
+            device_count=lambda: 2,
+            memory_stats_as_nested_dict=self._stats,
+            get_device_properties=lambda _: SimpleNamespace(total_memory=TOTAL),
+        )
+
+    def _stats(self, index: int) -> dict[str, Any]:
+        self.asked.append(index)
+        return self.stats[index]
+
+
+def test_a_device_in_use_is_listed_with_what_it_may_take() -> None:
+    """The other one is not; half of the memory was set to be this process's."""
+    assert used_devices(Cuda()) == [
+        DeviceMemory("cuda:0", 3 * GIB, 6 * GIB, 3 * GIB + 512, MIB, 5 * GIB, TOTAL // 2, retries=0, ooms=0)
+    ]
+
+
+def test_nothing_is_asked_before_cuda_is_initialised() -> None:
+    """Asking would initialise it, take hundreds of megabytes of the device, and make a later fork fail."""
+    module = Cuda()
+    module.started = False
+    assert used_devices(module) == []
+    assert module.asked == []
+
+
+def test_this_machine_s_own_torch_can_be_asked() -> None:
+    """The functions are where they are looked for, and nothing is initialised by it."""
+    before = torch.cuda._initialized
+    assert all(memory.reserved for memory in used_devices(torch))
+    assert torch.cuda._initialized == before
+
+
+def test_an_xpu_has_no_split_blocks_and_metal_no_peaks() -> None:
+    """What an allocator does not tell is absent."""
+    found = {name: entry for name, entry in stats().items() if not name.startswith(("inactive_split", "num_"))}
+    xpu = SimpleNamespace(
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        memory_stats_as_nested_dict=lambda _: found,
+        get_device_properties=lambda _: SimpleNamespace(total_memory=TOTAL),
+    )
+    mps = SimpleNamespace(
+        driver_allocated_memory=lambda: 7, current_allocated_memory=lambda: 5, recommended_max_memory=lambda: 11
+    )
+    module = SimpleNamespace(
+        cuda=SimpleNamespace(is_initialized=lambda: False),
+        xpu=xpu,
+        mps=mps,
+        backends=SimpleNamespace(mps=SimpleNamespace(is_available=lambda: True)),
+        _C=SimpleNamespace(),
+    )
+    assert used_devices(module) == [
+        DeviceMemory("xpu:0", 3 * GIB, 6 * GIB, 3 * GIB + 512, None, 5 * GIB, TOTAL),
+        DeviceMemory("mps:0", 5, 7, limit=11),
+    ]
+
+
+def test_a_device_that_ran_out_at_its_first_allocation_was_used() -> None:
+    """Nothing is reserved on it, and it is the one of interest."""
+    assert of_stats("cuda:0", stats(0, 0, 0, ooms=1), TOTAL) is not None
+    assert of_stats("cuda:0", {}, TOTAL) is None
+
+
+class Device:
+    """A device memory probe in a real session, and the device that it sees."""
+
+    def __init__(self, run: Recording, first: list[DeviceMemory]) -> None:
+        self.run, self.memory, self.seconds = run, first, 0.0
+        assert run.session.host is not None
+        self.probe = DeviceMemoryProbe(lambda: self.memory, lambda: self.seconds)
+        self.probe.install(run.session.host)
+
+    def observe(self, allocated: int, peak: int, **more: Any) -> None:
+        """Let the device be in that state, and look."""
+        self.memory = [DeviceMemory("cuda:0", allocated, 2 * allocated, peak=peak, limit=TOTAL, **more)]
+        self.probe.observe()
+
+    def value(self, metric: catalog.Metric, attribute: str = "cuda:0") -> float | None:
+        """What the file holds."""
+        assert self.run.session.writer is not None
+        self.run.session.writer.publish()
+        found = self.run.values().get((metric.name, attribute))
+        return None if found is None else float(found)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording without the probe."""
+    yield from recording(flight_dir, disable_probes="device_memory")
+
+
+def test_a_device_is_shown_once_it_is_used(run: Recording) -> None:
+    """Absent things have no series; a used one has all, its counters at 0 first."""
+    device = Device(run, [])
+    device.probe.observe()
+    assert not [key for key in run.values() if key[0].startswith("torchobs.memory.device")]
+    device.observe(4, 4, active=5, inactive_split=1, retries=0, ooms=0)
+    shown = {
+        catalog.MEMORY_DEVICE_ALLOCATED: 4,
+        catalog.MEMORY_DEVICE_RESERVED: 8,
+        catalog.MEMORY_DEVICE_ACTIVE: 5,
+        catalog.MEMORY_DEVICE_INACTIVE_SPLIT: 1,
+        catalog.MEMORY_DEVICE_PEAK: 4,
+        catalog.MEMORY_DEVICE_LIMIT: TOTAL,
+        catalog.MEMORY_ALLOC_RETRIES: 0,
+        catalog.MEMORY_OOMS: 0,
+    }
+    assert {metric: device.value(metric) for metric in shown} == shown
+
+
+def test_peaks_are_those_since_we_look_and_outlive_a_reset(run: Recording) -> None:
+    """What was reached before is not ours; what is reached between two looks is; a reset by the user takes nothing away."""
+    device = Device(run, [DeviceMemory("cuda:0", 3, 6, peak=50)])
+    for allocated, peak, expected in ((3, 50, 3), (10, 50, 10), (10, 60, 60), (5, 5, 60), (20, 30, 60), (20, 70, 70)):
+        device.observe(allocated, peak)
+        assert device.value(catalog.MEMORY_DEVICE_PEAK) == expected
+
+
+def test_all_of_a_device_that_is_used_later_is_ours(run: Recording) -> None:
+    """Peaks and errors between the initialisation and the first look."""
+    device = Device(run, [])
+    device.observe(3, 50, retries=2, ooms=1)
+    assert device.value(catalog.MEMORY_DEVICE_PEAK) == 50
+    assert (device.value(catalog.MEMORY_ALLOC_RETRIES), device.value(catalog.MEMORY_OOMS)) == (2, 1)
+
+
+def test_errors_are_counted_from_the_start_on_and_over_a_reset(run: Recording) -> None:
+    """`reset_accumulated_memory_stats` sets the allocator's own counts to 0; ours never step back."""
+    device = Device(run, [DeviceMemory("cuda:0", 3, 6, retries=5, ooms=2)])
+    for retries, ooms, expected in ((5, 2, (0, 0)), (7, 3, (2, 1)), (1, 0, (3, 1)), (1, 1, (3, 2))):
+        device.observe(3, 3, retries=retries, ooms=ooms)
+        assert (device.value(catalog.MEMORY_ALLOC_RETRIES), device.value(catalog.MEMORY_OOMS)) == expected
+
+
+def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> None:
+    """Looks fall anywhere in a step; the least of ten is near the floor, and that grows by 10 MiB a step."""
+    device = Device(run, [])
+    host = run.session.host
+    assert host is not None
+    for point in range(LEAST):
+        host.cycle.step = 100 * point
+        floor = 10 * GIB + point * 1000 * MIB
+        for look in range(10):
+            device.memory = [DeviceMemory("cuda:0", floor + (look * 7 + point * 3) % 10 * 3 * GIB, floor, limit=TOTAL)]
+            device.probe._see()
+        device.memory = [DeviceMemory("cuda:0", floor, floor, limit=TOTAL)]
+        device.seconds += 10.0
+        device.probe.observe()
+    assert device.value(catalog.MEMORY_GROWTH_PER_STEP, "device") == pytest.approx(10 * MIB)
+    left = TOTAL - (10 * GIB + (LEAST - 1) * 1000 * MIB)
+    assert device.value(catalog.MEMORY_TIME_TO_LIMIT, "device") == pytest.approx(left / (100 * MIB))
+    (told,) = run.frames(catalog.EVENT_MEMORY_GROWTH.name)
+    assert told["attrs"]["space"] == "device"
+
+
+class OomCuda(Cuda):
+    """A torch whose allocator tells observers, as CUDA does once it is initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observers: list[Callable[[int, int, int, int], object]] = []
+        self.remembers = False
+        self.__file__ = "/site-packages/torch/__init__.py"
+        self.stats[0] = stats(retries=3)
+        self.cuda.memory = SimpleNamespace(_snapshot=lambda: SNAPSHOT)
+        self._C._cuda_isHistoryEnabled = lambda: self.remembers
+
+
+FRAMES = [
+    {"filename": "??", "line": 0, "name": "c10::alloc"},
+    {"filename": "/site-packages/torch/nn/modules/linear.py", "line": 9, "name": "forward"},
+    {"filename": "/home/me/train.py", "line": 40, "name": "main"},
+]
+SNAPSHOT = {
+    "segments": [
+        {
+            "device": 0,
+            "blocks": [
+                {"size": 3 * GIB, "state": "active_allocated", "frames": FRAMES},
+                {"size": 2 * GIB, "state": "active_allocated", "frames": FRAMES},
+                {"size": 4 * GIB, "state": "active_allocated", "frames": FRAMES[:2]},
+                {"size": 9 * GIB, "state": "inactive", "frames": FRAMES},
+                {"size": GIB, "state": "active_allocated"},
+            ],
+        },
+        {"device": 1, "blocks": [{"size": 50 * GIB, "state": "active_allocated", "frames": FRAMES}]},
+    ]
+}
+
+
+def observer(run: Recording, module: OomCuda) -> OomObserver:
+    """An observer that asks this torch."""
+    found = OomObserver()
+    assert run.session.host is not None
+    found._host = run.session.host
+    vars(found)["_torch"] = module
+    return found
+
+
+def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording) -> None:
+    """What was asked for, what there is, what is held; and where most of it is, if torch remembers."""
+    module = OomCuda()
+    watcher = observer(run, module)
+    assert run.session.host is not None
+    run.session.host.cycle.step = 17
+    watcher.note(0, 8 * GIB, TOTAL, GIB)
+    module.remembers = True
+    watcher._last -= APART_S
+    watcher.note(0, 8 * GIB, TOTAL, GIB)
+    first, second = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
+    assert first["step"] == 17
+    assert first["attrs"] == {
+        "device": "cuda:0",
+        "requested": 8 * GIB,
+        "limit": TOTAL,
+        "free": GIB,
+        "allocated": 3 * GIB,
+        "reserved": 6 * GIB,
+        "active": 3 * GIB + 512,
+        "inactive_split": MIB,
+        "allocations": 40,
+        "alloc_retries": 3,
+        "ooms": 0,
+    }
+    assert set(second["attrs"]) == {attribute.name for attribute in catalog.EVENT_OUT_OF_MEMORY.attributes}
+    assert second["attrs"]["largest"] == [
+        f"/home/me/train.py:40 {5 * GIB} B in 2 blocks",
+        f"/site-packages/torch/nn/modules/linear.py:9 {4 * GIB} B in 1 blocks",
+        f"unknown {GIB} B in 1 blocks",
+    ]
+
+
+def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recording) -> None:
+    """The counter has them all."""
+    watcher = observer(run, OomCuda())
+    for _ in range(50):
+        watcher.note(0, GIB, TOTAL, 0)
+    assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 1
+
+
+def test_without_statistics_an_event_is_written_all_the_same() -> None:
+    """Another allocator may keep none."""
+    assert numbers({}) == {}
+    assert largest({"segments": []}, 0, "/torch") == []
+
+
+def test_cuda_s_initialisation_attaches_once_and_a_removed_session_hears_nothing(
+    run: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attaching would initialise CUDA, so it is left to do it; what it was asked to call is taken back; nobody can detach."""
+    attached: list[Callable[[int, int, int, int], object]] = []
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
+    monkeypatch.setattr("torchobs.probes.oom._Listening.attached", False)
+    host = run.session.host
+    assert host is not None
+    before = list(torch.cuda._queued_calls)
+    first = OomObserver()
+    first.install(host)
+    assert not torch.cuda._initialized
+    (queued,) = [call for call, *_ in torch.cuda._queued_calls if call not in [call for call, *_ in before]]
+    first.remove()
+    assert torch.cuda._queued_calls == before
+    first.install(host)
+    queued()  # as torch.cuda._lazy_init does
+    assert attached == [_observe]
+    second = OomObserver()
+    second.install(host)
+    assert len(attached) == 1
+    vars(second)["_torch"] = OomCuda()
+    _observe(0, GIB, TOTAL, 0)
+    assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 1
+    vars(second)["_torch"] = torch
+    second.remove()
+    _observe(0, GIB, TOTAL, 0)
+    assert len(run.frames(catalog.EVENT_OUT_OF_MEMORY.name)) == 1
+    first.remove()
+    assert torch.cuda._queued_calls == before
+
+
+def test_an_allocator_without_observers_costs_nobody_the_initialisation(
+    run: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one of cudaMallocAsync raises: there are no events then, for a reason that is told, and CUDA starts."""
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
+
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
+    monkeypatch.setattr("torchobs.probes.oom._Listening.attached", False)
+    host = run.session.host
+    assert host is not None
+    watcher, fuse = OomObserver(), host.fuse("oom")
+    watcher.install(host)
+    for call, *_ in torch.cuda._queued_calls[-1:]:
+        call()
+    assert fuse.blown
+    assert not host.fuse("device_memory").blown
+    assert [trip.exception for trip in fuse.trips] == ["RuntimeError"]
+    fuse.errors = 0
+    watcher.remove()
