@@ -19,6 +19,7 @@ HEADINGS = {
     catalog.COMPILE_TIME: "Compilation",
     catalog.MEMORY_DEVICE_ALLOCATED: "Memory",
     catalog.CHECKPOINT_TIMESTAMP: "Checkpoints",
+    catalog.DISTRIBUTED_WORLD_SIZE: "Distributed training",
     catalog.HW_GPU_UTILIZATION: "GPU hardware",
     catalog.RANK_STATE_SET: "Ranks",
     catalog.OVERHEAD: "torchobs itself",

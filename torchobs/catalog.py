@@ -191,6 +191,12 @@ HW_SENSOR = Attribute("hw.sensor_location", "where it is measured", ("gpu", "mem
 GPU_TASK = Attribute("hw.gpu.task", "kind of work", ("general",))
 GPU_THROTTLE = Attribute("reason", "what held the clocks down", ("power", "thermal"))
 IO_DIRECTION = Attribute("network.io.direction", "seen from the GPU", ("receive", "transmit"))
+DDP_PART = Attribute(
+    "part",
+    "forward, backward (to the last gradient), communication (from the first all-reduce to the last), and how much of that"
+    " computation hid",
+    ("forward", "backward", "communication", "overlap"),
+)
 GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
 SCHEDULER_MISUSE_KIND = Attribute("kind", "what was done wrong", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
@@ -469,6 +475,39 @@ CHECKPOINT_DURATION = _gauge(
 )
 CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Bytes that this rank wrote for the last checkpoint.", survives=True)
 
+# --- distributed training -----------------------------------------------------------------------------------------------------
+DISTRIBUTED_WORLD_SIZE = _gauge("torchobs.distributed.world_size", "{rank}", "Ranks in the default process group.")
+DISTRIBUTED_INFO = _gauge(
+    "torchobs.distributed.info",
+    "",
+    "Constant 1; its labels say how the training is spread over ranks.",
+    Attribute("backend", "of the default process group, e.g. nccl"),
+    Attribute("parallelism", "what was recognised: ddp, fsdp1, fsdp2, hsdp, tensor; joined by +"),
+    Attribute("mesh", "dimensions of the device mesh, e.g. dp=4,tp=2"),
+    survives=True,
+)
+DDP_TIME = _gauge(
+    "torchobs.ddp.time",
+    "s",
+    "Time in the iteration that DistributedDataParallel timed last: each of its first ten, then one in a hundred.",
+    DDP_PART,
+)
+DDP_BUCKETS = _gauge("torchobs.ddp.buckets", "{bucket}", "Gradient buckets, each of which is one all-reduce.")
+DDP_BUCKET_SIZE = _gauge("torchobs.ddp.bucket.size", "By", "Size of the largest gradient bucket.")
+DDP_UNUSED_SIZE = _gauge(
+    "torchobs.ddp.unused.size", "By", "Parameters that had no part in the iteration timed last, with find_unused_parameters."
+)
+DDP_INFO = _gauge(
+    "torchobs.ddp.info",
+    "",
+    "Constant 1; its labels are how DistributedDataParallel was set up.",
+    Attribute("find_unused_parameters", "whether it searches the graph for them in every iteration", ("true", "false")),
+    Attribute("static_graph", "whether it was promised that the graph stays the same", ("true", "false")),
+    Attribute("gradient_as_bucket_view", "whether gradients live in the buckets", ("true", "false")),
+    Attribute("comm_hook", "the communication hook's name, if there is one"),
+    survives=True,
+)
+
 # --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
 HW_GPU_UTILIZATION = _gauge(
     "hw.gpu.utilization", "1", "Share of the last moments in which a kernel ran, as the driver averages it.", GPU_ID, GPU_TASK
@@ -589,6 +628,17 @@ EVENT_EXCEPTION = Event(
     "An exception nobody caught.",
     Severity.ERROR,
     (Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")),
+)
+EVENT_DISTRIBUTED = Event(
+    "torchobs.distributed",
+    "How the training is spread over ranks was recognised, or changed.",
+    Severity.INFO,
+    (
+        Attribute("backend", "of the default process group"),
+        Attribute("world_size", "its ranks"),
+        Attribute("parallelism", "what was recognised"),
+        Attribute("mesh", "dimensions of the device mesh"),
+    ),
 )
 EVENT_GPU_LOST = Event(
     "torchobs.gpu.lost",

@@ -38,7 +38,8 @@ class Switches:
         self._off: frozenset[str] = frozenset()
         self._pid = os.getpid()
         self._begun = False
-        self._safe_point = SafePoint(host, self._settle)
+        self._safe_point = SafePoint(host)
+        host.at_backward = self._safe_point.arm
 
     def install(self, probe: Probe) -> None:
         """Put one to work."""
@@ -64,7 +65,7 @@ class Switches:
         for name in self._off & self._probes.keys():
             host.fuse(name).blown = True
         if self._begun and self._is_due():
-            self._safe_point.arm()
+            self._safe_point.arm(self._settle)
 
     def remove_all(self) -> None:
         """Remove every hook of every probe, for good. Idempotent. The sampler still asks them, in the rank's last round."""

@@ -9,6 +9,7 @@ from torchobs.probes.cgroup import CgroupProbe
 from torchobs.probes.checkpoint import CheckpointProbe
 from torchobs.probes.data import DataProbe
 from torchobs.probes.device_memory import DeviceMemoryProbe
+from torchobs.probes.distributed import DistributedProbe
 from torchobs.probes.epochs import EpochProbe
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.gpu import GpuProbe
@@ -26,6 +27,6 @@ if TYPE_CHECKING:
 
 PROBES: tuple[type[Probe], ...] = (
     ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, EpochProbe, CheckpointProbe, LossProbe, AmpProbe, GradientProbe,
-    OptimizerProbe, SchedulerProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe,
+    OptimizerProbe, SchedulerProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe, DistributedProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.record import Flag, Kind
 from torchobs.probes.segments import OTHER, Segments
@@ -259,6 +259,10 @@ class Cycle:
     def _is_same(self, optimizer: object) -> bool:
         known = self._alive.get(id(optimizer))
         return known is not None and known() is optimizer
+
+    def optimizers(self) -> list[Any]:
+        """Return those that live, of all that have stepped. From any thread."""
+        return [optimizer for known in list(self._alive.values()) if (optimizer := known()) is not None]
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)

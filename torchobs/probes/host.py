@@ -94,6 +94,8 @@ class Host:
     """By probe, called when the outermost backward inside a closure has returned"""
     iterated: list[tuple[str, Callable[[Any, Any], None]]] = field(default_factory=list)
     """By probe, called with a data loader and the iterator it was asked for, in the training thread"""
+    at_backward: Callable[[Callable[[], object]], None] | None = None
+    """Has something that cannot raise done once in the training thread, when its next backward begins (``safepoint``)"""
     takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
     """Called with the arguments of the outermost backward"""
     loss_scaled: Callable[[object, object, Any], object] | None = None

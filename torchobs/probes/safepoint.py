@@ -8,6 +8,7 @@ no hook of an optimizer is running when its training thread begins a backward pa
 from __future__ import annotations
 
 import functools
+from collections import deque
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,19 @@ if TYPE_CHECKING:
 
 
 class SafePoint:
-    """Does one thing at the next backward of the training thread. Any thread may arm it."""
+    """Does things at the next backward of the training thread. One per session: two patches could not leave in any order."""
 
-    def __init__(self, host: Host, task: Callable[[], None]) -> None:
-        """``task`` must not raise."""
-        self._host, self._task = host, task
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._tasks: deque[Callable[[], object]] = deque()
         self._patch: Patch | None = None
 
-    def arm(self) -> None:
-        """Have the task done; once, however often it is asked for."""
+    def arm(self, task: Callable[[], object]) -> None:
+        """Have the task, which must not raise, done once, however often it is asked for. From one thread at a time."""
         import torch  # there is a training to be in
 
+        if task not in self._tasks:
+            self._tasks.append(task)
         if self._patch is not None:
             return
         original = torch.autograd.backward
@@ -38,14 +41,19 @@ class SafePoint:
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
             if not self._host.backwards and get_ident() == self._host.thread and self._patch is not None:
-                self.disarm()
-                self._task()
+                self._undo()  # first: what is armed from now on makes a patch of its own
+                while self._tasks:
+                    self._tasks.popleft()()
             return original(*args, **kwargs)
 
         self._patch = Patch(torch.autograd, "backward", backward)
 
     def disarm(self) -> None:
-        """Forget about it. Idempotent."""
+        """Forget about all of them. Idempotent."""
+        self._undo()
+        self._tasks.clear()
+
+    def _undo(self) -> None:
         patch, self._patch = self._patch, None
         if patch is not None:
             patch.undo()

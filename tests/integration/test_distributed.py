@@ -1,0 +1,174 @@
+"""Distributed training, in real process groups of two ranks: what is recognised, what DDP says, and no word of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+from tests import support
+from tests.training import Recording, recording
+from torchobs.flight import reader
+from torchobs.probes.parallelism import Parallelism, recognise
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Ended(NamedTuple):
+    """What a rank printed, and what its flight file holds in the end."""
+
+    said: dict[str, Any]
+    values: dict[tuple[str, ...], Any]
+    events: list[dict[str, Any]]
+
+
+def train(start: Any, flight_dir: Path, way: str, order: str) -> list[Ended]:
+    """Two ranks, to their end."""
+    port, ranks = support.free_port(), []
+    for rank in range(2):
+        place = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        environment = {**support.clean_environment(), **place, "TORCHOBS_DIR": str(flight_dir), "OMP_NUM_THREADS": "1"}
+        command = (sys.executable, "-m", "tests.distributed_rank", way, order)
+        ranks.append(start(*command, env=environment, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    outputs = [process.communicate(timeout=120) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    said = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return [Ended(one, *_recorded(flight_dir, rank)) for rank, one in enumerate(said)]
+
+
+def _recorded(flight_dir: Path, rank: int) -> tuple[dict[tuple[str, ...], Any], list[dict[str, Any]]]:
+    for path in flight_dir.glob("*.flight"):
+        file = reader.open_path(os.fspath(path))
+        try:
+            view = file.read(final=True)
+            if view.header.resource["rank"] == rank:
+                values = {
+                    (point.series.name, *(f"{name}={value}" for name, value in point.series.attributes)): point.value
+                    for point in view.points
+                }
+                return values, [fields for _, fields in file.events()]
+        finally:
+            file.close()
+    raise AssertionError(f"no flight file of rank {rank}")
+
+
+def errors(ended: Ended) -> list[tuple[str, ...]]:
+    """Probes that failed."""
+    return [key for key, value in ended.values.items() if key[0] == "torchobs.probe.errors" and value]
+
+
+def _setup(hook: str, unused: str, view: str, static: str) -> tuple[str, ...]:
+    labels = (f"find_unused_parameters={unused}", f"gradient_as_bucket_view={view}", f"static_graph={static}")
+    return ("torchobs.ddp.info", f"comm_hook={hook}", *labels)
+
+
+def test_ddp_is_found_and_tells_its_timings(start: Any, flight_dir: Path) -> None:
+    """A model made long before init() is found in one of its forwards. Not one collective is ours."""
+    for ended in train(start, flight_dir, "ddp", "after"):
+        values = ended.values
+        assert errors(ended) == []
+        assert values[("torchobs.distributed.world_size",)] == 2
+        assert values[("torchobs.distributed.info", "backend=gloo", "mesh=", "parallelism=ddp")] == 1
+        parts = ("forward", "backward", "communication", "overlap")
+        times = {part: values[("torchobs.ddp.time", f"part={part}")] for part in parts}
+        assert all(0 < time < 5 for time in times.values())
+        assert times["overlap"] <= times["communication"]
+        assert values[("torchobs.ddp.buckets",)] >= 2
+        assert 0 < values[("torchobs.ddp.bucket.size",)] <= 16_000
+        assert values[("torchobs.ddp.unused.size",)] == (3 * 3 + 3) * 4
+        assert values[_setup("", "true", "false", "false")] == 1
+        told = [fields["attrs"] for fields in ended.events if fields["name"] == "torchobs.distributed"]
+        assert told[-1] == {"backend": "gloo", "world_size": 2, "parallelism": "ddp", "mesh": ""}
+        assert len([key for key in values if key[0].startswith(("torchobs.distributed", "torchobs.ddp"))]) <= 12
+        assert ended.said["watched"] == ended.said["plain"] > 0
+
+
+def test_a_short_run_tells_ddp_s_choices(start: Any, flight_dir: Path) -> None:
+    """A hook that compresses gradients changes what is communicated. Six steps, and a process group made after init()."""
+    for ended in train(start, flight_dir, "hook", "before"):
+        assert ended.values[_setup("fp16_compress_hook", "false", "true", "true")] == 1
+        assert ("torchobs.ddp.unused.size",) not in ended.values
+        assert errors(ended) == []
+
+
+@pytest.mark.parametrize(("way", "mesh"), [("fsdp2", "dp=2"), ("tensor", "tp=2")])
+def test_sharded_models_are_recognised(start: Any, flight_dir: Path, way: str, mesh: str) -> None:
+    """``fully_shard`` and tensor parallelism by their device mesh, without DDP's series or a collective."""
+    for ended in train(start, flight_dir, way, "after"):
+        assert ended.values[("torchobs.distributed.info", "backend=gloo", f"mesh={mesh}", f"parallelism={way}")] == 1
+        assert [key for key in ended.values if key[0].startswith("torchobs.ddp")] == []
+        assert ended.said["watched"] == ended.said["plain"] > 0
+        assert errors(ended) == []
+
+
+def test_without_a_process_group_there_are_no_such_series(flight_dir: Path) -> None:
+    """Most trainings have one rank."""
+    for run in recording(flight_dir):
+        support.wait_until(lambda found=run: found.values().get(("torchobs.overhead", "sampler")))  # type: ignore[misc]
+        assert [key for key in run.values() if key[0].startswith(("torchobs.distributed", "torchobs.ddp"))] == []
+
+
+class Mesh:
+    """Two dimensions, as ``DeviceMesh`` names them."""
+
+    mesh_dim_names = ("dp", "tp")
+    ndim = 2
+
+    def size(self, index: int) -> int:
+        return (4, 2)[index]
+
+
+class Placed:
+    def __init__(self, *, shard: bool) -> None:
+        self._shard = shard
+
+    def is_shard(self) -> bool:
+        return self._shard
+
+
+class Spread:
+    device_mesh = Mesh()
+    placements = (Placed(shard=False), Placed(shard=True))
+
+
+class FlatParameter:
+    """Of FSDP's first version, by its name."""
+
+
+class Optimizer:
+    def __init__(self, *parameters: object) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+
+def test_kinds_are_told_apart_by_mesh_and_placement() -> None:
+    """A dimension on which nothing is sharded is no tensor parallelism; plain parameters are none of all this."""
+    assert recognise([], ddp=True) == Parallelism(("ddp",), ())
+    assert recognise([Optimizer(torch.nn.Parameter(torch.ones(1)))], ddp=False) == Parallelism()
+    assert recognise([Optimizer(Spread(), Spread())], ddp=True) == Parallelism(("ddp", "tensor"), (("dp", 4), ("tp", 2)))
+    assert recognise([Optimizer(FlatParameter())], ddp=False) == Parallelism(("fsdp1",), ())
+
+
+def test_ddp_is_left_as_it_was_found(flight_dir: Path) -> None:
+    """Its signature, too, while it is watched."""
+    import inspect
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    before, signature = vars(DistributedDataParallel)["__init__"], inspect.signature(DistributedDataParallel)
+    for run in recording(flight_dir):
+        assert isinstance(run, Recording)
+        assert vars(DistributedDataParallel)["__init__"] is not before
+        assert inspect.signature(DistributedDataParallel) == signature
+    assert vars(DistributedDataParallel)["__init__"] is before

@@ -1,0 +1,74 @@
+"""How a training is spread over ranks, read off what it has made: no collective, no scan of all objects."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+class Parallelism(NamedTuple):
+    """What was recognised, in the order of :data:`_ORDER`, and the mesh's dimensions by name."""
+
+    kinds: tuple[str, ...] = ()
+    mesh: tuple[tuple[str, int], ...] = ()
+
+
+_ORDER = ("ddp", "fsdp1", "fsdp2", "hsdp", "tensor")
+
+
+def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
+    """Return how the parameters of these optimizers are spread.
+
+    A mesh dimension on which ``fully_shard`` shards is FSDP's, and so is the one on which it replicates; any other on which a
+    parameter is sharded is the tensor's. ``ddp``: whether a ``DistributedDataParallel`` is known.
+    """
+    kinds, mesh = {"ddp"} if ddp else set(), dict[str, int]()
+    of_fsdp = set[str]()
+    for one, dimensions in _fully_sharded():
+        kinds.add(one)
+        mesh |= dimensions
+        of_fsdp |= dimensions.keys()
+    for parameter in _spread(optimizers):
+        if type(parameter).__name__ == "FlatParameter":
+            kinds.add("fsdp1")
+            continue
+        dimensions = _dimensions(parameter.device_mesh)
+        mesh |= dimensions
+        if any(name not in of_fsdp and place.is_shard() for name, place in zip(dimensions, parameter.placements, strict=True)):
+            kinds.add("tensor")
+    return Parallelism(tuple(kind for kind in _ORDER if kind in kinds), tuple(sorted(mesh.items())))
+
+
+def _spread(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parameters that are no plain tensors. Asking each type once makes 10,000 parameters half a millisecond."""
+    spread: dict[type, bool] = {}
+    for optimizer in optimizers:
+        for group in list(optimizer.param_groups):
+            for parameter in list(group["params"]):
+                kind = type(parameter)
+                if kind not in spread:
+                    spread[kind] = kind.__name__ == "FlatParameter" or hasattr(kind, "device_mesh")
+                if spread[kind]:
+                    yield parameter
+
+
+def _fully_sharded() -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the kind and the mesh of everything that ``fully_shard`` was applied to."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None or "torch.distributed.fsdp" not in sys.modules:
+        return
+    for module in states._module_state_mapping.keyrefs():  # a copy: the training thread may be adding to it
+        state = states._module_state_mapping.get(module())
+        for group in getattr(state and state(), "_fsdp_param_groups", ()):
+            info = group.mesh_info
+            hybrid = getattr(info, "shard_mesh_dim", None) is not None and info.replicate_mesh_dim is not None
+            yield "hsdp" if hybrid else "fsdp2", _dimensions(info.mesh)
+
+
+def _dimensions(mesh: Any) -> dict[str, int]:
+    """Return a mesh's dimensions; one without names counts them."""
+    names = mesh.mesh_dim_names or [f"dim{index}" for index in range(mesh.ndim)]
+    return {name: mesh.size(index) for index, name in enumerate(names)}
