@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rank_files import Clock, File
 from torchobs import catalog
 from torchobs.catalog import Kind
+from torchobs.exporter import encoder
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.encoder import Style
 from torchobs.exporter.exposition import Exposition, Facts
 from torchobs.exporter.scan import Scanner
 from torchobs.flight.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE, Region, words_crc
@@ -95,11 +94,14 @@ def test_a_page_with_hostile_series_parses(series: list[Series], words: list[int
         file.step(1, 0.1)
         plant(file, series, words)
         file.save().hold()
-        scanner, registry = Scanner(ExporterConfig(flight_dir=home), Clock(0.2)), CollectorRegistry()
-        registry.register(Exposition(Facts(scanner.scan())))
-        page = openmetrics.generate_latest(registry).decode()  # type: ignore[no-untyped-call]
-        families = list(openmetrics_parser.text_string_to_metric_families(page))  # type: ignore[no-untyped-call]
-        plain = list(text_string_to_metric_families(generate_latest(registry).decode()))
+        scanner = Scanner(ExporterConfig(flight_dir=home), Clock(0.2))
+        exposition, facts = Exposition(), Facts(scanner.scan())
+        page, classic = (
+            encoder.page(Style(is_openmetrics), foreign, exposition.families(facts, Style(is_openmetrics)))
+            for is_openmetrics, foreign in ((True, encoder.END.encode()), (False, b""))
+        )
+        families = list(openmetrics_parser.text_string_to_metric_families(page.decode()))  # type: ignore[no-untyped-call]
+        plain = list(text_string_to_metric_families(classic.decode()))
         file.release()
         scanner.close()
     assert {family.name for family in families} == {family.name for family in plain}

@@ -6,21 +6,21 @@ import platform
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client.metrics_core import Metric
-from prometheus_client.samples import Sample
-
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.catalog import Kind
 from torchobs.exporter import labels, states
+from torchobs.exporter.encoder import header, number, prefix
 from torchobs.exporter.names import Family, Names, family_of, sample_name
-from torchobs.exporter.series import Labelled, label, samples
+from torchobs.exporter.series import Labelled, Lines, label
 from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from torchobs.exporter.encoder import Style
     from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.flight.points import Point
     from torchobs.flight.reader import View
     from torchobs.flight.series import Series
 
@@ -40,20 +40,19 @@ class Facts(NamedTuple):
 
 
 class Exposition:
-    """A collector for prometheus-client. Set ``facts``, then collect; one thread at a time."""
+    """Writes the page. One thread at a time."""
 
-    def __init__(self, facts: Facts, others: Iterable[str] = (), *, series_limit: int = 20_000, created: bool = False) -> None:
-        """``others`` are sample names that the page has from other collectors; ``created`` adds ``_created`` samples."""
-        self.facts = facts
+    def __init__(self, others: Iterable[str] = (), *, series_limit: int = 20_000, created: bool = False) -> None:
+        """``others`` are sample names that the page has from elsewhere; ``created`` adds ``_created`` samples."""
         self.dropped = Counter({"limit": 0, "conflict": 0})
         self._names = Names(others)
         self._limit, self._created = series_limit, created
         self._ranks: dict[tuple[int, str], _RankSeries] = {}
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every family with its samples, each family once."""
-        page = _Page()
-        served = {(rank.opened, rank.rank): rank for rank in self.facts.snapshot.ranks}
+    def families(self, facts: Facts, style: Style) -> Iterator[str]:
+        """Yield every family as text, each family once."""
+        page = _Page(style)
+        served = {(rank.opened, rank.rank): rank for rank in facts.snapshot.ranks}
         self._forget(served.keys())
         for key, rank in served.items():
             known = self._ranks.get(key)
@@ -61,8 +60,8 @@ class Exposition:
                 known = self._ranks[key] = _RankSeries(rank, self._names, self._limit, self.dropped)
             _describe(page, rank, known.identity)
             known.add_to(page, rank, created=self._created)
-        _describe_exporter(page, self.facts, self.dropped)
-        return iter(page.families.values())
+        _describe_exporter(page, facts, self.dropped)
+        return page.families()
 
     def _forget(self, served: Iterable[tuple[int, str]]) -> None:
         gone = self._ranks.keys() - set(served)
@@ -72,32 +71,59 @@ class Exposition:
             self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
 
 
+class _Text(NamedTuple):
+    header: str
+    lines: list[str]
+    created: list[str]
+
+
 class _Page:
     """Families in the order of their first sample."""
 
-    def __init__(self) -> None:
-        self.families: dict[str, Metric] = {}
+    def __init__(self, style: Style) -> None:
+        self.style = style
+        self._families: dict[str, _Text] = {}
 
-    def of(self, family: Family, brief: str) -> list[Sample]:
-        """Return the family's samples, to be added to."""
-        found = self.families.get(family.name)
+    def of(self, family: Family, brief: str) -> _Text:
+        """Return the family's text, to be added to."""
+        found = self._families.get(family.name)
         if found is None:
             unit = _OM_UNITS.get(family.unit, "")
             unit = unit if family.name.endswith(f"_{unit}") else ""
-            found = self.families[family.name] = Metric(family.name, labels.text(brief), _TYPES[family.kind], unit)
-        return found.samples
+            first = header(self.style, family.name, _TYPES[family.kind], unit, labels.text(brief))
+            created = header(self.style, f"{family.name}_created", "gauge", "", labels.text(brief))
+            found = self._families[family.name] = _Text(first, [], [] if self.style.openmetrics else [created])
+        return found
 
-    def add(self, metric: catalog.Metric, own: dict[str, str], value: float | None) -> None:
+    def add(self, metric: catalog.Metric, own: Mapping[str, str], value: float | None) -> None:
         """Add one sample of a metric of the catalog; ``None`` is no sample."""
         if value is not None:
             family = family_of(metric.name, metric.kind, metric.unit)
-            self.of(family, metric.brief).append(Sample(sample_name(family), own, value))
+            line = f"{prefix(self.style, sample_name(family), own)}{number(value)}\n"
+            self.of(family, metric.brief).lines.append(line)
 
     def add_set(self, metric: catalog.Metric, own: Mapping[str, str], values: Mapping[str, float]) -> None:
         """Add one sample per value of the metric's only attribute."""
         (attribute,) = metric.attributes
         for name, value in values.items():
             self.add(metric, {**own, attribute.name: name}, value)
+
+    def families(self) -> Iterator[str]:
+        """Yield them. The classic format has ``_created`` as families of their own, behind those that they belong to."""
+        for text in self._families.values():
+            yield text.header
+            yield from text.lines
+            if len(text.created) > 1:
+                yield from text.created
+
+
+class _Chunk(NamedTuple):
+    """The lines that a rank has of a family."""
+
+    family: Family
+    brief: str
+    lines: str
+    created: str
 
 
 class _RankSeries:
@@ -108,6 +134,8 @@ class _RankSeries:
         self._names, self._limit, self._dropped = names, limit, dropped
         self._entries: dict[int, Labelled | None] = {}
         self._taken: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        self._lines: dict[Style, dict[int, Lines]] = {}
+        self._written: dict[tuple[Style, int], tuple[object, bool, list[_Chunk]]] = {}
         self._kept: dict[int, Series] = {}
 
     def entries(self) -> Iterator[Labelled]:
@@ -115,12 +143,36 @@ class _RankSeries:
         return (entry for entry in self._entries.values() if entry is not None)
 
     def add_to(self, page: _Page, rank: Rank, *, created: bool) -> None:
-        """Add the samples of every series that the rank's state lets it show."""
-        born = rank.view.header.wall_ns / 1e9 if created else None
-        for series, value in rank.view.points:
-            entry = self._entries[id(series)] if id(series) in self._entries else self._enter(series)
-            if entry is not None and (rank.up or entry.survives):
-                page.of(entry.family, entry.brief).extend(samples(entry, value, born))
+        """Add the lines of every series that the rank's state lets it show; a block that has not changed as it was written."""
+        born_s = rank.view.header.wall_ns / 1e9 if created else None
+        for index, points in enumerate(rank.view.blocks):
+            key = page.style, index
+            known = self._written.get(key)
+            if known is None or known[0] is not points or known[1] != rank.up:
+                known = self._written[key] = (points, rank.up, self._write(page.style, points, rank.up, born_s))
+            for chunk in known[2]:
+                text = page.of(chunk.family, chunk.brief)
+                text.lines.append(chunk.lines)
+                if chunk.created:
+                    text.created.append(chunk.created)
+
+    def _write(self, style: Style, points: Sequence[Point], up: bool, born_s: float | None) -> list[_Chunk]:  # noqa: FBT001  # a state
+        lines, texts = self._lines.setdefault(style, {}), dict[Family, tuple[str, list[str], list[str]]]()
+        for series, value in points:
+            key = id(series)
+            entry = self._entries[key] if key in self._entries else self._enter(series)
+            if entry is None or not (up or entry.survives):
+                continue
+            own = lines.get(key)
+            if own is None:
+                own = lines[key] = Lines(entry, style)
+            text = own.of(value)
+            if text:
+                _, samples, created = texts.setdefault(entry.family, (entry.brief, [], []))
+                samples.append(text)
+                if born_s is not None:
+                    (samples if style.openmetrics else created).append(own.created(born_s))
+        return [_Chunk(family, brief, "".join(all_), "".join(born)) for family, (brief, all_, born) in texts.items()]
 
     def _enter(self, series: Series) -> Labelled | None:
         self._kept[id(series)] = series  # or another could get its id

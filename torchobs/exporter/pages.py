@@ -8,25 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
 
+from torchobs.exporter import encoder
 from torchobs.exporter.exposition import Exposition, Facts
 from torchobs.exporter.scan import EMPTY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from prometheus_client.registry import Collector
-
     from torchobs.exporter.config import ExporterConfig
 
 _COMPRESSION = 1
 """A page is nine tenths repetition: level 1 makes it 15 times smaller, level 9 takes six times as long for 20 times."""
-
-
-class _Format(NamedTuple):
-    encoder: Callable[[Collector], bytes]
-    content_type: str
 
 
 class Page(NamedTuple):
@@ -45,8 +36,7 @@ class Pages:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
-        self._exposition = Exposition(Facts(EMPTY), others, series_limit=config.series_limit, created=config.created_samples)
-        self._registry.register(self._exposition)
+        self._exposition = Exposition(others, series_limit=config.series_limit, created=config.created_samples)
         self._thread = ThreadPoolExecutor(1, "render")
         self._facts = Facts(EMPTY)
         self._pages: dict[tuple[str, bool], asyncio.Future[bytes]] = {}
@@ -55,7 +45,7 @@ class Pages:
         """Return the page of ``facts`` in the format that an ``Accept`` header asks for."""
         if facts != self._facts:
             self._facts, self._pages = facts, {}
-        chosen = negotiate(accept)
+        chosen = encoder.negotiate(accept)
         pages, key = self._pages, (chosen.content_type, compressed)
         if key not in pages:
             loop = asyncio.get_running_loop()
@@ -66,15 +56,7 @@ class Pages:
         """End the thread."""
         self._thread.shutdown(wait=False)
 
-    def _render(self, facts: Facts, chosen: _Format, compressed: bool) -> bytes:  # noqa: FBT001  # run_in_executor takes no keywords
-        self._exposition.facts = facts
-        page = chosen.encoder(self._registry)
+    def _render(self, facts: Facts, chosen: encoder.Format, compressed: bool) -> bytes:  # noqa: FBT001  # run_in_executor takes no keywords
+        families = self._exposition.families(facts, chosen.style)
+        page = encoder.page(chosen.style, chosen.foreign(self._registry), families)
         return gzip.compress(page, _COMPRESSION, mtime=0) if compressed else page
-
-
-def negotiate(accept: str) -> _Format:
-    """Choose by prometheus-client; what it cannot make sense of gets the plain format, as every browser does."""
-    try:
-        return _Format(*choose_encoder(accept))
-    except (ValueError, TypeError, LookupError):
-        return _Format(*choose_encoder(""))

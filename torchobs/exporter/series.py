@@ -1,4 +1,4 @@
-"""The samples of one series on the page: its labels are made once, its values at every scrape."""
+"""One series on the page: its labels are made once, its values at every scrape."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from itertools import accumulate
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import BY_NAME, Kind
 from torchobs.exporter import labels
+from torchobs.exporter.encoder import number, prefix
 from torchobs.exporter.names import sample_name
 from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
+    from torchobs.exporter.encoder import Style
     from torchobs.exporter.names import Family
     from torchobs.flight.series import Series
 
@@ -56,25 +57,40 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
     )
 
 
-def samples(entry: Labelled, value: float | Distribution, created: float | None) -> Iterator[Sample]:
-    """Yield the samples for a value; none for one that a page cannot show (not finite, or a counter below zero)."""
-    if isinstance(value, Distribution):
-        if not entry.buckets:
-            return
-        yield from _of_histogram(entry, value)
-    elif entry.buckets or not isfinite(value) or (entry.series.kind is Kind.COUNTER and value < 0):
-        return
-    else:
-        yield Sample(entry.sample, entry.labels, value)
-    if created is not None and cumulative(entry.series.kind):
-        yield Sample(f"{entry.family.name}_created", entry.labels, created)
+class Lines:
+    """The lines of one series in one style: all but their numbers is made once."""
 
+    __slots__ = ("_created", "_entry", "_prefixes", "_with_sum")
 
-def _of_histogram(entry: Labelled, value: Distribution) -> Iterator[Sample]:
-    name, total = entry.family.name, 0
-    for total, bucket in zip(accumulate(value.counts), entry.buckets, strict=True):
-        yield Sample(f"{name}_bucket", bucket, total)
-    if value.sum < 0 or (entry.series.bounds and entry.series.bounds[0] < 0):
-        return  # with negative values a sum is no counter: OpenMetrics has neither it nor the count then
-    yield Sample(f"{name}_count", entry.labels, total)
-    yield Sample(f"{name}_sum", entry.labels, value.sum)
+    def __init__(self, entry: Labelled, style: Style) -> None:
+        name, bounds = entry.family.name, entry.series.bounds
+        self._entry = entry
+        # with negative values a sum is no counter: OpenMetrics has neither it nor the count then
+        self._with_sum = not (bounds and bounds[0] < 0)
+        if entry.buckets:
+            parts = [prefix(style, f"{name}_bucket", own) for own in entry.buckets]
+            parts += [prefix(style, f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
+        else:
+            parts = [prefix(style, entry.sample, entry.labels)]
+        self._prefixes = tuple(parts)
+        self._created = prefix(style, f"{name}_created", entry.labels) if cumulative(entry.series.kind) else ""
+
+    def of(self, value: float | Distribution) -> str:
+        """Return the lines for a value; none for one that a page cannot show (not finite, or a counter below zero)."""
+        entry = self._entry
+        if isinstance(value, Distribution):
+            return self._of_histogram(value) if entry.buckets else ""
+        if entry.buckets or not isfinite(value) or (value < 0 and entry.series.kind is Kind.COUNTER):
+            return ""
+        return f"{self._prefixes[0]}{number(value)}\n"
+
+    def created(self, born_s: float) -> str:
+        """Return the line that says when it began to count, if it counts."""
+        return f"{self._created}{number(born_s)}\n" if self._created else ""
+
+    def _of_histogram(self, value: Distribution) -> str:
+        prefixes, totals = self._prefixes, [*accumulate(value.counts)]
+        lines = [f"{first}{number(total)}\n" for first, total in zip(prefixes, totals, strict=False)]
+        if self._with_sum and value.sum >= 0:
+            lines += [f"{prefixes[-2]}{number(totals[-1])}\n", f"{prefixes[-1]}{number(value.sum)}\n"]
+        return "".join(lines)

@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight import events, record
@@ -58,9 +58,15 @@ class View:
 
     header: Header
     live: LiveWords
-    points: tuple[Point, ...]
+    blocks: tuple[tuple[Point, ...], ...]
+    """by value block; while nothing in a block has changed it is the same object"""
     last_step_ns: int | None
     """CLOCK_MONOTONIC at the end of the last step"""
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """All of them."""
+        return tuple(chain.from_iterable(self.blocks))
 
 
 def names(directory_fd: int) -> list[str]:
@@ -146,10 +152,10 @@ class FlightFile:
             if not any(self._points.values()):
                 raise
             self.rejected += 1
-        points = tuple(point for block in sorted(self._points) for point in self._points[block])
-        if not points and os.fstat(self._fd).st_size != self.header.file_size:
+        blocks = tuple(self._points[block] for block in sorted(self._points))
+        if not any(blocks) and os.fstat(self._fd).st_size != self.header.file_size:
             raise BadFlightFileError("the file shrank")
-        return View(self.header, live, points, self._last_step_ns)
+        return View(self.header, live, blocks, self._last_step_ns)
 
     def _serve(self, slots: dict[int, _Slot], *, final: bool) -> None:
         """Take over what was read, unless a counter would step back: a snapshot is served whole or not at all."""
