@@ -161,11 +161,13 @@ def _histogram(name: str, unit: str, brief: str, bounds: tuple[float, ...]) -> M
 
 # --- attributes ---------------------------------------------------------------------------------------------------------------
 PHASES = ("data", "forward", "backward", "optimizer", "other")
-GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint")
+GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint", "compile")
 STARTUP = "startup"
 """The one state of goodput that is no part of the steps, and so not the fold's."""
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
 SCHEDULER_MISUSES = ("before_optimizer", "never_stepped", "idle_optimizer")
+COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
+COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
 EXIT_REASONS = ("finished", "exception", "exit_code", "lost", "out_of_memory")
@@ -208,8 +210,13 @@ SPACE = Attribute("space", "memory that grows", ("host", "device"))
 LIMIT = Attribute("limit", "whose limit", ("cgroup", "machine"))
 RESOURCE = Attribute("resource", "what tasks waited for", ("cpu", "memory", "io"))
 WAITING = Attribute("waiting", "how many of them", ("some", "full"))
-COMPILE_STAGE = Attribute("stage", "compiler stage", ("dynamo", "aot", "inductor", "triton", "other"))
-COMPILE_CAUSE = Attribute("cause", "why it was compiled", ("first", "recompile", "recompile_limit"))
+COMPILE_STAGE = Attribute("stage", "what torch.compile did meanwhile", COMPILE_STAGES)
+COMPILE_CAUSE = Attribute("cause", "why it was compiled", ("first", "recompile"))
+COMPILE_GUARD = Attribute("guard", "kind of the guard that failed", COMPILE_GUARDS)
+COMPILE_FAILURE = Attribute("reason", "why nothing was compiled", ("unsupported", "recompile_limit", "error"))
+COMPILE_BREAK = Attribute("reason", "class of the reason", ("data_dependent", "call", "other"))
+COMPILE_LOCATION = Attribute("location", "file:line of the function's first line")
+COMPILE_CACHE = Attribute("cache", "Inductor's cache of graphs, or AOTAutograd's above it", ("fx_graph", "autograd"))
 CACHE_RESULT = Attribute("result", "outcome of the lookup", ("hit", "miss", "bypass"))
 SAVE_RESULT = Attribute("result", "how the save ended", SAVE_RESULTS)
 WORKER_STATE = Attribute("state", "configured, or alive of these", ("configured", "alive"))
@@ -220,7 +227,7 @@ STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, those th
 STEP_DURATION = _histogram(
     "torchobs.step.duration",
     "s",
-    "Time from one step's end to the next one's, evaluation and checkpoints excluded.",
+    "Time from one step's end to the next one's; evaluation, checkpoints and compilation excluded.",
     SECONDS_BOUNDS,
 )
 STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", "Time spent in each phase of the steps.", PHASE, integer=False)
@@ -360,14 +367,40 @@ DATA_UNPINNED_BATCHES = _counter(
 
 # --- compilation --------------------------------------------------------------------------------------------------------------
 COMPILE_TIME = _counter(
-    "torchobs.compile.time", "s", "Time spent compiling; stages nest.", COMPILE_STAGE, integer=False, planned=True
+    "torchobs.compile.time",
+    "s",
+    "Time that torch.compile kept the rank's threads busy; the stages add up. dynamo: tracing and guards; aot: AOTAutograd, or "
+    "another backend; inductor: lowering and code generation; kernels: compilers, autotuning and recording of CUDA graphs.",
+    COMPILE_STAGE,
+    integer=False,
 )
-COMPILE_COMPILATIONS = _counter("torchobs.compile.compilations", "{compilation}", "Compilations.", COMPILE_CAUSE, planned=True)
-COMPILE_GRAPH_BREAKS = _counter("torchobs.compile.graph_breaks", "{break}", "Graph breaks.", planned=True)
+COMPILE_COMPILATIONS = _counter(
+    "torchobs.compile.compilations", "{compilation}", "Functions, and the rest of them behind a graph break, compiled.",
+    COMPILE_CAUSE,
+)  # fmt: skip
+COMPILE_RECOMPILES = _counter(
+    "torchobs.compile.recompiles", "{compilation}", "Compilations because of a guard that failed, by its kind.", COMPILE_GUARD
+)
+COMPILE_FAILURES = _counter(
+    "torchobs.compile.failures",
+    "{compilation}",
+    "Compilations that failed: what was to be compiled runs uncompiled, or raises (fullgraph=True).",
+    COMPILE_FAILURE,
+)
+COMPILE_GRAPH_BREAKS = _counter(
+    "torchobs.compile.graph_breaks",
+    "{break}",
+    "Places at which a graph had to end, counted in each compilation that meets them.",
+    COMPILE_BREAK,
+)
 COMPILE_CACHE_LOOKUPS = _counter(
-    "torchobs.compile.cache.lookups", "{lookup}", "Compile cache lookups.", CACHE_RESULT, planned=True
+    "torchobs.compile.cache.lookups",
+    "{lookup}",
+    "Lookups in the caches of compiled code: a warm start hits.",
+    COMPILE_CACHE,
+    CACHE_RESULT,
 )
-COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is at work.", planned=True)
+COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is at work in any thread.")
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
 MEMORY_DEVICE_ALLOCATED = _gauge("torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE)
@@ -748,6 +781,35 @@ EVENT_CHECKPOINT_FAILED = Event(
         Attribute("exception.type", "the exception's class"),
     ),
 )
+EVENT_RECOMPILE = Event(
+    "torchobs.compile.recompile",
+    "A function was compiled again.",
+    Severity.INFO,
+    (COMPILE_LOCATION, COMPILE_GUARD, Attribute("expression", "the guard that failed, without values")),
+)
+EVENT_RECOMPILE_STORM = Event(
+    "torchobs.compile.recompile_storm",
+    "A function is compiled again and again; at most once a minute for each.",
+    Severity.WARNING,
+    (
+        COMPILE_LOCATION,
+        COMPILE_GUARD,
+        Attribute("expression", "the guard that failed last, without values"),
+        Attribute("recompiles", "how often it failed within ten minutes"),
+    ),
+)
+EVENT_COMPILE_FAILED = Event(
+    "torchobs.compile.failure",
+    "torch.compile gave a function up.",
+    Severity.WARNING,
+    (COMPILE_LOCATION, COMPILE_FAILURE, Attribute("exception.type", "class of the compiler's exception")),
+)
+EVENT_GRAPH_BREAK = Event(
+    "torchobs.compile.graph_break",
+    "A graph had to end; once for each place.",
+    Severity.INFO,
+    (Attribute("location", "file:line"), COMPILE_BREAK, Attribute("message", "the reason's first line, without values")),
+)
 EVENT_STACKS = Event("torchobs.stacks", "Stacks of all threads.", Severity.INFO, planned=True)
 
 # --- spans --------------------------------------------------------------------------------------------------------------------
@@ -782,7 +844,16 @@ SPAN_RESTORE = Span(
     (Attribute("format", "what loaded", ("torch", "distributed")),),
 )
 SPAN_STEP = Span("torchobs.step", "A training step, sampled.", planned=True)
-SPAN_COMPILE = Span("torchobs.compile", "A compilation.", planned=True)
+SPAN_COMPILE = Span(
+    "torchobs.compile",
+    "A compilation: of a function, or of a graph's backward.",
+    (
+        Attribute("function", "its name"),
+        COMPILE_LOCATION,
+        Attribute("cause", "first, recompile or backward"),
+        Attribute("cached", "whether Inductor's code came from its cache; absent where it was not asked"),
+    ),
+)
 
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))

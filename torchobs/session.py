@@ -130,7 +130,7 @@ class Session:
             return
         self.host.thread = threading.get_ident()
         self._switches.begin()
-        self._dynamo.install()
+        self._dynamo.install(self.host.fuse("dynamo"))
         from torchobs import facade  # it imports this module
 
         facade.torch_is_here()

@@ -20,7 +20,7 @@ __all__ = ["PROBES", "Setting", "Settings", "SettingsError", "SettingsProblem", 
 
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
-    "gpu", "exits", "memory", "cgroup", "distributed", "device_memory",
+    "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile",
 )  # fmt: skip
 """The probes that can be switched off, by name; spelled here because this module loads without torch."""
 

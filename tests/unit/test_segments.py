@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchobs.probes.segments import (
     BACKWARD,
     CHECKPOINT,
+    COMPILE,
     DATA,
     EVALUATION,
     FORWARD,
@@ -218,3 +219,82 @@ def test_a_checkpoint_within_an_evaluation_is_a_checkpoint() -> None:
     assert spent(segments, one_step(segments, 200)) == {
         "data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15, "evaluation": 70, "checkpoint": 30,
     }  # fmt: skip
+
+
+def test_a_compilation_interrupts_the_forward_pass() -> None:
+    """What lies before it and behind it is forward, whether or not a loader has given the batch."""
+    for loader in (True, False):
+        segments = Segments()
+        segments.close(1000)
+        if loader:
+            segments.fetch_begins(1, 1000)
+            segments.fetch_ends(1010, exhausted=False, gradients=True)
+        segments.pin(COMPILE, 1020)
+        segments.unpin(5020)
+        segments.backward_begins(5040)
+        segments.turn(OTHER, 5080)
+        assert spent(segments, 5085) == ({"data": 10} if loader else {}) | {
+            "forward": 30 if loader else 40, "backward": 40, "other": 5, "compile": 4000,
+        }  # fmt: skip
+
+
+def test_a_compilation_interrupts_the_backward_pass() -> None:
+    """A graph's backward is compiled when it is first run."""
+    segments = Segments()
+    segments.close(1000)
+    segments.backward_begins(1010)
+    segments.pin(COMPILE, 1020)
+    segments.unpin(2020)
+    segments.turn(OTHER, 2050)
+    assert spent(segments, 2050) == {"forward": 10, "backward": 40, "compile": 1000}
+
+
+def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
+    """Tracing may call what is hooked, and a backend may name a phase."""
+    segments = Segments()
+    segments.close(1000)
+    segments.pin(COMPILE, 1010)
+    segments.backward_begins(1020)
+    segments.turn(OTHER, 1030)
+    segments.pin(CHECKPOINT, 1040)
+    segments.unpin(1050)
+    segments.unpin(1110)
+    segments.backward_begins(1130)
+    assert spent(segments, 1130) == {"forward": 30, "compile": 100}
+
+
+def test_a_compilation_within_an_evaluation_is_no_evaluation() -> None:
+    """Named, or between eval() and train()."""
+    segments = Segments()
+    segments.close(1000)
+    segments.pin(EVALUATION, 1000)
+    segments.pin(COMPILE, 1010)
+    segments.unpin(1110)
+    segments.unpin(1150)
+    assert spent(segments, 1150) == {"evaluation": 50, "compile": 100}
+    segments.evaluation_begins(7, 2000)
+    segments.pin(COMPILE, 2010)
+    segments.unpin(2110)
+    segments.evaluation_ends(7, 2150)
+    assert spent(segments, 2150) == {"other": 850, "evaluation": 50, "compile": 100}
+
+
+def test_a_step_that_ends_within_a_compilation_has_its_part_of_it() -> None:
+    """torchobs.step() in a backend; the rest is the next step's."""
+    segments = Segments()
+    segments.close(1000)
+    segments.pin(COMPILE, 1010)
+    assert spent(segments, 1050) == {"other": 10, "compile": 40}
+    segments.unpin(1080)
+    assert spent(segments, 1100) == {"other": 20, "compile": 30}
+
+
+def test_a_compilation_in_a_phase_that_is_named_so_counts_once() -> None:
+    """``torchobs.phase("compile")`` around a warm-up."""
+    segments = Segments()
+    segments.close(1000)
+    segments.pin(COMPILE, 1010)
+    segments.pin(COMPILE, 1020)
+    segments.unpin(1080)
+    segments.unpin(1100)
+    assert spent(segments, 1110) == {"other": 20, "compile": 90}

@@ -11,7 +11,7 @@ offset type   field            meaning
 24     u16    kind             1 *step*; 2 *late*: values of an earlier step, delivered after its end; 3 *plain* (below)
 26     u16    flags            :class:`Flag`
 28     u32    losses           backward passes that the loss sums over
-32     f64    duration_s       from the last step's end to this one's, evaluation and checkpoints taken out
+32     f64    duration_s       from the last step's end to this one's; evaluation, checkpoints, compilation taken out
 40     f64    loss             sum over the step's backward passes, or the value logged
 48     f64    grad_norm        total L2 norm, unscaled
 56     f64    learning_rate    of the first parameter group
@@ -277,9 +277,9 @@ def _fold_progress(totals: Totals, steps: list[StepRecord]) -> None:
 def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
     floats = totals.floats
     data, forward, backward, optimizer, other = floats[Word.PHASE_TIME : Word.PHASE_TIME + 5]
-    productive, starved, skipped, evaluation, checkpoint = floats[Word.GOODPUT : Word.GOODPUT + 5]
+    productive, starved, skipped, evaluation, checkpoint, compiling = floats[Word.GOODPUT : Word.GOODPUT + 6]
     for record in steps:
-        data_s, forward_s, backward_s, optimizer_s, other_s, evaluation_s, checkpoint_s, _ = record.phase_s
+        data_s, forward_s, backward_s, optimizer_s, other_s, evaluation_s, checkpoint_s, compile_s = record.phase_s
         data += data_s
         forward += forward_s
         backward += backward_s
@@ -288,13 +288,14 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
         starved += data_s
         evaluation += evaluation_s
         checkpoint += checkpoint_s
+        compiling += compile_s
         if record.flags & Flag.SKIPPED:
             skipped += forward_s + backward_s + optimizer_s + other_s
         else:
             productive += forward_s + backward_s + optimizer_s + other_s
     for index, value in enumerate((data, forward, backward, optimizer, other)):
         floats[Word.PHASE_TIME + index] = value
-    for index, value in enumerate((productive, starved, skipped, evaluation, checkpoint)):
+    for index, value in enumerate((productive, starved, skipped, evaluation, checkpoint, compiling)):
         floats[Word.GOODPUT + index] = value
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torchobs.probes.amp import AmpProbe
 from torchobs.probes.cgroup import CgroupProbe
 from torchobs.probes.checkpoint import CheckpointProbe
+from torchobs.probes.compile import CompileProbe
 from torchobs.probes.data import DataProbe
 from torchobs.probes.device_memory import DeviceMemoryProbe
 from torchobs.probes.distributed import DistributedProbe
@@ -28,5 +29,6 @@ if TYPE_CHECKING:
 PROBES: tuple[type[Probe], ...] = (
     ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, EpochProbe, CheckpointProbe, LossProbe, AmpProbe, GradientProbe,
     OptimizerProbe, SchedulerProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe, DistributedProbe,
+    CompileProbe,
 )  # fmt: skip
 """In the order of installation; all but the first need torch."""

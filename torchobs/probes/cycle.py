@@ -13,7 +13,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.record import Flag, Kind
-from torchobs.probes.segments import OTHER, Segments
+from torchobs.probes.segments import COMPILE, OTHER, Segments
 from torchobs.probes.trace import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
@@ -21,8 +21,10 @@ from torchobs.probes.trace import (
     FETCH,
     FETCHED,
     PHASE_OF,
+    PIN,
     STEP_BEGINS,
     STEP_ENDS,
+    UNPIN,
     replay,
 )  # fmt: skip
 
@@ -75,8 +77,8 @@ class Cycle:
     """The step in progress. All methods run in the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_members", "_provisional", "_seen", "arguments", "direct",
-        "log_wins", "metered", "segments", "sole", "step", "timed", "trace", "values",
+        "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_compiling_ns", "_members", "_provisional", "_seen",
+        "arguments", "direct", "log_wins", "metered", "segments", "sole", "step", "timed", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -97,7 +99,7 @@ class Cycle:
         self.sole = 0
         """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
         self._append, self._append_plain = writer.append, writer.append_plain
-        self._begun_ns = 0
+        self._begun_ns = self._compiling_ns = 0
         self._clean = False
         self._members: set[int] = set()
         self._seen: set[int] = set()
@@ -169,20 +171,41 @@ class Cycle:
         if len(self.trace) > _LONG_TRACE:
             self._replay()  # evaluation without end
 
+    def compile_begins(self, now_ns: int) -> None:
+        """The training thread, or the autograd thread that it waits for, compiles from here on."""
+        self.mark(PIN, now_ns, COMPILE)
+        self._compiling_ns = now_ns
+
+    def compile_ends(self, now_ns: int) -> None:
+        """And goes on. Cannot raise."""
+        self._compiling_ns = 0
+        self.trace.append(now_ns << 4 | UNPIN)
+
     def phase(self) -> tuple[int, int]:
         """Return what the training thread is doing, and since when. For the sampler thread: the trace may change meanwhile."""
-        last = self.trace[-1:]
-        return (PHASE_OF[last[0] & 15], last[0] >> 4) if last else (OTHER, self._begun_ns)
+        compiling_ns, last = self._compiling_ns, self.trace[-1:]
+        if compiling_ns:
+            return COMPILE, compiling_ns
+        if not last:
+            return OTHER, self._begun_ns
+        code, named = last[0] & 15, self.arguments[-1:]
+        pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
+        return named[0] if pinned else PHASE_OF[code], last[0] >> 4
 
     def _replay(self) -> None:
         if self._clean:
             self.segments.restart(self._begun_ns)
             self._clean = False
-        if not self.step and not self.segments.started and self.trace and self.trace[0] & 15 == BACKWARD_BEGINS:
+        if not self.step and not self.segments.started and self.trace and self._begins_late():
             self.values.flags |= Flag.UNTIMED  # nothing before it was seen
         replay(self.segments, self.trace, self.arguments)
         self.trace.clear()
         self.arguments.clear()
+
+    def _begins_late(self) -> bool:
+        """Tell whether the first boundary is none that a step begins with."""
+        code = self.trace[0] & 15
+        return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
 
     def _times(self, now_ns: int) -> Sequence[int]:
         """End the timeline of the step: return ns in each segment."""

@@ -13,6 +13,8 @@ from torchobs.afterimport import after_import, cancel
 if TYPE_CHECKING:
     from importlib.abc import MetaPathFinder
 
+    from torchobs.guarding import Fuse
+
 SKIPPED = ("torchobs.probes", "torchobs.flight", "torchobs.guarding", "torchobs.session")
 
 
@@ -23,9 +25,9 @@ class DynamoRules:
         self._handle: MetaPathFinder | None = None
         self._added: list[str] = []
 
-    def install(self) -> None:
-        """Add them now, or right after ``torch._dynamo`` has been imported."""
-        self._handle = after_import("torch._dynamo", self._add)
+    def install(self, fuse: Fuse) -> None:
+        """Add them now, or right after ``torch._dynamo`` has been imported: ``fuse`` keeps that import from failing."""
+        self._handle = after_import("torch._dynamo", fuse.guard(self._add))
 
     def remove(self) -> None:
         """Take them out again. Idempotent."""

@@ -44,14 +44,14 @@ class Segments:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_beside", "_evaluating", "_evaluating_ns", "_fetch_ns", "_loader", "_mark_ns", "_pinned", "_undecided", "_window",
-        "evaluations", "segment", "spent_ns",
+        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_loader", "_mark_ns", "_pinned",
+        "_undecided", "_window", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.segment = NOTHING
         self.spent_ns = [0] * 8
-        self._mark_ns = 0
+        self._mark_ns = self._compiling_ns = 0
         self._pinned: list[int] = []
         self._window: _Window | None = None
         self._beside: set[int] = set()
@@ -197,15 +197,24 @@ class Segments:
         self._window = None
         self._cut(now_ns, OTHER)
         self.evaluations.append((window.begun_ns, now_ns))
-        saving_ns = self.spent_ns[CHECKPOINT] - window.spent_ns[CHECKPOINT]  # the best model so far, while in eval()
+        # in eval() the best model so far is saved, and the graph for it compiled
+        within_ns = {segment: self.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
         self.spent_ns, self._undecided = window.spent_ns, window.undecided
-        self.spent_ns[CHECKPOINT] += saving_ns
-        self.spent_ns[EVALUATION] += now_ns - window.begun_ns - saving_ns
+        for segment, length in within_ns.items():
+            self.spent_ns[segment] += length
+        self.spent_ns[EVALUATION] += now_ns - window.begun_ns - sum(within_ns.values())
         self._loader, self._fetch_ns = 0, 0
 
     def pin(self, segment: int, now_ns: int) -> None:
-        """The user says what begins here (``torchobs.phase``); no hook changes it until :meth:`unpin`."""
-        if not self._pinned:
+        """The user says what begins here (``torchobs.phase``); no hook changes it until :meth:`unpin`.
+
+        A compilation interrupts whatever segment it falls into, which goes on behind it as if no time had passed.
+        """
+        if segment == COMPILE:
+            self._compiling_ns = self._compiling_ns or now_ns
+        elif self._compiling_ns:
+            pass  # a phase within a compilation is the compilation's
+        elif not self._pinned:
             before = self.segment
             length = self._cut(now_ns, segment)
             if before == FORWARD and self._loader:
@@ -221,13 +230,29 @@ class Segments:
         if not self._pinned:
             return
         ended = self._pinned.pop()
+        if self._compiling_ns:
+            if COMPILE not in self._pinned:
+                self._take_out(now_ns)
+                self._compiling_ns = 0
+            return
         after = self._pinned[-1] if self._pinned else FORWARD if ended == DATA else OTHER
         self.spent_ns[ended] += self._cut(now_ns, after)
 
+    def _take_out(self, now_ns: int) -> None:
+        """Count the time of a compilation as that, and move the beginning of the segment around it up by as much."""
+        length = now_ns - self._compiling_ns
+        self._compiling_ns = now_ns
+        self._mark_ns += length
+        self.spent_ns[COMPILE] += length
+
     def close(self, now_ns: int, following: int = OTHER) -> list[int]:
         """The step ends: return the ns spent in each segment, and begin the next step."""
+        around = self._pinned
+        if self._compiling_ns:
+            self._take_out(now_ns)
+            around = around[: around.index(COMPILE)]
         self._window = None
-        pinned = self._pinned[-1] if self._pinned else None
+        pinned = around[-1] if around else None
         before = self.segment
         length = self._cut(now_ns, following if pinned is None else pinned)
         if before != NOTHING:

@@ -1,0 +1,425 @@
+"""``torch.compile`` is seen: how often and why, what it took, and that it is at work; and it is left as it was."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._dynamo import callback, trace_rules, utils
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from torch._dynamo.testing import CompileCounter
+from torch._functorch._aot_autograd.utils import make_boxed_func
+
+import torchobs
+from tests import support
+from tests.training import Recording, batch, loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.flight import reader
+from torchobs.flight.record import PHASE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _compiler_as_new() -> Iterator[None]:
+    """Nothing is compiled yet, and nothing stays compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def series(run: Recording) -> dict[tuple[str, ...], float]:
+    """The compiler's series, after the sampler has seen all there is."""
+    assert run.session.host is not None
+    begun = run.session.host.writer.elapsed_ns()
+    support.wait_until(lambda: heartbeat(run) > begun + 300_000_000)
+    return {key: value for key, value in run.values().items() if key[0].startswith("torchobs.compile.")}
+
+
+def heartbeat(run: Recording) -> int:
+    """Nanoseconds from the file's birth to the last heartbeat."""
+    view = run.view()
+    beat = view.live.heartbeat_ns
+    assert beat is not None
+    assert run.session.writer is not None
+    return beat - run.session.writer.header.monotonic_ns
+
+
+def counted(found: dict[tuple[str, ...], float], metric: catalog.Metric) -> dict[str, float]:
+    """What is not zero of a counter with one attribute."""
+    return {key[1]: value for key, value in found.items() if key[0] == metric.name and value}
+
+
+def events(run: Recording, name: str) -> list[dict[str, Any]]:
+    """The attributes of the events (or spans) of that name."""
+    assert run.session.writer is not None
+    file = reader.open_path(run.session.writer.path)
+    try:
+        return [frame["attrs"] for _, frame in file.events() if frame["name"] == name]
+    finally:
+        file.close()
+
+
+def scaled(inputs: torch.Tensor, factor: Any = 1, more: Any = None) -> torch.Tensor:
+    """Something to compile, with arguments that become guards."""
+    outputs: torch.Tensor = inputs * factor
+    return outputs if more is None else outputs + more
+
+
+def test_who_does_not_compile_has_no_series(run: Recording) -> None:
+    """They come with the first compilation, all of them at once, and are within their budget."""
+    assert series(run) == {}
+    torch.compile(scaled, backend="eager")(torch.ones(3))
+    found = series(run)
+    assert len(found) == 25
+    assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1}
+    assert found["torchobs.compile.in_progress",] == 0.0
+
+
+def test_recompilations_are_counted_by_the_guard_that_failed(run: Recording) -> None:
+    """Five forced ones of known cause: as many as torch compiled graphs, each told as an event without values."""
+    counter = CompileCounter()
+    compiled = torch.compile(scaled, backend=counter, dynamic=False)
+    compiled(torch.ones(3), 2)
+    compiled(torch.ones(4), 2)
+    compiled(torch.ones(4, dtype=torch.float64), 2)
+    with torch.no_grad():
+        compiled(torch.ones(4, dtype=torch.float64), 2)
+    with torch.no_grad():
+        compiled(torch.ones(4, dtype=torch.float64), 3)
+    with torch.no_grad():
+        compiled(torch.ones(4, dtype=torch.float64), 3, 2.5)
+    found = series(run)
+    assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": 5}
+    assert counter.frame_count == 6
+    assert counted(found, catalog.COMPILE_RECOMPILES) == {"shape": 1, "tensor": 1, "global_state": 1, "value": 2}
+    told = events(run, catalog.EVENT_RECOMPILE.name)
+    expressions = [attributes["expression"] for attributes in told]
+    assert expressions == ["inputs: size at index 0", "inputs: dtype", "grad_mode", "factor == …", "more is None"]
+    line = scaled.__code__.co_firstlineno
+    assert {attributes["location"] for attributes in told} == {f"{__file__}:{line}"}
+    spans = events(run, catalog.SPAN_COMPILE.name)
+    assert [span["cause"] for span in spans] == ["first"] + ["recompile"] * 5
+    assert {span["function"] for span in spans} == {"scaled"}
+
+
+def broken(inputs: torch.Tensor) -> torch.Tensor:
+    """Two graph breaks: a call that cannot be traced, and a branch on a value."""
+    outputs = inputs + 1
+    print("a secret")  # noqa: T201  # it breaks the graph
+    outputs *= 2
+    return outputs + 1 if outputs.sum() > 0 else outputs
+
+
+def test_graph_breaks_are_those_that_torch_explains(run: Recording) -> None:
+    """As many as ``torch._dynamo.explain`` finds, by class; each place once as an event, with no source and no value."""
+    inputs = torch.ones(3)
+    explained = len(torch._dynamo.explain(broken)(inputs).break_reasons)
+    before = series(run)
+    torch._dynamo.reset()
+    torch.compile(broken, backend="eager")(inputs)
+    found = series(run)
+    assert explained == 2
+    for kind in ("call", "data_dependent"):
+        key = catalog.COMPILE_GRAPH_BREAKS.name, kind
+        assert found[key] - before[key] == 1
+    told = events(run, catalog.EVENT_GRAPH_BREAK.name)
+    assert [attributes["reason"] for attributes in told] == ["call", "data_dependent"]
+    line = broken.__code__.co_firstlineno
+    assert [attributes["location"] for attributes in told] == [f"{__file__}:{line + 3}", f"{__file__}:{line + 5}"]
+    assert "secret" not in str(told)
+
+
+def test_breaks_are_not_lost_by_a_reset(run: Recording) -> None:
+    """It empties torch's lists right after the compilation, before the sampler has come by."""
+    for _ in range(3):
+        torch.compile(broken, backend="eager")(torch.ones(3))
+        torch._dynamo.reset()
+    assert sum(counted(series(run), catalog.COMPILE_GRAPH_BREAKS).values()) == 6
+
+
+@pytest.mark.serial
+def test_the_stages_are_the_time_that_it_took(run: Recording) -> None:
+    """By our own clock around the calls; with a backend that sleeps, that part is the backend's."""
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        time.sleep(0.5)
+        return graph.forward
+
+    model = mlp()
+    begun = time.perf_counter()
+    torch.compile(model, backend=backend)(torch.ones(4, 8))
+    elapsed = time.perf_counter() - begun
+    stages = counted(series(run), catalog.COMPILE_TIME)
+    assert sum(stages.values()) == pytest.approx(elapsed, rel=0.1)
+    assert stages["aot"] == pytest.approx(0.5, rel=0.1)
+    assert set(stages) == {"dynamo", "aot"}
+
+
+def test_a_function_that_is_given_up_is_told(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
+    """Torch's limit of recompilations: counted, an event, and one line that says what failed and what to do."""
+    compiled = torch.compile(scaled, backend="eager", dynamic=False)
+    with caplog.at_level(logging.WARNING, "torchobs"):
+        for factor in range(2, 14):
+            compiled(torch.ones(3), float(factor))
+        found = series(run)
+    limit = torch._dynamo.config.recompile_limit
+    assert counted(found, catalog.COMPILE_COMPILATIONS) == {"first": 1, "recompile": limit - 1}
+    assert counted(found, catalog.COMPILE_FAILURES) == {"recompile_limit": 1}
+    (given_up,) = events(run, catalog.EVENT_COMPILE_FAILED.name)
+    assert given_up["reason"] == "recompile_limit"
+    assert given_up["location"].startswith(f"{__file__}:")
+    (storm,) = events(run, catalog.EVENT_RECOMPILE_STORM.name)
+    assert storm["expression"] == "factor == …"
+    (line,) = (record.getMessage() for record in caplog.records if record.name == "torchobs")
+    assert "scaled" in line
+    assert "pass a tensor" in line
+
+
+def test_what_cannot_be_compiled_fails_as_without_us(run: Recording) -> None:
+    """fullgraph=True over a graph break, and a backend that raises: the same exceptions, counted, and their spans failed."""
+
+    def raises(*_: Any) -> Any:
+        msg = "the backend's own"
+        raise ZeroDivisionError(msg)
+
+    with pytest.raises(Unsupported, match="Failed to trace builtin"):
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(3))
+    with pytest.raises(BackendCompilerFailed, match="the backend's own"):
+        torch.compile(scaled, backend=raises)(torch.ones(3))
+    found = series(run)
+    assert counted(found, catalog.COMPILE_FAILURES) == {"unsupported": 1, "error": 1}
+    assert counted(found, catalog.COMPILE_COMPILATIONS) == {}
+    assert found["torchobs.compile.in_progress",] == 0.0
+    assert run.session.host is not None
+    assert PHASE_NAMES[run.session.host.cycle.phase()[0]] == "other"
+
+
+class Gate:
+    """A backend that waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        """Compile."""
+        self.reached.set()
+        assert self.go.wait(10)
+        return graph.forward
+
+
+@contextlib.contextmanager
+def watching(run: Recording, gate: Gate) -> Iterator[list[tuple[str | None, float]]]:
+    """Look at the file while the gate is closed, from another thread, as an exporter would; then open it."""
+    seen: list[tuple[str | None, float]] = []
+
+    def look() -> None:
+        try:
+            assert gate.reached.wait(10)
+            support.wait_until(lambda: run.values().get(("torchobs.compile.in_progress",)) == 1.0)
+            time.sleep(0.25)
+            seen.append((run.view().live.phase, run.values()["torchobs.compile.in_progress",]))
+        finally:
+            gate.go.set()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield seen
+    thread.join()
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_long_compilation_is_shown_as_one_and_not_as_a_hang(run: Recording, part: str) -> None:
+    """The exporter is patient in this phase; the step that it fell into is not a slow one."""
+    gate = Gate()
+    plain = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=lambda graph, inputs: make_boxed_func(gate(graph, inputs)),
+    )
+    model = mlp()
+    compiled = torch.compile(model, backend=gate if part == "forward" else plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        if index == 1:
+            torch._dynamo.reset()
+            gate.reached.clear()
+            gate.go.clear()
+        else:
+            gate.go.set()
+        with contextlib.ExitStack() as watched:
+            seen = watched.enter_context(watching(run, gate)) if index == 1 else []
+            inputs, targets = batch()
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(compiled(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert seen == ([("compile", 1.0)] if index == 1 else [])
+    steps = run.steps()
+    assert len(steps) == 3
+    assert steps[1].phase_s[PHASE_NAMES.index("compile")] > 0.25
+    assert steps[1].duration_s < 0.25
+    found = series(run)
+    assert found["torchobs.compile.in_progress",] == 0.0
+    compiling = run.values()["torchobs.goodput.time", "compile"]
+    assert compiling == pytest.approx(sum(record.phase_s[7] for record in steps), rel=1e-5)
+
+
+def test_a_compilation_in_another_thread_is_not_the_training_s(run: Recording) -> None:
+    """It is at work, and counted; the training thread's phase is its own."""
+    gate = Gate()
+    thread = threading.Thread(target=torch.compile(scaled, backend=gate), args=(torch.ones(3),))
+    with watching(run, gate) as seen:
+        thread.start()
+        torch.compile(mlp(), backend="eager")(torch.ones(4, 8))
+    thread.join()
+    assert seen == [("other", 1.0)]
+    assert counted(series(run), catalog.COMPILE_COMPILATIONS) == {"first": 2}
+    assert run.session.host is not None
+    assert not run.session.host.cycle.trace[2:]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own looking at it
+def test_a_compiled_train_step_is_counted_right(run: Recording) -> None:
+    """Forward, backward and optimizer in one compiled function: every step, its loss, and no break or failure of our making."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(seed: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, seed)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss
+
+    compiled = torch.compile(step, backend="aot_eager")
+    losses = [compiled(seed).item() for seed in range(5)]
+    steps = run.steps()
+    assert [record.loss for record in steps] == pytest.approx(losses)
+    found = series(run)
+    assert counted(found, catalog.COMPILE_FAILURES) == {}
+    assert "torchobs" not in str([told["message"] for told in events(run, catalog.EVENT_GRAPH_BREAK.name)])
+    assert {told["location"] for told in events(run, catalog.EVENT_GRAPH_BREAK.name)}
+
+
+def compiler() -> dict[str, Any]:
+    """Everything of Dynamo that a session touches."""
+    handler = callback.callback_handler
+    return {
+        "install": vars(type(handler))["install_callbacks"],
+        "callbacks": (list(handler.start_callbacks), list(handler.end_callbacks)),
+        "records": utils._compilation_metrics.maxlen,
+        "skipped": list(trace_rules.SKIP_DIRS),
+        "expression": trace_rules.SKIP_DIRS_RE.pattern,
+        "counters": set(utils.counters),
+    }
+
+
+def test_shutdown_leaves_dynamo_as_it_was(flight_dir: Path) -> None:
+    """Every attribute that was replaced is back; the last compilations are on record all the same."""
+    torch.compile(scaled, backend="eager")(torch.ones(3))
+    before = compiler()
+    session = torchobs.init(flight_dir=flight_dir)
+    assert session.writer is not None
+    path = session.writer.path
+    assert compiler()["install"] is not before["install"]
+    torch._dynamo.reset()
+    torch.compile(scaled, backend="eager")(torch.ones(3))
+    torchobs.shutdown()
+    assert compiler() == before
+    file = reader.open_path(path)
+    points = {(point.series.name, *point.series.attributes): point.value for point in file.read().points}
+    file.close()
+    assert points[catalog.COMPILE_COMPILATIONS.name, ("cause", "first")] == 1
+
+
+def test_the_probe_can_be_left_out(flight_dir: Path) -> None:
+    """Then nothing of the compiler is touched but the list of files that it must not trace."""
+    before = vars(callback.CompilationCallbackHandler)["install_callbacks"]
+    for run in recording(flight_dir, disable_probes="compile"):
+        assert vars(callback.CompilationCallbackHandler)["install_callbacks"] is before
+        torch.compile(scaled, backend="eager")(torch.ones(3))
+        assert series(run) == {}
+
+
+@pytest.mark.parametrize("missing", ["get_compilation_metrics", "graph_break_reasons", "counters", "CompilationMetrics"])
+def test_another_torch_s_compiler_is_left_alone(flight_dir: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Without the private names that it reads the probe is off, and says so; all else goes on."""
+    before = vars(callback.CompilationCallbackHandler)["install_callbacks"]
+    if missing == "CompilationMetrics":
+        monkeypatch.setattr(utils, missing, type("CompilationMetrics", (), {"__dataclass_fields__": {"compile_id": None}}))
+    else:
+        monkeypatch.delattr(utils, missing)
+    with torchobs.init(flight_dir=flight_dir) as session:
+        assert vars(callback.CompilationCallbackHandler)["install_callbacks"] is before
+        run = Recording(session)
+        support.wait_until(lambda: run.values().get(("torchobs.probe.disabled", "compile")) == 1.0)
+        assert run.values()["torchobs.probe.errors", "step"] == 0
+
+
+def test_an_import_of_dynamo_never_fails_for_us(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of files that are not traced is private, too."""
+    monkeypatch.delattr(trace_rules, "add")
+    with torchobs.init(flight_dir=flight_dir) as session:
+        run = Recording(session)
+        support.wait_until(lambda: run.values().get(("torchobs.probe.disabled", "dynamo")) == 1.0)
+
+
+def test_a_probe_that_breaks_within_a_compilation_leaves_no_endless_one(flight_dir: Path) -> None:
+    """A phase that never ended would keep a hang from being called one."""
+    with torchobs.init(flight_dir=flight_dir) as session:
+        host = session.host
+        assert host is not None
+
+        def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+            assert PHASE_NAMES[host.cycle.phase()[0]] == "compile"
+            host.fuse("compile").blown = True
+            return graph.forward
+
+        torch.compile(scaled, backend=backend)(torch.ones(3))
+        assert PHASE_NAMES[host.cycle.phase()[0]] != "compile"
+
+
+def test_nothing_imports_dynamo_before_its_time(flight_dir: Path) -> None:
+    """It takes a second; where the script imports it later, the probe is there from then on."""
+    script = """
+import sys, torch
+before = set(sys.modules)
+import torchobs
+session = torchobs.init()
+assert not any(name.startswith("torch._dynamo") for name in set(sys.modules) - before)
+import torch._dynamo
+from torch._dynamo.callback import CompilationCallbackHandler
+watched = CompilationCallbackHandler.install_callbacks
+torchobs.shutdown()
+assert CompilationCallbackHandler.install_callbacks is not watched
+"""
+    environment = support.clean_environment() | {"TORCHOBS_DIR": str(flight_dir)}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+def test_lookups_that_somebody_clears_are_counted_on(run: Recording) -> None:
+    """``counters.clear()`` is usual in scripts that print them."""
+    found: collections.Counter[str] = utils.counters["inductor"]
+    torch.compile(scaled, backend="eager")(torch.ones(3))
+    found["fxgraph_cache_hit"] += 5
+    key = catalog.COMPILE_CACHE_LOOKUPS.name, "fx_graph", "hit"
+    support.wait_until(lambda: run.values().get(key) == 5)
+    utils.counters.clear()
+    utils.counters["inductor"]["fxgraph_cache_hit"] += 2
+    support.wait_until(lambda: run.values()[key] == 7)

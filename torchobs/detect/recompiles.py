@@ -1,0 +1,44 @@
+"""When is a function that is compiled again and again a fault? Pure: every time is an argument, in seconds."""
+
+from __future__ import annotations
+
+from collections import deque
+
+STORM = 4
+"""Recompilations of one function within the window. Up to three are usual: a size that turns out to be dynamic, training and
+evaluation, a second dtype. torch gives a function up at eight (``torch._dynamo.config.recompile_limit``), and says so then."""
+
+WINDOW_S = 600.0
+QUIET_S = 60.0
+_MOST = 256
+
+
+class Recompiles:
+    """The recompilations of each function, by any name of it."""
+
+    __slots__ = ("_times", "_told")
+
+    def __init__(self) -> None:
+        self._times: dict[str, deque[float]] = {}
+        self._told: dict[str, float] = {}
+
+    def note(self, function: str, now_s: float) -> int:
+        """Add one; return how many there were within ten minutes if that is a storm to be told now, else 0.
+
+        Told at the fourth and, while they go on, once a minute.
+        """
+        if function not in self._times and len(self._times) >= _MOST:
+            self._forget_oldest()
+        times = self._times.setdefault(function, deque(maxlen=_MOST))
+        times.append(now_s)
+        while times[0] < now_s - WINDOW_S:
+            times.popleft()
+        if len(times) < STORM or now_s - self._told.get(function, -QUIET_S) < QUIET_S:
+            return 0
+        self._told[function] = now_s
+        return len(times)
+
+    def _forget_oldest(self) -> None:
+        oldest = min(self._times, key=lambda function: self._times[function][-1])
+        del self._times[oldest]
+        self._told.pop(oldest, None)
