@@ -249,20 +249,42 @@ def test_a_first_step_that_the_loss_scaler_skips_is_no_misuse(run: Recording) ->
     assert told(run) == []
 
 
+def unscheduled(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Train without a scheduler's step."""
+    for index in range(steps):
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
 def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, after many steps of its optimizer; a part of another one, which may wait for its turn, is not meant."""
+    """Once, after many steps of its optimizer."""
     monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     forgotten = lrs.CosineAnnealingLR(optimizer, 100)
-    used = lrs.SequentialLR(optimizer, [lrs.LinearLR(optimizer), lrs.StepLR(optimizer, 2)], [1000])
-    train(model, optimizer, used, 15)
+    unscheduled(model, optimizer, 15)
     run.look()
     assert told(run) == []
-    train(model, optimizer, used, 15)
+    unscheduled(model, optimizer, 15)
     for _ in range(3):
         run.look()
     assert told(run) == [{"kind": "never_stepped", "scheduler": type(forgotten).__name__}]
+
+
+def test_a_scheduler_that_waits_for_its_turn_is_not_forgotten(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm-up is stepped first, by hand or by a ``SequentialLR``: what comes after it has its time."""
+    monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
+    model = mlp()
+    several = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
+    by_hand, waiting = lrs.LinearLR(several[0]), lrs.StepLR(several[0], 10)
+    composed = lrs.SequentialLR(several[1], [lrs.LinearLR(several[1]), lrs.StepLR(several[1], 2)], [1000])
+    train(model, several[0], by_hand, 30)
+    train(model, several[1], composed, 30)
+    also_waiting = lrs.StepLR(several[0], 10)
+    train(model, several[0], by_hand, 30)
+    run.look()
+    assert told(run) == []
+    assert (waiting.last_epoch, also_waiting.last_epoch) == (0, 0)
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -41,7 +41,8 @@ class _Scheduler:
     """What is known of one scheduler."""
 
     __slots__ = (
-        "early", "idle_told", "inner", "made_at", "name", "optimizer", "ref", "stepped", "steps", "tells", "unused_told",
+        "early", "idle_told", "inner", "made_at", "name", "optimizer", "ref", "relieved", "stepped", "steps", "tells",
+        "unused_told",
     )  # fmt: skip
 
     def __init__(self, name: str, made_at: int, tells: int) -> None:
@@ -51,8 +52,9 @@ class _Scheduler:
         self.optimizer: weakref.ref[Any] | None = None
         self.stepped = False
         """whether its optimizer was seen to step"""
-        self.early = self.inner = self.idle_told = self.unused_told = False
-        """early: its optimizer had not been called when it was first stepped; inner: another one steps it"""
+        self.early = self.inner = self.relieved = self.idle_told = self.unused_told = False
+        """early: its optimizer had not been called when it was first stepped; inner: another one steps it; relieved: another
+        one of its optimizer's is stepped, a warm-up, say, and it may wait for its turn"""
 
 
 class SchedulerProbe:
@@ -79,6 +81,7 @@ class SchedulerProbe:
 
         self._host, self._base = host, lr_scheduler.LRScheduler
         self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._scheduled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._fuse = fuse = host.fuse(self.name)
         self._note_made_safely, self._note_step_safely = fuse.guard(self._note_made), fuse.guard(self._note_step)
         self._patch_steps_safely = fuse.guard(self._patch_steps)
@@ -166,9 +169,17 @@ class SchedulerProbe:
             return
         self._steps += 1
         if state is not None:
-            # PyTorch's own criterion, set by what a scheduler puts around its optimizer's step
-            state.early = state.early or (not state.steps and not getattr(scheduler.optimizer, "_opt_called", False))
+            if not state.steps:
+                self._note_first(state, scheduler.optimizer)
             state.steps += 1
+
+    def _note_first(self, state: _Scheduler, optimizer: torch.optim.Optimizer) -> None:
+        # PyTorch's own criterion, set by what a scheduler puts around its optimizer's step
+        state.early = not getattr(optimizer, "_opt_called", False)
+        self._scheduled.add(optimizer)
+        for other in list(self._known.values()):
+            if other.optimizer is not None and other.optimizer() is optimizer:
+                other.relieved = True
 
     def _state_of(self, scheduler: object) -> _Scheduler | None:
         state = self._known.get(id(scheduler))
@@ -188,7 +199,7 @@ class SchedulerProbe:
         state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
         if optimizer is not None:
             state.optimizer = weakref.ref(optimizer)
-            state.stepped = optimizer in self._stepping
+            state.stepped, state.relieved = optimizer in self._stepping, optimizer in self._scheduled
         self._known[key] = state
         return state
 
@@ -237,7 +248,7 @@ class SchedulerProbe:
         done = self._host.cycle.step - state.made_at
         if state.inner:
             return
-        if not state.steps and state.stepped and done >= unused_steps and not state.unused_told:
+        if not (state.steps or state.relieved or state.unused_told) and state.stepped and done >= unused_steps:
             state.unused_told = True
             self._misuses.append(("never_stepped", state))
         optimizer = state.optimizer() if state.optimizer is not None else None
