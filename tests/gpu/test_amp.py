@@ -31,7 +31,7 @@ def run(flight_dir: Path) -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Any synchronisation of the device is an error. (Moving a model there is one.)"""
+    """Any synchronisation of the device is an error, and moving a model there is one."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,10 @@ import torchobs
 from tests.training import Flag, Recording, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight import reader
+from torchobs.flight.record import Kind
 from torchobs.probes import autocast
+from torchobs.probes.overflows import Overflows
+from torchobs.probes.scales import Scales
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -214,6 +218,73 @@ def test_a_scaler_made_before_init_is_seen(flight_dir: Path) -> None:
         step(model, optimizer, scaler)
         scaler.update()
         assert scale_of(run.look()) == (32.0, 1.0)
+
+
+class SlowDevice:
+    """Delivers values when it is told to, as a device does."""
+
+    def __init__(self) -> None:
+        self.under_way: list[Any] = []
+
+    def take(self, value: torch.Tensor, deliver: Any) -> bool:
+        assert value.device.type == "meta"
+        self.under_way.append(deliver)
+        return True
+
+    def poll(self) -> None:
+        """Deliver nothing by itself."""
+
+
+def test_what_fused_optimizers_found_on_a_device_marks_its_step_once(run: Recording) -> None:
+    """Two find an overflow in one step, another's was known at once: each step is marked by one record, each find counted."""
+    host = run.session.host
+    assert host is not None
+    device: Any = SlowDevice()
+    host.device = device
+    found_inf = torch.zeros((), device="meta")
+    models = [mlp(seed) for seed in range(3)]
+    plain, *fused = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    overflows = Overflows(host)
+    for index in range(3):
+        for optimizer in (plain, *fused):
+            host.cycle.optimizer_begins(optimizer)
+            if optimizer is not plain:
+                overflows.fused(optimizer, found_inf)
+            elif index == 1:
+                overflows.skipped(optimizer)
+            else:
+                overflows.stepped(optimizer)
+            host.cycle.optimizer_ends(optimizer, time.monotonic_ns())
+    overflows.sample()
+    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, True, False]
+    for deliver, value in zip(device.under_way, (1.0, 1.0, 0.0, 1.0, 0.0, 0.0), strict=True):
+        deliver(value)
+    overflows.sample()
+    late = [record.step for record in run.records() if record.kind == Kind.LATE]
+    assert late == [1]
+    host.writer.fold()
+    values = run.look()
+    assert [values["torchobs.amp.overflows", str(index)] for index in range(3)] == [1, 1, 2]
+    assert (values[SKIPPED], values[STREAK]) == (2, 0)
+
+
+def test_a_scale_on_a_device_is_copied_once_a_look(run: Recording) -> None:
+    """After an update, and not again before the last was shown."""
+    host = run.session.host
+    assert host is not None
+    device: Any = SlowDevice()
+    host.device = device
+    scaler = GradScaler("cpu")
+    scaler._scale, scaler._growth_tracker = torch.ones((), device="meta"), torch.zeros((), device="meta")
+    scales = Scales(host)
+    for looks in range(1, 4):
+        for _ in range(5):
+            scales.updated(scaler)
+        assert len(device.under_way) == 2 * looks
+        device.under_way[-2](4.0 * looks)
+        device.under_way[-1](float(looks))
+        scales.sample()
+        assert scale_of(run.look()) == (4.0 * looks, float(looks))
 
 
 def test_the_last_moment_is_in_the_file(flight_dir: Path) -> None:
