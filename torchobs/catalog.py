@@ -656,6 +656,12 @@ EXPORTER_SERIES_DROPPED = _counter(
 # --- events -------------------------------------------------------------------------------------------------------------------
 EVENT_RUN_START = Event("torchobs.run.start", "torchobs.init() has finished.", Severity.INFO)
 EVENT_RUN_END = Event("torchobs.run.end", "The rank ended in order.", Severity.INFO, (EXIT_REASON,))
+EVENT_TRAINER = Event(
+    "torchobs.trainer",
+    "A framework's trainer began. Its other attributes are those of its settings that are numbers or single words.",
+    Severity.INFO,
+    (Attribute("framework", "lightning, transformers or accelerate"), Attribute("version", "the framework's")),
+)
 EVENT_EXCEPTION = Event(
     "torchobs.exception",
     "An exception nobody caught.",

@@ -1,4 +1,7 @@
-"""What a training script calls. Nothing here raises or waits; in a ``torch.compile(fullgraph=True)`` region it does nothing."""
+"""What a training script calls. Nothing here raises or waits; in a ``torch.compile(fullgraph=True)`` region it does nothing.
+
+Each function has a fuse of its own (``guarding``): what fails is off, and shown like a probe that failed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.flight.record import PHASE_NAMES, Flag
-from torchobs.guarding import Fuse, call
+from torchobs.guarding import call
 from torchobs.probes.trace import PIN, UNPIN
 from torchobs.session import current
 
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 
 MAX_SCALARS = 64
 SPAN_FROM_NS = 100_000_000
-_fuse = Fuse("facade")
 
 
 def _never() -> bool:
@@ -45,7 +47,7 @@ def step() -> None:
     From the first call on these calls alone cut the training into steps.
     """
     if not _is_compiling():
-        call(_fuse, _step)
+        _call("step", _step)
 
 
 def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int | None = None, **scalars: Any) -> None:
@@ -59,24 +61,22 @@ def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int
         tokens: tokens trained on since the last call, on this rank.
         samples: samples, likewise.
         total_steps: steps that the run will take; once is enough.
-        scalars: other numbers by name; each is a gauge, the first 64 names count.
+        scalars: other numbers by name; each is a gauge, the first 64 names count. What is no number is left out.
     """
     if not _is_compiling():
-        call(_fuse, _log, loss, tokens, samples, scalars)
-        if total_steps is not None:
-            call(_fuse, _set_total, total_steps)
+        _call("log", _log, loss, tokens, samples, total_steps, scalars)
 
 
 def event(name: str, **attributes: Any) -> None:
     """Record that something happened now, with its attributes."""
     if not _is_compiling():
-        call(_fuse, _event, name, attributes)
+        _call("event", _event, name, attributes)
 
 
 def watch(model: Any) -> None:
     """Say which module is trained: its class and the size of its parameters go on record."""
     if not _is_compiling():
-        call(_fuse, _watch, model)
+        _call("watch", _watch, model)
 
 
 def phase(name: str) -> AbstractContextManager[None]:
@@ -100,46 +100,52 @@ class _Phase:
     def __enter__(self) -> None:
         now_ns = time.monotonic_ns()
         self._begun_ns.append(now_ns)
-        call(_fuse, _phase_begins, self._name, now_ns)
+        _call("phase", _phase_begins, self._name, now_ns)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        call(_fuse, _phase_ends, self._name, self._begun_ns.pop(), time.monotonic_ns(), failed=kind is not None)
+        _call("phase", _phase_ends, self._name, self._begun_ns.pop(), time.monotonic_ns(), kind is not None)
 
 
-def _recording() -> Host | None:
-    """Return the host of the session, unless there is none or its level is off."""
+def _call(name: str, function: Callable[..., None], *args: Any) -> None:
+    """Call it with the host of the session, on the fuse of that name, unless there is none or its level is off."""
     session = current()
     host = session.host if session is not None else None
-    return host if host is not None and host.level else None
+    if host is not None and host.level:
+        call(host.fuse(name), function, host, *args)
 
 
-def _step() -> None:
-    host = _recording()
-    if host is not None:
-        host.cycle.end(time.monotonic_ns())
+def _step(host: Host) -> None:
+    host.cycle.end(time.monotonic_ns())
 
 
-def _log(loss: Any, tokens: int, samples: int, scalars: dict[str, Any]) -> None:
-    host = _recording()
-    if host is None:
-        return
+def _log(host: Host, loss: Any, tokens: int, samples: int, total_steps: int | None, scalars: dict[str, Any]) -> None:
+    if loss is not None or tokens or samples:
+        _log_step(host, loss, int(tokens), int(samples))
+    if total_steps is not None and (total := host.writer.table.cell(catalog.TOTAL_STEPS, {})) is not None:
+        total.set(float(total_steps))
+    for name, value in scalars.items():
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # what torch, Python and NumPy say to that
+            _log_scalar(host, name, value)
+
+
+def _log_step(host: Host, loss: Any, tokens: int, samples: int) -> None:
     cycle = host.cycle
-    if loss is not None and getattr(getattr(loss, "device", None), "type", "cpu") != "cpu":
+    if loss is not None and _is_elsewhere(loss):
         ended = cycle.logged_step()
         host.device.take(loss, lambda value: cycle.late(ended, Flag.LOSS, value, 0.0))
         cycle.log_wins, loss = True, None
-    cycle.log(None if loss is None else _number(loss), int(tokens), int(samples))
-    for name, value in scalars.items():
-        cell = host.writer.table.cell(catalog.SCALAR_VALUE, {"name": name}) if _has_room(host, name) else None
-        if cell is not None:
-            host.device.take(value, cell.set) if hasattr(value, "device") else cell.set(_number(value))
+    cycle.log(None if loss is None else _number(loss), tokens, samples)
 
 
-def _set_total(total_steps: int) -> None:
-    session = current()
-    cell = session.writer.table.cell(catalog.TOTAL_STEPS, {}) if session is not None and session.writer is not None else None
-    if cell is not None:
-        cell.set(float(total_steps))
+def _log_scalar(host: Host, name: str, value: Any) -> None:
+    number = None if _is_elsewhere(value) else _number(value)
+    cell = host.writer.table.cell(catalog.SCALAR_VALUE, {"name": name}) if _has_room(host, name) else None
+    if cell is None:
+        return
+    if number is None:
+        host.device.take(value, cell.set)
+    else:
+        cell.set(number)
 
 
 def _has_room(host: Host, name: str) -> bool:
@@ -150,20 +156,20 @@ def _has_room(host: Host, name: str) -> bool:
     return True
 
 
+def _is_elsewhere(value: Any) -> bool:
+    """Tell whether a device has it, where reading would wait. NumPy's numbers have a ``device``, too: a string."""
+    return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
+
+
 def _number(value: Any) -> float:
     return float(value.detach().item() if hasattr(value, "detach") else value)
 
 
-def _event(name: str, attributes: dict[str, Any]) -> None:
-    host = _recording()
-    if host is not None:
-        host.writer.event(name, attributes, host.cycle.step)
+def _event(host: Host, name: str, attributes: dict[str, Any]) -> None:
+    host.writer.event(name, attributes, host.cycle.step)
 
 
-def _watch(model: Any) -> None:
-    host = _recording()
-    if host is None:
-        return
+def _watch(host: Host, model: Any) -> None:
     parameters = list(model.parameters())
     attributes = {
         "name": type(model).__name__,
@@ -173,16 +179,12 @@ def _watch(model: Any) -> None:
     host.writer.event(catalog.EVENT_MODEL.name, attributes, host.cycle.step)
 
 
-def _phase_begins(name: str, now_ns: int) -> None:
-    host = _recording()
-    if host is not None and name in PHASE_NAMES:
+def _phase_begins(host: Host, name: str, now_ns: int) -> None:
+    if name in PHASE_NAMES:
         host.cycle.mark(PIN, now_ns, PHASE_NAMES.index(name))
 
 
-def _phase_ends(name: str, begun_ns: int, now_ns: int, *, failed: bool) -> None:
-    host = _recording()
-    if host is None:
-        return
+def _phase_ends(host: Host, name: str, begun_ns: int, now_ns: int, failed: bool) -> None:  # noqa: FBT001  # one call hands on all
     if name in PHASE_NAMES:
         host.cycle.mark(UNPIN, now_ns)
     if now_ns - begun_ns >= SPAN_FROM_NS and host.span is not None:

@@ -165,6 +165,8 @@ def _shared(environ: Mapping[str, str], process: Process, place: Place) -> str |
     if place.launcher == "torchrun":
         directory = re.fullmatch(_ERROR_FILE, environ.get("TORCHELASTIC_ERROR_FILE", ""))
         return directory[1] if directory else process.parent
+    if place.launcher == "lightning" and not place.local_rank:
+        return process.own  # the parent of the others
     return process.parent if place.world_size != 1 else None
 
 

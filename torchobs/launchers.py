@@ -50,6 +50,8 @@ class _Launcher(NamedTuple):
 _ENV = ("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("GROUP_RANK", "NODE_RANK"))
 _TORCHRUN = _Launcher("torchrun", *_ENV)
 _SLURM = _Launcher("slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (), ("SLURM_NODEID",))
+# Lightning repeats the command for the other ranks of a node and gives them everything but RANK.
+_LIGHTNING = _Launcher("lightning", "LOCAL_RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), (), ("NODE_RANK",))
 _LAUNCHERS = (
     _TORCHRUN,
     _Launcher("env", *_ENV),
@@ -64,6 +66,7 @@ _LAUNCHERS = (
     # `srun --mpi=pmi2` sets PMI_RANK as well, without a local rank.
     _Launcher("pmi", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
     _SLURM,
+    _LIGHTNING,
     _Launcher("kubernetes", "JOB_COMPLETION_INDEX", ("WORLD_SIZE",)),
 )
 
@@ -100,6 +103,8 @@ def tasks_on_node(layout: str, node: int) -> int | None:
 def _applies(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     if launcher is _TORCHRUN:
         return bool(environ.get("TORCHELASTIC_RUN_ID"))
+    if launcher is _LIGHTNING:  # on the first node; elsewhere the process group knows the rank
+        return environ.get("NODE_RANK") == "0" and bool(environ.get("WORLD_SIZE"))
     return launcher is not _SLURM or _in_step(environ)
 
 

@@ -19,7 +19,7 @@ class Process:
     """The facts. ``start_ns`` is the process's start in Unix time (ns), and its first call's where there is no /proc.
 
     ``parent`` is the same for all children of one parent and for no child of another: the parent's pid, start and boot;
-    ``None`` where it cannot be known.
+    ``own`` is what its children have as ``parent``. ``None`` where it cannot be known.
     """
 
     host: str
@@ -27,6 +27,7 @@ class Process:
     start_ns: int
     parent: str | None
     argv0: str
+    own: str | None = None
 
 
 def this_process() -> Process:
@@ -51,10 +52,10 @@ def parse_start_ticks(stat: str) -> int:
 def _facts(pid: int, argv0: str) -> Process:
     ticks = _start_ticks(pid)
     start_ns = time.time_ns() if ticks is None else _unix_time_ns(ticks)
-    return Process(os.uname().nodename, pid, start_ns, _parent(os.getppid()), argv0)
+    return Process(os.uname().nodename, pid, start_ns, _key(os.getppid()), argv0, _key(pid))
 
 
-def _parent(pid: int) -> str | None:
+def _key(pid: int) -> str | None:
     # Ticks and not Unix time: who reads the time of boot twice, around a correction of the clock, gets two answers, and
     # the ranks of one run read it at different times, restarted ones hours later.
     ticks = _start_ticks(pid)

@@ -16,7 +16,12 @@ from torchobs.process import Process, parse_start_ticks, this_process
 from torchobs.settings import SettingsProblem, resolve
 
 PROCESS = Process(
-    host="node7", pid=4242, start_ns=1_763_680_000_123_456_789, parent="4000-88-0f1e2d3c", argv0="/home/me/train.py"
+    host="node7",
+    pid=4242,
+    start_ns=1_763_680_000_123_456_789,
+    parent="4000-88-0f1e2d3c",
+    argv0="/home/me/train.py",
+    own="4242-99-0f1e2d3c",
 )
 
 ELASTIC = {
@@ -58,6 +63,7 @@ OPENMPI = {
     "PMIX_NAMESPACE": "prterun-node6-311@1",
 }
 PMI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+LIGHTNING = {"WORLD_SIZE": "4", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40123"}
 INDEXED = {"JOB_COMPLETION_INDEX": "3"}
 
 
@@ -129,6 +135,12 @@ def _place(identity: Identity) -> tuple[object, ...]:
             ("kubernetes", 3, 8, 0, None, None, 0),
             "c9948307",
             id="indexed job, our variable",
+        ),
+        pytest.param(
+            LIGHTNING | {"LOCAL_RANK": "0"}, ("lightning", 0, 4, 0, None, 0, 0), "node7-4242-99-0f1e2d3c", id="lightning"
+        ),
+        pytest.param(
+            LIGHTNING | {"LOCAL_RANK": "3"}, ("lightning", 3, 4, 3, None, 0, 0), "node7-4000-88-0f1e2d3c", id="lightning, child"
         ),
         pytest.param({}, ("python", 0, 1, 0, 1, 0, 0), "node7-20251120T230640Z-4242", id="bare python"),
     ],
@@ -422,5 +434,5 @@ def test_a_forked_child_is_another_process_of_this_parent() -> None:
     with os.fdopen(read) as lines:
         children = [Process(**json.loads(line)) for line in lines]
     assert len({child.pid for child in children} | {os.getpid()}) == 3
-    assert all(a.parent == b.parent != this_process().parent for a, b in pairwise(children))
+    assert all(a.parent == b.parent == this_process().own != this_process().parent for a, b in pairwise(children))
     assert all(child.start_ns >= this_process().start_ns for child in children)

@@ -105,6 +105,19 @@ def test_several_fetches_of_the_training_loader_are_a_prefetch() -> None:
     assert spent(segments, 170) == {"data": 30, "forward": 16 + 30 + 30, "backward": 60, "other": 4}
 
 
+def test_a_prefetch_that_exhausts_the_loader_is_data_too() -> None:
+    """Accelerate's loader asks for one batch more than it gives: at an epoch's end there is none, and then comes a backward."""
+    segments = Segments()
+    segments.close(0)
+    for start in (0, 101, 202):
+        segments.fetch_begins(1, start)
+        segments.fetch_ends(start + 100, exhausted=False, gradients=True)
+    segments.fetch_begins(1, 303)
+    segments.fetch_ends(304, exhausted=True, gradients=True)
+    segments.backward_begins(344)
+    assert spent(segments, 360) == {"data": 301, "forward": 40, "backward": 16, "other": 3}
+
+
 def test_between_eval_and_train_is_evaluation() -> None:
     """Whatever happens there, and the time before and after stays what it was."""
     segments = Segments()

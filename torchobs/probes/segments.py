@@ -124,6 +124,9 @@ class Segments:
         elif self._loader in self._undecided:
             data, rest, fetches = self._undecided[self._loader]
             self._undecided[self._loader] = (data + length, rest, fetches)
+            if rest < data * _LEAST_USE:
+                self._fetch_ns = 0
+                return  # all that was left has been put aside, to be trained on next, so the loader stays the one in use
         else:
             self.spent_ns[DATA] += length
         self._loader, self._fetch_ns = 0, 0

@@ -1,0 +1,28 @@
+"""How much a batch holds: pure functions of what a DataLoader gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+_PARTS = 16
+"""of a batch are looked at: it may be a list of a million numbers"""
+
+
+def samples_in(batch: Any) -> int:
+    """Return the first dimension of the batch's first tensor; 0 if there is none."""
+    if hasattr(batch, "dim"):
+        return int(batch.shape[0]) if batch.dim() else 0
+    parts: Any = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        parts = batch
+    return next((number for part in islice(parts, _PARTS) if (number := samples_in(part))), 0)
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the number of elements of its ``input_ids``, padding included; 0 if it has none."""
+    ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    return int(ids.numel()) if hasattr(ids, "numel") else 0

@@ -1,0 +1,55 @@
+"""For OpenTelemetry's ``opentelemetry-instrument python train.py``: torchobs is on, and the script stays as it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import torchobs
+from torchobs.integrations.hooks import missing
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+try:
+    from opentelemetry.instrumentation.instrumentor import BaseInstrumentor
+except ModuleNotFoundError as _error:
+    raise missing("instrumentor", _error) from None
+
+__all__ = ["TorchInstrumentor"]
+
+_LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "lightning", "fabric"})
+_LAUNCHER_MODULES = ("torch.distributed.", "accelerate.commands.", "torch._inductor.")
+
+
+class TorchInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # mypy does not follow it
+    """Calls :func:`torchobs.init` and :func:`torchobs.shutdown`; the settings are those of the environment."""
+
+    def instrumentation_dependencies(self) -> Collection[str]:
+        """Return what has to be installed."""
+        return ("torch >= 2.4",)
+
+    def _instrument(self, **_: Any) -> None:
+        if not starts_others(sys.orig_argv):
+            torchobs.init()
+
+    def _uninstrument(self, **_: Any) -> None:
+        torchobs.shutdown()
+
+
+def starts_others(command: Sequence[str]) -> bool:
+    """Tell whether this is no training but what starts one, or helps it: all of them inherit the instrumentation.
+
+    A launcher is no rank, and neither is a process of ``multiprocessing`` (DataLoader workers, its resource tracker) or of
+    the compiler's pool.
+    """
+    arguments = list(command[1:])
+    while arguments and arguments[0].startswith("-") and arguments[0] not in {"-c", "-m"}:
+        arguments = arguments[2:] if arguments[0] in {"-W", "-X"} else arguments[1:]
+    first, second, *_ = [*arguments, "", ""]
+    if first == "-c":
+        return "multiprocessing" in second
+    if first == "-m":
+        return f"{second}.".startswith(_LAUNCHER_MODULES)
+    return PurePath(first).name in _LAUNCHERS or "/torch/_inductor/" in first

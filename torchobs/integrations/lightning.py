@@ -1,0 +1,123 @@
+"""For Lightning: ``Trainer(callbacks=[TorchobsCallback()])``.
+
+It adds to what is seen anyway: the epoch, the steps to come, logged metrics, samples and tokens per step, and evaluation by
+name. It calls :func:`torchobs.init` in every rank once the ranks know each other, however they were started.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import torchobs
+from torchobs.integrations.batches import samples_in, tokens_in
+from torchobs.integrations.hooks import Hooks, missing, scalars, tell_trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["TorchobsCallback"]
+
+
+def _framework() -> Any:
+    """Return the package that the script uses: both have the same classes, and neither takes the other's."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    for name in names:
+        if sys.modules.get(name) is not None:
+            return sys.modules[name]
+    try:
+        return import_module(names[0])
+    except ModuleNotFoundError:
+        return import_module(names[1])
+
+
+try:
+    _lightning = _framework()
+except ModuleNotFoundError as _error:
+    raise missing("lightning", _error) from None
+
+
+class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]  # one of two packages
+    """Tells torchobs what Lightning knows.
+
+    Args:
+        tokens: counts the tokens of a batch; by default the elements of its ``input_ids``, if it has any.
+        settings: for :func:`torchobs.init`, which raises ``TypeError`` for a name that is none.
+    """
+
+    def __init__(self, *, tokens: Callable[[Any], int] | None = None, **settings: object) -> None:
+        super().__init__()
+        self._tokens = tokens or tokens_in
+        self._settings = settings
+        self._hooks = Hooks("lightning")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Begin to record: the ranks know each other by now."""
+        del trainer, pl_module, stage
+        torchobs.init(**self._settings)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Say what is trained, with what settings, and for how long."""
+        self._hooks.call(_tell_start, trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Show the epoch, and what was logged for all of the last one."""
+        del pl_module
+        self._hooks.call(_log_metrics, trainer)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Count samples and tokens, before the step ends: afterwards it would be a second record."""
+        del trainer, pl_module, batch_idx
+        self._hooks.call(self._count, batch)
+
+    def _count(self, batch: Any) -> None:
+        torchobs.log(samples=samples_in(batch), tokens=self._tokens(batch))
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluation begins."""
+        del trainer, pl_module
+        self._hooks.call(self._hooks.begin, "evaluation")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluation has ended; show its metrics, but for the sanity check's, which Lightning drops, too."""
+        del pl_module
+        self._hooks.call(self._hooks.end)
+        if not trainer.sanity_checking:
+            self._hooks.call(_log_metrics, trainer)
+
+    on_test_start = on_validation_start
+    on_test_end = on_validation_end
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Show what was logged last."""
+        del pl_module
+        self._hooks.call(_log_metrics, trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close what is open; the exception goes its way."""
+        del trainer, pl_module, exception
+        self._hooks.call(self._hooks.end)
+
+
+def _tell_start(trainer: Any, model: Any) -> None:
+    torchobs.watch(model)
+    settings = {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "max_epochs": trainer.max_epochs,
+        "max_steps": trainer.max_steps,
+        "num_devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+        "precision": trainer.precision,
+        "strategy": type(trainer.strategy).__name__,
+    }
+    tell_trainer("lightning", _lightning.__version__, settings)
+    planned = trainer.estimated_stepping_batches
+    if isfinite(planned) and planned > 0:
+        torchobs.log(total_steps=int(planned) - trainer.global_step)  # of a resumed training, what is left
+
+
+def _log_metrics(trainer: Any) -> None:
+    torchobs.log(**{"epoch": trainer.current_epoch, **scalars(trainer.callback_metrics)})
