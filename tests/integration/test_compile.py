@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -423,3 +424,80 @@ def test_lookups_that_somebody_clears_are_counted_on(run: Recording) -> None:
     utils.counters.clear()
     utils.counters["inductor"]["fxgraph_cache_hit"] += 2
     support.wait_until(lambda: run.values()[key] == 7)
+
+
+def test_inductor_cold_and_warm(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cold start generates code and waits for compilers; a warm one hits the caches. Its workers leave no file of ours."""
+    if shutil.which("g++") is None:
+        pytest.skip(support.NEEDS_COMPILER)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        before = {path.name for path in flight_dir.iterdir()}
+        torch.compile(scaled)(torch.ones(3))
+        cold = series(run)
+        torch._dynamo.reset()
+        torch.compile(scaled)(torch.ones(3))
+        warm = series(run)
+        assert {path.name for path in flight_dir.iterdir()} == before
+        stages = counted(cold, catalog.COMPILE_TIME)
+        assert set(stages) == set(catalog.COMPILE_STAGES)
+        lookups = catalog.COMPILE_CACHE_LOOKUPS.name
+        for cache in catalog.COMPILE_CACHE.values:
+            assert [cold[lookups, cache, result] for result in ("hit", "miss")] == [0, 1]
+            assert [warm[lookups, cache, result] for result in ("hit", "miss")] == [1, 1]
+        assert [span["cached"] for span in events(run, catalog.SPAN_COMPILE.name)] == [False, True]
+
+
+def test_the_autograd_thread_s_compilation_is_the_training_s(run: Recording) -> None:
+    """On a CUDA device a graph's backward is compiled by the engine's thread, which the training thread waits for."""
+    host = run.session.host
+    assert host is not None
+    phases = []
+
+    def compile_it() -> None:
+        with callback.callback_handler.install_callbacks(callback.CallbackTrigger.LAZY_BACKWARD, "0/0"):
+            phases.append(PHASE_NAMES[host.cycle.phase()[0]])
+            time.sleep(0.2)
+
+    def wait_for_it(gradient: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        thread.join()
+        return gradient
+
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(2):
+        loss = loss_of(model, index)
+        if index:
+            loss.register_hook(wait_for_it)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    second = run.steps()[1]
+    assert phases == ["compile"]
+    assert second.phase_s[PHASE_NAMES.index("compile")] >= 0.2
+    assert second.duration_s < 0.2
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    thread.join()
+    assert phases[1] != "compile"
+
+
+def test_compiled_autograd_is_counted_right(run: Recording) -> None:
+    """The whole backward pass is captured and compiled, in the middle of it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(lambda seed: loss_of(model, seed), backend="aot_eager")
+        losses = []
+        for seed in (1, 1, 1):
+            optimizer.zero_grad()
+            loss = compiled(seed)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+            optimizer.step()
+    steps = run.steps()
+    assert [record.loss for record in steps] == losses
+    assert steps[0].phase_s[PHASE_NAMES.index("compile")] > 0
+    assert steps[2].phase_s[PHASE_NAMES.index("compile")] == 0
