@@ -849,7 +849,21 @@ SPAN_RESTORE = Span(
     "torch.load or torch.distributed.checkpoint.load in the training thread, when it takes 100 ms or longer.",
     (Attribute("format", "what loaded", ("torch", "distributed")),),
 )
-SPAN_STEP = Span("torchobs.step", "A training step, sampled.", planned=True)
+SPAN_STEP = Span(
+    "torchobs.step",
+    "A training step, from the last one's end: one in ten seconds, of the slow and the anomalous ones a few. Where a step is "
+    "not one fetch, backward and optimizer in turn, its phases are sums and stand in attributes (`forward_s` ...).",
+    (
+        Attribute("step", "its number"),
+        Attribute("reason", "why it was recorded: user means that the application began a span in it",
+                  ("sampled", "slow", "anomalous", "user")),
+        Attribute("loss", "its loss"),
+        Attribute("grad_norm", "its gradient norm"),
+        Attribute("skipped", "true if the loss scaler skipped it"),
+        Attribute("ended", "false for one that the run's end interrupted"),
+    ),
+)  # fmt: skip
+SPAN_STEP_PHASE = Span("torchobs.step_phase", "A part of a step whose span is recorded.", (PHASE,))
 SPAN_COMPILE = Span(
     "torchobs.compile",
     "A compilation: of a function, or of a graph's backward.",

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.afterimport import after_import, cancel
+from torchobs.flight import spans
+from torchobs.stepspans import StepSpans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
 
     from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.host import Host
     from torchobs.settings import Settings
 
 
@@ -31,9 +34,10 @@ class RunSpan:
         self._installed = False
         parent = (chosen.traceparent or "").split("-")  # checked by the settings: version-trace-span-flags
         self._remote = parent[2] if len(parent) > 2 else None  # noqa: PLR2004  # that format
-        self._trace_id = parent[1] if self._remote else os.urandom(16).hex()
+        self._trace_id = spans.trace_id(writer.header)
         self._flags = int(parent[3], 16) if self._remote else 1
-        self._span_id = os.urandom(8).hex()
+        self._span_id = spans.run_span_id(writer.header)
+        self._steps: StepSpans | None = None
 
     def begin(self) -> None:
         """Write its beginning, and stand by for an application that uses OpenTelemetry."""
@@ -42,8 +46,20 @@ class RunSpan:
             # only an application that imports the API pays for it
             self._handles = [after_import(name, self._install) for name in ("opentelemetry.trace", "opentelemetry.metrics")]
 
+    def watch(self, host: Host) -> None:
+        """Have steps recorded as spans, too, unless the launcher decided that its trace is not sampled."""
+        if self._flags & 1:
+            self._steps = StepSpans(host, self.write, self._span_id)
+
+    def sample_steps(self) -> None:
+        """Write the spans of steps that are due."""
+        if self._steps is not None:
+            self._steps.sample()
+
     def end(self, *, failed: bool) -> None:
         """Write its end."""
+        if self._steps is not None:
+            self._steps.end()
         header = self._writer.header
         end_ns = header.wall_ns + self._writer.elapsed_ns()
         status = "error" if failed else "ok"
@@ -71,14 +87,17 @@ class RunSpan:
 
             otel.observe(timeout_s)
 
-    def write(self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
-        """Write a span beneath this one; times on CLOCK_MONOTONIC."""
+    def write(
+        self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, object], *,
+        failed: bool, span_id: str | None = None, parent: str | None = None,
+    ) -> None:  # fmt: skip
+        """Write a span beneath this one, or another ``parent``; times on CLOCK_MONOTONIC."""
         header = self._writer.header
         offset_ns = header.wall_ns - header.monotonic_ns
         own: dict[str, object] = {
             "name": name,
-            "span_id": os.urandom(8).hex(),
-            "parent": self._span_id,
+            "span_id": span_id or os.urandom(8).hex(),
+            "parent": parent or self._span_id,
             "t0": begun_ns + offset_ns,
         }
         ended = {"t1": ended_ns + offset_ns, "status": "error" if failed else "unset", "attrs": attributes}
@@ -105,6 +124,11 @@ class RunSpan:
     def _context(self) -> SpanContext:
         from opentelemetry.trace import SpanContext, TraceFlags
 
-        return SpanContext(
-            int(self._trace_id, 16), int(self._span_id, 16), is_remote=False, trace_flags=TraceFlags(self._flags)
-        )
+        step = self._steps.adopt() if self._steps is not None else None
+        own = int(step or self._span_id, 16)
+        return SpanContext(int(self._trace_id, 16), own, is_remote=False, trace_flags=TraceFlags(self._flags))
+
+
+def of_launcher(chosen: Settings) -> dict[str, str | int]:
+    """Return what the file's resource has to say of the launcher's trace."""
+    return {spans.TRACE_ID: chosen.traceparent.split("-")[1]} if chosen.traceparent else {}

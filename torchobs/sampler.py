@@ -90,6 +90,7 @@ class Sampler:
         for anomaly in found[:100]:  # a run that has gone to NaN has one in every step
             attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline}
             writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
+            self._host.anomalous.append(anomaly.step)
         if found:
             first = found[0]
             self.say(

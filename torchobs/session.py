@@ -28,7 +28,7 @@ from torchobs.probes.device import DeviceValues
 from torchobs.probes.dynamo import DynamoRules
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.host import Host
-from torchobs.runspan import RunSpan
+from torchobs.runspan import RunSpan, of_launcher
 from torchobs.sampler import Sampler
 from torchobs.switches import Switches
 
@@ -91,7 +91,7 @@ class Session:
         """Create the flight file, start the sampler, install the probes. Raises ``OSError`` when there is no place or room."""
         self.settings, self.identity = chosen, who
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
-        resource = who.described() | _versions()
+        resource = who.described() | _versions() | of_launcher(chosen)
         try:
             writer = open_writer(place, resource, chosen.file_size)
         except OSError:
@@ -101,10 +101,11 @@ class Session:
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
+        self.run.watch(host)
         host.span = self.run.write
         self._switches = Switches(host, self._samples, self._slow)
         self._commands = Commands(host, self._switches, control_directory(chosen.control_dir, place.path))
-        self._samples.append(("control", self._commands.sample))
+        self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
         self._slow.append(("otel", self.run.sample))
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))

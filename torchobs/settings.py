@@ -191,6 +191,15 @@ class Settings:
             "what `torchobs.log(total_steps=...)` says, else unknown",
         ),
     ] = None
+    trace_steps: Annotated[
+        int | Literal["auto"],
+        _Spec(
+            values.INTERVAL,
+            ("TORCHOBS_TRACE_STEPS",),
+            "Every how many steps one is recorded as a span (at most one a second); `auto` takes one in ten seconds. "
+            "Slow and anomalous ones are in any case.",
+        ),
+    ] = "auto"
     grad_interval: Annotated[
         int | Literal["auto"],
         _Spec(

@@ -49,6 +49,7 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TRACEPARENT", TRACEPARENT, "traceparent", TRACEPARENT),
     ("TRACESTATE", "vendor=1", "tracestate", "vendor=1"),
     ("TORCHOBS_TOTAL_STEPS", "1000", "total_steps", 1000),
+    ("TORCHOBS_TRACE_STEPS", "100", "trace_steps", 100),
     ("TORCHOBS_GRAD_INTERVAL", "AUTO", "grad_interval", "auto"),
     ("TORCHOBS_GRAD_INTERVAL", "10", "grad_interval", 10),
     ("TORCHOBS_OVERHEAD_BUDGET", "0", "overhead_budget", 0.0),

@@ -52,6 +52,8 @@ class FlightWriter:
         self._complete_ns = time.monotonic_ns()
         self._folding = Lock()
         self.anomalies: list[record.Anomaly] = []
+        self.taken: deque[tuple[record.StepRecord, bytes]] | None = None
+        """Where records go as they are folded, for who wants to look at them: decoded, and as they stand in the ring"""
         self._forced_at = regions[Region.STEPS].count // 2
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
@@ -140,6 +142,8 @@ class FlightWriter:
             decoded = record.unpack(recent[0], self._seed)
             if decoded is not None and decoded.seq > upto:
                 held[decoded.seq] = decoded
+                if self.taken is not None:
+                    self.taken.append((decoded, recent[0]))
             elif decoded is not None:
                 late.append(decoded)
             recent.popleft()  # not before it is held: an interrupt may come in between

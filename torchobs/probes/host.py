@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from threading import get_ident
 from time import monotonic_ns
@@ -92,6 +93,8 @@ class Host:
     """By probe, called with the optimizer, and whether it was given a closure, before its outermost step"""
     after_closure_backward: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     """By probe, called when the outermost backward inside a closure has returned"""
+    anomalous: deque[int] = field(default_factory=lambda: deque(maxlen=100))
+    """Steps that the fold has found to be, for their spans"""
     iterated: list[tuple[str, Callable[[Any, Any], None]]] = field(default_factory=list)
     """By probe, called with a data loader and the iterator it was asked for, in the training thread"""
     at_backward: Callable[[Callable[[], object]], None] | None = None

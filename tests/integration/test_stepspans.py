@@ -1,0 +1,179 @@
+"""Spans of steps: which, with what, beneath what, and how many at most."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from opentelemetry import trace
+from torch.utils.data import DataLoader
+
+from tests import support
+from tests.training import Recording, loss_of, mlp, recording
+from torchobs.flight import reader, spans
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    yield from recording(flight_dir)
+
+
+def train(steps: int, during: Callable[[int], None] = lambda _: None) -> None:
+    """Train, doing something before each step's backward."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches: Any = DataLoader(torch.ones(steps, 8), batch_size=1)  # type: ignore[arg-type]
+    for number, batch in enumerate(batches, start=1):
+        loss = model(batch).sum()
+        during(number)
+        loss.backward()
+        optimizer.step()
+
+
+def written(run: Recording, reason: str) -> list[dict[str, Any]]:
+    """The steps' spans written for that reason."""
+    return [span for span in run.frames("torchobs.step") if span["attrs"]["reason"] == reason]
+
+
+def awaited(run: Recording, reason: str, count: int = 1) -> list[dict[str, Any]]:
+    """The same, when there are so many."""
+    return support.wait_until(lambda: found if len(found := written(run, reason)) >= count else [])
+
+
+def test_a_sampled_step_is_beneath_the_run(run: Recording) -> None:
+    """One in ten seconds, with its loss, and with identifiers that whoever reads the file can work out."""
+    train(8)
+    (step,) = awaited(run, "sampled")
+    assert step["attrs"]["loss"] == pytest.approx(run.steps()[step["attrs"]["step"] - 1].loss)
+    (begun,) = run.frames("torchobs.run")
+    assert (step["trace_id"], step["parent"]) == (begun["trace_id"], begun["span_id"])
+    assert run.session.writer is not None
+    header = run.session.writer.header
+    assert step["span_id"] == spans.step_span_id(spans.run_span_id(header), step["attrs"]["step"])
+    assert step["trace_id"] == spans.trace_id(header)
+
+
+def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:
+    """Whoever looks for what was slow finds it, phase by phase."""
+
+    def nap(number: int) -> None:
+        time.sleep(0.2 if number == 60 else 0.01)
+
+    train(80, nap)
+    (step,) = support.wait_until(lambda: [span for span in written(run, "slow") if span["attrs"]["step"] == 60])
+    phases = [span for span in run.frames("torchobs.step_phase") if span["parent"] == step["span_id"]]
+    assert [span["attrs"]["phase"] for span in phases] == ["data", "forward", "backward", "optimizer"]
+    assert step["t0"] <= phases[0]["t0"]
+    assert all(one["t1"] <= two["t0"] for one, two in pairwise(phases))
+    assert phases[-1]["t1"] == step["t1"]
+    forward = phases[1]
+    assert (forward["t1"] - forward["t0"]) / 1e9 == pytest.approx(0.2, rel=0.05, abs=0.005)
+
+
+def test_an_anomalous_step_is_there(run: Recording) -> None:
+    """The step whose loss was not a number; its value is no attribute, for JSON has none."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for number in range(1, 41):
+        loss = loss_of(model, 1)
+        (loss * float("nan") if number == 30 else loss).backward()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad() if number == 30 else optimizer.step()
+        if number == 30:
+            optimizer.step()
+        time.sleep(0.005)
+    support.wait_until(lambda: [span for span in written(run, "anomalous") if span["attrs"]["step"] == 30])
+    (step,) = [span for span in written(run, "anomalous") if span["attrs"]["step"] == 30]
+    assert "loss" not in step["attrs"]
+
+
+def test_spans_of_the_application_are_beneath_the_step_they_were_made_in(run: Recording) -> None:
+    """The step is written for it, sampled or not; what is made before the first step is beneath the run."""
+    tracer = trace.get_tracer("application")
+    tracer.start_span("setup").end()
+
+    def work(number: int) -> None:
+        if number in {3, 5}:
+            with tracer.start_as_current_span("work"), tracer.start_as_current_span("inner"):
+                time.sleep(0.001)
+
+    train(8, work)
+    steps = awaited(run, "user", 2)
+    assert [step["attrs"]["step"] for step in steps] == [3, 5]
+    works = run.frames("work")
+    assert [span["parent"] for span in works] == [step["span_id"] for step in steps]
+    assert [span["parent"] for span in run.frames("inner")] == [span["span_id"] for span in works]
+    assert all(step["t0"] <= span["t0"] <= span["t1"] <= step["t1"] for step, span in zip(steps, works, strict=True))
+    (begun,) = run.frames("torchobs.run")
+    (setup,) = run.frames("setup")
+    assert setup["parent"] == begun["span_id"]
+
+
+def test_what_the_application_does_after_the_last_step_has_its_parent(flight_dir: Path) -> None:
+    """A final evaluation's spans are beneath a step that the run's end interrupted: no parent is missing."""
+    path = ""
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        path = run.session.writer.path
+        train(3)
+        trace.get_tracer("application").start_span("final").end()
+    frames = [frame for _, frame in reader.open_path(path).events()]
+    known = {frame["span_id"] for frame in frames if "span_id" in frame}
+    assert all(frame["parent"] in known for frame in frames if "parent" in frame)
+    (final,) = [frame for frame in frames if frame["name"] == "final"]
+    (step,) = [frame for frame in frames if frame.get("span_id") == final["parent"]]
+    assert (step["attrs"]["step"], step["attrs"]["ended"]) == (4, False)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: bool) -> None:
+    """Its trace is the run's, and where it is not sampled no step is."""
+    for run in recording(flight_dir, traceparent=f"{PARENT}-0{int(sampled)}", trace_steps=1):
+        train(30, lambda _: time.sleep(0.01))
+        time.sleep(0.3)
+        found = run.frames("torchobs.step")
+        assert bool(found) == sampled
+        assert {span["trace_id"] for span in found} <= {PARENT.split("-")[1]}
+        assert run.session.writer is not None
+        assert spans.trace_id(run.session.writer.header) == PARENT.split("-")[1]
+
+
+def test_every_nth_step_if_that_was_asked_for(flight_dir: Path) -> None:
+    """No others, as long as they are not more than the ring can take."""
+    for run in recording(flight_dir, trace_steps=10):
+        train(40)
+        steps = awaited(run, "sampled", 4)
+        assert [step["attrs"]["step"] for step in steps] == [10, 20, 30, 40]
+
+
+def test_the_spans_of_steps_push_nothing_out(flight_dir: Path) -> None:
+    """3,000 steps a second, every one asked for, each tenth slow: the run's first event is still in the ring."""
+    for run in recording(flight_dir, trace_steps=1, grad_interval="auto"):
+        train(3000)
+        time.sleep(0.3)
+        assert run.frames("torchobs.run.start")
+        frames = run.frames("torchobs.step")
+        assert 1 <= len(frames) <= 30
+        assert len({frame["span_id"] for frame in frames}) == len(frames)
+
+
+def test_accumulated_steps_have_their_sums(run: Recording) -> None:
+    """Two backwards: phases are attributes, and no child claims to be where it was not."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(6):
+        for micro in range(2):
+            loss_of(model, micro).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    (step,) = awaited(run, "sampled")
+    assert step["attrs"]["backward_s"] > 0
+    assert run.frames("torchobs.step_phase") == []
