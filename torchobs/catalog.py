@@ -164,7 +164,7 @@ PHASES = ("data", "forward", "backward", "optimizer", "other")
 GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint", "compile")
 STARTUP = "startup"
 """The one state of goodput that is no part of the steps, and so not the fold's."""
-ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike")
+ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike", "gradient_vanishing")
 SCHEDULER_MISUSES = ("before_optimizer", "never_stepped", "idle_optimizer")
 COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
 COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
@@ -177,6 +177,7 @@ ANOMALY_SEVERITY = {
     "nonfinite_gradient": Severity.WARNING,
     "gradient_explosion": Severity.WARNING,
     "loss_spike": Severity.WARNING,
+    "gradient_vanishing": Severity.WARNING,
 }
 """A function of the kind, so that it needs no label: a non-finite gradient may be the loss scaler at work."""
 
@@ -204,7 +205,9 @@ SCHEDULER_MISUSE_KIND = Attribute("kind", "what was done wrong", SCHEDULER_MISUS
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
 OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
 SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
-LAYER = Attribute("layer", "parameter's qualified name; capped, the rest is 'other'")
+LAYER = Attribute(
+    "layer", "module that has the parameters, by its path; the largest and the last anomalous ones, the rest is 'other'"
+)
 DEVICE = Attribute("device", "torch device, e.g. cuda:0")
 SPACE = Attribute("space", "memory that grows", ("host", "device"))
 LIMIT = Attribute("limit", "whose limit", ("cgroup", "machine"))
@@ -290,18 +293,41 @@ GRAD_NORM_DISTRIBUTION = _histogram(
     "torchobs.grad.norm_distribution", "", "Distribution of the total gradient norm over the steps measured.", NORM_BOUNDS
 )
 GRAD_INTERVAL = _gauge("torchobs.grad.interval", "{step}", "Every how many steps the gradient norm is measured at present.")
-GRAD_LAYER_NORM = _gauge("torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient.", LAYER, planned=True)
-PARAM_LAYER_NORM = _gauge("torchobs.param.layer.norm", "", "L2 norm of a layer's weights.", LAYER, planned=True)
+GRAD_NORM_RANKS = _gauge(
+    "torchobs.grad.norm_ranks",
+    "{rank}",
+    "Ranks whose gradient norms add up, squared, to the whole's: 1 where each has all, more where it is sharded.",
+    survives=True,
+)
+GRAD_LAYER_NORM = _gauge(
+    "torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient, of this rank's part where parameters are sharded.", LAYER
+)
+GRAD_LAYERS_FOLDED = _gauge("torchobs.grad.layers_folded", "{layer}", "Layers without series of their own: they are 'other'.")
+GRAD_ZERO = _gauge("torchobs.grad.zero", "1", "Share of the parameters' gradients whose every element is exactly zero.")
+PARAM_LAYER_NORM = _gauge(
+    "torchobs.param.layer.norm", "", "L2 norm of a layer's weights (of their first 8 million). From level advanced on.", LAYER
+)
 UPDATE_LAYER_RATIO = _gauge(
-    "torchobs.update.layer.ratio", "1", "Norm of a layer's update over the norm of its weights.", LAYER, planned=True
+    "torchobs.update.layer.ratio",
+    "1",
+    "Norm of what one step changes of a layer's weights over the norm of these. From level advanced on.",
+    LAYER,
 )
 GRAD_NONFINITE_ELEMENTS = _counter(
-    "torchobs.grad.nonfinite_elements", "{element}", "Gradient elements that were NaN or infinite.", planned=True
+    "torchobs.grad.nonfinite_elements",
+    "{element}",
+    "Gradient elements that were NaN or infinite in measured steps; on a GPU counted in layers that were so lately.",
 )
 GRAD_NONFINITE_STEPS = _counter(
     "torchobs.grad.nonfinite_steps", "{step}", "Measured steps whose gradient norm was NaN or infinite."
 )
-GRAD_CLIPPED_STEPS = _counter("torchobs.grad.clipped_steps", "{step}", "Steps whose gradient was clipped.", planned=True)
+GRAD_CLIPPED_STEPS = _counter(
+    "torchobs.grad.clipped_steps",
+    "{step}",
+    "Steps whose gradient was clipped; whether clipping by value had an effect is known of measured steps only.",
+)
+GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "", "Norm to which gradients are clipped, where they are.")
+GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "", "Size to which gradient elements are clipped, where they are.")
 
 # --- verdicts -----------------------------------------------------------------------------------------------------------------
 ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", "Steps judged anomalous, by kind.", ANOMALY_KIND)
@@ -745,6 +771,17 @@ EVENT_SHARED_MEMORY_FULL = Event(
     "Shared memory (/dev/shm) is nearly full, over which DataLoader workers and NCCL hand on their data.",
     Severity.WARNING,
     (Attribute("used", "bytes in use"), Attribute("size", "bytes in all")),
+)
+EVENT_NONFINITE_GRADIENT = Event(
+    "torchobs.grad.nonfinite",
+    "Gradients were not finite: the first time, and then at most once a minute.",
+    Severity.WARNING,
+    (
+        Attribute("layers", "in which layers, the first eight in the model's order"),
+        Attribute("layers_affected", "in how many"),
+        Attribute("elements", "how many elements, where they were counted"),
+        Attribute("kinds", "nan, inf or both"),
+    ),
 )
 EVENT_PROBE_DISABLED = Event(
     "torchobs.probe.disabled",

@@ -74,7 +74,7 @@ def event(name: str, **attributes: Any) -> None:
 
 
 def watch(model: Any) -> None:
-    """Say which module is trained: its class and the size of its parameters go on record."""
+    """Say which module is trained: its class and size go on record, and its parameters' names are known at once."""
     if not _is_compiling():
         _call("watch", _watch, model)
 
@@ -176,6 +176,8 @@ def _watch(host: Host, model: Any) -> None:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     }
+    if host.watched is not None:
+        host.watched(model)
     host.writer.event(catalog.EVENT_MODEL.name, attributes, host.cycle.step)
 
 

@@ -208,6 +208,14 @@ class Settings:
             "Every how many steps the gradient norm is computed; `auto` keeps it within the overhead budget.",
         ),
     ] = "auto"
+    layers: Annotated[
+        int,
+        _Spec(
+            values.integer(0, 64),
+            ("TORCHOBS_LAYERS",),
+            "How many layers have series of their own, the rest is one; from level `advanced` on four times as many.",
+        ),
+    ] = 16
     overhead_budget: Annotated[
         float,
         _Spec(

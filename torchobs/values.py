@@ -197,9 +197,10 @@ LEVEL = Kind(either(get_args(Level)), lambda text: _one_of(get_args(Level), text
 LOG_LEVEL = Kind(either(get_args(LogLevel)), lambda text: _one_of(get_args(LogLevel), text.upper()))
 
 
-def integer(least: int) -> Kind:
-    """Return the kind of whole numbers from ``least`` on."""
-    return Kind(f"an integer, at least {least}", lambda text: _within(_integer(text), least, math.inf))
+def integer(least: int, most: float = math.inf) -> Kind:
+    """Return the kind of whole numbers within these limits."""
+    limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+    return Kind(f"an integer, {limits}", lambda text: _within(_integer(text), least, most))
 
 
 def size(least: int, most: int) -> Kind:

@@ -40,7 +40,7 @@ RECORDS = st.lists(
         {
             "delay": st.sampled_from([0, 0, 0, 1, 5]),
             "kind": st.sampled_from([Kind.STEP, Kind.STEP, Kind.LATE]),
-            "flags": st.integers(0, 127),
+            "flags": st.integers(0, 255),
             "loss": NUMBERS,
             "grad_norm": NUMBERS.map(abs),
             "learning_rate": NUMBERS,

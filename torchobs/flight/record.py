@@ -36,18 +36,41 @@ that the view is exact after any crash. Its state is the first ``WORDS`` words o
 from __future__ import annotations
 
 import struct
-import sys
 import zlib
-from bisect import bisect_left
-from math import exp, inf, isfinite, log
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.spikes import judge
 from torchobs.flight.layout import RECORD_SIZE
+from torchobs.flight.norms import fold_norms
+from torchobs.flight.totals import (
+    ABSENT_BITS,
+    DURATION_SUM,
+    LOSS_SPIKE,
+    NONFINITE_LOSS,
+    SIZE,
+    WORDS,
+    Anomaly,
+    Totals,
+    Word,
+    add,
+    count,
+    is_active,
+    load_baseline,
+    note,
+    observe,
+    signed,
+    store_baseline,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+__all__ = [
+    "ABSENT_BITS", "CRC", "PHASE_NAMES", "PLAIN", "WORDS", "Anomaly", "Flag", "Kind", "StepRecord", "Totals", "Word", "fold",
+    "fold_late", "pack", "unpack",
+]  # fmt: skip
 
 PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
 
@@ -56,11 +79,6 @@ PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")
 """A plain step's record, without its CRC: seq, step, end_ns, kind, flags, losses, fetch, loss, grad_norm, learning_rate,
 fetched, backward, backward_ends, optimizer, tokens, samples, norm_scale, begun_ns, zero."""
 CRC = struct.Struct("<I")
-_TOP = (1 << 63) - 1
-_MAX = sys.float_info.max
-_ABSENT = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0002))[0]
-ABSENT_BITS = 0x7FF8_0000_0000_0002
-"""A gauge that was never set. Any NaN reads as absent: a NaN is counted, never a gauge's value."""
 
 
 class Kind:
@@ -86,6 +104,8 @@ class Flag:
     """the boundary was given by torchobs.step()"""
     CLOSURE = 64
     """the optimizer was given a closure"""
+    CLIPPED = 128
+    """the gradient was clipped"""
 
 
 class StepRecord(NamedTuple):
@@ -148,77 +168,8 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
     return StepRecord(seq, step, end_ns, Kind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale)
 
 
-class Word:
-    """Words of value block 0 that the fold owns; the others of the block are the session's."""
-
-    FOLDED_UPTO = 0
-    CLOCK_OFFSET = 1
-    """i64: wall clock minus CLOCK_MONOTONIC at birth, ns"""
-    STEPS = 2
-    LAST_STEP = 3
-    LAST_STEP_TIMESTAMP = 4
-    LOSS = 5
-    LOSS_STEP = 6
-    LEARNING_RATE = 7
-    SAMPLES = 8
-    TOKENS = 9
-    GRAD_NORM = 10
-    GRAD_NORM_STEP = 11
-    NONFINITE_STEPS = 12
-    STEPS_SKIPPED = 13
-    RECORDS_LOST = 14
-    PHASE_TIME = 16
-    GOODPUT = 24
-    ANOMALIES = 32
-    ACTIVE = 40
-    LOSS_BASELINE = 48
-    NORM_BASELINE = 52
-    STEP_DURATION = 64
-    NORM_DISTRIBUTION = 96
-
-
-_DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
-_NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
-WORDS = _NORM_SUM + 3
-"""Words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
-_SIZE = WORDS * 8
-
-_NONFINITE_LOSS, _NONFINITE_GRADIENT, _GRADIENT_EXPLOSION, _LOSS_SPIKE = range(len(catalog.ANOMALY_KINDS))
-LEAST_NORM_EXCESS = log(8.0)
-"""An explosion is at least 8 times the usual norm (on the log scale, where norms are near normal)."""
 LEAST_LOSS_EXCESS = 0.25
 """A loss spike is at least a quarter of the usual loss above it, or 0.25 where the loss is near 0."""
-
-
-class Anomaly(NamedTuple):
-    """What the fold found in one record. ``value`` and ``baseline`` in the unit of the metric."""
-
-    kind: str
-    step: int
-    end_ns: int
-    value: float
-    baseline: float
-
-
-class Totals:
-    """The fold's state: one buffer of 64-bit words, seen as unsigned integers and as floats."""
-
-    __slots__ = ("buffer", "floats", "ints")
-
-    def __init__(self, buffer: bytearray | memoryview) -> None:
-        self.buffer = memoryview(buffer)
-        self.ints = self.buffer.cast("Q")
-        self.floats = self.buffer.cast("d")
-
-    def clear(self, clock_offset_ns: int) -> None:
-        """Set the state of a rank that has done no step yet."""
-        for index in range(WORDS):
-            self.ints[index] = 0
-        self.ints[Word.CLOCK_OFFSET] = clock_offset_ns & ((1 << 64) - 1)
-        for gauge in (Word.LAST_STEP_TIMESTAMP, Word.LOSS, Word.LEARNING_RATE, Word.GRAD_NORM):
-            self.ints[gauge] = ABSENT_BITS
-        for total in (_DURATION_SUM, _NORM_SUM):
-            self.floats[total + 1], self.floats[total + 2] = inf, -inf
 
 
 def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
@@ -236,19 +187,19 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     fresh = records if records and records[0].seq > upto else [record for record in records if record.seq > upto]
     if not fresh:
         return
-    changed, noted, newest = Totals(bytearray(totals.buffer[:_SIZE])), list[Anomaly](), fresh[-1].seq
+    changed, noted, newest = Totals(bytearray(totals.buffer[:SIZE])), list[Anomaly](), fresh[-1].seq
     fold_late(changed, fresh, noted)
-    _add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
+    add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
     changed.ints[Word.FOLDED_UPTO] = newest
-    totals.buffer[:_SIZE] = changed.buffer
+    totals.buffer[:SIZE] = changed.buffer
     if found is not None:
         found += noted
 
 
 def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
     """Add records whose numbers were passed over, and counted as lost, because they took too long to come."""
-    _add(totals, Word.TOKENS, sum(record.tokens for record in records))
-    _add(totals, Word.SAMPLES, sum(record.samples for record in records))
+    add(totals, Word.TOKENS, sum(record.tokens for record in records))
+    add(totals, Word.SAMPLES, sum(record.samples for record in records))
     rates = (record.learning_rate for record in reversed(records) if record.flags & Flag.LEARNING_RATE)
     totals.floats[Word.LEARNING_RATE] = next(filter(isfinite, rates), totals.floats[Word.LEARNING_RATE])
     steps = [record for record in records if record.kind == Kind.STEP]
@@ -256,22 +207,27 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
     _fold_losses(totals, [record for record in records if record.flags & Flag.LOSS], found)
-    _fold_norms(totals, [record for record in records if record.flags & Flag.GRAD_NORM], found)
+    fold_norms(totals, [record for record in records if record.flags & Flag.GRAD_NORM], found)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & Flag.SKIPPED)
+    _fold_clipped(totals, [record.step for record in records if record.flags & Flag.CLIPPED])
 
 
-def _add(totals: Totals, word: int, number: int) -> None:
-    # a user's tokens may be anything that a record holds, and a total that wraps around is a counter that steps back
-    totals.ints[word] = min(totals.ints[word] + number, _TOP)
+def _fold_clipped(totals: Totals, steps: list[int]) -> None:
+    """Count each step once: several parts of its gradient may have been clipped, each with a record of its own."""
+    ints = totals.ints
+    for step in steps:
+        if step > ints[Word.LAST_CLIPPED]:
+            ints[Word.LAST_CLIPPED] = step
+            ints[Word.CLIPPED_STEPS] += 1
 
 
 def _fold_progress(totals: Totals, steps: list[StepRecord]) -> None:
     ints, floats, last = totals.ints, totals.floats, steps[-1]
     ints[Word.STEPS] += len(steps)
     ints[Word.LAST_STEP] = last.step
-    floats[Word.LAST_STEP_TIMESTAMP] = (last.end_ns + _signed(ints[Word.CLOCK_OFFSET])) / 1e9
+    floats[Word.LAST_STEP_TIMESTAMP] = (last.end_ns + signed(ints[Word.CLOCK_OFFSET])) / 1e9
     durations = [record.duration_s for record in steps if not record.flags & Flag.UNTIMED]
-    _observe(totals, Word.STEP_DURATION, catalog.SECONDS_BOUNDS, _DURATION_SUM, durations)
+    observe(totals, Word.STEP_DURATION, catalog.SECONDS_BOUNDS, DURATION_SUM, durations)
 
 
 def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
@@ -301,15 +257,15 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
 
 def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]) -> None:
     ints, floats = totals.ints, totals.floats
-    newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not _is_active(totals, _NONFINITE_LOSS)
-    mean, variance, seen = _load_baseline(totals, Word.LOSS_BASELINE)
+    newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not is_active(totals, NONFINITE_LOSS)
+    mean, variance, seen = load_baseline(totals, Word.LOSS_BASELINE)
     spikes = nonfinite = 0
-    spike = _is_active(totals, _LOSS_SPIKE)
+    spike = is_active(totals, LOSS_SPIKE)
     for record in records:
         loss, late = record.loss, record.step < newest
         if not isfinite(loss):
             nonfinite += 1
-            _note(found, _NONFINITE_LOSS, record, loss, last)
+            note(found, NONFINITE_LOSS, record, loss, last)
             if not late:
                 newest, finite, spike = record.step, False, False
             continue
@@ -320,78 +276,9 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
         spike, mean, variance, seen = judge(loss, mean, variance, seen, least)
         if spike:
             spikes += 1
-            _note(found, _LOSS_SPIKE, record, loss, usual)
+            note(found, LOSS_SPIKE, record, loss, usual)
     if records:
         ints[Word.LOSS_STEP], floats[Word.LOSS] = newest, last
-        _store_baseline(totals, Word.LOSS_BASELINE, mean, variance, seen)
-        _count(totals, _NONFINITE_LOSS, nonfinite, active=not finite)
-        _count(totals, _LOSS_SPIKE, spikes, active=spike)
-
-
-def _fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly]) -> None:
-    ints, floats = totals.ints, totals.floats
-    newest, last, finite = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], not _is_active(totals, _NONFINITE_GRADIENT)
-    mean, variance, seen = _load_baseline(totals, Word.NORM_BASELINE)
-    explosions = nonfinite = 0
-    spike = _is_active(totals, _GRADIENT_EXPLOSION)
-    for record in records:
-        norm, late, exploded = record.grad_norm, record.step < newest, False
-        if not isfinite(norm):
-            nonfinite += 1
-            _note(found, _NONFINITE_GRADIENT, record, norm, last)
-        elif norm > 0.0:  # a zero norm has no logarithm and is no explosion
-            usual = mean
-            exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
-            if exploded:
-                explosions += 1
-                _note(found, _GRADIENT_EXPLOSION, record, norm, exp(usual))
-        if not late:
-            newest, finite, spike = record.step, isfinite(norm), exploded
-            last = norm if finite else last
-    if records:
-        ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM] = newest, last
-        ints[Word.NONFINITE_STEPS] += nonfinite
-        _store_baseline(totals, Word.NORM_BASELINE, mean, variance, seen)
-        _count(totals, _NONFINITE_GRADIENT, nonfinite, active=not finite)
-        _count(totals, _GRADIENT_EXPLOSION, explosions, active=spike)
-        norms = [record.grad_norm for record in records if isfinite(record.grad_norm)]
-        _observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, _NORM_SUM, norms)
-
-
-def _load_baseline(totals: Totals, at: int) -> tuple[float, float, int]:
-    return totals.floats[at], totals.floats[at + 1], totals.ints[at + 2]
-
-
-def _store_baseline(totals: Totals, at: int, mean: float, variance: float, seen: int) -> None:
-    totals.floats[at], totals.floats[at + 1], totals.ints[at + 2] = mean, variance, seen
-
-
-def _note(found: list[Anomaly], kind: int, record: StepRecord, value: float, baseline: float) -> None:
-    found.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
-
-
-def _is_active(totals: Totals, kind: int) -> bool:
-    return totals.floats[Word.ACTIVE + kind] > 0.0
-
-
-def _count(totals: Totals, kind: int, number: int, *, active: bool) -> None:
-    totals.ints[Word.ANOMALIES + kind] += number
-    totals.floats[Word.ACTIVE + kind] = float(active)
-
-
-def _observe(totals: Totals, buckets: int, bounds: tuple[float, ...], total: int, values: list[float]) -> None:
-    if not values:
-        return
-    ints, floats = totals.ints, totals.floats
-    sum_, least, greatest = floats[total : total + 3]
-    for value in values:
-        ints[buckets + bisect_left(bounds, value)] += 1
-        sum_ += value
-        least = min(least, value)
-        greatest = max(greatest, value)
-    # an infinite sum would be no value, and its series gone
-    floats[total], floats[total + 1], floats[total + 2] = min(sum_, _MAX), least, greatest
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+        store_baseline(totals, Word.LOSS_BASELINE, mean, variance, seen)
+        count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
+        count(totals, LOSS_SPIKE, spikes, active=spike)

@@ -1,173 +1,185 @@
-"""The total L2 norm of the gradients, as the optimizer finds them, unscaled; before clipping, where clipping is seen.
+"""The L2 norms of the gradients, in total and by layer, as the optimizer finds them, unscaled; before clipping by norm.
 
 **When**: without a closure in the pre hook (SGD with momentum, nesterov and foreach changes ``p.grad`` in its step; a fused
 optimizer with a loss scaler unscales in its step), with one when the outermost backward inside the step returns.
-**How often**: every step where that is cheap enough, else every n-th, so that the norm's own time stays within half of
-the overhead budget; the interval in use is a metric. Where ``clip_grad_norm_`` computes the norm anyway it is taken from there.
+**How often**: every step where that is cheap enough, else every n-th, so that the norms' own time stays within half of
+the overhead budget; the interval in use is a metric. Where ``clip_grad_norm_`` computes norms anyway they are taken from there.
+**Then** the sampler thread makes series by layer of the last step measured (``findings``).
 """
 
 from __future__ import annotations
 
-from math import ceil, sqrt
+import sys
+import weakref
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
-from torchobs import catalog
 from torchobs.flight.record import Flag
-from torchobs.probes.norms import total_norm
-from torchobs.probes.patching import Patch
+from torchobs.probes.clipping import ClipWatch
+from torchobs.probes.findings import Findings
+from torchobs.probes.measuring import measure
+from torchobs.probes.norms import largest
+from torchobs.probes.pace import Pace
+from torchobs.probes.underway import UnderWay
+from torchobs.probes.updates import UpdateWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from torchobs.flight.table import Cell
+    from torchobs.probes.clipping import Clipping
     from torchobs.probes.host import Host
+    from torchobs.probes.measuring import Measurement
 
-MAX_INTERVAL = 1000
-_SMOOTHING = 0.25
 _RECOUNT_EVERY = 64
+_ROUNDING = 2.0**-8
+"""bfloat16's: what a limit becomes in the gradient's own type"""
 
 
 class GradientProbe:
-    """Measures the gradients' total norm."""
+    """Measures the gradients."""
 
     name = "gradients"
 
     def __init__(self) -> None:
-        self._clip: Patch | None = None
-        self._cost_ns = 0.0
-        self._since_ns = self._since_step = self._due_at = 0
-        self._measured = -1
-        self._interval, self._shown = 1, 0
-        self._clipped: torch.Tensor | None = None
-        self._clipped_grads = 0
-        self._optimizer: Any = None
-        self._under_way: dict[int, list[list[float]]] = {}
+        self._clip: ClipWatch | None = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._under_way = UnderWay()
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
         import torch  # torch is optional until training begins
 
         self._host, self._torch = host, torch
-        self._counts: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = WeakKeyDictionary()
-        self._cell: Cell | None = host.writer.table.cell(catalog.GRAD_INTERVAL, {})
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         fixed = host.settings.grad_interval
-        self._fixed = fixed if isinstance(fixed, int) else None
+        self._pace = Pace(host.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
+        self._findings = Findings(host)
+        self._updates = UpdateWatch(host, self._findings.layers)
         fuse = host.fuse(self.name)
         host.before_step.append((self.name, fuse.guard(self._before_step)))
         host.after_closure_backward.append((self.name, fuse.guard(self._after_backward)))
+        host.watched = fuse.guard(self._findings.layers.names.watch)
         host.norm_due = 0
-        clip = getattr(torch.nn.utils, "clip_grad", None)
-        original = getattr(clip, "_get_total_norm", None)  # torch ≥ 2.6; older ones are measured after clipping
-        if original is not None:
-            note = fuse.guard(self._note_clip)
-
-            def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
-                tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-                norm: torch.Tensor = original(tensors, norm_type, *args, **kwargs)
-                note(len(tensors), norm_type, norm)
-                return norm
-
-            self._clip = Patch(clip, "_get_total_norm", get_total_norm)
+        self._clip = ClipWatch(host, self._pace, self._measure_clipped)
+        self._clip.install(fuse)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
         if self._clip is not None:
-            self._clip.undo()
+            self._clip.remove()
+            self._host.watched, self._host.norm_due = None, sys.maxsize
 
     def sample(self) -> None:
-        """Show the interval; write the norms of ended steps whose values have arrived from a device."""
-        if self._cell is not None and self._interval != self._shown:
-            self._cell.set(float(self._interval))
-            self._shown = self._interval
+        """Write the norms of ended steps whose values have arrived from a device; show what was found."""
         cycle = self._host.cycle
-        for step in sorted(self._under_way):
-            parts = self._under_way[step]
-            if step > cycle.step or not all(parts):
-                return
-            del self._under_way[step]
-            if parts:  # none: the device was capturing a graph
-                cycle.late(step, Flag.GRAD_NORM, 0.0, sqrt(sum(part[0] * part[0] for part in parts)))
+        for step, norm, clipped in self._under_way.take(cycle.step):
+            cycle.late(step, Flag.GRAD_NORM | (Flag.CLIPPED if clipped else 0), 0.0, norm)
+        self._findings.show(self._pace, self._clip)
+        self._updates.show()
 
-    def _note_clip(self, grads: int, norm_type: float, norm: torch.Tensor) -> None:
-        """``clip_grad_norm_`` has computed a norm: of all gradients, unless the optimizer turns out to have more."""
-        if float(norm_type) == 2.0:  # noqa: PLR2004  # L2
-            self._clipped, self._clipped_grads = norm.detach(), grads
-            self._host.norm_due = 0
+    def observe(self) -> None:
+        """Show all that is known so far, names looked for."""
+        self._findings.show(self._pace, self._clip, now=True)
+        self._updates.show()
+
+    def level_changed(self, level: int) -> None:
+        """See :class:`~torchobs.probes.host.Levelled`."""
+        self._findings.set_level(level)
+        self._updates.set_level(level)
+        self._host.norm_due = 0
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
-        self._optimizer = optimizer
         if closure:
+            self._optimizer = weakref.ref(optimizer)
+            if self._clip is not None:
+                self._clip.forget()
             return
-        clipped, self._clipped = self._clipped, None
-        if clipped is not None and self._grads_of(optimizer) == self._clipped_grads:
-            self._put(clipped, optimizer, within=False, scaled=False)
-        elif self._is_due():
+        host, pace = self._host, self._pace
+        clipping = self._clip.take(optimizer, self._grads_of) if self._clip is not None else None
+        due = pace.is_due(host.cycle.step)
+        if clipping is not None:
+            self._take_over(clipping, optimizer, due=due)
+        elif due:
             self._measure(optimizer, within=False)
-        self._host.norm_due, self._host.norm_step = self._due_at, self._measured
+        if self._updates.level:
+            self._updates.before_step(optimizer)
+        host.norm_due, host.norm_step = min(pace.due_at, self._updates.due_at), pace.step
 
     def _after_backward(self) -> None:
-        if self._optimizer is not None and self._is_due():
-            self._measure(self._optimizer, within=True)
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        if optimizer is not None and self._pace.is_due(self._host.cycle.step):
+            self._measure(optimizer, within=True)
 
-    def _grads_of(self, optimizer: torch.optim.Optimizer) -> int:
+    def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
         """Count its gradients, now and then: parameters are seldom frozen or thawed."""
-        count, age = self._counts.get(optimizer, (0, _RECOUNT_EVERY))
-        if age >= _RECOUNT_EVERY or count != self._clipped_grads:
-            count, age = len(_gradients(optimizer)), 0
-        self._counts[optimizer] = (count, age + 1)
+        count, against, age = self._counts.get(optimizer, (0, -1, 0))
+        if age >= _RECOUNT_EVERY or expected not in {against, count}:
+            count, against, age = len(_with_gradient(optimizer)), expected, 0
+        self._counts[optimizer] = (count, against, age + 1)
         return count
-
-    def _is_due(self) -> bool:
-        """Tell whether this step is measured: all optimizers of a step that is, or none."""
-        step = self._host.cycle.step
-        if step >= self._due_at:
-            self._set_interval(step)
-            self._measured, self._due_at = step, step + self._interval
-        return step == self._measured
-
-    def _set_interval(self, step: int) -> None:
-        """Choose it by what the last measurement cost and how long a step took since."""
-        now_ns = monotonic_ns()
-        done = step - self._since_step
-        if self._fixed is not None:
-            self._interval = self._fixed
-        elif done and self._cost_ns:
-            length_ns = (now_ns - self._since_ns) / done
-            share = max(self._host.settings.overhead_budget / 2, 1e-6)
-            wanted = min(MAX_INTERVAL, max(1, ceil(self._cost_ns / (share * length_ns))))
-            # at most doubled at a time: the first steps are slow, or one was interrupted
-            self._interval = min(wanted, 2 * self._interval)
-        self._since_ns, self._since_step = now_ns, step
 
     def _measure(self, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
         begun_ns = monotonic_ns()
-        gradients = _gradients(optimizer)
-        if not gradients:
-            return
-        with self._torch.no_grad():
-            for norm in total_norm(gradients):
-                self._put(norm, optimizer, within=within, scaled=True)
-        cost_ns = monotonic_ns() - begun_ns
-        self._cost_ns += (cost_ns - self._cost_ns) * (_SMOOTHING if self._cost_ns else 1.0)
+        parameters = _with_gradient(optimizer)
+        gradients = [parameter.grad for parameter in parameters]
+        scale = getattr(optimizer, "grad_scale", None)
+        suspects = self._findings.suspects
+        made = measure(self._torch, list(map(id, parameters)), gradients, scale, suspects) if parameters else None
+        if made is not None:
+            self._record(made, within=within)
+            self._keep(made, optimizer, within=within)
+            self._look_for_clamping(gradients)
+        self._pace.spend(monotonic_ns() - begun_ns)
 
-    def _put(self, norm: torch.Tensor, optimizer: torch.optim.Optimizer, *, within: bool, scaled: bool) -> None:
-        scale = getattr(optimizer, "grad_scale", None) if scaled else None
-        host = self._host
-        if norm.device.type == "cpu":
-            factor = 1.0 if scale is None else float(scale)
-            host.cycle.add_norm(norm.item() / factor, factor, within_step=within)
-            return
+    def _measure_clipped(self, keys: list[int], gradients: list[Any]) -> Measurement | None:
+        """Measure what is about to be clipped, or was not computed right for it."""
+        return measure(self._torch, keys, gradients, None, self._findings.suspects)
+
+    def _take_over(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
+        """Clipping has computed this step's norm."""
+        total, each = clipping.total, clipping.each
+        if each is not None:
+            begun_ns = monotonic_ns()
+            names = {id(parameter.grad): id(parameter) for parameter in _with_gradient(optimizer)}
+            each.keys = [names.get(key, 0) for key in each.keys]
+            each.faults = [fault._replace(key=names.get(fault.key, 0)) for fault in each.faults]
+            if due or each.faults:
+                self._keep(each, optimizer, within=False)
+            self._pace.spend(monotonic_ns() - begun_ns)
+        if isinstance(total, float):
+            self._host.cycle.add_norm(total, 1.0, within_step=False)
+        elif total is not None:
+            self._expect(total, clipping.limit)
+        elif each is not None:
+            self._record(each, within=False)
+
+    def _expect(self, norm: torch.Tensor, limit: float) -> None:
         arriving: list[float] = []
-        parts = self._under_way.setdefault(host.cycle.step + 1, [])
-        if within:
-            parts.clear()
-        if host.device.take(norm if scale is None else norm / scale, arriving.append):
-            parts.append(arriving)
+        if self._host.device.take(norm, arriving.append):
+            self._under_way.add(self._host.cycle.step + 1, lambda: arriving[0] if arriving else None, limit)
+
+    def _record(self, made: Measurement, *, within: bool) -> None:
+        """Put the total into the step's record, or into a later one when a device has delivered it."""
+        cycle = self._host.cycle
+        if made.arriving:
+            self._under_way.add(cycle.step + 1, lambda: made.total() if made.arrived() else None, anew=within)
+        else:
+            cycle.add_norm(made.total(), made.scale, within_step=within)
+
+    def _keep(self, made: Measurement, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
+        made.optimizer = weakref.ref(optimizer)
+        self._findings.add(self._host.cycle.step + 1, made, anew=within)
+
+    def _look_for_clamping(self, gradients: list[Any]) -> None:
+        """A gradient that was clipped by value has elements as large as the limit."""
+        clip = self._clip
+        if clip is not None and clip.take_clamped() and clip.value is not None:
+            limit = clip.value * (1.0 - _ROUNDING)
+            with self._torch.no_grad():
+                clip.decide(largest(gradients), lambda value: value >= limit)
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -101,6 +101,8 @@ class Host:
     """Has something that cannot raise done once in the training thread, when its next backward begins (``safepoint``)"""
     takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
     """Called with the arguments of the outermost backward"""
+    watched: Callable[[Any], object] | None = None
+    """Called with a module that was given to ``torchobs.watch``"""
     loss_scaled: Callable[[object, object, Any], object] | None = None
     """Called with the outputs, the scaled outputs and the scale when a loss scaler has scaled"""
 

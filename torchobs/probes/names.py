@@ -1,0 +1,158 @@
+"""What the parameters are called: by the optimizer's groups, by ``torchobs.watch(model)``, else by one look at all modules.
+
+That look is ``gc.get_objects()``, in the sampler thread: of 320,000 objects it holds the GIL for 20 ms at a stretch, and the
+modules are then picked out (28 ms) in Python, which hands the GIL on every 5 ms. It happens when parameters without a name
+have been measured, at most eight times in a run. Types are asked by their ``__mro__``, never ``isinstance``, which
+runs code of lazy objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from itertools import islice
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MAX_SCANS = 8
+SCAN_AFTER_S, SCAN_AGAIN_S = 1.0, 30.0
+"""Not in the first step, which everybody waits for; a second look for parameters that came later"""
+LONGEST = 120
+_CHUNK = 20_000
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_ddp_module"})
+_PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.(original\d*)$")
+
+
+class Names:
+    """Names by parameter. For the sampler thread, but :meth:`watch`."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[ref[Any], str]] = {}
+        self._taken: dict[str, ref[Any]] = {}
+        self._roots: list[_Root] = []
+        self._watched: list[ref[Any]] = []
+        self._scans = 0
+        self._first_s = self._last_s = 0.0
+
+    def watch(self, model: Any) -> None:
+        """Take the names of this module's parameters. Any thread."""
+        self._watched.append(ref(model))
+
+    def get(self, parameter: Any) -> str | None:
+        """Return the parameter's qualified name, if it is known."""
+        found = self._names.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
+
+    def take_group(self, group: dict[str, Any]) -> None:
+        """Take the names that an optimizer's group has: made from ``named_parameters()``, on torch ≥ 2.6."""
+        names = group.get("param_names")
+        if names is not None and len(names) == len(group["params"]):
+            for parameter, name in zip(group["params"], names, strict=True):
+                self._name(parameter, clean(str(name)))
+
+    def look_for(self, parameters: Iterable[Any], *, now: bool = False) -> bool:
+        """Try to name these; tell whether that is settled (what is nameless then stays so). ``now``: the rank is ending."""
+        watched, self._watched = self._watched, []
+        self._add_roots([module for module in (each() for each in watched) if module is not None])
+        parameters = list(parameters)
+        self._walk(parameters)
+        missing = [parameter for parameter in parameters if self.get(parameter) is None]
+        if not missing or self._scans >= MAX_SCANS:
+            return True
+        time_s = monotonic()
+        self._first_s = self._first_s or time_s
+        wait_s = SCAN_AGAIN_S if self._scans else SCAN_AFTER_S
+        if not now and time_s - (self._last_s or self._first_s) < wait_s:
+            return False
+        self._last_s = time_s
+        self._scans += 1
+        self._add_roots(roots(all_modules()))
+        self._walk(missing)
+        return True
+
+    def _name(self, parameter: Any, name: str) -> None:
+        if self.get(parameter) is not None:
+            return
+        number, free = 1, name
+        while (other := self._taken.get(free)) is not None and other() is not None:
+            number += 1
+            free = f"model{number}.{name}"  # two models whose classes are alike, or unknown
+        self._names[id(parameter)] = (ref(parameter), free)
+        self._taken[free] = ref(parameter)
+
+    def _add_roots(self, modules: list[Any]) -> None:
+        known = {id(module) for module in (root.module() for root in self._roots) if module is not None}
+        self._roots += [_Root(ref(module)) for module in modules if id(module) not in known]
+
+    def _walk(self, parameters: list[Any]) -> None:
+        """Name those without a name by the modules that hold them; two models' are told apart by their classes."""
+        wanted = {id(parameter) for parameter in parameters if self.get(parameter) is None}
+        found: list[tuple[_Root, Any, list[tuple[str, Any]]]] = []
+        for root in self._roots if wanted else ():
+            module = root.module()
+            named = [(name, p) for name, p in module.named_parameters() if id(p) in wanted] if module is not None else []
+            wanted -= {id(parameter) for _, parameter in named}
+            if named:
+                found.append((root, module, named))
+        several = len(found) > 1 or any(root.title is not None for root in self._roots)
+        for root, module, named in found:
+            if root.title is None:
+                root.title = f"{type(module).__name__}." if several else ""
+            for name, parameter in named:
+                self._name(parameter, root.title + clean(name))
+
+
+class _Root:
+    """An outermost module, and what its parameters' names begin with (``None``: none was named yet)."""
+
+    __slots__ = ("module", "title")
+
+    def __init__(self, module: ref[Any]) -> None:
+        self.module = module
+        self.title: str | None = None
+
+
+def clean(name: str) -> str:
+    """Return a parameter's name as its author knows it: without what FSDP, DDP, compile and checkpointing put into it."""
+    words = [word for word in name.split(".") if word not in _WRAPPERS]
+    while len(words) > 1 and words[0] == "module":
+        words = words[1:]
+    return _PARAMETRIZED.sub(r".\1", ".".join(words))
+
+
+def layer_of(name: str) -> str:
+    """Return the module that a parameter belongs to: people think in layers, and a weight and its bias are one.
+
+    A parameter of the outermost module is a layer of its own. Of an endless name the end is kept.
+    """
+    path, _, last = name.rpartition(".")
+    layer = path or last
+    return layer if len(layer) <= LONGEST else f"…{layer[1 - LONGEST :]}"
+
+
+def all_modules() -> list[Any]:
+    """Return every ``torch.nn.Module`` there is."""
+    import torch  # torch is optional until training begins
+
+    objects = iter(gc.get_objects())
+    return [module for chunk in _chunks(objects) for module in _modules(torch.nn.Module, chunk)]
+
+
+def _chunks(objects: Iterator[Any]) -> Iterator[list[Any]]:
+    while chunk := list(islice(objects, _CHUNK)):
+        yield chunk
+
+
+def _modules(base: type, objects: list[Any]) -> list[Any]:
+    kinds = {kind for kind in set(map(type, objects)) if base in kind.__mro__}
+    return [item for item in objects if type(item) in kinds] if kinds else []
+
+
+def roots(modules: list[Any]) -> list[Any]:
+    """Return those modules that are in no other."""
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    return [module for module in modules if id(module) not in inner and "_parameters" in vars(module)]
