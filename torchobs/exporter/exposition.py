@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.encoder import Style
     from torchobs.exporter.scan import Rank, Snapshot
-    from torchobs.flight.points import Point
+    from torchobs.flight.points import Block, Value
     from torchobs.flight.reader import View
     from torchobs.flight.series import Series
 
@@ -126,6 +126,44 @@ class _Chunk(NamedTuple):
     created: str
 
 
+class _BlockText:
+    """What a rank's page has of one value block, in one style and state: written again only when the block has changed."""
+
+    def __init__(self, series: tuple[Series, ...], entries: Iterable[Labelled | None], style: Style, *, up: bool) -> None:
+        self.series, self.style, self.up = series, style, up
+        self._written: tuple[Block, list[_Chunk]] | None = None
+        self._samples: dict[Family, tuple[str, list[str], list[str]]] = {}
+        self._rows = [self._row(entry) if entry is not None and (up or entry.survives) else None for entry in entries]
+
+    def _row(self, entry: Labelled) -> tuple[str, Lines, list[str], list[str]]:
+        lines = Lines(entry, self.style)
+        _, samples, created = self._samples.setdefault(entry.family, (entry.brief, [], []))
+        return lines.plain, lines, samples, samples if self.style.openmetrics else created
+
+    def chunks(self, block: Block, born_s: float | None) -> list[_Chunk]:
+        """Return the lines by family. ``born_s``: when everything began to count, if that shall be said."""
+        if self._written is None or self._written[0] is not block:
+            self._written = block, self._write(block.values, born_s)
+        return self._written[1]
+
+    def _write(self, values: Sequence[Value | None], born_s: float | None) -> list[_Chunk]:
+        for row, value in zip(self._rows, values, strict=True):
+            if row is None or value is None:
+                continue
+            plain, lines, samples, created = row
+            # nearly every series is a gauge, and the page is nearly all there is to do
+            text = f"{plain}{number(value)}\n" if plain and value.__class__ is float else lines.of(value)
+            if text:
+                samples.append(text)
+                if born_s is not None:
+                    created.append(lines.created(born_s))
+        chunks = [_Chunk(family, brief, "".join(a), "".join(b)) for family, (brief, a, b) in self._samples.items() if a]
+        for _, samples, created in self._samples.values():
+            samples.clear()
+            created.clear()
+        return chunks
+
+
 class _RankSeries:
     """The labelled series of one rank."""
 
@@ -134,8 +172,7 @@ class _RankSeries:
         self._names, self._limit, self._dropped = names, limit, dropped
         self._entries: dict[int, Labelled | None] = {}
         self._taken: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-        self._lines: dict[Style, dict[int, Lines]] = {}
-        self._written: dict[tuple[Style, int], tuple[object, bool, list[_Chunk]]] = {}
+        self._texts: dict[tuple[Style, int], _BlockText] = {}
         self._kept: dict[int, Series] = {}
 
     def entries(self) -> Iterator[Labelled]:
@@ -143,36 +180,18 @@ class _RankSeries:
         return (entry for entry in self._entries.values() if entry is not None)
 
     def add_to(self, page: _Page, rank: Rank, *, created: bool) -> None:
-        """Add the lines of every series that the rank's state lets it show; a block that has not changed as it was written."""
+        """Add the lines of every series that the rank's state lets it show."""
         born_s = rank.view.header.wall_ns / 1e9 if created else None
-        for index, points in enumerate(rank.view.blocks):
-            key = page.style, index
-            known = self._written.get(key)
-            if known is None or known[0] is not points or known[1] != rank.up:
-                known = self._written[key] = (points, rank.up, self._write(page.style, points, rank.up, born_s))
-            for chunk in known[2]:
-                text = page.of(chunk.family, chunk.brief)
-                text.lines.append(chunk.lines)
+        for index, block in enumerate(rank.view.blocks):
+            text = self._texts.get((page.style, index))
+            if text is None or text.series is not block.series or text.up != rank.up:
+                entries = [self._entries[id(one)] if id(one) in self._entries else self._enter(one) for one in block.series]
+                text = self._texts[page.style, index] = _BlockText(block.series, entries, page.style, up=rank.up)
+            for chunk in text.chunks(block, born_s):
+                family = page.of(chunk.family, chunk.brief)
+                family.lines.append(chunk.lines)
                 if chunk.created:
-                    text.created.append(chunk.created)
-
-    def _write(self, style: Style, points: Sequence[Point], up: bool, born_s: float | None) -> list[_Chunk]:  # noqa: FBT001  # a state
-        lines, texts = self._lines.setdefault(style, {}), dict[Family, tuple[str, list[str], list[str]]]()
-        for series, value in points:
-            key = id(series)
-            entry = self._entries[key] if key in self._entries else self._enter(series)
-            if entry is None or not (up or entry.survives):
-                continue
-            own = lines.get(key)
-            if own is None:
-                own = lines[key] = Lines(entry, style)
-            text = own.of(value)
-            if text:
-                _, samples, created = texts.setdefault(entry.family, (entry.brief, [], []))
-                samples.append(text)
-                if born_s is not None:
-                    (samples if style.openmetrics else created).append(own.created(born_s))
-        return [_Chunk(family, brief, "".join(all_), "".join(born)) for family, (brief, all_, born) in texts.items()]
+                    family.created.append(chunk.created)
 
     def _enter(self, series: Series) -> Labelled | None:
         self._kept[id(series)] = series  # or another could get its id

@@ -60,7 +60,7 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
 class Lines:
     """The lines of one series in one style: all but their numbers is made once."""
 
-    __slots__ = ("_created", "_entry", "_prefixes", "_with_sum")
+    __slots__ = ("_created", "_entry", "_prefixes", "_with_sum", "plain")
 
     def __init__(self, entry: Labelled, style: Style) -> None:
         name, bounds = entry.family.name, entry.series.bounds
@@ -73,6 +73,8 @@ class Lines:
         else:
             parts = [prefix(style, entry.sample, entry.labels)]
         self._prefixes = tuple(parts)
+        self.plain = "" if entry.buckets or entry.series.kind is Kind.COUNTER else parts[0]
+        """all but the number, where any finite number will do"""
         self._created = prefix(style, f"{name}_created", entry.labels) if cumulative(entry.series.kind) else ""
 
     def of(self, value: float | Distribution) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
@@ -161,7 +162,7 @@ def _is_held(directory_fd: int, name: str) -> bool:
 
 
 def _learned_s(view: View) -> float:
-    for series, value in view.points:
+    for series, value in chain.from_iterable(block.points() for block in view.blocks):
         if series.name == catalog.STEP_DURATION.name and isinstance(value, Distribution) and series.bounds:
             return states.hang_timeout_s(value, series.bounds)
     return states.FIRST_STEP_S

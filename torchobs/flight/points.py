@@ -9,7 +9,7 @@ from torchobs.catalog import Kind
 from torchobs.flight.series import INT_ABSENT, Series, ValueType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class Distribution(NamedTuple):
@@ -31,33 +31,62 @@ class Point(NamedTuple):
     value: Value
 
 
-def evaluate(series: Sequence[Series], words: bytes | bytearray) -> list[Value | None]:
-    """Return the value of each series of one block; ``None`` where it is absent or its words are not there yet."""
-    view = memoryview(words)
-    ints = view.cast("Q").tolist()
-    floats = list(view.cast("d"))
-    count = len(ints)
-    values: list[Value | None] = []
-    for one in series:
-        there = one.word + one.width <= count
-        values.append(_VALUES[one.value_type](ints, floats, one.word, one) if there else None)
-    return values
+class Columns:
+    """The series of one value block, sorted by how their words hold a value, so that most of them take one list to read."""
 
+    __slots__ = ("_floats", "_growing", "_others", "_words", "series")
 
-def steps_back(series: Sequence[Series], before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
-    """Tell whether a counter or a bucket went down, or a counter went away.
+    def __init__(self, series: Sequence[Series] = ()) -> None:
+        self.series = tuple(series)
+        numbered = list(enumerate(self.series))
+        self._floats = [(index, one.word) for index, one in numbered if one.value_type == ValueType.FLOAT]
+        self._others = [(index, one) for index, one in numbered if one.value_type != ValueType.FLOAT]
+        self._growing = [index for index, one in numbered if one.kind in {Kind.COUNTER, Kind.HISTOGRAM}]
+        self._words = max((one.word + one.width for one in self.series), default=0)
 
-    All three are in the same order; ``before`` may be shorter.
-    """
-    for one, old, new in zip(series, before, now, strict=False):
-        if old is None or old == new:
-            continue
-        if isinstance(old, Distribution):
-            if not isinstance(new, Distribution) or any(a < b for a, b in zip(new.counts, old.counts, strict=True)):
+    def values(self, words: bytes | bytearray) -> list[Value | None]:
+        """Return the value of each series; ``None`` where it is absent or its words are not there yet."""
+        there = len(words) // 8
+        view = memoryview(bytes(words[: there * 8]).ljust(self._words * 8, b"\0"))
+        floats: list[float] = list(view.cast("d"))
+        found: list[Value | None] = [None] * len(self.series)
+        for index, word in self._floats:
+            value = floats[word]
+            if value - value == 0.0:  # finite: what a NaN or an infinity leaves is a NaN
+                found[index] = value
+        if self._others:
+            ints = view.cast("Q").tolist()
+            for index, one in self._others:
+                found[index] = _VALUES[one.value_type](ints, floats, one.word, one)
+        if there < self._words:
+            return [found[i] if one.word + one.width <= there else None for i, one in enumerate(self.series)]
+        return found
+
+    def steps_back(self, before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
+        """Tell whether a counter or a bucket went down, or a counter went away. ``before`` may be shorter."""
+        for index in self._growing:
+            if index >= len(before):
+                return False
+            old, new = before[index], now[index]
+            if old is None or old == new:
+                continue
+            if isinstance(old, Distribution):
+                if not isinstance(new, Distribution) or any(a < b for a, b in zip(new.counts, old.counts, strict=True)):
+                    return True
+            elif new is None or isinstance(new, Distribution) or new < old:
                 return True
-        elif one.kind is Kind.COUNTER and (new is None or isinstance(new, Distribution) or new < old):
-            return True
-    return False
+        return False
+
+
+class Block(NamedTuple):
+    """The series of one value block, and the value of each; ``None`` where it is absent."""
+
+    series: tuple[Series, ...] = ()
+    values: Sequence[Value | None] = ()
+
+    def points(self) -> Iterator[Point]:
+        """Yield those that are there."""
+        return (Point(one, value) for one, value in zip(self.series, self.values, strict=True) if value is not None)
 
 
 def _int_value(ints: list[int], _: list[float], word: int, series: Series) -> int | None:
@@ -65,10 +94,6 @@ def _int_value(ints: list[int], _: list[float], word: int, series: Series) -> in
     if value < INT_ABSENT:
         return value
     return value - (1 << 64) if series.kind is not Kind.COUNTER and value > INT_ABSENT else None
-
-
-def _float_value(_: list[int], floats: list[float], word: int, __: Series) -> float | None:
-    return floats[word] if isfinite(floats[word]) else None
 
 
 def _either_value(ints: list[int], floats: list[float], word: int, series: Series) -> float | None:
@@ -90,7 +115,6 @@ def _distribution(ints: list[int], floats: list[float], word: int, series: Serie
 
 _VALUES: dict[int, Callable[[list[int], list[float], int, Series], Value | None]] = {
     ValueType.INT: _int_value,
-    ValueType.FLOAT: _float_value,
     ValueType.EITHER: _either_value,
     ValueType.HISTOGRAM: _distribution,
 }

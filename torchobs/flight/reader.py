@@ -32,13 +32,16 @@ from torchobs.flight.layout import (
 )
 from torchobs.flight.live import LiveWords
 from torchobs.flight.live import decode as decode_live
-from torchobs.flight.points import Distribution, Point, Value, evaluate, steps_back
+from torchobs.flight.points import Block, Columns, Distribution, Point, Value
 from torchobs.flight.series import Series, decode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Distribution", "FlightFile", "LiveWords", "Point", "View", "is_name", "lock_of", "names", "open_file", "open_path"]
+__all__ = [
+    "Block", "Distribution", "FlightFile", "LiveWords", "Point", "Value", "View", "is_name", "lock_of", "names", "open_file",
+    "open_path",
+]  # fmt: skip
 
 _NAME = re.compile(rf"r[0-9]{{1,9}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}")
 _RETRIES = 4
@@ -48,6 +51,7 @@ _FAR_S = 1e11
 _Slot = tuple[int, bytes]
 """generation, words"""
 _NONE: _Slot = (0, b"")
+_NO_BLOCK = Block()
 MAX_NAMES = 200_000
 MAX_FILES = 4096
 
@@ -58,15 +62,15 @@ class View:
 
     header: Header
     live: LiveWords
-    blocks: tuple[tuple[Point, ...], ...]
-    """by value block; while nothing in a block has changed it is the same object"""
+    blocks: tuple[Block, ...]
+    """the value blocks; while nothing in one has changed it is the same object"""
     last_step_ns: int | None
     """CLOCK_MONOTONIC at the end of the last step"""
 
     @property
     def points(self) -> tuple[Point, ...]:
         """All of them."""
-        return tuple(chain.from_iterable(self.blocks))
+        return tuple(chain.from_iterable(block.points() for block in self.blocks))
 
 
 def names(directory_fd: int) -> list[str]:
@@ -110,8 +114,8 @@ class FlightFile:
         self._taken: set[tuple[int, int]] = set()
         self._table_at = 0
         self._slots: dict[int, _Slot] = {}
-        self._values: dict[int, list[Value | None]] = {}
-        self._points: dict[int, tuple[Point, ...]] = {}
+        self._columns: dict[int, Columns] = {}
+        self._blocks: dict[int, Block] = {}
         self._last_step_ns: int | None = None
         self.rejected = 0
         """snapshots that were not served, because a counter would have stepped back"""
@@ -149,11 +153,11 @@ class FlightFile:
         try:
             self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
         except BadFlightFileError:
-            if not any(self._points.values()):
+            if not any(block.values for block in self._blocks.values()):
                 raise
             self.rejected += 1
-        blocks = tuple(self._points[block] for block in sorted(self._points))
-        if not any(blocks) and os.fstat(self._fd).st_size != self.header.file_size:
+        blocks = tuple(self._blocks[block] for block in sorted(self._blocks))
+        if not any(block.values for block in blocks) and os.fstat(self._fd).st_size != self.header.file_size:
             raise BadFlightFileError("the file shrank")
         return View(self.header, live, blocks, self._last_step_ns)
 
@@ -166,20 +170,27 @@ class FlightFile:
             core = bytearray(slots[0][1])
             last_step_ns = self._fold(record.Totals(core), final=final)
             words[0] = bytes(core)
-        values = {block: evaluate(self._series.get(block, ()), raw) for block, raw in words.items()}
-        if any(steps_back(self._series.get(block, ()), self._values.get(block, ()), new) for block, new in values.items()):
+        values = {block: self._columns_of(block).values(raw) for block, raw in words.items()}
+        if any(self._columns[block].steps_back(self._block(block).values, new) for block, new in values.items()):
             self.rejected += 1
             return
         for block, new in values.items():
-            pairs = zip(self._series.get(block, ()), new, strict=True)
-            self._points[block] = tuple(Point(series, value) for series, value in pairs if value is not None)
-        self._values.update(values)
+            self._blocks[block] = Block(self._columns[block].series, new)
         self._slots.update(slots)
         self._last_step_ns = last_step_ns
 
     def _is_new(self, block: int, slot: _Slot) -> bool:
-        more_series = len(self._series.get(block, ())) > len(self._values.get(block, ()))
+        more_series = len(self._series.get(block, ())) > len(self._block(block).values)
         return more_series or slot[0] != self._slots.get(block, _NONE)[0]
+
+    def _block(self, block: int) -> Block:
+        return self._blocks.get(block, _NO_BLOCK)
+
+    def _columns_of(self, block: int) -> Columns:
+        series, columns = self._series.get(block, ()), self._columns.get(block)
+        if columns is None or len(columns.series) != len(series):
+            columns = self._columns[block] = Columns(series)
+        return columns
 
     def live(self) -> LiveWords:
         """Return the live words alone: 256 bytes, for who looks every second and reads all only when asked to."""
