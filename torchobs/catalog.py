@@ -520,7 +520,8 @@ CGROUP_PRESSURE_TIME = _counter(
 CHECKPOINTS = _counter(
     "torchobs.checkpoints",
     "{checkpoint}",
-    "Checkpoints; what is saved between two steps is one. Each save that raised is a failed one.",
+    "Checkpoints by torch.save, safetensors and torch.distributed.checkpoint; what is saved between two steps is one, in "
+    "memory only from 64 KiB on. Each save that raised is a failed one. Not seen: `from torch import save` before `init()`.",
     SAVE_RESULT,
 )
 CHECKPOINT_TIMESTAMP = _gauge(

@@ -13,7 +13,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.slow import is_slow, usual
+from torchobs.detect.slow import slow_from
 from torchobs.flight import spans
 from torchobs.flight.record import PHASE_NAMES, Flag, Kind
 from torchobs.probes.budget import Budget
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchobs.probes.host import Host
 
 _EVERY_NS = 10_000_000_000
+_LEAST_NS = 1_000_000_000
 _BURST = 6
 _USER_EVERY_NS, _USER_BURST = 100_000_000, 20
 """An application with spans in every step fills the ring itself; beyond this its spans are the run's children"""
@@ -41,9 +42,8 @@ class StepSpans:
         self._waiting: deque[tuple[StepRecord, bytes]] = deque(maxlen=_WAITING)
         self._kept: deque[tuple[StepRecord, bytes]] = deque(maxlen=_KEPT)
         self._durations: deque[float] = deque(maxlen=_COMPARED)
-        self._budgets = {SAMPLED: Budget(_EVERY_NS, 1), SLOW: Budget(_EVERY_NS, _BURST), ANOMALOUS: Budget(_EVERY_NS, _BURST)}
-        if self._interval != "auto":
-            self._budgets[SAMPLED] = Budget(_EVERY_NS // 10, _BURST)
+        self._budgets = {reason: Budget(_EVERY_NS, _BURST) for reason in (SLOW, ANOMALOUS)}
+        self._due_ns, self._pause_ns = 0, _EVERY_NS if self._interval == "auto" else _LEAST_NS
         self._users = Budget(_USER_EVERY_NS, _USER_BURST)
         self._written: deque[int] = deque(maxlen=_KEPT)
         self._wanted: set[int] = set()
@@ -67,15 +67,16 @@ class StepSpans:
         anomalous = {self._host.anomalous.popleft() for _ in range(len(self._host.anomalous))}
         for record, raw in [entry for entry in self._kept if entry[0].step in anomalous]:
             self._offer(record, raw, ANOMALOUS)  # a device delivered its loss afterwards, or the fold was not done yet
-        usual_s = usual(self._durations) if self._waiting else 0.0
-        for _ in range(len(self._waiting)):
-            record, raw = self._waiting.popleft()
-            if record.kind != Kind.STEP:
-                continue
-            self._kept.append((record, raw))
-            self._offer(record, raw, self._reason(record, usual_s, anomalous))
-            if not record.flags & Flag.UNTIMED:
-                self._durations.append(record.duration_s)
+        if not self._waiting:
+            return
+        slow_s, interval = slow_from(self._durations), self._interval
+        fresh = [entry for entry in [self._waiting.popleft() for _ in range(len(self._waiting))] if entry[0].kind == Kind.STEP]
+        self._kept.extend(fresh)
+        self._durations.extend([record.duration_s for record, _ in fresh if not record.flags & Flag.UNTIMED])
+        for record, raw in fresh:  # a thousand a second: a call for each would cost as much as the rest
+            due = record.end_ns >= self._due_ns and (interval == "auto" or not record.step % interval)
+            if due or record.duration_s >= slow_s or record.step in self._wanted or record.step in anomalous:
+                self._offer(record, raw, self._reason(record, slow_s, anomalous))
 
     def end(self) -> None:
         """The run ends: write what is left, and for the application's spans after the last step a step that did not end."""
@@ -85,20 +86,21 @@ class StepSpans:
             self._emit(step, last_ns, monotonic_ns(), {"reason": USER, "ended": False})
         self._wanted.clear()
 
-    def _reason(self, record: StepRecord, usual_s: float, anomalous: set[int]) -> str | None:
+    def _reason(self, record: StepRecord, slow_s: float, anomalous: set[int]) -> str:
         if record.step in self._wanted:
             return USER
         if record.step in anomalous:
             return ANOMALOUS
-        if is_slow(record.duration_s, usual_s):
-            return SLOW
-        due = self._interval == "auto" or not record.step % self._interval
-        return SAMPLED if due and not record.flags & Flag.UNTIMED else None
+        return SLOW if record.duration_s >= slow_s else SAMPLED
 
-    def _offer(self, record: StepRecord, raw: bytes, reason: str | None) -> None:
+    def _offer(self, record: StepRecord, raw: bytes, reason: str) -> None:
         if reason == USER:
             self._wanted.discard(record.step)
-        elif reason is None or record.step in self._written or not self._budgets[reason].take(record.end_ns):
+        elif reason == SAMPLED:
+            if record.flags & Flag.UNTIMED:
+                return
+            self._due_ns = record.end_ns + self._pause_ns
+        elif record.step in self._written or not self._budgets[reason].take(record.end_ns):
             return
         exact = spans.parts(raw)
         begun_ns = exact[0] if exact else record.end_ns - round(sum(record.phase_s) * 1e9)

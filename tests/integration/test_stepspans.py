@@ -148,11 +148,13 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
 
 
 def test_every_nth_step_if_that_was_asked_for(flight_dir: Path) -> None:
-    """No others, as long as they are not more than the ring can take."""
+    """No others, and at most one a second."""
     for run in recording(flight_dir, trace_steps=10):
-        train(40)
-        steps = awaited(run, "sampled", 4)
-        assert [step["attrs"]["step"] for step in steps] == [10, 20, 30, 40]
+        train(45, lambda _: time.sleep(0.06))
+        steps = [step["attrs"]["step"] for step in awaited(run, "sampled", 2)]
+        assert steps[0] == 10
+        assert all(not step % 10 for step in steps)
+        assert all(two - one >= 10 for one, two in pairwise(steps))
 
 
 def test_the_spans_of_steps_push_nothing_out(flight_dir: Path) -> None:
@@ -162,7 +164,7 @@ def test_the_spans_of_steps_push_nothing_out(flight_dir: Path) -> None:
         time.sleep(0.3)
         assert run.frames("torchobs.run.start")
         frames = run.frames("torchobs.step")
-        assert 1 <= len(frames) <= 30
+        assert 1 <= len(frames) <= 60
         assert len({frame["span_id"] for frame in frames}) == len(frames)
 
 

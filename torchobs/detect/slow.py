@@ -16,11 +16,9 @@ LEAST_SEEN = 16
 """Fewer steps tell nothing: the first ones warm up."""
 
 
-def usual(durations_s: Sequence[float]) -> float:
-    """Return what a step usually takes, in seconds; infinity if too few have been seen."""
-    return median(durations_s) if len(durations_s) >= LEAST_SEEN else inf
-
-
-def is_slow(duration_s: float, usual_s: float) -> bool:
-    """Tell whether a step took at least three times as long as usual."""
-    return duration_s >= max(FACTOR * usual_s, usual_s + LEAST_EXCESS_S)
+def slow_from(durations_s: Sequence[float]) -> float:
+    """Return the seconds from which on a step is slow: three times what is usual. Infinity if too few have been seen."""
+    if len(durations_s) < LEAST_SEEN:
+        return inf
+    usual_s = median(durations_s)
+    return max(FACTOR * usual_s, usual_s + LEAST_EXCESS_S)
