@@ -153,11 +153,11 @@ class FlightFile:
         try:
             self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
         except BadFlightFileError:
-            if not any(block.values for block in self._blocks.values()):
+            if not any(map(_says_something, self._blocks.values())):
                 raise
             self.rejected += 1
         blocks = tuple(self._blocks[block] for block in sorted(self._blocks))
-        if not any(block.values for block in blocks) and os.fstat(self._fd).st_size != self.header.file_size:
+        if not any(map(_says_something, blocks)) and os.fstat(self._fd).st_size != self.header.file_size:
             raise BadFlightFileError("the file shrank")
         return View(self.header, live, blocks, self._last_step_ns)
 
@@ -285,6 +285,10 @@ class FlightFile:
                     return
                 yield decoded
                 seq += 1
+
+
+def _says_something(block: Block) -> bool:
+    return any(value is not None for value in block.values)
 
 
 def open_file(directory_fd: int, name: str, owner: int | None = None) -> FlightFile:
