@@ -108,7 +108,7 @@ class Sampler:
                     if cell is not None and value:
                         cell.add(value)
                     elif cell is not None:
-                        cell.set(float(fuse.blown))
+                        cell.set(float(fuse is not self._own))  # not ``blown``, which nothing is in the last round
                 attributes = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
                 host.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes)
                 what = f"probe {trip.probe!r} failed with {trip.exception} at {trip.location}"

@@ -39,7 +39,7 @@ class AmpProbe:
         self._handle: MetaPathFinder | None = None
         self._hook: RemovableHandle | None = None
         self._autocast = AutocastWatch()
-        self._inside = self._called = False
+        self._inside = self._called = self._over = False
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
@@ -52,12 +52,14 @@ class AmpProbe:
         self._after_scale_safely = self._fuse.guard(self._after_scale)
         self._after_update_safely = self._fuse.guard(self._after_update)
         self._note_called_safely = self._fuse.guard(self._note_called)
+        self._watch_optimizers_safely = self._fuse.guard(self._watch_optimizers)
         self._patch_all()
         self._handle = after_import(SHARDED, self._fuse.guard(self._patch_all))
         self._autocast.install(host, self._fuse)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
+        self._over = True
         if self._handle is not None:
             cancel(self._handle)
         if self._hook is not None:
@@ -73,7 +75,8 @@ class AmpProbe:
 
     def observe(self) -> None:
         """Look for scalers that were defined meanwhile, and for autocast."""
-        self._patch_all()
+        if not self._over:  # the rank's last round comes after ``remove``
+            self._patch_all()
         self._autocast.observe(scaled=self._scales.seen)
 
     def _patch_all(self) -> None:
@@ -93,7 +96,7 @@ class AmpProbe:
             if self._inside or self._fuse.blown or not getattr(scaler, "_enabled", False):
                 return original(scaler, optimizer, *args, **kwargs)
             if self._hook is None:
-                self._watch_optimizers()
+                self._watch_optimizers_safely()
             self._inside, self._called = True, False
             try:
                 result = original(scaler, optimizer, *args, **kwargs)

@@ -37,7 +37,7 @@ class AutocastWatch:
         self._looks = 0
         self._seen: set[_Seen] = set()
         self._shown: set[tuple[str, str]] = set()
-        self._told = False
+        self._told = self._over = False
 
     def install(self, host: Host, fuse: Fuse) -> None:
         """Look from now on. Raises ``AttributeError`` where torch has no such class."""
@@ -49,12 +49,13 @@ class AutocastWatch:
         self._arm()
 
     def remove(self) -> None:
-        """Restore it."""
+        """Restore it, for good: the rank's last round looks once more."""
+        self._over = True
         if self._patch is not None:
             self._patch.undo()
 
     def _arm(self) -> None:
-        if self._patch is not None:
+        if self._patch is not None or self._over:
             return
         original: Any = self._owner.__enter__
         note = self._note_safely
