@@ -170,7 +170,7 @@ COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
 COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
-EXIT_REASONS = ("finished", "exception", "exit_code", "lost", "out_of_memory")
+EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "lost", "out_of_memory")
 
 ANOMALY_SEVERITY = {
     "nonfinite_loss": Severity.ERROR,
@@ -691,9 +691,17 @@ EVENT_TRAINER = Event(
 )
 EVENT_EXCEPTION = Event(
     "torchobs.exception",
-    "An exception nobody caught.",
+    "An exception nobody caught: the rank's end in its main thread, and not in another one, a notebook's cell or a test.",
     Severity.ERROR,
-    (Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")),
+    (
+        Attribute("exception.type", "its class"),
+        Attribute("location", "file:line where it was raised"),
+        Attribute("caller", "innermost file:line of the user's own code, where that is another"),
+        Attribute("cause.type", "class of the first exception of the chain, if it is a chain"),
+        Attribute("cause.location", "file:line where that was raised"),
+        Attribute("cause.caller", "innermost file:line of the user's own code in it, where that is another"),
+        Attribute("thread", "the thread's name, if it is not the main one"),
+    ),
 )
 EVENT_DISTRIBUTED = Event(
     "torchobs.distributed",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["Process", "parse_start_ticks", "this_process"]
+__all__ = ["Process", "exit_status", "parse_start_ticks", "this_process"]
 
 _START_TICKS = 19
 
@@ -33,6 +33,13 @@ class Process:
 def this_process() -> Process:
     """Return the facts of the process that asks: the same ones whenever it asks, new ones in a forked child."""
     return _facts(os.getpid(), sys.argv[0] if sys.argv else "")
+
+
+def exit_status(code: object) -> int:
+    """Return the status with which Python ends after ``sys.exit(code)``: 0 for None, 1 for a message on standard error."""
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
 
 
 def parse_start_ticks(stat: str) -> int:

@@ -35,12 +35,16 @@ from torchobs.switches import Switches
 if TYPE_CHECKING:
     from collections.abc import Callable
     from importlib.abc import MetaPathFinder
+    from multiprocessing.util import Finalize
     from types import TracebackType
 
     from torchobs.identity import Identity
     from torchobs.settings import Settings
 
 logger = logging.getLogger("torchobs")
+_ENDINGS = {
+    Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code", Exit.INTERRUPTED: "interrupted",
+}  # fmt: skip
 _lock = threading.RLock()
 _current: Session | None = None
 
@@ -62,6 +66,7 @@ class Session:
         self._torch: MetaPathFinder | None = None
         self._sampler: Sampler | None = None
         self._ended: tuple[int, int] | None = None
+        self._farewell: Finalize | None = None
         self._samples: list[tuple[str, Callable[[], None]]] = []
         self._slow: list[tuple[str, Callable[[], None]]] = []
         self.run: RunSpan | None = None
@@ -73,8 +78,9 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Shut down; an exception on its way out is recorded, not swallowed."""
-        if kind is not None and self.active and issubclass(kind, Exception):
-            self._exits.note(kind, trace, fatal=True)
+        del kind, trace
+        if error is not None and self.active:
+            call(Fuse("exits"), self._exits.passes, error)
         self.close()
 
     @property
@@ -110,6 +116,7 @@ class Session:
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
         self._sampler = Sampler(host, self._samples, self._slow)
+        self._watch_child()
         if self._exits.name not in chosen.disable_probes:
             self._switches.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
@@ -117,6 +124,17 @@ class Session:
         if chosen.exporter:
             self._ensure_exporter()
         call(Fuse("clean"), clean, place.fd, now=time.monotonic_ns())
+
+    def _watch_child(self) -> None:
+        """See to it that a rank which is a child of ``multiprocessing`` closes: a forked one runs no ``atexit`` handler."""
+        if multiprocessing.parent_process() is not None:
+            from multiprocessing import util
+
+            self._farewell = util.Finalize(None, self._end_of_child, exitpriority=-1)
+
+    def _end_of_child(self) -> None:
+        """The child's main function has ended; what it raised is on its way out."""
+        self.__exit__(*sys.exc_info())
 
     def _ensure_exporter(self) -> None:
         """See to it that this node has an exporter: now, and again if it was killed."""
@@ -153,6 +171,8 @@ class Session:
             if host is None or self.pid != os.getpid():
                 return
             self._remove_hooks(host)
+            if self._farewell is not None:
+                self._farewell.cancel()
             if self._sampler is not None:
                 self._sampler.stop()
             call(Fuse("shutdown"), self._finish, host)
@@ -177,13 +197,12 @@ class Session:
             self._sampler.round(last=True)
             for fuse in host.fuses.values():
                 fuse.blown = True
-        reason, code = getattr(self._exits, "ended", None) or self._ended or (Exit.FINISHED, 0)
-        words = {Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code"}
+        reason, code = self._exits.ended(self._ended)
         if self.run is not None:
             self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:
             self._commands.close()
-        host.writer.event(catalog.EVENT_RUN_END.name, {"reason": words[reason], "code": code}, host.cycle.step)
+        host.writer.event(catalog.EVENT_RUN_END.name, {"reason": _ENDINGS[reason], "code": code}, host.cycle.step)
         host.writer.exit(reason, code)
         host.writer.close()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchobs.cli import program, run
+from torchobs.process import exit_status
 
 SCRIPT = ["train.py", "--level", "off", "-m", "--", "--help"]
 
@@ -93,9 +94,9 @@ def test_the_status_is_the_one_that_python_ends_with(code: object) -> None:
     """As `handle_system_exit` in CPython's pythonrun.c has it."""
     expected = {None: 0, 256: 0, 300: 44, -1: 255, True: 1, False: 0}
     if isinstance(code, int) or code is None:
-        assert run.exit_status(code) == expected.get(code, code)
+        assert exit_status(code) == expected.get(code, code)
     else:
-        assert run.exit_status(code) == 1
+        assert exit_status(code) == 1
 
 
 def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str]) -> None:

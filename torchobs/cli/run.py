@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchobs import guarding, settings, values
 from torchobs.cli import program
+from torchobs.process import exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,13 +53,6 @@ def main(arguments: Sequence[str], begin: Callable[..., object] | None = None) -
     except SystemExit as leaving:
         guarding.call(fuse, _note_exit, exit_status(leaving.code))
         raise
-
-
-def exit_status(code: object) -> int:
-    """Return the status with which Python ends after ``sys.exit(code)``: 0 for None, 1 for a message on standard error."""
-    if code is None:
-        return 0
-    return code & 0xFF if isinstance(code, int) else 1
 
 
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:

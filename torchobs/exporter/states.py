@@ -99,6 +99,8 @@ def ending(exit_reason: int | None, exit_code: int, memory: Memory | None = None
     """
     if exit_reason == Exit.EXCEPTION:
         return "failed", "exception"
+    if exit_reason == Exit.INTERRUPTED:
+        return "failed", "interrupted"  # as its exit status says; whoever pressed Ctrl-C is not to be called by an alert
     if exit_reason == Exit.EXIT_CODE and exit_code:
         return "failed", "exit_code"
     if exit_reason in {Exit.FINISHED, Exit.EXIT_CODE}:

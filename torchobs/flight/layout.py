@@ -103,6 +103,7 @@ class Exit:
     FINISHED = 1
     EXCEPTION = 2
     EXIT_CODE = 3
+    INTERRUPTED = 4
 
 
 EXIT_SET = 1 << 63

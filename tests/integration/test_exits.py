@@ -1,0 +1,308 @@
+"""How ranks end, each in a real process: by an exception, a status, Ctrl-C, as somebody's child, or not at all."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+
+import torchobs
+from tests import support
+from tests.training import loss_of, mlp, recording
+from torchobs.flight import reader
+from torchobs.flight.layout import Exit
+from torchobs.probes.raised import describe, root_cause
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Ended(NamedTuple):
+    """What a process left."""
+
+    status: int
+    reason: int | None
+    code: int
+    exceptions: list[dict[str, Any]]
+    end: dict[str, Any]
+    error: str
+
+
+def run(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
+    """Run a script, and read the one flight file that it left."""
+    (tmp_path / "train.py").write_text(script)
+    environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
+    argv = command or (sys.executable, "train.py")
+    child = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    (path,) = flight_dir.glob("*.flight")
+    file = reader.open_path(os.fspath(path))
+    try:
+        view = file.read(final=True)
+        events = [fields for _, fields in file.events()]
+    finally:
+        file.close()
+    assert "secret" not in repr(events), "no values, no source text"
+    exceptions = [event["attrs"] for event in events if event["name"] == "torchobs.exception"]
+    end = [event["attrs"] for event in events if event["name"] == "torchobs.run.end"]
+    return Ended(child.returncode, view.live.exit_reason, view.live.exit_code, exceptions, end[-1] if end else {}, child.stderr)
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "reason", "code"),
+    [
+        ("sys.exit(0)", 0, Exit.FINISHED, 0),
+        ("sys.exit(3)", 3, Exit.EXIT_CODE, 3),
+        ("sys.exit('secret')", 1, Exit.EXIT_CODE, 1),
+        ("raise KeyboardInterrupt", -2, Exit.INTERRUPTED, 130),
+        ("signal.raise_signal(signal.SIGINT)", -2, Exit.INTERRUPTED, 130),
+        ("with torchobs.init(): sys.exit(5)", 5, Exit.EXIT_CODE, 5),
+        ("with torchobs.init(): raise KeyboardInterrupt", -2, Exit.INTERRUPTED, 130),
+        ("os._exit(3)", 3, None, 0),
+    ],
+)
+def test_what_python_ends_with_is_what_the_file_says(
+    tmp_path: Path, flight_dir: Path, end: str, status: int, reason: int | None, code: int
+) -> None:
+    """Without `torchobs run`, too: a job that failed is never shown as finished."""
+    ended = run(tmp_path, flight_dir, f"import os, signal, sys\nimport torchobs\ntorchobs.init()\n{end}\n")
+    assert (ended.status, ended.reason, ended.code) == (status, reason, code)
+
+
+CHAIN = """
+import json, sys, threading
+import torchobs
+torchobs.init()
+def deep():
+    return {}["secret"]
+def load():
+    try:
+        deep()
+    except KeyError as error:
+        raise ValueError("secret") from error
+def main():
+    json.loads("{secret")
+"""
+
+
+def test_a_chain_is_told_with_its_root(tmp_path: Path, flight_dir: Path) -> None:
+    """Both classes and both places; the message is nobody's business."""
+    ended = run(tmp_path, flight_dir, CHAIN + "load()\n")
+    (told,) = ended.exceptions
+    assert told["exception.type"] == "builtins.ValueError"
+    assert told["location"].endswith("train.py:11 in load")
+    assert told["cause.type"] == "builtins.KeyError"
+    assert told["cause.location"].endswith("train.py:6 in deep")
+    assert (ended.reason, ended.end) == (Exit.EXCEPTION, {"reason": "exception", "code": 1})
+
+
+def test_an_error_in_a_library_names_the_user_s_line(tmp_path: Path, flight_dir: Path) -> None:
+    """That is the one to look at."""
+    (told,) = run(tmp_path, flight_dir, CHAIN + "main()\n").exceptions
+    assert "json" in told["location"]
+    assert told["caller"].endswith("train.py:13 in main")
+
+
+def test_an_exception_that_is_handled_by_leaving_is_the_reason(tmp_path: Path, flight_dir: Path) -> None:
+    """`except Exception: log it, sys.exit(1)` is how many a training script ends."""
+    ended = run(tmp_path, flight_dir, CHAIN + "try:\n    load()\nexcept Exception:\n    sys.exit(4)\n")
+    assert (ended.status, ended.reason, ended.code) == (4, Exit.EXCEPTION, 4)
+    assert [told["cause.type"] for told in ended.exceptions] == ["builtins.KeyError"]
+
+
+def test_a_thread_s_exception_ends_no_rank(tmp_path: Path, flight_dir: Path) -> None:
+    """It is told with the thread's name, and whoever listened before still hears it."""
+    thread = "thread = threading.Thread(target=load, name='loader')\nthread.start()\nthread.join()\n"
+    ended = run(tmp_path, flight_dir, CHAIN + thread)
+    assert (ended.status, ended.reason) == (0, Exit.FINISHED)
+    assert [(told["thread"], told["exception.type"]) for told in ended.exceptions] == [("loader", "builtins.ValueError")]
+    assert "ValueError: secret" in ended.error
+
+
+CHILD = """
+import multiprocessing, sys
+import torchobs
+def rank():
+    torchobs.init()
+    {body}
+if __name__ == "__main__":
+    child = multiprocessing.get_context({method!r}).Process(target=rank)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [("pass", 0, Exit.FINISHED), ("sys.exit(6)", 6, Exit.EXIT_CODE), ("1 // 0", 1, Exit.EXCEPTION)],
+)
+def test_a_rank_that_is_a_child_process_ends_as_any_other(
+    tmp_path: Path, flight_dir: Path, method: str, body: str, status: int, reason: int
+) -> None:
+    """A forked child runs no handler of `atexit`, and no excepthook: multiprocessing has its own way out."""
+    ended = run(tmp_path, flight_dir, CHILD.format(body=body, method=method))
+    assert (ended.status, ended.reason, ended.code) == (status, reason, status)
+    assert [told["exception.type"] for told in ended.exceptions] == ["builtins.ZeroDivisionError"] * (body == "1 // 0")
+
+
+SPAWN = """
+import torch.multiprocessing
+import torchobs
+def rank(index):
+    torchobs.init(rank=index)
+    raise LookupError("secret")
+if __name__ == "__main__":
+    try:
+        torch.multiprocessing.spawn(rank, nprocs=1)
+    except torch.multiprocessing.ProcessRaisedException as error:
+        assert "LookupError: secret" in str(error)
+"""
+
+
+def test_torch_s_spawn_sees_the_exception_and_so_do_we(tmp_path: Path, flight_dir: Path) -> None:
+    """It hands the traceback to the parent and leaves with status 1."""
+    ended = run(tmp_path, flight_dir, SPAWN)
+    assert (ended.status, ended.reason, ended.code) == (0, Exit.EXCEPTION, 1), ended.error
+    assert [told["exception.type"] for told in ended.exceptions] == ["builtins.LookupError"]
+    assert ended.exceptions[0]["location"].endswith("train.py:6 in rank")
+
+
+RECORD = """
+import json, os
+from torch.distributed.elastic.multiprocessing.errors import record
+import torchobs
+@record
+def main():
+    torchobs.init()
+    raise LookupError("secret")
+os.environ["TORCHELASTIC_ERROR_FILE"] = "error.json"
+main()
+"""
+
+
+def test_torchelastic_s_error_file_is_written_as_ever(tmp_path: Path, flight_dir: Path) -> None:
+    """`@record` writes what the launcher shows; the exception goes on to us."""
+    ended = run(tmp_path, flight_dir, RECORD)
+    assert (ended.status, ended.reason) == (1, Exit.EXCEPTION)
+    assert "LookupError" in (tmp_path / "error.json").read_text()
+    assert [told["exception.type"] for told in ended.exceptions] == ["builtins.LookupError"]
+
+
+LOADER = """
+from torch.utils.data import DataLoader, Dataset
+import torchobs
+class Broken(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        raise LookupError("secret")
+torchobs.init()
+for batch in DataLoader(Broken(), num_workers=1, multiprocessing_context="fork"):
+    pass
+"""
+
+
+def test_a_loader_worker_s_exception_is_the_rank_s(tmp_path: Path, flight_dir: Path) -> None:
+    """Raised again in the training process, whose line that asked for the batch is told; the worker leaves no file."""
+    ended = run(tmp_path, flight_dir, LOADER)
+    assert (ended.status, ended.reason) == (1, Exit.EXCEPTION)
+    (told,) = ended.exceptions
+    assert told["exception.type"] == "builtins.LookupError"
+    assert told["caller"].endswith("train.py:10 in <module>")
+
+
+NOTEBOOK = """
+import time
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_cell("import torchobs; session = torchobs.init()")
+before = vars(shell).copy()
+for cell in ("secret", "def f(): return 1 // 0", "f()", "f()", "session.active or secret2"):
+    shell.run_cell(cell)
+    time.sleep(0.3)
+assert vars(shell).keys() == before.keys()
+"""
+
+
+def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir: Path) -> None:
+    """Each failure is told, the same one twice, too; the session stays, and the end is in order."""
+    ended = run(tmp_path, flight_dir, NOTEBOOK)
+    kinds = ["builtins.NameError", "builtins.ZeroDivisionError", "builtins.ZeroDivisionError"]
+    assert [told["exception.type"] for told in ended.exceptions] == kinds
+    assert (ended.status, ended.reason) == (0, Exit.FINISHED), ended.error
+
+
+TESTS = """
+import time, pytest, torchobs
+@pytest.fixture(autouse=True, scope="module")
+def session():
+    yield torchobs.init()
+    torchobs.shutdown()
+@pytest.fixture
+def slow():
+    yield
+    time.sleep(0.3)
+def test_one(slow):
+    raise LookupError("secret")
+def test_two():
+    pass
+def test_three():
+    assert "secret" == ""
+"""
+
+
+def test_a_test_that_failed_is_told_and_ends_nothing(tmp_path: Path, flight_dir: Path) -> None:
+    """Trainings are run by tests, too."""
+    ended = run(tmp_path, flight_dir, TESTS, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "train.py")
+    assert [told["exception.type"] for told in ended.exceptions] == ["builtins.LookupError", "builtins.AssertionError"]
+    assert (ended.status, ended.reason) == (1, Exit.FINISHED)
+
+
+def test_who_catches_an_exit_and_trains_on_has_not_left(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that calls sys.exit() inside a `try` is no end; what follows tells."""
+    for recorded in recording(flight_dir):
+        with pytest.raises(SystemExit):
+            sys.exit(3)
+        exits = recorded.session._exits
+        assert exits.ended(None) == (Exit.EXIT_CODE, 3)
+        assert exits.ended((Exit.EXIT_CODE, 7)) == (Exit.EXIT_CODE, 7)  # `torchobs run` saw the last of several
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(4):
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert exits.ended(None) == (Exit.FINISHED, 0)
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        sys.excepthook(LookupError, LookupError(), None)
+        assert exits.ended(None) == (Exit.FINISHED, 0)  # at a prompt one goes on
+
+
+def test_sys_is_left_as_it_was_found(flight_dir: Path) -> None:
+    """`sys.exit` as well."""
+    before = (sys.exit, sys.excepthook)
+    torchobs.init(flight_dir=flight_dir)
+    assert sys.exit is not before[0]
+    torchobs.shutdown()
+    assert (sys.exit, sys.excepthook) == before
+
+
+def test_the_root_is_found_in_any_chain() -> None:
+    """`from None` cuts it, a group leads to its first member, and a chain that bites its tail ends."""
+    first, second = KeyError(), ValueError()
+    second.__cause__ = first
+    assert root_cause(second) is first
+    first.__context__ = second
+    assert root_cause(second) in {first, second}
+    third = TypeError()
+    third.__context__, third.__suppress_context__ = first, True
+    assert root_cause(third) is third
+    assert describe(third) == {"exception.type": "builtins.TypeError", "location": "unknown"}
+    group, leaf = getattr(builtins, "ExceptionGroup", None), KeyError()
+    if group is not None:  # since Python 3.11
+        assert root_cause(group("group", [leaf, ValueError()])) is leaf
