@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.support import wait_until
 from torchobs.exporter.scan import EMPTY, Snapshot, system_clock
 from torchobs.exporter.watch import Watch
+from torchobs.flight.reader import FlightFile
 
 
 class Scanner:
@@ -30,6 +32,10 @@ class Scanner:
         if self.fails:
             raise ZeroDivisionError("a fault of ours")
         return replace(EMPTY, number=self.scans, taken_ns=taken_ns)
+
+    def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
+        """It has none."""
+        raise FileNotFoundError(incarnation)
 
     def close(self) -> None:
         """Note it."""

@@ -11,6 +11,7 @@ import os
 import stat
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,10 @@ from torchobs.flight.birth import boot_id
 from torchobs.flight.layout import MAX_READ_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.flight.reader import View
+    from torchobs.flight.reader import FlightFile, View
 
 STATUSES = ("served", "superseded", "expired", "bad")
 REASONS = ("header", "io", "kind", "timeout")
@@ -122,6 +123,18 @@ class Scanner:
             fading=any(tracked.fading for tracked in self._tracked.values()),
             duration_s=time.perf_counter() - began,
         )
+
+    @contextmanager
+    def flight_file(self, incarnation: str) -> Iterator[FlightFile]:
+        """Lend the file of a served rank: the one that is open, or the name opened once more if its rank is dead.
+
+        Raises one of :data:`HOSTILE`: it cannot be read, or is not there any more.
+        """
+        found = next((one for one in self._tracked.values() if one.incarnation == incarnation and not one.retired), None)
+        if found is None:
+            raise FileNotFoundError(incarnation)
+        with found.lend(self._directory.fd) as file:
+            yield file
 
     def close(self) -> None:
         """Close every file and the directory. Idempotent."""

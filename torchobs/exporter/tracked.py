@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,8 @@ from torchobs.flight.layout import BadFlightFileError
 from torchobs.flight.reader import Distribution, View
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torchobs.flight.reader import FlightFile
 
 HOSTILE = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, struct.error)
@@ -35,10 +38,10 @@ class Now(NamedTuple):
 class Tracked:
     """An open flight file and what was seen of it. Not thread-safe."""
 
-    def __init__(self, file: FlightFile, name: str, now: Now) -> None:
+    def __init__(self, file: FlightFile, name: str, now: Now, owner: int | None) -> None:
         """Use :func:`open_tracked`."""
         header = file.header
-        self.file, self.name, self.header = file, name, header
+        self.file, self.name, self.header, self.owner = file, name, header, owner
         self.incarnation = header.incarnation.hex()
         self.rank = labels.identity(header.resource)
         self.same_boot = header.boot_id == now.boot_id
@@ -101,6 +104,21 @@ class Tracked:
         """Tell whether nothing more will come: a lock can be lost by a living process, whose heartbeat may have paused."""
         return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
 
+    @contextmanager
+    def lend(self, directory_fd: int) -> Iterator[FlightFile]:
+        """Lend the file for a ``with`` block, opened anew if it was let go of. Raises one of :data:`HOSTILE`."""
+        if not self._sealed:
+            yield self.file
+            return
+        again = reader.open_file(directory_fd, self.name, self.owner)
+        try:
+            if again.header != self.header:
+                raise BadFlightFileError("another incarnation has this name now")
+            again.read(final=True)
+            yield again
+        finally:
+            again.close()
+
     def seal(self) -> None:
         """Let go of the file; the view stays. Idempotent."""
         self._sealed = True
@@ -148,7 +166,7 @@ def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> T
     try:
         if name != file_name(file.header):
             raise BadFlightFileError("a copy: its name is not the one that its header gives")
-        return Tracked(file, name, now)
+        return Tracked(file, name, now, owner)
     except HOSTILE:
         file.close()
         raise

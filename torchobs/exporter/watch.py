@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchobs.exporter.scan import EMPTY, Snapshot, system_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torchobs.exporter.tracked import Now
+    from torchobs.flight.reader import FlightFile
 
 FRESH_S = 0.1
 """A snapshot this young serves another scrape as well."""
@@ -20,6 +22,7 @@ FRESH_S = 0.1
 DEADLINE_S = 2.0
 """How long a scrape waits for the scan of a directory that does not answer; then it gets the last snapshot."""
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -28,6 +31,9 @@ class Scan(Protocol):
 
     def scan(self) -> Snapshot:
         """Return what there is now."""
+
+    def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
+        """Lend the file of a served rank, for a ``with`` block; raises one of ``tracked.HOSTILE`` if it cannot be read."""
 
     def close(self) -> None:
         """Let go of everything."""
@@ -60,6 +66,10 @@ class Watch:
             await self._scan(deadline_s)
         await self._scan(deadline_s)
         return self.latest
+
+    async def ask(self, question: Callable[[Scan], T]) -> T:
+        """Return the answer to a question that wants more of the files than a snapshot has, in the thread that scans."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._scanner)
 
     def close(self) -> None:
         """Let go of the files, once the last scan has ended."""

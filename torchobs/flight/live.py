@@ -21,6 +21,8 @@ class LiveWords:
     exit_reason: int | None
     exit_code: int
     level: int
+    event_head: int = 0
+    """changes with every event, and is a hint only"""
 
 
 def decode(raw: bytes) -> LiveWords:
@@ -36,4 +38,5 @@ def decode(raw: bytes) -> LiveWords:
         (exit_word & ~EXIT_SET) >> 32 if ended else None,
         code - (1 << 32) if code >> 31 else code,
         level if level <= _MAX_LEVEL else 0,
+        words[Live.EVENT_HEAD],
     )

@@ -117,6 +117,7 @@ class FlightFile:
         self._columns: dict[int, Columns] = {}
         self._blocks: dict[int, Block] = {}
         self._last_step_ns: int | None = None
+        self._upto = 0
         self.rejected = 0
         """snapshots that were not served, because a counter would have stepped back"""
 
@@ -165,11 +166,11 @@ class FlightFile:
         """Take over what was read, unless a counter would step back: a snapshot is served whole or not at all."""
         changed = {block for block in slots if self._is_new(block, slots[block])}
         words = {block: slots[block][1] for block in changed}
-        last_step_ns = None
+        last_step_ns, upto = None, 0
         if slots[0][0]:
-            core = bytearray(slots[0][1])
-            last_step_ns = self._fold(record.Totals(core), final=final)
-            words[0] = bytes(core)
+            totals = record.Totals(bytearray(slots[0][1]))
+            last_step_ns = self._fold(totals, final=final)
+            words[0], upto = bytes(totals.buffer), totals.ints[record.Word.FOLDED_UPTO]
         values = {block: self._columns_of(block).values(raw) for block, raw in words.items()}
         if any(self._columns[block].steps_back(self._block(block).values, new) for block, new in values.items()):
             self.rejected += 1
@@ -177,7 +178,7 @@ class FlightFile:
         for block, new in values.items():
             self._blocks[block] = Block(self._columns[block].series, new)
         self._slots.update(slots)
-        self._last_step_ns = last_step_ns
+        self._last_step_ns, self._upto = last_step_ns, upto
 
     def _is_new(self, block: int, slot: _Slot) -> bool:
         more_series = len(self._series.get(block, ())) > len(self._block(block).values)
@@ -199,6 +200,19 @@ class FlightFile:
     def steps(self, limit: int | None = None) -> list[record.StepRecord]:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""
         return self._records(0, limit)
+
+    def latest(self, limit: int) -> list[record.StepRecord]:
+        """Return up to ``limit`` records, oldest first, of which the last is the last in what :meth:`read` returned.
+
+        Only those are read, and not the whole ring: what is lapped or broken meanwhile is missing.
+        """
+        count = self.header.regions[Region.STEPS].count
+        first = max(self._upto - min(limit, count), 0) + 1
+        slots = [(seq - 1) % count for seq in range(first, self._upto + 1)]
+        wrap = slots.index(0) if 0 in slots else 0
+        raw = b"".join(self._records_at(row[0], len(row)) for row in (slots[:wrap], slots[wrap:]) if row)
+        decoded = (record.unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
+        return [item for seq, item in zip(range(first, self._upto + 1), decoded, strict=False) if item and item.seq == seq]
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the position and the fields of each event and span still in the ring, oldest first."""
@@ -278,13 +292,17 @@ class FlightFile:
         while seq <= upto + span.count:
             slot = (seq - 1) % span.count
             many = min(_CHUNK, span.count - slot)
-            raw = os.pread(self._fd, many * RECORD_SIZE, span.offset + slot * RECORD_SIZE)
+            raw = self._records_at(slot, many)
             for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
                 decoded = record.unpack(raw[at : at + RECORD_SIZE], self.header.seed)
                 if decoded is None or decoded.seq != seq:
                     return
                 yield decoded
                 seq += 1
+
+    def _records_at(self, slot: int, many: int) -> bytes:
+        span = self.header.regions[Region.STEPS]
+        return os.pread(self._fd, many * RECORD_SIZE, span.offset + slot * RECORD_SIZE)
 
 
 def _says_something(block: Block) -> bool:
