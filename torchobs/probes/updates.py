@@ -62,7 +62,8 @@ class UpdateWatch:
         """The step after which :meth:`before_step` has something to do."""
         if not self.level:
             return _NEVER
-        return self._host.cycle.step + 1 if self._copied is not None else self._pace.due_at
+        following = self._host.cycle.step + 1
+        return following if self._copied is not None else max(following, self._pace.due_at)
 
     def before_step(self, optimizer: Any) -> None:
         """Compare what was copied before this optimizer's last step; copy if it is time. In the training thread."""

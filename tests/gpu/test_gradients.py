@@ -1,0 +1,167 @@
+"""Norms on a CUDA device: as the reference says, never waited for, and no part of anybody's graph."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import support
+from tests.training import Flag, Recording, has, recording
+from torchobs.flight.record import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording of every step's norm."""
+    yield from recording(flight_dir)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any synchronisation of the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def model_of(dtype: torch.dtype) -> Any:
+    """A small model on the device."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8)).to("cuda", dtype)
+
+
+def backward(model: Any, batch: torch.Tensor) -> None:
+    """Gradients."""
+    model(batch).square().mean().backward()
+
+
+def reference(model: Any) -> torch.Tensor:
+    """The float64 norm, left on the device."""
+    squares = [p.grad.double().pow(2).sum() for p in model.parameters()]
+    return torch.stack(squares).sum().sqrt()
+
+
+def delivered(run: Recording) -> dict[int, float]:
+    """Norms by step, once the device has done everything and the sampler has looked."""
+    torch.cuda.synchronize()
+    assert run.session.host is not None
+    run.session.host.cycle.flush()
+    support.wait_until(lambda: [record for record in run.records() if record.kind == Kind.LATE and has(record, Flag.GRAD_NORM)])
+    sampler = run.session._sampler
+    assert sampler is not None
+    sampler.stop()
+    sampler.round(last=True)
+    return {record.step: record.grad_norm for record in run.records() if has(record, Flag.GRAD_NORM)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within"),
+    [(torch.float32, 1e-4), (torch.float64, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)],
+    ids=str,
+)
+@pytest.mark.parametrize("clipped", [False, True])
+def test_norms_equal_the_reference_without_waiting(run: Recording, dtype: torch.dtype, within: float, *, clipped: bool) -> None:
+    """Step by step, measured or taken from clipping; a synchronisation anywhere in the step would raise."""
+    model = model_of(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=True)
+    batches = [torch.randn(16, 64, device="cuda", dtype=dtype) for _ in range(6)]
+    norms = []
+    for batch in batches:
+        optimizer.zero_grad()
+        with no_waiting():
+            backward(model, batch)
+            norms.append(reference(model))
+            if clipped:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+    expected = dict(enumerate((norm.item() for norm in norms), 1))
+    assert delivered(run) == pytest.approx(expected, rel=within)
+    assert run.values()["torchobs.grad.clipped_steps",] == (sum(norm > 1e-3 for norm in expected.values()) if clipped else 0)
+
+
+def test_layers_and_faults_arrive(run: Recording) -> None:
+    """By layer, and which of them are not finite; elements are counted from the second time on."""
+    model = model_of(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch = torch.randn(16, 64, device="cuda")
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for spoiled in (False, True, True, True):
+        optimizer.zero_grad()
+        backward(model, batch)
+        if spoiled:
+            model[2].bias.grad[:3] = float("nan")
+        optimizer.step()
+        model.load_state_dict(weights)
+        torch.cuda.synchronize()
+        time.sleep(0.3)  # three rounds of the sampler
+    delivered(run)
+    values = run.values()
+    assert values["torchobs.grad.layer.norm", "0"] > 0
+    assert values["torchobs.grad.nonfinite_steps",] == 3
+    assert values["torchobs.grad.nonfinite_elements",] >= 3
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-25])
+def test_what_float32_cannot_square_is_finite_and_not_zero(run: Recording, size: float) -> None:
+    """The squares are summed in float64."""
+    parameter = nn.Parameter(torch.zeros(10, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for _ in range(2):
+        parameter.grad = torch.full_like(parameter, size)
+        optimizer.step()
+    assert delivered(run) == pytest.approx(dict.fromkeys((1, 2), size * math.sqrt(10)), rel=1e-6)
+
+
+def test_a_graph_capture_contains_nothing_of_ours(run: Recording) -> None:
+    """An optimizer's step that is captured is replayed without our kernels, and its capture does not fail."""
+    model = model_of(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    batch = torch.randn(16, 64, device="cuda")
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert run.errors() == []
+    assert set(delivered(run)) <= {1, 2, 3}
+
+
+def test_a_large_gradient_is_not_copied(run: Recording) -> None:
+    """The allocator's peak over a measured step of 100 million bfloat16 elements grows by a megabyte at most."""
+    parameter = nn.Parameter(torch.zeros(100_000_000, device="cuda", dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer = torch.optim.SGD([parameter], lr=0.0, foreach=False)
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for hook in list(_global_optimizer_pre_hooks.values()):
+        hook(optimizer, (optimizer,), {})
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 1_000_000
+    optimizer.step()
+    assert run.errors() == []
