@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dashboards import panels
 from dashboards.layout import Section
 from dashboards.panels import Query
-from dashboards.promql import BY_RUN, increase, select
+from dashboards.promql import BY_RUN, ONE_RANK, increase, select
 from dashboards.template import RANKS, RUN
 from torchobs import catalog
 
@@ -21,12 +21,14 @@ def section() -> Section:
 
 
 def norm() -> Panel:
-    """Return the gradient norm."""
+    """Return the gradient norm of the run: where N ranks hold a shard each, N times the mean square is the whole's."""
+    norms, ranks = select(catalog.GRAD_NORM, *RANKS), select(catalog.GRAD_NORM_RANKS, *RANKS)
     return panels.lines(
         "Gradient norm",
-        "Greatest L2 norm of all gradients among the ranks, as the optimizer finds them. Finite values only.",
+        "L2 norm of all gradients before clipping by norm, put together from the ranks where parameters are sharded. "
+        "Finite values only.",
         "short",
-        Query(f"max {BY_RUN} ({select(catalog.GRAD_NORM, *RANKS)})", RUN),
+        Query(f"sqrt(avg {BY_RUN} ({norms} ^ 2 * on ({ONE_RANK}) {ranks}))", RUN),
         log_base=10,
     )
 
