@@ -862,7 +862,44 @@ EVENT_GRAPH_BREAK = Event(
     Severity.INFO,
     (Attribute("location", "file:line"), COMPILE_BREAK, Attribute("message", "the reason's first line, without values")),
 )
-EVENT_STACKS = Event("torchobs.stacks", "Stacks of all threads.", Severity.INFO, planned=True)
+EVIDENCE = Attribute("evidence", "the id by which the exporter's API has the file")
+EVENT_STACKS = Event(
+    "torchobs.stacks",
+    "The stacks of all threads were written down, because somebody asked, or Python's lock was held for seconds.",
+    Severity.INFO,
+    (
+        Attribute("cause", "why", ("asked", "stuck")),
+        EVIDENCE,
+        Attribute("silent_s", "of a rank that was stuck: seconds for which no other thread could run"),
+    ),
+)
+EVENT_PROFILE_START = Event(
+    "torchobs.profile.start",
+    "The profiler that somebody asked for has begun.",
+    Severity.INFO,
+    (Attribute("steps", "how many it shall see"), EVIDENCE),
+)
+EVENT_PROFILE_END = Event(
+    "torchobs.profile.end",
+    "The profiler's trace is written.",
+    Severity.INFO,
+    (
+        Attribute("reason", "why it ended", ("complete", "time", "memory", "interrupted")),
+        Attribute("steps", "how many it saw"),
+        Attribute("size", "bytes of the trace, compressed"),
+        EVIDENCE,
+    ),
+)
+EVENT_PROFILE_FAILED = Event(
+    "torchobs.profile.failed",
+    "There is no trace for a profile that somebody asked for.",
+    Severity.WARNING,
+    (
+        Attribute("reason", "why", ("profiler_in_use", "no_step", "too_large", "no_room", "error")),
+        Attribute("exception.type", "class of the exception, for an error"),
+        EVIDENCE,
+    ),
+)
 
 # --- spans --------------------------------------------------------------------------------------------------------------------
 SPAN_RUN = Span("torchobs.run", "From init() to the rank's end; the launcher's TRACEPARENT is its parent.")

@@ -1,10 +1,11 @@
-"""What the exporter's side may ask of a rank while it runs: its level, and which probes are off. Polled ten times a second."""
+"""What the exporter's side may ask of a rank while it runs: its level, which probes are off, stacks, a profile."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchobs.evidence import Witness
 from torchobs.flight.control import LEVELS, ControlReader
 from torchobs.flight.place import KUBERNETES_CONTROL, KUBERNETES_MOUNT
 from torchobs.guarding import call
@@ -24,11 +25,13 @@ class Commands:
         self._host, self._switches = host, switches
         self._reader = ControlReader(directory, host.writer.header.incarnation)
         self._probes_off = host.settings.disable_probes
+        self._witness = Witness(host)
         self._set_level(LEVELS.index(host.settings.level))
 
     def sample(self) -> None:
-        """Look, and obey."""
+        """Look, and obey. Ten times a second."""
         command, host = self._reader.poll(), self._host
+        self._witness.sample()
         if command is None:
             return
         if command.probes_off is not None:
@@ -38,6 +41,7 @@ class Commands:
         if level != was:
             for probe, changed in list(host.on_level):
                 call(host.fuse(probe), changed, level)
+        self._witness.obey(command)
 
     def _set_level(self, level: int) -> None:
         self._host.level = level
@@ -45,7 +49,8 @@ class Commands:
         self._host.writer.level(level)
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Let go of the directory, the timer and the signal. Idempotent."""
+        self._witness.close()
         self._reader.close()
 
 

@@ -227,6 +227,14 @@ class Settings:
     disable_probes: Annotated[
         frozenset[str], _Spec(values.names(PROBES), ("TORCHOBS_DISABLE_PROBES",), "Probes that are not installed.")
     ] = frozenset()
+    watchdog: Annotated[
+        bool,
+        _Spec(
+            values.BOOLEAN,
+            ("TORCHOBS_WATCHDOG",),
+            "Whether a rank that holds Python's lock for seconds writes its stacks down, by a timer and a real-time signal.",
+        ),
+    ] = True
     log_level: Annotated[LogLevel, _Spec(values.LOG_LEVEL, ("TORCHOBS_LOG_LEVEL",), "Level of the logger `torchobs`.")] = (
         "WARNING"
     )

@@ -46,7 +46,7 @@ def test_a_command_is_read_once(directory_fd: int, reader: ControlReader) -> Non
     """What was acknowledged is not done again."""
     assert reader.poll() is None
     seq = write_command(directory_fd, TARGET, Command(level=2, profile_steps=5, stacks=True))
-    assert reader.poll() == Command(2, 5, stacks=True, seq=seq)
+    assert reader.poll() == Command(2, 5, stacks=True, seq=seq, profile_seq=seq, stacks_seq=seq)
     assert reader.poll() is None
 
 
@@ -66,12 +66,13 @@ def test_a_level_stays_until_the_next_one_and_requests_do_not(directory_fd: int,
 
 def test_a_request_survives_a_command_that_came_before_it_was_read(directory_fd: int, reader: ControlReader) -> None:
     """Three commands between two polls: all of them count."""
-    write_command(directory_fd, TARGET, Command(profile_steps=9))
-    write_command(directory_fd, TARGET, Command(stacks=True))
+    profile = write_command(directory_fd, TARGET, Command(profile_steps=9))
+    stacks = write_command(directory_fd, TARGET, Command(stacks=True))
     write_command(directory_fd, TARGET, Command(level=0))
     seen = reader.poll()
     assert seen
     assert (seen.level, seen.profile_steps, seen.stacks) == (0, 9, True)
+    assert (seen.profile_seq, seen.stacks_seq) == (profile, stacks)
 
 
 def test_an_exporter_that_restarts_goes_on_counting(directory_fd: int, reader: ControlReader, flight_dir: Path) -> None:

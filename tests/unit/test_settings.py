@@ -58,6 +58,7 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_DISABLE_PROBES", "loss, gradients,", "disable_probes", frozenset({"loss", "gradients"})),
     ("TORCHOBS_LOG_LEVEL", "debug", "log_level", "DEBUG"),
     ("TORCHOBS_OTEL_PROVIDERS", "off", "set_global_providers", False),
+    ("TORCHOBS_WATCHDOG", "off", "watchdog", False),
 ]
 BAD: list[tuple[str, str]] = [
     ("TORCHOBS_ENABLED", "maybe"),

@@ -2,7 +2,8 @@
 
 Trainers clean when they start and node-mode exporters now and then (the mount of a sidecar is read-only). Only files of our
 own user go, whose writer is dead for good, as its free lock and its stopped heartbeat show. Their age is that of the last
-heartbeat: stores through a map do not move a file's mtime. Names that are not ours are never touched.
+heartbeat: stores through a map do not move a file's mtime. Evidence goes with its flight file. Names that are not ours are
+never touched.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import os
 import re
 import stat
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.flight import live, lock
+from torchobs.flight import evidence, live, lock
 from torchobs.flight.birth import LOCK_SUFFIX, SUFFIX, TEMPORARY, boot_id, lock_name
 from torchobs.flight.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header
 from torchobs.flight.reader import MAX_NAMES, is_name
@@ -30,6 +32,7 @@ SETTLED_S = 10.0
 """A rank can lose its lock and live (a program that closes descriptors it does not know), but then its heartbeat moves."""
 
 _TEMPORARY = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
+_ENDINGS = (SUFFIX, LOCK_SUFFIX, *evidence.ENDINGS.values())
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -59,18 +62,21 @@ def clean(
 
     Raises ``OSError`` when the directory cannot be read.
     """
-    files, removed = [], []
+    files, removed, beside = [], [], defaultdict[str, list[str]](list)
     for name in _names(directory_fd, budget_s):
+        if (found := evidence.parse(name)) is not None:
+            beside[found.flight].append(name)
         if not is_name(name):
             removed += _remove_stale(directory_fd, name)
         elif (file := _look(directory_fd, name, now)) is not None:
             files.append(file)
-    total = sum(file.size for file in files)
+    sizes = {file.name: file.size + _size(directory_fd, beside[file.name]) for file in files}
+    total = sum(sizes.values())
     for file in sorted(files, reverse=True):
         unwanted = file.age_s >= min_age_s or total > max_total_bytes or (served is not None and served(file.name))
         if file.age_s >= SETTLED_S and unwanted and _remove(directory_fd, file):
-            removed.append(file.name)
-            total -= file.size
+            removed += [file.name, *_remove_all(directory_fd, beside[file.name])]
+            total -= sizes[file.name]
     return removed
 
 
@@ -83,7 +89,7 @@ def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
             for seen, entry in enumerate(entries):
                 if seen >= MAX_NAMES or time.monotonic() > deadline:
                     return
-                if entry.name.endswith((SUFFIX, LOCK_SUFFIX)) or entry.name.startswith(TEMPORARY):
+                if entry.name.endswith(_ENDINGS) or entry.name.startswith(TEMPORARY):
                     yield entry.name
     finally:
         os.close(fd)
@@ -133,12 +139,12 @@ def _remove(directory_fd: int, file: _File) -> bool:
 
 
 def _remove_stale(directory_fd: int, name: str) -> list[str]:
-    """Remove what a process that was killed while it made its file left: a temporary file, or a lock alone."""
+    """Remove what was left: a temporary file of a process that was killed meanwhile, a lock or evidence without its file."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
         if not _is_ours(status) or time.time() - status.st_mtime < STALE_S:
             return []
-        if _TEMPORARY.fullmatch(name) or _is_lone_lock(directory_fd, name):
+        if _TEMPORARY.fullmatch(name) or _is_lone_lock(directory_fd, name) or _is_lone_evidence(directory_fd, name):
             os.unlink(name, dir_fd=directory_fd)
             return [name]
     except OSError:
@@ -150,6 +156,32 @@ def _is_lone_lock(directory_fd: int, name: str) -> bool:
     """Tell whether that is the free lock of a flight file that is not there. Raises ``OSError``."""
     of = name.removesuffix(LOCK_SUFFIX) + SUFFIX
     return name.endswith(LOCK_SUFFIX) and is_name(of) and not _inode(directory_fd, of) and not _is_held(directory_fd, name)
+
+
+def _is_lone_evidence(directory_fd: int, name: str) -> bool:
+    """Tell whether that is evidence of a rank whose flight file is not there. Raises ``OSError``."""
+    found = evidence.parse(name)
+    return found is not None and not _inode(directory_fd, found.flight)
+
+
+def _size(directory_fd: int, names: list[str]) -> int:
+    total = 0
+    for name in names:
+        with contextlib.suppress(OSError):
+            status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+            total += status.st_size if _is_ours(status) else 0
+    return total
+
+
+def _remove_all(directory_fd: int, names: list[str]) -> list[str]:
+    """Remove what of these is ours; return it."""
+    removed = []
+    for name in names:
+        with contextlib.suppress(OSError):
+            if _is_ours(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)):
+                os.unlink(name, dir_fd=directory_fd)
+                removed.append(name)
+    return removed
 
 
 def _is_held(directory_fd: int, name: str) -> bool:

@@ -53,6 +53,10 @@ class Command:
     """the command's number, which :func:`write_command` gives it"""
     probes_off: int | None = None
     """a bit for each probe that shall be off; ``None``: nobody has commanded any"""
+    profile_seq: int = 0
+    """as read: number of the command that asked for the profile"""
+    stacks_seq: int = 0
+    """as read: number of the command that asked for the stacks"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,8 @@ class ControlReader:
         last, self._acknowledged = self._acknowledged, record
         profile = record.profile_steps if record.profile_seq > last.profile_seq else 0
         stacks = record.stacks_seq > last.stacks_seq
-        return Command(record.level, profile, stacks, record.seq, record.probes_off)
+        seqs = record.profile_seq if profile else 0, record.stacks_seq if stacks else 0
+        return Command(record.level, profile, stacks, record.seq, record.probes_off, *seqs)
 
     def close(self) -> None:
         """Let go of the directory; :meth:`poll` opens it again. Idempotent."""

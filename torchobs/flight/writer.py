@@ -75,6 +75,11 @@ class FlightWriter:
         """The file's path."""
         return f"{self._born.place.path}/{self._born.name}" if self._born else ""
 
+    @property
+    def place(self) -> Place | None:
+        """Its directory, while it is open; ``None`` for one that is only memory."""
+        return self._born.place if self._born else None
+
     def append(  # noqa: PLR0913, PLR0917  # see record.pack
         self, step: int, end_ns: int, kind: int, flags: int, losses: int, duration_s: float, loss: float, grad_norm: float,
         learning_rate: float, phase_s: tuple[float, ...], tokens: int = 0, samples: int = 0, norm_scale: float = 1.0,

@@ -8,8 +8,9 @@ no hook of an optimizer is running when its training thread begins a backward pa
 from __future__ import annotations
 
 import functools
+import os
 from collections import deque
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
@@ -27,31 +28,42 @@ class SafePoint:
         self._host = host
         self._tasks: deque[Callable[[], object]] = deque()
         self._patch: Patch | None = None
+        self._arming = Lock()
+        self._pid = os.getpid()
 
     def arm(self, task: Callable[[], object]) -> None:
-        """Have the task, which must not raise, done once, however often it is asked for. From one thread at a time."""
+        """Have the task, which must not raise, done once, however often it is asked for. A task may arm itself again."""
         import torch  # there is a training to be in
 
-        if task not in self._tasks:
-            self._tasks.append(task)
-        if self._patch is not None:
-            return
-        original = torch.autograd.backward
+        with self._arming:
+            if task not in self._tasks:
+                self._tasks.append(task)
+            if self._patch is not None:
+                return
+            original = torch.autograd.backward
 
-        @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> None:
-            if not self._host.backwards and get_ident() == self._host.thread and self._patch is not None:
-                self._undo()  # first: what is armed from now on makes a patch of its own
-                while self._tasks:
-                    self._tasks.popleft()()
-            return original(*args, **kwargs)
+            @functools.wraps(original)
+            def backward(*args: Any, **kwargs: Any) -> None:
+                if not self._host.backwards and get_ident() == self._host.thread and self._patch is not None:
+                    for due in self._take():
+                        due()
+                return original(*args, **kwargs)
 
-        self._patch = Patch(torch.autograd, "backward", backward)
+            self._patch = Patch(torch.autograd, "backward", backward)
 
     def disarm(self) -> None:
         """Forget about all of them. Idempotent."""
-        self._undo()
-        self._tasks.clear()
+        self._take()
+
+    def _take(self) -> list[Callable[[], object]]:
+        """Return what is to be done, and forget about it: what is armed from now on makes a patch of its own."""
+        if self._pid != os.getpid():
+            return []  # a forked child, in which the lock may be held by a thread that is not there
+        with self._arming:
+            self._undo()
+            due = list(self._tasks)
+            self._tasks.clear()
+            return due
 
     def _undo(self) -> None:
         patch, self._patch = self._patch, None

@@ -1,0 +1,71 @@
+"""A training process that does on request what it should not: `python -m tests.stuck_rank DIRECTORY [RANK]`.
+
+It trains a small model, a step every 10 ms, and reads words from its standard input: `sleep` sleeps in Python, `hold` holds
+Python's lock in C for as many seconds as follow, `profile` runs the application's own profiler for a moment, `end` ends it.
+"""
+
+import ctypes
+import queue
+import sys
+import threading
+import time
+
+import torch
+from torch import profiler
+
+import torchobs
+
+words: "queue.Queue[list[str]]" = queue.Queue()
+
+
+def read() -> None:
+    """Hand on what is said; the training thread does not wait for it."""
+    for line in sys.stdin:
+        words.put(line.split())
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One of them."""
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.01)
+
+
+def nap(seconds: float) -> None:
+    """Sleep in Python."""
+    time.sleep(seconds)
+
+
+def hold(seconds: int) -> None:
+    """Sleep in C, with Python's lock held."""
+    left = seconds
+    while left:
+        left = ctypes.PyDLL(None).sleep(left)
+
+
+def main() -> None:
+    """Train until told to end."""
+    torch.set_num_threads(1)
+    torchobs.init(flight_dir=sys.argv[1], rank=int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        step(model, optimizer)
+        match words.get_nowait() if not words.empty() else []:
+            case ["sleep", seconds]:
+                nap(float(seconds))
+            case ["hold", seconds]:
+                hold(int(seconds))
+            case ["profile"]:
+                with profiler.profile():
+                    step(model, optimizer)
+                sys.stdout.write("profiled\n")
+                sys.stdout.flush()
+            case ["end"]:
+                return
+
+
+if __name__ == "__main__":
+    main()
