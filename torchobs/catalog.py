@@ -679,6 +679,23 @@ EXPORTER_SERIES_DROPPED = _counter(
     "Series not served, by reason.",
     Attribute("reason", "why", ("limit", "conflict")),
 )
+_SIGNAL = Attribute("signal", "what is pushed over OTLP: data points or spans", ("metrics", "traces"))
+OTLP_RECORDED = _counter(
+    "torchobs.exporter.otlp.recorded", "{item}", "Data points or spans to be pushed: those sent, dropped and queued.", _SIGNAL
+)
+OTLP_SENT = _counter("torchobs.exporter.otlp.sent", "{item}", "Data points or spans that the receiver took.", _SIGNAL)
+OTLP_DROPPED = _counter(
+    "torchobs.exporter.otlp.dropped",
+    "{item}",
+    "Data points or spans given up: the queue was full, the receiver refused the request, or rejected a part of it, or the"
+    " exporter ended.",
+    _SIGNAL,
+    Attribute("reason", "why", ("overflow", "refused", "rejected", "shutdown")),
+)
+OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", "Data points or spans that wait to be sent.", _SIGNAL)
+OTLP_FAILURES = _counter(
+    "torchobs.exporter.otlp.failures", "{request}", "Requests that failed and were, or will be, sent again.", _SIGNAL
+)
 
 # --- events -------------------------------------------------------------------------------------------------------------------
 EVENT_RUN_START = Event("torchobs.run.start", "torchobs.init() has finished.", Severity.INFO)

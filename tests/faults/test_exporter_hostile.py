@@ -17,8 +17,9 @@ from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.exporter import encoder
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.described import Facts
 from torchobs.exporter.encoder import Style
-from torchobs.exporter.exposition import Exposition, Facts
+from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.scan import Scanner
 from torchobs.flight.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE, Region, words_crc
 from torchobs.flight.series import Scope, Series, ValueType, encode

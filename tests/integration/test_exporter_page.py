@@ -20,8 +20,9 @@ from tests.rank_files import Clock, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.described import Facts
 from torchobs.exporter.encoder import END, Style, negotiate, page
-from torchobs.exporter.exposition import Exposition, Facts
+from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.scan import EMPTY, Scanner
 from torchobs.flight.layout import BadFlightFileError, Exit
 from torchobs.flight.series import Scope

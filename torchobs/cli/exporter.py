@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +12,7 @@ import click
 from torchobs import settings, values
 from torchobs._version import __version__
 from torchobs.exporter import config, logs
+from torchobs.exporter.otlp import options
 from torchobs.values import Kind
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class _Tolerant(click.Command):
 
 
 def _options(function: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed((*config.OPTIONS, *_LOG_OPTIONS)):
+    for option in reversed((*config.OPTIONS, *options.OPTIONS, *_LOG_OPTIONS)):
         variables = [option.variable, *([_FALLBACKS[option.field]] if option.field in _FALLBACKS else [])]
         function = click.option(
             option.flag, option.field, metavar=option.metavar, envvar=variables, show_envvar=True, help=option.brief,
@@ -95,8 +97,10 @@ def command(context: click.Context, /, **given: str | tuple[str, ...] | None) ->
     }
     unknown = [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in context.args]
     log, log_problems = _log_settings(found)
-    runtime_dir = settings.environment().get("XDG_RUNTIME_DIR")
-    chosen = config.parse(found, runtime_dir, [*context.obj, *unknown, *log_problems])
+    environ = settings.environment()
+    push, push_problems = options.parse(found, environ)
+    problems = [*context.obj, *unknown, *log_problems, *push_problems]
+    chosen = replace(config.parse(found, environ.get("XDG_RUNTIME_DIR"), problems), push=push)
     if chosen.problems and _is_watched():
         raise click.UsageError("\n".join(chosen.problems))
     from torchobs.exporter.service import serve
@@ -117,7 +121,7 @@ def _log_settings(found: dict[str, tuple[str, ...]]) -> tuple[dict[str, str], li
 
 
 def _hint(word: str) -> str:
-    flags = [option.flag for option in (*config.OPTIONS, *_LOG_OPTIONS)]
+    flags = [option.flag for option in (*config.OPTIONS, *options.OPTIONS, *_LOG_OPTIONS)]
     return f"{word!r}{values.closest(word.partition('=')[0], flags)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchobs.nodemode import announcement
@@ -41,14 +42,18 @@ def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serv
 def _exporter() -> Serve:
     from torchobs import settings
     from torchobs.exporter import config, logs
+    from torchobs.exporter.otlp import options
     from torchobs.exporter.service import serve
 
     logs.configure(level="info", form="logfmt")
     environ = settings.environment()
-    given = {option.field: (environ[option.variable],) for option in config.OPTIONS if option.variable in environ}
+    known = (*config.OPTIONS, *options.OPTIONS)
+    given = {option.field: (environ[option.variable],) for option in known if option.variable in environ}
+    push, problems = options.parse(given, environ)
 
     def run(flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[Fleet], bool]) -> None:
         here = {"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}
-        serve(config.parse(given | here, environ.get("XDG_RUNTIME_DIR")), announce=announce, finished=finished)
+        chosen = replace(config.parse(given | here, environ.get("XDG_RUNTIME_DIR"), problems), push=push)
+        serve(chosen, announce=announce, finished=finished)
 
     return run

@@ -12,14 +12,18 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from torchobs.exporter import landing
-from torchobs.exporter.exposition import Facts
+from torchobs.exporter.described import Facts
 from torchobs.exporter.scan import EMPTY
 from torchobs.exporter.watch import DEADLINE_S
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.requests import Request
 
+    from torchobs.exporter.otlp.ledger import Counts
     from torchobs.exporter.pages import Page, Pages
+    from torchobs.exporter.scan import Snapshot
     from torchobs.exporter.scrapers import Scrapers
     from torchobs.exporter.watch import Watch
 
@@ -38,6 +42,11 @@ class Site:
     def __init__(self, watch: Watch, pages: Pages, scrapers: Scrapers, telemetry_path: str) -> None:
         self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
         self.problems: tuple[str, ...] = ()
+        self.pushed: Mapping[str, Counts] | None = None
+
+    def facts(self, snapshot: Snapshot) -> Facts:
+        """Return what a page of that snapshot is made of."""
+        return Facts(snapshot, self._watch.timeouts, self.problems, self.pushed)
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -53,7 +62,7 @@ class Site:
     async def _metrics(self, request: Request) -> Response:
         headers = request.headers
         snapshot = await self._watch.fresh(deadline_s=_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
-        facts = Facts(snapshot, self._watch.timeouts, self.problems)
+        facts = self.facts(snapshot)
         compressed = _accepts_gzip(headers.get("accept-encoding", ""))
         page = await self._pages.get(facts, headers.get("accept", ""), compressed=compressed)
         # noted when it is sent, not before: an exporter that leaves waits for pages that arrived

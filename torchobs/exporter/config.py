@@ -13,6 +13,8 @@ from torchobs.values import Address, Kind
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from torchobs.exporter.otlp.options import PushConfig
+
 Mode = Literal["sidecar", "node"]
 PORT = 10960
 """9464 is the OpenTelemetry SDK's own and would collide in a pod; 9100-9999 is all taken."""
@@ -44,6 +46,8 @@ class ExporterConfig:
     """series of one rank"""
     runtime_dir: str | None = None
     """``$XDG_RUNTIME_DIR``"""
+    push: PushConfig | None = None
+    """None: nothing is pushed over OTLP"""
     problems: tuple[str, ...] = ()
     """what of the configuration could not be honoured"""
 

@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs import catalog
-from torchobs._version import __version__
 from torchobs.catalog import Kind
-from torchobs.exporter import labels, states
+from torchobs.exporter import described, labels
 from torchobs.exporter.encoder import header, number, prefix
 from torchobs.exporter.names import Family, Names, family_of, sample_name
 from torchobs.exporter.series import Labelled, Lines, label
-from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from torchobs.catalog import Metric
+    from torchobs.exporter.described import Facts
     from torchobs.exporter.encoder import Style
-    from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.exporter.scan import Rank
     from torchobs.flight.points import Block, Value
-    from torchobs.flight.reader import View
     from torchobs.flight.series import Series
 
 _TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
 _OM_UNITS = {"s": "seconds", "By": "bytes"}
-_BUILD = {"version": __version__, "python": platform.python_version()}
-
-
-class Facts(NamedTuple):
-    """What a page is made of."""
-
-    snapshot: Snapshot
-    timeouts: int = 0
-    """scans that took too long"""
-    problems: tuple[str, ...] = ()
-    """what could not be honoured, besides what the snapshot knows of"""
 
 
 class Exposition:
@@ -58,9 +44,11 @@ class Exposition:
             known = self._ranks.get(key)
             if known is None:
                 known = self._ranks[key] = _RankSeries(rank, self._names, self._limit, self.dropped)
-            _describe(page, rank, known.identity)
+            for said in described.of_rank(rank):
+                page.add(said.metric, {**said.attributes, **known.identity}, said.value)
             known.add_to(page, rank, created=self._created)
-        _describe_exporter(page, facts, self.dropped)
+        for said in described.of_exporter(facts, self.dropped):
+            page.add(said.metric, said.attributes, said.value)
         return page.families()
 
     def _forget(self, served: Iterable[tuple[int, str]]) -> None:
@@ -95,18 +83,11 @@ class _Page:
             found = self._families[family.name] = _Text(first, [], [] if self.style.openmetrics else [created])
         return found
 
-    def add(self, metric: catalog.Metric, own: Mapping[str, str], value: float | None) -> None:
-        """Add one sample of a metric of the catalog; ``None`` is no sample."""
-        if value is not None:
-            family = family_of(metric.name, metric.kind, metric.unit)
-            line = f"{prefix(self.style, sample_name(family), own)}{number(value)}\n"
-            self.of(family, metric.brief).lines.append(line)
-
-    def add_set(self, metric: catalog.Metric, own: Mapping[str, str], values: Mapping[str, float]) -> None:
-        """Add one sample per value of the metric's only attribute."""
-        (attribute,) = metric.attributes
-        for name, value in values.items():
-            self.add(metric, {**own, attribute.name: name}, value)
+    def add(self, metric: Metric, own: Mapping[str, str], value: float) -> None:
+        """Add one sample of a metric of the catalog."""
+        family = family_of(metric.name, metric.kind, metric.unit)
+        line = f"{prefix(self.style, sample_name(family), own)}{number(value)}\n"
+        self.of(family, metric.brief).lines.append(line)
 
     def families(self) -> Iterator[str]:
         """Yield them. The classic format has ``_created`` as families of their own, behind those that they belong to."""
@@ -212,42 +193,3 @@ class _RankSeries:
                 return entry
         self._dropped["conflict"] += 1
         return None
-
-
-def _describe(page: _Page, rank: Rank, own: dict[str, str]) -> None:
-    header, live = rank.view.header, rank.view.live
-    page.add_set(catalog.RANK_STATE_SET, own, {state: float(state == rank.state) for state in catalog.RANK_STATES})
-    page.add(catalog.RANK_UP, own, float(rank.up))
-    page.add(catalog.RANK_HEARTBEAT_TIMESTAMP, own, header.wall_s(live.heartbeat_ns) if live.heartbeat_ns else None)
-    page.add(catalog.RANK_PROGRESS_AGE, own, rank.progress_age_s)
-    page.add(catalog.RANK_START_TIME, own, header.wall_ns / 1e9)
-    page.add(catalog.RANK_RESTARTS, own, labels.number(header.resource, "restart") or 0)
-    reason = "" if rank.up else states.ending(live.exit_reason, live.exit_code, _last_memory(rank.view))[1]
-    page.add_set(catalog.RANK_EXIT, own, {known: float(known == reason) for known in catalog.EXIT_REASONS})
-    page.add(catalog.RANK_INFO, {**labels.of_info(header.resource), **own}, 1.0)
-    page.add(catalog.WORLD_SIZE, own, labels.number(header.resource, "world_size"))
-
-
-def _last_memory(view: View) -> states.Memory:
-    """Return what the rank said last of its memory."""
-    shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
-    last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
-    for series, value in view.points:
-        if isinstance(value, Distribution):
-            continue
-        if series.name == catalog.MEMORY_HOST_UTILIZATION.name:
-            shares.update({str(of): value for name, of in series.attributes if name == catalog.LIMIT.name})
-        elif series.name == catalog.CGROUP_MEMORY_LAST_OOM_KILL.name:
-            kill_age_s = last_s - value
-    return states.Memory(shares["cgroup"], shares["machine"], kill_age_s)
-
-
-def _describe_exporter(page: _Page, facts: Facts, dropped: Mapping[str, int]) -> None:
-    snapshot = facts.snapshot
-    page.add(catalog.BUILD_INFO, _BUILD, 1.0)
-    page.add_set(catalog.EXPORTER_FILES, {}, snapshot.files)
-    page.add_set(catalog.EXPORTER_READ_ERRORS, {}, {**snapshot.errors, "timeout": facts.timeouts})
-    page.add(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
-    page.add(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not facts.problems))
-    page.add(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
-    page.add_set(catalog.EXPORTER_SERIES_DROPPED, {}, dropped)

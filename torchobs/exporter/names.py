@@ -22,6 +22,7 @@ RANK_METRICS = (
 OWN_METRICS = (
     catalog.BUILD_INFO, catalog.EXPORTER_FILES, catalog.EXPORTER_READ_ERRORS, catalog.EXPORTER_SCAN_DURATION,
     catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
+    catalog.OTLP_RECORDED, catalog.OTLP_SENT, catalog.OTLP_DROPPED, catalog.OTLP_QUEUED, catalog.OTLP_FAILURES,
 )  # fmt: skip
 """What it says of itself."""
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from torchobs.exporter import encoder
-from torchobs.exporter.exposition import Exposition, Facts
+from torchobs.exporter.described import Facts
+from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.scan import EMPTY
 
 if TYPE_CHECKING:

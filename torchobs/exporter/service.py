@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import resource
 import signal
 import threading
@@ -34,9 +35,13 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.listener import Connection
+    from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
 RETRY_BIND_S = 5.0
+FLUSH_S = 10.0
+"""How long a node's exporter that has done its duty waits for the receiver of the push."""
+
 _FILES = 65_536
 _log = logging.getLogger(__name__)
 
@@ -89,6 +94,8 @@ class _Service:
         self._unbound = list(config.addresses)
         self._next_bind_s = 0.0
         self._connections = Connections()
+        self._push = _push_of(config)
+        self._done = False
         self._leave = asyncio.Event()
         self._hurry = asyncio.Event()
 
@@ -96,6 +103,8 @@ class _Service:
         self._watch_signals()
         if self._config.problems:
             _log.error("configuration: %s", "; ".join(self._config.problems))
+        if self._push is not None:
+            self._push.start()
         try:
             await self._bind()
             if not self._servers and self._config.mode == "node":
@@ -129,8 +138,11 @@ class _Service:
             await server.on_tick(0)
         connections = {connection for server, _ in self._servers for connection in server.server_state.connections}
         self._connections.sweep(cast("set[Connection]", connections), time.monotonic())
+        if self._push is not None:
+            self._site.pushed = self._push.counts
+            self._push.look(self._site.facts(snapshot))
         if self._finished is not None and snapshot.number and self._finished(self._fleet()):
-            self._hurry.set()
+            self._done = True
             self._leave.set()
 
     async def _bind(self) -> None:
@@ -165,12 +177,16 @@ class _Service:
         )
 
     async def _drain(self) -> None:
-        """Wait until every scraper has what is final; what ends while we wait is final then."""
-        deadline_s = time.monotonic() + self._config.drain_timeout_s
-        final = (await self._watch.after_now()).number if not self._hurry.is_set() else 0
+        """Wait until every scraper and the receiver of the push have what is final; what ends while we wait is final then."""
+        if self._done and self._push is None:
+            return
+        deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
+        final = await self._final() if not self._hurry.is_set() else 0
         while not self._hurry.is_set():
             goal = max([final, *(rank.ended_in or 0 for rank in self._watch.latest.ranks)])
-            waiting = self._scrapers.waiting(goal, time.monotonic())
+            waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
+            if self._push is not None and not self._push.settled:
+                waiting.append("OTLP")
             if not waiting:
                 break
             if time.monotonic() > deadline_s:
@@ -180,11 +196,29 @@ class _Service:
             await _sleep_until(self._hurry, 0.2)
             await self._tick()
 
+    async def _final(self) -> int:
+        """Take the final state, and push it; return its number."""
+        snapshot = await self._watch.after_now()
+        if self._push is not None:
+            self._push.look(self._site.facts(snapshot), final=True)
+        return snapshot.number
+
     async def _close(self) -> None:
+        if self._push is not None:
+            self._push.close()
         for server, bound in self._servers:
             await server.shutdown(sockets=[bound])
         self._watch.close()
         self._pages.close()
+
+
+def _push_of(config: ExporterConfig) -> Push | None:
+    """Return what pushes over OTLP, which takes 3 MiB more; nothing of it is imported unless an endpoint is given."""
+    if config.push is None:
+        return None
+    from torchobs.exporter.otlp.push import Push
+
+    return Push(config.push, config)
 
 
 async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:

@@ -1,0 +1,291 @@
+"""OTLP in tests: a receiver that answers as it is told, the real Collector, and a push driven by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.rank_files import BORN_WALL_NS, Clock, S
+from tests.support import free_port, wait_until
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.described import Facts
+from torchobs.exporter.otlp.options import PushConfig, Target
+from torchobs.exporter.otlp.push import Push
+from torchobs.exporter.scan import Scanner
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NO_VALUE = 1
+"""The flag "no recorded value"."""
+
+
+class Answer(NamedTuple):
+    """What a receiver says; `hold_s`: how long it thinks before, `drip`: whether it answers by single bytes, for ever."""
+
+    status: int = 200
+    headers: Mapping[str, str] = {}
+    body: bytes = b""
+    hold_s: float = 0.0
+    drip: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a receiver got."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    at_s: float
+
+    @property
+    def metrics(self) -> ExportMetricsServiceRequest:
+        """As metrics."""
+        found: ExportMetricsServiceRequest = ExportMetricsServiceRequest.FromString(self.body)
+        return found
+
+    @property
+    def traces(self) -> ExportTraceServiceRequest:
+        """As spans."""
+        found: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(self.body)
+        return found
+
+
+class Receiver:
+    """An HTTP server on 127.0.0.1 inside a `with` block; `answer` decides what it says to each request."""
+
+    def __init__(self, answer: Callable[[Request], Answer] = lambda _: Answer(), port: int = 0) -> None:
+        self.answer = answer
+        self.requests: list[Request] = []
+        self.taken: list[Request] = []
+        """those that were answered with 200"""
+        self._ended = threading.Event()
+        self._port = port
+
+    def __enter__(self) -> Self:
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:  # http.server's name
+                receiver.handle(self)
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # http.server's name
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def of(self, path: str) -> list[Request]:
+        """What was taken at that path."""
+        return [request for request in self.taken if request.path == path]
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        """Take one request."""
+        body = handler.rfile.read(int(handler.headers["Content-Length"]))
+        if handler.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        headers = {name.lower(): value for name, value in handler.headers.items()}
+        request = Request(handler.path, headers, body, time.monotonic())
+        self.requests.append(request)
+        answer = self.answer(request)
+        self._ended.wait(answer.hold_s)
+        with contextlib.suppress(OSError):
+            if answer.drip:
+                self._drip(handler)
+                return
+            handler.send_response(answer.status)
+            for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
+                handler.send_header(name, value)
+            if answer.status == 200:
+                self.taken.append(request)
+            handler.end_headers()
+            handler.wfile.write(answer.body)
+
+    def _drip(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.close_connection = True
+        while not self._ended.wait(0.05):
+            handler.wfile.write(b"H")
+
+
+class Fast:
+    """The push's clock, `scale` times as fast as the machine's; its wall clock began when the test's files were born."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale, self._began_s = scale, time.monotonic()
+
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return (time.monotonic() - self._began_s) * self._scale
+
+    def wall_ns(self) -> int:
+        """Unix time."""
+        return BORN_WALL_NS + round(self.now() * S)
+
+    def wait(self, condition: threading.Condition, seconds: float) -> None:
+        """Wait so long by this clock."""
+        condition.wait(seconds / self._scale)
+
+
+class Pushing:
+    """A scanner by a clock that a test moves, and a push of what it sees, inside a `with` block."""
+
+    def __init__(self, directory: Path, config: PushConfig, clock: Fast | None = None, **given: Any) -> None:
+        exporter = ExporterConfig(flight_dir=str(directory), **given)
+        self.clock = Clock()
+        self.scanner = Scanner(exporter, self.clock)
+        self.push = Push(config, exporter, clock or Fast())
+
+    def __enter__(self) -> Self:
+        self.push.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.push.close()
+        self.scanner.close()
+
+    def look(self, seconds: float, *, final: bool = True, wait: bool = True) -> None:
+        """Scan at a moment of the clock and hand the snapshot over; with `final` all of it is pushed, and waited for."""
+        self.clock.seconds = seconds
+        self.push.look(Facts(self.scanner.scan()), final=final)
+        if wait:
+            wait_until(lambda: self.push.settled and self.push._facts is None, interval_s=0.005)
+
+
+def to(receiver: Receiver, **given: Any) -> Target:
+    """The target that a receiver is, by a path that a signal would choose."""
+    return Target(receiver.url + given.pop("path", "/v1/metrics"), **given)
+
+
+def attributes(pairs: Any) -> dict[str, Any]:
+    """Attributes of a message as Python has them."""
+    return {one.key: plain(one.value) for one in pairs}
+
+
+def plain(value: Any) -> Any:
+    """An AnyValue as Python has it."""
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [plain(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return attributes(value.kvlist_value.values)
+    return None if kind is None else getattr(value, kind)
+
+
+class Seen(NamedTuple):
+    """A point, and where it stood."""
+
+    resource: Mapping[str, Any]
+    scope: str
+    metric: Any
+    attributes: Mapping[str, Any]
+    point: Any
+
+
+def points(requests: list[Request]) -> Iterator[Seen]:
+    """Every point of requests, in order."""
+    for request in requests:
+        for of_resource in request.metrics.resource_metrics:
+            resource = attributes(of_resource.resource.attributes)
+            for of_scope in of_resource.scope_metrics:
+                for metric in of_scope.metrics:
+                    for point in getattr(metric, metric.WhichOneof("data")).data_points:
+                        yield Seen(resource, of_scope.scope.name, metric, attributes(point.attributes), point)
+
+
+def spans(requests: list[Request]) -> list[Any]:
+    """Every span of requests, in order."""
+    return [
+        span
+        for request in requests
+        for of_resource in request.traces.resource_spans
+        for of_scope in of_resource.scope_spans
+        for span in of_scope.spans
+    ]
+
+
+class Collector:
+    """A real OpenTelemetry Collector, which writes all it gets to a file."""
+
+    def __init__(self, program: str, start: Callable[..., subprocess.Popen[str]], home: Path) -> None:
+        self.http, self.grpc = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self._out = home / "collected.json"
+        listen = {name: {"endpoint": url.removeprefix("http://")} for name, url in (("http", self.http), ("grpc", self.grpc))}
+        pipeline = {"receivers": ["otlp"], "exporters": ["file"]}
+        config = {
+            "receivers": {"otlp": {"protocols": listen}},
+            "exporters": {"file": {"path": str(self._out), "flush_interval": "50ms"}},
+            "service": {
+                "telemetry": {"metrics": {"level": "none"}},
+                "pipelines": {"metrics": pipeline, "traces": pipeline},
+            },
+        }
+        path = home / "otelcol.yml"
+        path.write_text(yaml.safe_dump(config))
+        start(program, "--config", path)
+        for url in (self.http, self.grpc):
+            wait_until(lambda url=url: listens(url), timeout_s=30)  # type: ignore[misc]  # a default binds the loop's variable
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What it wrote, one object per request; a line it is at is left out."""
+        text = self._out.read_text() if self._out.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def resources(self, signal: str) -> list[dict[str, Any]]:
+        """The resources of `metrics` or `spans`, in order."""
+        return [of for line in self.lines() for of in line.get(f"resource{signal.capitalize()}", [])]
+
+
+def listens(url: str) -> bool:
+    """Whether somebody listens there."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def of_json(value: Mapping[str, Any]) -> Any:
+    """An AnyValue of OTLP's JSON as Python has it: 64-bit integers are text there."""
+    if not value:
+        return None
+    ((kind, inner),) = value.items()
+    if kind == "intValue":
+        return int(inner)
+    if kind == "arrayValue":
+        return [of_json(item) for item in inner.get("values", [])]
+    return pairs_of_json(inner["values"]) if kind == "kvlistValue" else inner
+
+
+def pairs_of_json(pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Attributes of OTLP's JSON."""
+    return {pair["key"]: of_json(pair["value"]) for pair in pairs}

@@ -1,0 +1,109 @@
+"""What the exporter says of each rank and of itself, once for the page and for what is pushed."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs._version import __version__
+from torchobs.exporter import labels, states
+from torchobs.flight.reader import Distribution
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torchobs.catalog import Metric
+    from torchobs.exporter.otlp.ledger import Counts
+    from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.flight.reader import View
+
+_BUILD = {"version": __version__, "python": platform.python_version()}
+
+
+class Facts(NamedTuple):
+    """What a page is made of."""
+
+    snapshot: Snapshot
+    timeouts: int = 0
+    """scans that took too long"""
+    problems: tuple[str, ...] = ()
+    """what could not be honoured, besides what the snapshot knows of"""
+    pushed: Mapping[str, Counts] | None = None
+    """what became of what was to be pushed, by signal; ``None``: nothing is to be"""
+
+
+class Said(NamedTuple):
+    """One sample of a metric of the catalog; a rank's identity is not among the attributes."""
+
+    metric: Metric
+    attributes: Mapping[str, str]
+    value: float
+
+
+def of_rank(rank: Rank) -> Iterator[Said]:
+    """Yield what the exporter says of a rank: its state, how it ended, what describes it."""
+    header, live = rank.view.header, rank.view.live
+    yield from _set(catalog.RANK_STATE_SET, {state: float(state == rank.state) for state in catalog.RANK_STATES})
+    yield Said(catalog.RANK_UP, {}, float(rank.up))
+    if live.heartbeat_ns:
+        yield Said(catalog.RANK_HEARTBEAT_TIMESTAMP, {}, header.wall_s(live.heartbeat_ns))
+    if rank.progress_age_s is not None:
+        yield Said(catalog.RANK_PROGRESS_AGE, {}, rank.progress_age_s)
+    yield Said(catalog.RANK_START_TIME, {}, header.wall_ns / 1e9)
+    yield Said(catalog.RANK_RESTARTS, {}, labels.number(header.resource, "restart") or 0)
+    reason = ending(rank)
+    yield from _set(catalog.RANK_EXIT, {known: float(known == reason) for known in catalog.EXIT_REASONS})
+    yield Said(catalog.RANK_INFO, labels.of_info(header.resource), 1.0)
+    world_size = labels.number(header.resource, "world_size")
+    if world_size is not None:
+        yield Said(catalog.WORLD_SIZE, {}, world_size)
+
+
+def ending(rank: Rank) -> str:
+    """Return the reason for which a rank ended, one of ``catalog.EXIT_REASONS``; empty while it lives."""
+    live = rank.view.live
+    return "" if rank.up else states.ending(live.exit_reason, live.exit_code, _last_memory(rank.view))[1]
+
+
+def of_exporter(facts: Facts, dropped: Mapping[str, int]) -> Iterator[Said]:
+    """Yield what the exporter says of itself; ``dropped`` are the series that are not on the page, by reason."""
+    snapshot = facts.snapshot
+    yield Said(catalog.BUILD_INFO, _BUILD, 1.0)
+    yield from _set(catalog.EXPORTER_FILES, snapshot.files)
+    yield from _set(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": facts.timeouts})
+    yield Said(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
+    yield Said(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not facts.problems))
+    yield Said(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
+    yield from _set(catalog.EXPORTER_SERIES_DROPPED, dropped)
+    for signal, counts in (facts.pushed or {}).items():
+        yield from _of_push({"signal": signal}, counts)
+
+
+def _of_push(signal: Mapping[str, str], counts: Counts) -> Iterator[Said]:
+    yield Said(catalog.OTLP_RECORDED, signal, counts.recorded)
+    yield Said(catalog.OTLP_SENT, signal, counts.sent)
+    for reason, number in counts.dropped.items():
+        yield Said(catalog.OTLP_DROPPED, {**signal, "reason": reason}, number)
+    yield Said(catalog.OTLP_QUEUED, signal, counts.queued)
+    yield Said(catalog.OTLP_FAILURES, signal, counts.failures)
+
+
+def _set(metric: Metric, values: Mapping[str, float]) -> Iterator[Said]:
+    """Yield one sample per value of the metric's only attribute."""
+    (attribute,) = metric.attributes
+    return (Said(metric, {attribute.name: name}, value) for name, value in values.items())
+
+
+def _last_memory(view: View) -> states.Memory:
+    """Return what the rank said last of its memory."""
+    shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
+    last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
+    for series, value in view.points:
+        if isinstance(value, Distribution):
+            continue
+        if series.name == catalog.MEMORY_HOST_UTILIZATION.name:
+            shares.update({str(of): value for name, of in series.attributes if name == catalog.LIMIT.name})
+        elif series.name == catalog.CGROUP_MEMORY_LAST_OOM_KILL.name:
+            kill_age_s = last_s - value
+    return states.Memory(shares["cgroup"], shares["machine"], kill_age_s)

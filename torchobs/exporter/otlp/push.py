@@ -1,0 +1,171 @@
+"""The push: a thread that makes requests of what the exporter sees, and one per signal that sends them.
+
+The event loop does nothing for it but hand over each snapshot. A rank that has ended, is gone or is new is pushed at once:
+when a pod is deleted there is no time after the training's end, and a counter that is known from 0 on has no first increase
+that is lost.
+"""
+
+from __future__ import annotations
+
+from threading import Condition, Thread
+from typing import TYPE_CHECKING
+
+from torchobs.exporter.otlp.backlog import Backlog, Batch
+from torchobs.exporter.otlp.clock import Clock, SystemClock
+from torchobs.exporter.otlp.collect import Metrics, Traces, key_of
+from torchobs.exporter.otlp.rings import Rings
+from torchobs.exporter.otlp.sender import Sender
+from torchobs.flight.layout import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.described import Facts
+    from torchobs.exporter.otlp.collect import Packed
+    from torchobs.exporter.otlp.ledger import Counts
+    from torchobs.exporter.otlp.options import PushConfig, Target
+    from torchobs.exporter.otlp.transport import Transport
+    from torchobs.exporter.scan import Rank
+
+_FULL = 0.25
+"""Share of a rank's event ring whose filling has it read before its time: it must not be written over unread."""
+
+
+class Push:
+    """Everything that is pushed. To be fed by one thread; ``counts`` and ``settled`` may be asked by any."""
+
+    def __init__(self, config: PushConfig, exporter: ExporterConfig, clock: Clock | None = None) -> None:
+        self._config, self._clock = config, clock or SystemClock()
+        self._backlogs = {signal: Backlog(config.queue_bytes, self._clock) for signal, _ in config.targets()}
+        self._transports = {signal: transport(signal, target, self._clock) for signal, target in config.targets()}
+        self._senders = [Sender(name, backlog, self._transports[name]) for name, backlog in self._backlogs.items()]
+        self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=self._clock.wall_ns())
+        self._traces = Traces(Rings(exporter))
+        self._ended: set[str] = set()
+        self._next_metrics_s = self._next_traces_s = 0.0
+        self._changed = Condition()
+        self._facts: Facts | None = None
+        self._closed = self._final = False
+        self._thread = Thread(target=self._run, name="otlp", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._next_metrics_s = self._clock.now() + self._config.interval_s
+        for sender in self._senders:
+            sender.start()
+        self._thread.start()
+
+    @property
+    def counts(self) -> Mapping[str, Counts]:
+        """What became of everything, by signal."""
+        return {signal: backlog.counts for signal, backlog in self._backlogs.items()}
+
+    @property
+    def settled(self) -> bool:
+        """Whether the final state was taken, and all there was is sent or dropped."""
+        return not self._final and not any(one.counts.queued for one in self._backlogs.values())
+
+    def look(self, facts: Facts, *, final: bool = False) -> None:
+        """Push what is due; ``final``: everything, for the exporter ends. Returns at once."""
+        with self._changed:
+            self._facts, self._final = facts, final or self._final
+            self._changed.notify_all()
+        if final:
+            for backlog in self._backlogs.values():
+                backlog.hurry()
+
+    def close(self, timeout_s: float = 0.5) -> None:
+        """End; what was not sent is dropped, and counted. Waits for threads at most so long each. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sender in self._senders:
+            sender.close(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            facts, final = work
+            self._push_traces(facts, final=final)
+            self._push_metrics(facts, final=final)
+            self._ended = {rank.incarnation for rank in facts.snapshot.ranks if not rank.up}
+            with self._changed:
+                self._final = self._final and self._facts is not None  # handed over meanwhile: that is the final one
+        self._traces.keep(())
+
+    def _next(self) -> tuple[Facts, bool] | None:
+        with self._changed:
+            while self._facts is None and not self._closed:
+                self._changed.wait()
+            if self._closed or self._facts is None:
+                return None
+            facts, self._facts = self._facts, None
+            return facts, self._final
+
+    def _push_metrics(self, facts: Facts, *, final: bool) -> None:
+        if "metrics" not in self._backlogs:
+            return
+        ranks, now_s = facts.snapshot.ranks, self._clock.now()
+        gone, everything = self._metrics.gone(ranks), final or now_s >= self._next_metrics_s
+        if everything:
+            self._next_metrics_s = now_s + self._config.interval_s
+        else:
+            new = {key_of(rank) for rank in self._metrics.unknown(ranks)}
+            ranks = tuple(rank for rank in ranks if key_of(rank) in new or self._has_just_ended(rank))
+        if ranks or gone or everything:
+            own = facts._replace(pushed=self.counts) if everything else None
+            self._put("metrics", self._metrics.collect(ranks, gone, self._clock.wall_ns(), own))
+
+    def _push_traces(self, facts: Facts, *, final: bool) -> None:
+        if "traces" not in self._backlogs:
+            return
+        ranks, now_s = facts.snapshot.ranks, self._clock.now()
+        due = final or now_s >= self._next_traces_s
+        if due:
+            self._next_traces_s = now_s + self._config.span_delay_s
+        chosen = [rank for rank in ranks if self._wants_reading(rank, due=due, final=final)]
+        if chosen:
+            self._put("traces", self._traces.collect(chosen, self._clock.wall_ns()))
+        self._traces.keep(ranks)
+
+    def _wants_reading(self, rank: Rank, *, due: bool, final: bool) -> bool:
+        written = self._traces.written(rank)
+        ring = rank.view.header.regions[Region.EVENTS].length
+        if final or self._has_just_ended(rank) or written > _FULL * ring:
+            return True
+        return due and rank.up and written != 0
+
+    def _has_just_ended(self, rank: Rank) -> bool:
+        return not rank.up and rank.incarnation not in self._ended
+
+    def _put(self, signal: str, requests: Packed) -> None:
+        pack = self._transports[signal].pack
+        for message, items in requests:
+            self._backlogs[signal].put(Batch(pack(message), items))
+
+
+def transport(signal: str, target: Target, clock: Clock) -> Transport:
+    """Return the way to a target. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
+    if signal == "metrics":
+        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+
+        def partial(answer: bytes) -> tuple[int, str]:
+            part = ExportMetricsServiceResponse.FromString(answer).partial_success
+            return part.rejected_data_points, part.error_message
+
+    else:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+        def partial(answer: bytes) -> tuple[int, str]:
+            part = ExportTraceServiceResponse.FromString(answer).partial_success
+            return part.rejected_spans, part.error_message
+
+    if target.protocol == "grpc":
+        from torchobs.exporter.otlp.rpc import Rpc
+
+        return Rpc(target, signal, partial)
+    from torchobs.exporter.otlp.web import Web
+
+    return Web(target, partial, lambda: clock.wall_ns() / 1e9)

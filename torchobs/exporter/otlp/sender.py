@@ -1,0 +1,77 @@
+"""The thread that brings one signal's batches to the receiver, oldest first, again and again until each is settled."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+from threading import Thread
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchobs.exporter.otlp.backlog import Backlog
+    from torchobs.exporter.otlp.transport import Outcome, Transport
+
+FIRST_S, MOST_S = 1.0, 60.0
+"""Waiting times between attempts: doubled from the one to the other, as OpenTelemetry's exporters do, half of it by chance."""
+
+LONGEST_RETRY_AFTER_S = 300.0
+"""What a receiver may ask for at most: a mistaken ``Retry-After`` of a year must not end the push."""
+
+_log = logging.getLogger(__name__)
+
+
+class Backoff:
+    """How long to wait before the next attempt."""
+
+    def __init__(self, random: Random | None = None) -> None:
+        self._random = random or Random()  # noqa: S311  # spreads retries, protects nothing
+        self._failures = 0
+
+    def succeeded(self) -> None:
+        """Begin anew."""
+        self._failures = 0
+
+    def next_s(self, after_s: float | None) -> float:
+        """Return the seconds to wait after a failure; never less than the receiver asked for, within reason."""
+        longest_s = min(FIRST_S * 2.0**self._failures, MOST_S)
+        self._failures = min(self._failures + 1, 16)
+        waiting_s = longest_s * (0.5 + self._random.random() / 2)
+        return waiting_s if after_s is None else max(waiting_s, min(after_s, LONGEST_RETRY_AFTER_S))
+
+
+class Sender:
+    """One per signal: a receiver of spans that hangs keeps no metrics waiting."""
+
+    def __init__(self, signal: str, backlog: Backlog, transport: Transport) -> None:
+        self._signal, self._backlog, self._transport = signal, backlog, transport
+        self._backoff = Backoff()
+        self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """End: what is not sent is dropped, a request under way is broken off."""
+        self._backlog.close()
+        self._transport.cancel()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (batch := self._backlog.take()) is not None:
+            outcome = self._transport.send(batch.body)
+            self._backlog.settle(batch, outcome)
+            self._say(outcome)
+            if outcome.kind == "retry":
+                self._backlog.pause(self._backoff.next_s(outcome.after_s))
+            else:
+                self._backoff.succeeded()
+        self._transport.close()
+
+    def _say(self, outcome: Outcome) -> None:
+        if outcome.kind == "refused":
+            _log.error("OTLP %s: the receiver refuses them: %s", self._signal, outcome.words)
+        elif outcome.kind == "retry":
+            _log.warning("OTLP %s: not sent, they will be sent again: %s", self._signal, outcome.words)
+        elif outcome.rejected or outcome.words:
+            _log.warning("OTLP %s: the receiver rejected %d: %s", self._signal, outcome.rejected, outcome.words)
