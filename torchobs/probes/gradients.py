@@ -111,6 +111,8 @@ class GradientProbe:
         optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None and self._pace.is_due(self._host.cycle.step):
             self._measure(optimizer, within=True)
+        # only now: another probe may have put the next look off, and the next optimizer may have no closure
+        self._host.norm_due = min(self._pace.due_at, self._updates.due_at)
 
     def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
         """Count its gradients, now and then: parameters are seldom frozen or thawed."""
