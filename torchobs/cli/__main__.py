@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_EXTRA = frozenset({"click", "prometheus_client", "starlette", "uvicorn", "h11", "anyio", "opentelemetry", "msgspec", "yaml"})
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit status.
 
-    ``run`` works on a plain install, in a training image: it comes before anything else is imported.
+    ``run`` comes before anything else is imported: the script that it runs is to find the interpreter as Python leaves it.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["run"]:
@@ -22,17 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run.main(given[1:])
         return 0
-    try:
-        from torchobs.cli.commands import group
+    from torchobs.cli import commands
 
-        group.main(given, prog_name="torchobs")
-    except ModuleNotFoundError as missing:
-        package = (missing.name or "").partition(".")[0]
-        if package not in _EXTRA:
-            raise
-        name = f"torchobs {given[0]}" if given and not given[0].startswith("-") else "torchobs"
-        print(f"{name}: {package} is not installed: pip install 'torchobs[exporter]'", file=sys.stderr)  # noqa: T201
-        return 1
+    return commands.main(given)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,78 @@
-"""The group ``torchobs``: knows its commands by name, and imports one when it is called."""
+"""The commands of ``torchobs`` by name; one is imported when it is called.
+
+All but the exporter work on a plain install, in a training image, where there is no click: they are the ones that a person
+needs when a training has just died there.
+"""
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import cast
+from typing import TYPE_CHECKING
 
-import click
-
+from torchobs import values
 from torchobs._version import __version__
 
-_BRIEFS = {
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+BRIEFS = {
     "run": "Run a training script with torchobs watching it.",
+    "inspect": "Say what became of a run, from its flight files.",
     "exporter": "Serve the flight files of a directory to Prometheus.",
 }
+OPTIONS = ("--help", "--version")
+
+_HELP = """\
+Usage: torchobs COMMAND [options] …
+
+Watch PyTorch training runs: what every rank does, and when one goes bad.
+
+Commands:
+{commands}
+
+examples:
+  torchobs run train.py --lr 3e-4            watch a training without changing it
+  torchobs inspect                           after it died: what happened, and when it began
+
+`torchobs COMMAND --help` has more examples. Options: --help, --version."""
+
+_EXTRA = frozenset({"click", "prometheus_client", "starlette", "uvicorn", "h11", "anyio", "opentelemetry", "msgspec", "yaml"})
 
 
-class _Lazy(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
-        """See :class:`click.Group`."""
-        return list(_BRIEFS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  # click's signature
-        """See :class:`click.Group`."""
-        if cmd_name not in _BRIEFS:
-            return None
-        return _run if cmd_name == "run" else cast("click.Command", import_module(f"torchobs.cli.{cmd_name}").command)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  # click's signature
-        """See :class:`click.Group`. A list of commands is no reason to import them."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_BRIEFS.items()))
-
-
-@click.group(cls=_Lazy, context_settings={"max_content_width": 128}, epilog="`torchobs COMMAND --help` has examples.")
-@click.version_option(__version__, message="torchobs %(version)s")
-def group() -> None:
-    """Watch PyTorch training runs: what every rank does, and when one goes bad."""
+def main(given: Sequence[str]) -> int:
+    """Run the command that the arguments name and return its exit status."""
+    name, *arguments = given or ["--help"]
+    if name in {"--help", "-h", "help"}:
+        return _help(arguments)
+    if name == "--version":
+        sys.stdout.write(f"torchobs {__version__}\n")
+        return 0
+    if name not in BRIEFS:
+        what = "option" if name.startswith("-") else "command"
+        hint = values.closest(name, [*BRIEFS, *OPTIONS])
+        sys.stderr.write(f"torchobs: no such {what}: {name!r}{hint}\n`torchobs --help` lists them\n")
+        return 2
+    return _call(name, arguments)
 
 
-@click.command(
-    "run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}, add_help_option=False
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def _run(arguments: tuple[str, ...]) -> None:
-    import_module("torchobs.cli.run").main(arguments)
+def _help(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in BRIEFS:
+        return _call(arguments[0], ["--help"])
+    commands = "\n".join(f"  {name:<12}{brief}" for name, brief in BRIEFS.items())
+    sys.stdout.write(_HELP.format(commands=commands) + "\n")
+    return 0
+
+
+def _call(name: str, arguments: Sequence[str]) -> int:
+    try:
+        module = import_module(f"torchobs.cli.{name}")
+        if name == "exporter":
+            module.command.main(list(arguments), prog_name="torchobs exporter")
+        return int(module.main(arguments) or 0)
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if name == "run" or package not in _EXTRA:
+            raise
+        sys.stderr.write(f"torchobs {name}: {package} is not installed: pip install 'torchobs[exporter]'\n")
+        return 1

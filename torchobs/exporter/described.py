@@ -63,7 +63,7 @@ def of_rank(rank: Rank) -> Iterator[Said]:
 def ending(rank: Rank) -> str:
     """Return the reason for which a rank ended, one of ``catalog.EXIT_REASONS``; empty while it lives."""
     live = rank.view.live
-    return "" if rank.up else states.ending(live.exit_reason, live.exit_code, _last_memory(rank.view))[1]
+    return "" if rank.up else states.ending(live.exit_reason, live.exit_code, last_memory(rank.view))[1]
 
 
 def of_exporter(facts: Facts, dropped: Mapping[str, int]) -> Iterator[Said]:
@@ -95,7 +95,7 @@ def _set(metric: Metric, values: Mapping[str, float]) -> Iterator[Said]:
     return (Said(metric, {attribute.name: name}, value) for name, value in values.items())
 
 
-def _last_memory(view: View) -> states.Memory:
+def last_memory(view: View) -> states.Memory:
     """Return what the rank said last of its memory."""
     shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
     last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)

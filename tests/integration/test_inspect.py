@@ -1,0 +1,224 @@
+"""`torchobs inspect` on runs that really died, on copies, on rubbish, and what it promises to programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_files import BOOT, File, live_rank, train
+from tests.support import ROOT, clean_environment, wait_until
+from torchobs import catalog
+from torchobs.cli import inspect
+from torchobs.flight.layout import Exit, Live
+
+GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
+HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"
+EXIT_WORD = 4096 // 8 + Live.EXIT
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
+    """Exit status and what was printed."""
+    status = inspect.main([str(argument) for argument in arguments])
+    return status, capsys.readouterr().out
+
+
+def document(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    """The report for programs."""
+    _, out = inspected(capsys, *arguments, "--json")
+    made: dict[str, Any] = json.loads(out)
+    return made
+
+
+def dying(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, how: str, **options: object) -> subprocess.Popen[str]:
+    """Start the training that dies."""
+    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return start(sys.executable, ROOT / "tests" / "scripts" / "dying.py", how, env=environ, **options)
+
+
+def test_a_run_that_diverged_and_raised(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exception with its line, when the loss went and after what, the layers, the rate, the last steps."""
+    assert dying(start, flight_dir, "raise").wait(timeout=120) == 1
+    status, out = inspected(capsys, flight_dir)
+    text = " ".join(out.split())
+    assert status == 1
+    assert "Rank 0 ended by RuntimeError at " in text
+    assert "dying.py:24 in <module>, after step 60." in text
+    assert "The loss turned infinite in step 48, 1 step after the gradient norm rose" in text
+    assert "The learning rate had risen 1e6-fold (from 0.01 to 10000) in step 46." in text
+    assert "Gradients were NaN first in step 48" in text
+    found = document(capsys, flight_dir, "--steps", "60")
+    (rank,) = found["ranks"]
+    assert (rank["state"], rank["exit"]) == ("failed", {"reason": "exception", "code": 1})
+    assert [step["step"] for step in rank["steps"]] == list(range(1, 61))
+    assert rank["steps"][-1]["loss"] == "NaN"
+    assert rank["goodput"]["productive"] > 0
+
+
+def test_a_rank_that_was_killed(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It had no word left; its file has every step."""
+    victim = dying(start, flight_dir, "wait", stdout=subprocess.PIPE)
+    assert victim.stdout is not None
+    assert victim.stdout.readline() == "trained\n"
+    assert inspected(capsys, flight_dir)[0] == 0, "it is alive"
+    victim.send_signal(signal.SIGKILL)
+    victim.wait(timeout=10)
+    status = wait_until(lambda: inspected(capsys, flight_dir)[0])
+    (rank,) = document(capsys, flight_dir)["ranks"]
+    assert status == 1
+    assert (rank["state"], rank["exit"]["reason"], rank["last_step"]) == ("lost", "lost", 60)
+    assert "vanished without a word after step 60" in inspected(capsys, flight_dir)[1]
+
+
+def dead(directory: Path, **given: Any) -> File:
+    """A rank of another boot with fifty steps, a gradient that was not finite, and a full cgroup."""
+    file, born_s = File(directory, boot=bytes(16), **given), given.get("born_s", 0.0)
+    for number in range(1, 51):
+        file.step(number, born_s + number / 10)
+    file.set(catalog.MEMORY_HOST_UTILIZATION, 0.99, limit="cgroup")
+    file.set(catalog.MEMORY_HOST_RSS, 3.5 * 2**30)
+    file.beat(born_s + 5.0)
+    file.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, {"layers": [HOSTILE], "layers_affected": 1, "kinds": ["nan"]}, 50)
+    return file
+
+
+def test_a_rank_that_ran_out_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it said last of its memory is the evidence."""
+    dead(tmp_path).save()
+    _, out = inspected(capsys, tmp_path)
+    assert "likely killed for memory after step 50" in out
+    assert "99 % of its cgroup's memory was taken" in " ".join(out.split())
+    assert "rss 3.5 GiB" in out
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_no_line_is_wider_than_the_terminal(
+    tmp_path: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no layer's name sends a command to it."""
+    for rank in range(3):
+        dead(tmp_path, seed=rank + 1, rank=rank, job_name=HOSTILE).save()
+    monkeypatch.setenv("COLUMNS", str(width))
+    _, out = inspected(capsys, tmp_path)
+    assert max(map(len, out.splitlines())) <= width
+    assert "\x1b" not in out
+    assert "\u202e" not in out
+    assert "owned" in out, "the name itself is shown"
+
+
+def test_the_document_s_form_does_not_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pytestconfig: pytest.Config
+) -> None:
+    """Programs read it: a change is one of its version, too."""
+    file = dead(tmp_path)
+    file.memory.word(EXIT_WORD, 1 << 63 | Exit.EXIT_CODE << 32 | 3)
+    file.save()
+    made = document(capsys, tmp_path, "--steps", "2")
+    for event in made["ranks"][0]["events"]:
+        event["time"] = 0.0  # dated by the machine's clock
+    text = json.dumps(made, indent=2) + "\n"
+    if pytestconfig.getoption("--update-golden"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def test_of_several_runs_the_last_one_is_told_and_the_others_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory keeps the files of earlier runs for a while."""
+    dead(tmp_path, run_id="early", seed=1).save()
+    dead(tmp_path, run_id="late", seed=2, born_s=100.0).save()
+    assert [rank["run_id"] for rank in document(capsys, tmp_path)["ranks"]] == ["late"]
+    assert [rank["run_id"] for rank in document(capsys, tmp_path, "--run", "ear")["ranks"]] == ["early"]
+    assert "1 other run in this directory: --run early" in inspected(capsys, tmp_path)[1]
+    assert inspect.main([str(tmp_path), "--run", "none"]) == 2
+    assert "no run 'none'" in capsys.readouterr().err
+
+
+def test_of_a_restarted_rank_the_last_attempt_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And where the earlier one is."""
+    first = dead(tmp_path, seed=1).save()
+    dead(tmp_path, seed=2, born_s=100.0, restart=1).save()
+    assert [rank["restart"] for rank in document(capsys, tmp_path)["ranks"]] == [1]
+    out = inspected(capsys, tmp_path)[1]
+    assert f"1 earlier attempt of these ranks: inspect {first.path.name}"[:60] in out
+
+
+@pytest.mark.parametrize("kept", [5000, 200_000, 500_000, 900_000])
+def test_a_part_of_a_file_gives_what_can_be_had(tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A download that broke off: what is there is told, and that it is a part."""
+    whole = dead(tmp_path).save().path
+    part = tmp_path / "part"
+    part.write_bytes(whole.read_bytes()[:kept])
+    status, out = inspected(capsys, part)
+    assert status == 1
+    assert f"{kept:,} of 1,048,576 bytes are there" in " ".join(out.split())
+
+
+def test_a_copy_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a rank that may well be alive elsewhere."""
+    copy = tmp_path / "from-the-pod.flight"
+    shutil.copy(dead(tmp_path).save().path, copy)
+    assert "whether its process still runs cannot be seen from it" in " ".join(inspected(capsys, copy)[1].split())
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"x" * 5000, bytes(1 << 20), os.urandom(1 << 20)])
+def test_rubbish_is_refused_with_the_reason(tmp_path: Path, rubbish: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a path, and in a directory beside a good file, which is told all the same."""
+    bad = tmp_path / f"r9-{0:032x}.flight"
+    bad.write_bytes(rubbish)
+    assert inspect.main([str(bad)]) == 2
+    assert f"nothing readable: {bad.name}: " in capsys.readouterr().err
+    dead(tmp_path).save()
+    status, out = inspected(capsys, tmp_path)
+    assert status == 1
+    assert f"not read: {bad.name}"[:40] in out
+
+
+def test_what_is_not_there_is_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty directory, a missing path, no directory at all."""
+    assert inspect.main([str(tmp_path)]) == 2
+    assert "torchobs run train.py" in capsys.readouterr().err
+    assert inspect.main([str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_a_directory_of_two_hundred_ranks_is_told_in_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the ranks in a table that stays readable."""
+    raw = dead(tmp_path).save()
+    for number in range(200):
+        again = dead(tmp_path, seed=number + 2, rank=number)
+        again.save()
+    raw.path.unlink()
+    began = time.perf_counter()
+    _, out = inspected(capsys, tmp_path)
+    assert time.perf_counter() - began < 20
+    assert "200 ranks" in out
+    assert "… and 160 more" in out
+    assert "So did 198 other ranks." in " ".join(out.split())
+
+
+def test_a_living_rank_is_told_while_it_trains(flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reading takes nothing from it; exit status 0."""
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 20))
+    status, out = inspected(capsys, flight_dir)
+    writer.close()
+    assert status == 0
+    assert "Rank 0 is running, after step 19." in out
+
+
+def test_files_of_this_boot_are_compared_with_its_clock() -> None:
+    """The tests above rely on the boot id of theirs being another one."""
+    assert bytes(16) != BOOT

@@ -1,0 +1,214 @@
+"""What is said of a dead run first: the sentences, from numbers alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.postmortems import START_S, fact, facts, step, steps
+from torchobs import catalog
+from torchobs.catalog import RANK_STATES
+from torchobs.exporter.states import Memory
+from torchobs.postmortem.diagnosis import diagnose, worst
+from torchobs.postmortem.facts import Facts
+
+NAN = math.nan
+
+
+def told(of: Facts) -> dict[str, str]:
+    """The diagnosis by kind."""
+    return {finding.kind: finding.text for finding in diagnose(of)}
+
+
+def test_a_healthy_run_that_finished_has_one_sentence() -> None:
+    """Nothing is said where there is nothing to say."""
+    (only,) = diagnose(facts(steps(300), state="finished", reason="finished"))
+    assert only.text == "Rank 0 finished in order after step 300; it ran for 30 s."
+    assert only.severity == "info"
+
+
+def test_a_loss_that_turned_nan_is_told_with_the_gradient_before_it_and_the_rate() -> None:
+    """The step, what the gradient norm did before, the learning rate, and how much was wasted."""
+    history = [*steps(808), step(809, 2.0, 40.0), step(810, 3.0), step(811, 4.0), *(step(n, NAN, NAN) for n in range(812, 822))]
+    text = told(facts(history))["nonfinite_loss"]
+    assert text == (
+        "The loss turned NaN in step 812, 3 steps after the gradient norm rose 40-fold (from 1 to 40); the learning rate was "
+        "0.001. It trained on for 9 steps with it."
+    )
+
+
+def test_a_gradient_that_was_not_finite_first_is_named_before_a_norm_that_rose() -> None:
+    """The weights took it over: the loss of the step after it is the first to show it."""
+    history = [*steps(100), step(101, 2.5, math.inf), step(102, NAN, NAN)]
+    assert "1 step after its gradient was not finite while the loss still was 2.5" in told(facts(history))["nonfinite_loss"]
+
+
+def test_a_step_that_the_scaler_skipped_is_no_cause() -> None:
+    """Its gradient never reached the weights."""
+    history = [*steps(100), step(101, 2.5, math.inf, skipped=True), step(102, NAN, NAN)]
+    assert "not finite while" not in told(facts(history))["nonfinite_loss"]
+
+
+def test_a_learning_rate_that_leapt_is_told() -> None:
+    """What a person asks first."""
+    history = [*steps(100), step(101, 2.0, 1.0, learning_rate=1.0), step(102, NAN, NAN, learning_rate=1.0)]
+    assert "The learning rate had risen 1000-fold (from 0.001 to 1) in step 101." in told(facts(history))["nonfinite_loss"]
+
+
+def test_a_warm_up_is_no_leap() -> None:
+    """A rate that climbs from nearly nothing in the first steps is a schedule."""
+    history = [*(step(n, learning_rate=1e-3 * n / 100) for n in range(1, 101)), step(101, NAN, NAN)]
+    assert "had risen" not in told(facts(history))["nonfinite_loss"]
+
+
+def test_a_loss_that_recovered_is_no_error() -> None:
+    """The last one was finite."""
+    history = [*steps(100), step(101, NAN, NAN), *(step(n) for n in range(102, 200))]
+    found = diagnose(facts(history, state="finished", reason="finished", values={(catalog.ANOMALIES, "nonfinite_loss"): 1}))
+    assert [(finding.kind, finding.severity) for finding in found] == [("finished", "info"), ("nonfinite_loss", "warning")]
+
+
+@pytest.mark.parametrize(
+    ("first", "said"), [(1, "The loss was NaN from the first step on"), (900, "since step 900 or before: older steps are gone")]
+)
+def test_a_loss_that_never_was_finite(first: int, said: str) -> None:
+    """From the first step on, or from before the ring's oldest step: both are said."""
+    assert said in told(facts([step(n, NAN, NAN) for n in range(first, first + 20)]))["nonfinite_loss"]
+
+
+def test_an_infinite_loss_is_not_called_nan() -> None:
+    """They have different causes."""
+    assert "turned infinite in step 51" in told(facts([*steps(50), step(51, math.inf)]))["nonfinite_loss"]
+
+
+def test_the_layers_of_the_first_nonfinite_gradient_are_named() -> None:
+    """Three of them, and how many more."""
+    event = fact(
+        catalog.EVENT_NONFINITE_GRADIENT, 8.1, 81, layers=["h.0", "h.1", "h.2", "h.3"], layers_affected=5, kinds=["nan"]
+    )
+    text = told(facts(steps(90), events=[event], values={catalog.GRAD_NONFINITE_STEPS: 2}))["nonfinite_gradient"]
+    assert text == "Gradients were NaN first in step 81, in h.0, h.1, h.2 and 2 more layers; in 2 measured steps in all."
+
+
+def test_an_explosion_is_told_once_with_its_rate() -> None:
+    """A loss that rose with it repeats neither."""
+    history = [*steps(100), *(step(n, 9.0, 80.0, learning_rate=1.0) for n in range(101, 104))]
+    events = [
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="loss_spike", value=9.0, baseline=2.0),
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="gradient_explosion", value=80.0, baseline=1.0),
+    ]
+    values = {(catalog.ANOMALIES, "loss_spike"): 1, (catalog.ANOMALIES, "gradient_explosion"): 3}
+    found = told(facts(history, events=events, values=values))
+    assert found["gradient_explosion"].startswith("The gradient norm rose in step 101 to 80, usual was 1; 2 more such steps")
+    assert "had risen 1000-fold" in found["gradient_explosion"]
+    assert found["loss_spike"] == "The loss rose in step 101 to 9, usual was 2."
+
+
+def test_an_exception_is_told_with_its_place_and_its_root() -> None:
+    """Of the main thread: one of another did not end the rank."""
+    events = [
+        fact(
+            catalog.EVENT_EXCEPTION, 5.0, 50, exception__type="builtins.ValueError", location="net.py:7 in f",
+            caller="train.py:88 in main", cause__type="builtins.KeyError", cause__location="data.py:3 in get",
+        ),
+        fact(catalog.EVENT_EXCEPTION, 6.0, 60, exception__type="builtins.OSError", location="x.py:1 in g", thread="watchdog"),
+    ]  # fmt: skip
+    first = diagnose(facts(steps(50), state="failed", reason="exception", exit_code=1, events=events))[0]
+    assert first.text == (
+        "Rank 0 ended by ValueError at net.py:7 in f, called at train.py:88 in main, after step 50. At its root was KeyError "
+        "at data.py:3 in get."
+    )
+
+
+def test_a_kill_for_memory_is_told_with_its_evidence() -> None:
+    """Both kinds: the kernel's count, and how full it was."""
+    dead = facts(
+        steps(50), reason="out_of_memory", memory=Memory(0.98, 0.5, 4.0), values={catalog.CGROUP_MEMORY_LIMIT: 4.0 * 2**30}
+    )
+    assert told(dead)["out_of_memory"] == (
+        "Rank 0 was likely killed for memory after step 50, in the phase forward: the kernel killed a process of its cgroup 4 "
+        "s before its last sign of life and 98 % of its cgroup's memory was taken (limit 4.0 GiB)."
+    )
+
+
+def test_what_was_reported_shortly_before_the_end_is_told_beside_it() -> None:
+    """A worker that was killed a second before; not one of an hour ago, and nothing after an end in order."""
+    worker = fact(catalog.EVENT_WORKER_DIED, 9.0, 90, pid=77, code=0, signal="SIGKILL")
+    dead = facts(steps(100), state="failed", reason="exception", events=[worker])
+    assert told(dead)["data.worker_died"] == "A data loader's worker (pid 77) was ended by SIGKILL, 1 s before the end."
+    assert "data.worker_died" not in told(facts(steps(100), state="finished", reason="finished", events=[worker]))
+    assert "data.worker_died" not in told(facts(steps(100), events=[worker], last_s=START_S + 3600))
+
+
+def test_what_is_lost_since_the_last_checkpoint_is_told() -> None:
+    """In steps and in time; of a run without one that all of it is."""
+    saved = facts(steps(100), values={catalog.CHECKPOINT_TIMESTAMP: START_S + 7.05})
+    assert told(saved)["checkpoint_age"] == (
+        "The last checkpoint was complete 2.95 s before the end: 30 steps must be done again."
+    )
+    assert "all of its 10 min 0 s" in told(facts(steps(100), last_s=START_S + 600))["no_checkpoint"]
+
+
+def test_steps_that_became_slow_name_the_phase() -> None:
+    """Not the ring's few odd ones: the last ten."""
+    slow = {"data": 0.21, "forward": 0.02, "backward": 0.05, "optimizer": 0.01, "other": 0.01}
+    history = [*steps(90), *(step(n, duration_s=0.3, phase_s=slow) for n in range(91, 101))]
+    assert told(facts(history))["slowdown"] == (
+        "Its last 10 steps took 300 ms each, usual was 100 ms; 100 % of the difference is data."
+    )
+    assert "slowdown" not in told(facts([*steps(95), *(step(n, duration_s=0.3, phase_s=slow) for n in range(96, 100))]))
+
+
+def test_waiting_for_data_is_told_from_a_fifth_of_the_time_on() -> None:
+    """With what the workers had ready."""
+    values = {
+        (catalog.STEP_PHASE_TIME, "data"): 30.0,
+        (catalog.STEP_PHASE_TIME, "forward"): 70.0,
+        catalog.DATA_BATCHES_READY: 0.0,
+    }
+    assert told(facts(steps(100), values=values))["data"].startswith("It waited for data 30 % of its steps' time. Its workers")
+    assert "data" not in told(facts(steps(100), values={**values, (catalog.STEP_PHASE_TIME, "data"): 10.0}))
+
+
+def test_a_collapsed_loss_scale_is_an_error() -> None:
+    """No scale helps where gradients are NaN."""
+    events = [fact(catalog.EVENT_AMP_SCALE_COLLAPSED, 5.0, 50, scaler="0", scale=0.5)]
+    values = {(catalog.AMP_SCALE, "0"): 0.25, catalog.STEPS: 100, catalog.AMP_STEPS_SKIPPED: 60}
+    found = diagnose(facts(steps(100), events=events, values=values))
+    assert worst(found) == "error"
+    assert "it ended at 0.25" in told(facts(steps(100), events=events, values=values))["amp_scale_collapsed"]
+
+
+def test_what_was_not_watched_is_told() -> None:
+    """A diagnosis that is blind says so."""
+    values = {
+        (catalog.PROBE_DISABLED, "gradients"): 1.0,
+        (catalog.PROBE_DISABLED, "loss"): 0.0,
+        (catalog.FLIGHT_DROPPED, "event"): 3,
+    }
+    found = told(facts(steps(100), values=values))
+    assert found["probes_off"] == "Not watched, because the probe failed: gradients."
+    assert found["dropped"] == "Did not fit the file: 3 events."
+
+
+@pytest.mark.parametrize("state", [state for state in RANK_STATES if state in {"alive", "hung", "unresponsive"}])
+def test_a_rank_that_lives_is_not_called_dead(state: str) -> None:
+    """The report is asked for at any time."""
+    (first, *_) = diagnose(facts(steps(50), state=state, reason="", up=True, last_s=START_S + 70))
+    assert first.kind == state
+    assert (first.severity == "error") == (state != "alive")
+
+
+def test_every_exit_reason_has_its_sentence() -> None:
+    """None falls through to another's."""
+    kinds = {reason: diagnose(facts(steps(5), reason=reason))[0].kind for reason in catalog.EXIT_REASONS}
+    assert kinds == {reason: reason for reason in catalog.EXIT_REASONS}
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, 0.0, -1.0, 1e308, 5e-324])
+def test_no_number_is_too_odd(value: float | None) -> None:
+    """A forged record can hold anything; whatever is said of it, it is said."""
+    odd = [step(n, value, value, learning_rate=value, duration_s=value) for n in range(1, 60)]
+    assert diagnose(facts([*odd, *steps(3)]))
+    assert diagnose(facts([*steps(30), *odd]))

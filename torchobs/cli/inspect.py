@@ -1,0 +1,148 @@
+"""``torchobs inspect``: what became of a run, from its flight files alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import settings
+from torchobs.cli import arguments
+from torchobs.cli.paint import paint_for, tolerant
+from torchobs.cli.report import report
+from torchobs.exporter.tracked import HOSTILE
+from torchobs.flight.place import find_existing
+from torchobs.postmortem import files, words
+from torchobs.postmortem.document import Options, document
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from torchobs.postmortem.facts import Facts
+    from torchobs.postmortem.files import Found
+
+_DESCRIPTION = """\
+Say what became of a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events. It
+reads the flight files, which outlive the training however it ended; nothing has to run. Without a path it looks where this
+user's trainings put them. Of several runs in a directory the last one is told; --run chooses another."""
+
+_EXAMPLES = """\
+examples:
+  torchobs inspect                                  the last run on this machine
+  torchobs inspect /dev/shm/torchobs-1000 --run 4711
+                                                    another run, by its run_id (or the beginning of it)
+  torchobs inspect r0-3f…9a.flight --steps 50       one rank; a copy (kubectl cp) does, even a part of one
+  torchobs inspect --json | jq '.ranks[] | {rank, state, exit}'
+
+Exit status: 0 if every rank is alive or finished, 1 if one failed, is lost or hangs, 2 if there was nothing to read."""
+
+
+class Chosen(NamedTuple):
+    """What is to be told: a run's ranks, files that could not be read, and what else there is."""
+
+    ranks: list[Facts]
+    bad: list[tuple[str, str]]
+    notes: list[str]
+
+
+class NothingError(Exception):
+    """There is nothing to tell; the message says what to do."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = arguments.parser("inspect", "torchobs inspect [options] [FILE|DIR …]", _DESCRIPTION, _EXAMPLES)
+    made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="flight files, or a directory of them")
+    made.add_argument("--run", metavar="ID", help="the run to tell of, by its run_id or its beginning (the last one)")
+    made.add_argument("--steps", type=arguments.count, metavar="N", default=10, help="how many of the last steps (10)")
+    made.add_argument("--events", type=arguments.count, metavar="N", default=20, help="how many of the last events (20)")
+    made.add_argument("--json", action="store_true", help="a document for programs (its form: docs/terminal.md)")
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs inspect`` with these arguments and return its exit status."""
+    options = parser().parse_args(list(given))
+    out, wanted = tolerant(sys.stdout), Options(options.steps, options.events)
+    try:
+        chosen = choose(options.paths or [_default()], options.run)
+    except (NothingError, OSError) as problem:
+        print(f"torchobs inspect: {files.reason(problem) if isinstance(problem, OSError) else problem}", file=sys.stderr)  # noqa: T201
+        return 2
+    if options.json:
+        out.write(json.dumps(document(chosen.ranks, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
+    else:
+        paint = paint_for(out)
+        unread = [words.cut(f"not read: {words.clean(name)}: {why}", paint.width) for name, why in chosen.bad[:5]]
+        lines = [*report(chosen.ranks, wanted, paint), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
+        out.write("".join(f"{line}\n" for line in lines))
+    return int(any(facts.state not in {"alive", "finished"} for facts in chosen.ranks))
+
+
+def choose(paths: Sequence[Path], run: str | None) -> Chosen:
+    """Read what the paths name. Raises :class:`NothingError`, or ``OSError`` for a directory that cannot be read."""
+    given = [path for path in paths if not path.is_dir()]
+    ranks, bad = _read(given)
+    notes: list[str] = []
+    for path in paths:
+        if path.is_dir():
+            listed = files.listing(path)
+            bad += listed.bad
+            found, others = _run(listed.found, run)
+            chosen, earlier = files.newest(found)
+            more, worse = files.facts_of_many(chosen)
+            ranks, bad = ranks + more, bad + worse
+            notes += _notes(earlier, others)
+    if not ranks:
+        raise NothingError(_nothing(paths, bad, run))
+    return Chosen(ranks, bad, notes)
+
+
+def _read(paths: Sequence[Path]) -> tuple[list[Facts], list[tuple[str, str]]]:
+    ranks, bad = [], []
+    for path in paths:
+        try:
+            ranks.append(files.facts_of(path))
+        except HOSTILE as problem:
+            bad.append((path.name, files.reason(problem)))
+    return ranks, bad
+
+
+def _run(found: Sequence[Found], run: str | None) -> tuple[list[Found], list[tuple[str, str]]]:
+    """Return the files of the run that is asked for, or of the one that lived last, and the other runs."""
+    wanted = [item for item in found if run is None or item.claim.rank[1].startswith(run)]
+    if not wanted:
+        return [], sorted({item.claim.rank[:2] for item in found})
+    last = max(wanted, key=lambda item: item.last_ns).claim.rank[:2]
+    others = {item.claim.rank[:2] for item in found} - {last}
+    return [item for item in wanted if item.claim.rank[:2] == last], sorted(others)
+
+
+def _notes(earlier: Sequence[Found], others: Sequence[tuple[str, str]]) -> list[str]:
+    notes = []
+    if earlier:
+        names = ", ".join(item.path.name for item in earlier[-3:])
+        notes.append(f"{words.several(len(earlier), 'earlier attempt')} of these ranks: inspect {names}")
+    if others:
+        names = ", ".join(words.clean(run_id, 60) for _, run_id in others[-3:])
+        notes.append(f"{words.several(len(others), 'other run')} in this directory: --run {names}")
+    return notes
+
+
+def _default() -> Path:
+    chosen, _ = settings.resolve({})
+    path = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
+    if path is None:
+        raise NothingError("no flight directory is there yet: `torchobs run train.py` makes one")
+    return Path(path)
+
+
+def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None) -> str:
+    if bad:
+        return f"nothing readable: {'; '.join(f'{words.clean(name)}: {why}' for name, why in bad[:5])}"
+    where = words.either([words.clean(path) for path in paths])
+    if run is not None:
+        return f"no run {words.clean(run)!r} in {where}"
+    return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"

@@ -1,0 +1,68 @@
+"""Tables and paragraphs that fit the terminal: columns that matter less go first. Pure."""
+
+from __future__ import annotations
+
+from textwrap import wrap
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.postmortem import words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+GAP = "  "
+NARROWEST = 20
+
+
+class Column(NamedTuple):
+    """A column: its heading, whether numbers stand at its right, its rank among those to leave out (0 never, 9 before 8)."""
+
+    heading: str
+    right: bool = True
+    dispensable: int = 0
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return a heading and a line per row, none wider than ``width``. Cells are clean texts."""
+    kept = list(range(len(columns)))
+    widths = [max([words.columns(row[index]) for row in rows] + [len(columns[index].heading)]) for index in kept]
+    while sum(widths[index] + len(GAP) for index in kept) - len(GAP) > width:
+        at = max(kept, key=lambda index: columns[index].dispensable)
+        if not columns[at].dispensable:
+            break
+        kept.remove(at)
+    heading = [column.heading for column in columns]
+    return [_line([words.pad(row[i], widths[i], right=columns[i].right) for i in kept], width) for row in (heading, *rows)]
+
+
+def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
+    """Return each text as a paragraph behind a mark."""
+    lines: list[str] = []
+    for text in texts:
+        first, *rest = wrap(text, max(NARROWEST, width - len(mark)), break_on_hyphens=False) or [""]
+        lines += [mark + first, *(" " * len(mark) + line for line in rest)]
+    return lines
+
+
+def shares(parts: Mapping[str, float], width: int, total: float | None = None) -> list[str]:
+    """Return ``productive 84 %  data 3 %`` in as many lines as it takes; what is nothing is left out."""
+    whole = sum(parts.values()) if total is None else total
+    if whole <= 0:
+        return []
+    shown = [f"{name} {words.percent(value / whole)}" for name, value in parts.items() if value > 0]
+    return flow(shown, width)
+
+
+def flow(items: Sequence[str], width: int) -> list[str]:
+    """Return items side by side, in as many lines as it takes; none is broken."""
+    lines: list[str] = []
+    for item in items:
+        if lines and words.columns(lines[-1]) + len(GAP) + words.columns(item) <= width:
+            lines[-1] += GAP + item
+        else:
+            lines.append(words.cut(item, width))
+    return lines
+
+
+def _line(cells: Sequence[str], width: int) -> str:
+    return words.cut(GAP.join(cells).rstrip(), width)

@@ -1,0 +1,1 @@
+"""What flight files tell of a run afterwards: read from the files, worked out by pure functions, said in words."""

@@ -1,0 +1,126 @@
+"""Several ranks of one run side by side: who failed first, who is slow and in what, who fell behind. Pure."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.postmortem import words
+from torchobs.postmortem.ending import main_exceptions
+from torchobs.postmortem.finding import ERROR, INFO, WARNING, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchobs.postmortem.facts import Facts, Step
+
+OWN = ("data", "forward", "optimizer", "other")
+"""The phases whose length is the rank's own: within backward a rank waits for the slowest, which shows in all the others."""
+
+RECENT = 200
+_BEAT_S = 0.5
+"""A rank that vanished gave its last sign of life up to that long before."""
+_LEAST_EXCESS = 0.1
+_LEAST_EXCESS_S = 0.005
+
+
+class Slowest(NamedTuple):
+    """The rank whose own part of a step takes longest, as far beyond the others' that they wait for it. Seconds."""
+
+    rank: str
+    phase: str
+    own_s: float
+    others_s: float
+    """the median of the others in that phase"""
+
+
+def compare(ranks: Sequence[Facts]) -> list[Finding]:
+    """Return what can be said of ranks together; nothing of a single one."""
+    if len(ranks) < 2:  # noqa: PLR2004  # one has nobody to be compared with
+        return []
+    return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *_slowest(ranks)]
+
+
+def slowest(typical: Mapping[str, Mapping[str, float]]) -> Slowest | None:
+    """Return the rank that the others wait for, given each rank's usual seconds by phase; ``None`` if there is none.
+
+    It must exceed the median of the others by a tenth of their step, and by 5 ms, which is noise where threads take turns.
+    """
+    if len(typical) < 2:  # noqa: PLR2004  # as above
+        return None
+    own = {rank: sum(phases.get(phase, 0.0) for phase in OWN) for rank, phases in typical.items()}
+    rank = max(own, key=lambda name: own[name])
+    others = [phases for name, phases in typical.items() if name != rank]
+    usual_s = median([value for name, value in own.items() if name != rank])
+    step_s = median([sum(phases.values()) for phases in others])
+    if own[rank] - usual_s < max(_LEAST_EXCESS_S, _LEAST_EXCESS * step_s):
+        return None
+    typical_of_others = {phase: median([phases.get(phase, 0.0) for phases in others]) for phase in OWN}
+    phase = max(OWN, key=lambda name: typical[rank].get(name, 0.0) - typical_of_others[name])
+    return Slowest(rank, phase, typical[rank].get(phase, 0.0), typical_of_others[phase])
+
+
+def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the median seconds of the last steps in each phase."""
+    recent = steps[-RECENT:]
+    return {phase: median([step.phase_s.get(phase, 0.0) for step in recent]) for phase in catalog.PHASES} if recent else {}
+
+
+def _first_to_fail(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    ended = sorted(((_end_s(facts), facts) for facts in ranks if facts.state in {"failed", "lost"}), key=lambda pair: pair[0])
+    if not ended:
+        return
+    (first_s, first), *others = ended
+    doubt_s = max([_doubt_s(facts) for _, facts in ended[:2]])
+    if not others:
+        yield Finding(ERROR, "first_failed", f"Only rank {first.rank} failed, at {words.moment(first_s, '%H:%M:%S')}.")
+    elif others[0][0] - first_s > doubt_s:
+        later = words.duration(others[0][0] - first_s)
+        text = f"Rank {first.rank} failed first, {later} before rank {others[0][1].rank}: look there for the cause."
+        yield Finding(ERROR, "first_failed", text)
+    else:
+        together = [facts.rank for end_s, facts in ended if end_s - first_s <= doubt_s]
+        text = f"Ranks {words.either(_few(together))} failed within {words.duration(doubt_s)}: which was first cannot be told."
+        yield Finding(ERROR, "first_failed", text)
+
+
+def _end_s(facts: Facts) -> float:
+    raised = main_exceptions(facts)
+    return raised[-1].time_s if raised and facts.reason == "exception" else facts.last_s
+
+
+def _doubt_s(facts: Facts) -> float:
+    return 0.0 if facts.reason == "exception" and main_exceptions(facts) else _BEAT_S
+
+
+def _missing(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    local = {facts.header.resource.get("local_world_size") for facts in ranks}
+    hosts = {facts.described("host") for facts in ranks}
+    expected = local.pop() if len(local) == 1 else None
+    if isinstance(expected, int) and len(hosts) == 1 and len(ranks) < expected:
+        text = f"{len(ranks):,} of the {expected:,} ranks of this machine are here: the others never started to record."
+        yield Finding(WARNING, "ranks_missing", text)
+
+
+def _out_of_step(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    furthest = max(facts.last_step for facts in ranks)
+    behind = [facts for facts in ranks if facts.last_step < furthest]
+    if behind and any(not facts.up for facts in ranks):
+        least = min(behind, key=lambda facts: facts.last_step)
+        text = f"Rank {least.rank} ended after step {least.last_step:,}, the furthest after step {furthest:,}."
+        if furthest - least.last_step > 1:
+            text += f" {words.several(len(behind), 'rank')} behind."
+        yield Finding(INFO, "out_of_step", text)
+
+
+def _slowest(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    found = slowest({facts.rank: typical_phases(facts.steps) for facts in ranks if facts.steps})
+    if found is not None:
+        own, others = words.duration(found.own_s), words.duration(found.others_s)
+        text = f"Rank {found.rank} was the slowest: {found.phase} took it {own} a step, and the others {others}, who waited."
+        yield Finding(WARNING, "slowest_rank", text)
+
+
+def _few(names: Sequence[str], most: int = 8) -> list[str]:
+    return [*names[:most], f"{len(names) - most:,} more"] if len(names) > most else list(names)

@@ -1,0 +1,172 @@
+"""How a rank ended, in sentences. Pure functions of its facts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.exporter import states
+from torchobs.postmortem import words
+from torchobs.postmortem.finding import ERROR, INFO, WARNING, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.postmortem.facts import Fact, Facts
+
+_SHORTLY_S = 60.0
+"""What a machine, a device or a worker complained of within this time before the end is told beside it."""
+
+
+def ending(facts: Facts) -> Iterator[Finding]:
+    """Yield how it ended, or that it has not."""
+    if facts.up:
+        yield _living(facts)
+        return
+    tell = {
+        "exception": _exception,
+        "exit_code": _exit_code,
+        "interrupted": _interrupted,
+        "out_of_memory": _out_of_memory,
+        "lost": _lost,
+    }
+    yield tell.get(facts.reason, _finished)(facts)
+    yield from _complaints(facts)
+
+
+def where(facts: Facts) -> str:
+    """Return how far it had come: ``after step 812``."""
+    return f"after step {facts.last_step:,}" if facts.last_step else "before its first step was complete"
+
+
+def _living(facts: Facts) -> Finding:
+    since = facts.steps[-1].end_s if facts.steps else facts.start_s
+    quiet = f"{words.duration(max(0.0, facts.last_s - since))} without a step{_phase(facts)}"
+    if facts.state == "hung":
+        return Finding(ERROR, "hung", f"Rank {facts.rank} hangs {where(facts)}: {quiet}.")
+    if facts.state == "unresponsive":
+        text = f"Rank {facts.rank} is there, but gave no sign of life since {words.moment(facts.last_s)}{_phase(facts)}"
+        return Finding(ERROR, "unresponsive", f"{text}: stopped, or stuck with the interpreter's lock held.")
+    return Finding(INFO, "alive", f"Rank {facts.rank} is running, {where(facts)}.")
+
+
+def _finished(facts: Facts) -> Finding:
+    length = words.duration(facts.last_s - facts.start_s)
+    return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {where(facts)}; it ran for {length}.")
+
+
+def _exception(facts: Facts) -> Finding:
+    raised = main_exceptions(facts)
+    if not raised:
+        text = f"Rank {facts.rank} ended by an exception {where(facts)}; which one is not in the file."
+        return Finding(ERROR, "exception", text)
+    last = raised[-1]
+    text = f"Rank {facts.rank} ended by {_raised(last, '')}, {where(facts)}."
+    if last.text("cause.type"):
+        text += f" At its root was {_raised(last, 'cause.')}."
+    return Finding(ERROR, "exception", text)
+
+
+def main_exceptions(facts: Facts) -> list[Fact]:
+    """Return the exceptions that could have been the rank's end: those of its main thread."""
+    return [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+
+
+def _raised(fact: Fact, of: str) -> str:
+    kind = fact.text("exception.type" if not of else f"{of}type").removeprefix("builtins.") or "an exception"
+    caller = fact.text(f"{of}caller")
+    return f"{kind} at {fact.text(f'{of}location') or 'an unknown place'}{f', called at {caller}' if caller else ''}"
+
+
+def _interrupted(facts: Facts) -> Finding:
+    return Finding(WARNING, "interrupted", f"Rank {facts.rank} was interrupted (Ctrl-C, SIGINT) {where(facts)}.")
+
+
+def _exit_code(facts: Facts) -> Finding:
+    return Finding(ERROR, "exit_code", f"Rank {facts.rank} left with exit status {facts.exit_code}, {where(facts)}.")
+
+
+def _lost(facts: Facts) -> Finding:
+    text = f"Rank {facts.rank} vanished without a word {where(facts)}{_phase(facts)}"
+    if not facts.same_boot and not facts.problems:
+        return Finding(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
+    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL, or a SIGTERM that it did not handle), os._exit or a crash.")
+
+
+def _out_of_memory(facts: Facts) -> Finding:
+    memory, evidence = facts.memory, []
+    if memory.kill_age_s is not None and memory.kill_age_s <= states.OOM_KILL_LATELY_S:
+        evidence.append(f"the kernel killed a process of its cgroup {_before(memory.kill_age_s)} its last sign of life")
+    for share, limit, name in (
+        (memory.cgroup, states.FULL_CGROUP, "its cgroup's memory"),
+        (memory.machine, states.FULL_MACHINE, "the machine's memory"),
+    ):  # fmt: skip
+        if share >= limit:
+            evidence.append(
+                f"{words.percent(share)} of {name} was taken{_of_limit(facts) if limit == states.FULL_CGROUP else ''}"
+            )
+    text = f"Rank {facts.rank} was likely killed for memory {where(facts)}{_phase(facts)}"
+    return Finding(ERROR, "out_of_memory", f"{text}: {words.either(evidence)}.")
+
+
+def _phase(facts: Facts) -> str:
+    return f", in the phase {facts.phase}" if facts.phase and facts.last_step else ""
+
+
+def _of_limit(facts: Facts) -> str:
+    limit = facts.value(catalog.CGROUP_MEMORY_LIMIT)
+    return f" (limit {words.size(limit)})" if limit else ""
+
+
+def _before(seconds: float) -> str:
+    return f"{words.duration(seconds)} before" if seconds >= 1 else "at"
+
+
+def _complaints(facts: Facts) -> Iterator[Finding]:
+    """Yield what was reported shortly before an end that was none in order."""
+    if facts.reason in {"finished", "interrupted"}:
+        return
+    for event, severity, tell in (
+        (catalog.EVENT_OUT_OF_MEMORY, ERROR, _device_memory),
+        (catalog.EVENT_GPU_LOST, ERROR, _gpu),
+        (catalog.EVENT_GPU_XID, ERROR, _xid),
+        (catalog.EVENT_WORKER_DIED, ERROR, _worker),
+        (catalog.EVENT_SHARED_MEMORY_FULL, WARNING, _shared_memory),
+        (catalog.EVENT_CHECKPOINT_FAILED, WARNING, _save),
+    ):  # fmt: skip
+        late = [fact for fact in facts.told(event) if facts.last_s - fact.time_s <= _SHORTLY_S]
+        if late:
+            age = max(0.0, facts.last_s - late[-1].time_s)
+            yield Finding(severity, event.name.removeprefix("torchobs."), f"{tell(late[-1])}, {_before(age)} the end.")
+
+
+def _device_memory(fact: Fact) -> str:
+    sizes = {name: words.size(fact.number(name)) for name in ("requested", "free", "limit", "allocated", "reserved")}
+    text = (
+        f"{fact.text('device') or 'A device'} had no memory left: {sizes['requested']} were asked for, {sizes['free']} of "
+        f"{sizes['limit']} were free, tensors held {sizes['allocated']} and the allocator {sizes['reserved']}"
+    )
+    largest = fact.attributes.get("largest")
+    return f"{text} (most of it: {words.clean(largest[0])})" if isinstance(largest, list) and largest else text
+
+
+def _xid(fact: Fact) -> str:
+    meaning = fact.text("meaning")
+    return f"The driver reported XID {fact.text('xid')}{f' ({meaning})' if meaning else ''} of {fact.text('hw.id') or 'a GPU'}"
+
+
+def _gpu(fact: Fact) -> str:
+    return f"A GPU ({fact.text('hw.id') or 'unknown'}) did not answer any more: {fact.text('reason')}"
+
+
+def _save(fact: Fact) -> str:
+    return f"A save ({fact.text('format')}) raised {fact.text('exception.type').removeprefix('builtins.')}"
+
+
+def _worker(fact: Fact) -> str:
+    how = fact.text("signal") or f"exit code {fact.text('code')}"
+    return f"A data loader's worker (pid {fact.text('pid')}) was ended by {how}"
+
+
+def _shared_memory(fact: Fact) -> str:
+    return f"Shared memory, /dev/shm, was nearly full ({words.size(fact.number('used'))} of {words.size(fact.number('size'))})"

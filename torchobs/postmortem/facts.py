@@ -1,0 +1,191 @@
+"""What one flight file says of its rank, in the shape in which a person asks for it. Pure: no file, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.exporter import labels
+from torchobs.flight.reader import Distribution
+from torchobs.flight.record import PHASE_NAMES, Flag, Kind
+from torchobs.postmortem import words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torchobs.catalog import Metric
+    from torchobs.exporter.states import Memory
+    from torchobs.flight.layout import Header
+    from torchobs.flight.reader import Value, View
+    from torchobs.flight.record import StepRecord
+
+_FAR = 1 << 62
+_NAMES = ("NaN", "Infinity", "-Infinity")
+
+
+class Step(NamedTuple):
+    """One step with everything that was delivered for it. Times in seconds, ``end_s`` Unix; ``None`` where unknown."""
+
+    step: int
+    end_s: float
+    duration_s: float | None
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    phase_s: Mapping[str, float]
+    tokens: int
+    skipped: bool
+    clipped: bool
+
+
+class Fact(NamedTuple):
+    """A dated event. ``time_s`` is Unix time, by the clocks of the rank's start."""
+
+    name: str
+    time_s: float
+    step: int | None
+    attributes: Mapping[str, Any]
+
+    def text(self, name: str) -> str:
+        """Return an attribute as one harmless line; empty if it is not there."""
+        value = self.attributes.get(name)
+        return "" if value is None else words.clean(words.either(value) if isinstance(value, list) and value else value)
+
+    def number(self, name: str) -> float | None:
+        """Return an attribute that is a number, or spells one that JSON has not; else ``None``."""
+        value = self.attributes.get(name)
+        if isinstance(value, str) and value in _NAMES:
+            return float(value)
+        return float(value) if isinstance(value, (int, float)) and abs(value) < float(_FAR) ** 4 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One rank, as its file tells it. Times are Unix seconds."""
+
+    source: str
+    """the file's name"""
+    problems: tuple[str, ...]
+    """what of it could not be read, or not be trusted"""
+    header: Header
+    up: bool
+    state: str
+    """one of ``catalog.RANK_STATES``"""
+    reason: str
+    """one of ``catalog.EXIT_REASONS``, empty while it runs"""
+    exit_code: int
+    same_boot: bool
+    memory: Memory
+    last_s: float
+    """its last sign of life"""
+    phase: str | None
+    phase_begun_s: float | None
+    steps: tuple[Step, ...]
+    """the newest of them, oldest first"""
+    events: tuple[Fact, ...]
+    """oldest first; spans are not among them"""
+    values: Mapping[tuple[str, ...], Value]
+    """by the series' name and the values of its attributes"""
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """job_name, run_id and rank."""
+        job_name, run_id, rank = labels.identity(self.header.resource)
+        return words.clean(job_name), words.clean(run_id), rank
+
+    @property
+    def rank(self) -> str:
+        """Its rank."""
+        return self.identity[2]
+
+    @property
+    def restart(self) -> int:
+        """Which attempt it was, from 0."""
+        return labels.number(self.header.resource, "restart") or 0
+
+    @property
+    def start_s(self) -> float:
+        """When torchobs began to record it."""
+        return self.header.wall_ns / 1e9
+
+    @property
+    def last_step(self) -> int:
+        """The number of the newest step; 0 before the first."""
+        return self.steps[-1].step if self.steps else 0
+
+    def described(self, name: str) -> str:
+        """Return a fact of the process (``catalog.RANK_INFO``); empty if unknown."""
+        value = self.header.resource.get(name)
+        return "" if value is None else words.clean(value)
+
+    def value(self, metric: Metric, *attributes: str) -> float | None:
+        """Return the number of a series; ``None`` if it has none."""
+        found = self.values.get((metric.name, *attributes))
+        return None if isinstance(found, Distribution) else found
+
+    def by_attribute(self, metric: Metric) -> dict[str, float]:
+        """Return the numbers of a metric's series by the value of their one attribute."""
+        return {
+            words.clean(key[1]): value
+            for key, value in self.values.items()
+            if key[0] == metric.name and len(key[1:]) == 1 and not isinstance(value, Distribution)
+        }
+
+    def told(self, event: catalog.Event) -> list[Fact]:
+        """Return its events of that name, oldest first."""
+        return [fact for fact in self.events if fact.name == event.name]
+
+
+def values_of(view: View) -> dict[tuple[str, ...], Value]:
+    """Return the values of a view by name and attribute values."""
+    points = chain.from_iterable(block.points() for block in view.blocks)
+    return {(series.name, *(str(text) for _, text in series.attributes)): value for series, value in points}
+
+
+def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -> tuple[Fact, ...]:
+    """Return the events among the frames of a ring, oldest first; what is no event of ours is left out."""
+    found = []
+    for _, frame in frames:
+        ns, name, step, attributes = (frame.get(key) for key in ("t", "name", "step", "attrs"))
+        if frame.get("k") == "event" and isinstance(name, str) and isinstance(ns, int) and 0 <= ns < _FAR:
+            number = step if isinstance(step, int) and 0 <= step < _FAR else None
+            given = attributes if isinstance(attributes, dict) else {}
+            found.append(Fact(name, header.wall_s(ns), number, given))
+    return tuple(found)
+
+
+def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
+    """Join what came late to the step it belongs to; oldest first."""
+    late: dict[int, list[StepRecord]] = {}
+    for record in records:
+        if record.kind == Kind.LATE:
+            late.setdefault(record.step, []).append(record)
+    ended = [record for record in records if record.kind == Kind.STEP]
+    return tuple(_step([record, *late.get(record.step, ())], header) for record in ended)
+
+
+def _step(parts: Sequence[StepRecord], header: Header) -> Step:
+    first, flags = parts[0], 0
+    for part in parts:
+        flags |= part.flags
+    phases = {name: seconds for name, seconds in zip(PHASE_NAMES, first.phase_s, strict=True) if isfinite(seconds)}
+    timed = not first.flags & Flag.UNTIMED and isfinite(first.duration_s)
+    return Step(
+        step=first.step,
+        end_s=header.wall_s(first.end_ns),
+        duration_s=first.duration_s if timed else None,
+        loss=_last([part.loss for part in parts if part.flags & Flag.LOSS]),
+        grad_norm=_last([part.grad_norm for part in parts if part.flags & Flag.GRAD_NORM]),
+        learning_rate=_last([part.learning_rate for part in parts if part.flags & Flag.LEARNING_RATE]),
+        phase_s=phases,
+        tokens=sum(part.tokens for part in parts),
+        skipped=bool(flags & Flag.SKIPPED),
+        clipped=bool(flags & Flag.CLIPPED),
+    )
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return values[-1] if values else None

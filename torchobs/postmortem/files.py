@@ -1,0 +1,179 @@
+"""From paths to facts: a flight file, or a directory of them; what is damaged gives what can be had of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.exporter import labels, states
+from torchobs.exporter.described import last_memory
+from torchobs.exporter.incarnations import Claim, resolve
+from torchobs.exporter.scan import system_clock
+from torchobs.exporter.tracked import HOSTILE, Tracked, open_tracked
+from torchobs.flight import reader
+from torchobs.flight.birth import file_name
+from torchobs.flight.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, decode_header
+from torchobs.flight.reader import FlightFile
+from torchobs.postmortem import words
+from torchobs.postmortem.facts import Facts, events_of, steps_of, values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torchobs.exporter.tracked import Now
+
+_FEW = 16
+_STEPS_OF_MANY = 1024
+_SIZE_AT = slice(16, 24)
+
+
+class Found(NamedTuple):
+    """A flight file that could be read, and which run it belongs to."""
+
+    path: Path
+    header: Header
+    claim: Claim
+    last_ns: int
+    """its last sign of life, Unix time in ns"""
+
+
+class Listing(NamedTuple):
+    """What a directory holds: readable files, and the others with the reason."""
+
+    found: tuple[Found, ...]
+    bad: tuple[tuple[str, str], ...]
+
+
+def listing(directory: Path) -> Listing:
+    """Look at the header of every flight file in a directory. Raises ``OSError`` when that cannot be read."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    found, bad = [], []
+    now = system_clock()
+    try:
+        for name in reader.names(fd):
+            try:
+                with closing(reader.open_file(fd, name)) as file:
+                    found.append(_found(directory / name, file, now))
+            except HOSTILE as problem:
+                bad.append((name, reason(problem)))
+    finally:
+        os.close(fd)
+    return Listing(tuple(found), tuple(bad))
+
+
+def newest(found: Iterable[Found]) -> tuple[list[Found], list[Found]]:
+    """Return each rank's newest incarnation, by rank, and the earlier ones, oldest first. All of one run."""
+    every = list(found)
+    last = resolve(item.claim for item in every)
+    chosen = [item for item in every if item.claim.incarnation in last]
+    others = [item for item in every if item.claim.incarnation not in last]
+    return sorted(chosen, key=lambda item: _by_rank(item.claim)), sorted(others, key=lambda item: item.header.wall_ns)
+
+
+def facts_of_many(found: Sequence[Found]) -> tuple[list[Facts], list[tuple[str, str]]]:
+    """Read files; of more than 16 only the last thousand records each. Returns the facts, and what could not be read."""
+    limit = _STEPS_OF_MANY if len(found) > _FEW else None
+    facts, bad = [], []
+    for item in found:
+        try:
+            facts.append(facts_of(item.path, limit))
+        except HOSTILE as problem:
+            bad.append((item.path.name, reason(problem)))
+    return facts, bad
+
+
+def facts_of(path: Path, limit: int | None = None) -> Facts:
+    """Read one flight file; ``limit``: of its step records only so many.
+
+    A copy, a truncated file or one behind a link gives what can be had of it, and ``problems`` says what is missing.
+    Raises ``OSError`` or :class:`BadFlightFileError` when that is nothing.
+    """
+    now = system_clock()
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        tracked = open_tracked(fd, path.name, None, now)
+    except HOSTILE:
+        return _salvage(path, limit, now)
+    else:
+        with closing(tracked.file):
+            tracked.observe(fd, now, None)
+            return _facts(tracked, path.name, limit, ())
+    finally:
+        os.close(fd)
+
+
+def reason(problem: BaseException) -> str:
+    """Return what was wrong with a file, for a person."""
+    if isinstance(problem, OSError):
+        return words.clean(problem.strerror or problem)
+    return words.clean(problem) or type(problem).__name__
+
+
+def _salvage(path: Path, limit: int | None, now: Now) -> Facts:
+    """Read a private copy, filled up with zeros to the size that its header gives."""
+    with path.open("rb") as given:
+        raw = given.read(MAX_READ_SIZE + 1)
+    if len(raw) > MAX_READ_SIZE:
+        raise BadFlightFileError("larger than any flight file")
+    header = decode_header(raw[:HEADER_SIZE], min(int.from_bytes(raw[_SIZE_AT], "little"), MAX_READ_SIZE))
+    problems = []
+    if len(raw) != header.file_size:
+        problems.append(f"{len(raw):,} of {header.file_size:,} bytes are there")
+    if path.is_symlink() or path.name != file_name(header) or not path.with_name(reader.lock_of(path.name)).exists():
+        problems.append("a copy: whether its process still runs cannot be seen from it")
+    with tempfile.TemporaryFile() as copy:
+        copy.write(raw[: header.file_size].ljust(header.file_size, b"\0"))
+        copy.flush()
+        tracked = Tracked(FlightFile(os.dup(copy.fileno()), header), path.name, now, None)
+        # whoever copied it has no lock to ask for: it is taken for dead, however young its heartbeat
+        tracked.same_boot = False
+        with closing(tracked.file):
+            tracked.observe(-1, now, None)
+            return _facts(tracked, path.name, limit, tuple(problems))
+
+
+def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str, ...]) -> Facts:
+    header, view, up = tracked.header, tracked.view, tracked.up
+    memory, live = last_memory(view), view.live
+    state, why = (tracked.state, "") if up else states.ending(live.exit_reason, live.exit_code, memory)
+    begun_ns = live.phase_begun_ns
+    return Facts(
+        source=words.clean(source),
+        problems=problems,
+        header=header,
+        up=up,
+        state=state,
+        reason=why,
+        exit_code=live.exit_code,
+        same_boot=tracked.same_boot,
+        memory=memory,
+        last_s=header.wall_s(live.heartbeat_ns or header.monotonic_ns),
+        phase=live.phase,
+        phase_begun_s=None if begun_ns is None else header.wall_s(begun_ns),
+        steps=steps_of(tracked.file.steps(limit), header),
+        events=events_of(tracked.file.events(), header),
+        values=values_of(view),
+    )
+
+
+def _found(path: Path, file: FlightFile, now: Now) -> Found:
+    header, live = file.header, file.live()
+    tracked_claim = _claim(file, now)
+    last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
+    return Found(path, header, tracked_claim, last_ns)
+
+
+def _claim(file: FlightFile, now: Now) -> Claim:
+    header = file.header
+    same_boot = header.boot_id == now.boot_id
+    born_ns = header.monotonic_ns if same_boot else header.wall_ns
+    restart = labels.number(header.resource, "restart") or 0
+    rank = labels.identity(header.resource)
+    return Claim(rank, header.incarnation.hex(), same_boot, born_ns, restart, file.live().heartbeat_ns or 0)
+
+
+def _by_rank(claim: Claim) -> tuple[int, str]:
+    return len(claim.rank[2]), claim.rank[2]

@@ -1,0 +1,233 @@
+"""What the loss and the gradients did, in sentences. Pure functions of a rank's facts."""
+
+from __future__ import annotations
+
+from math import exp, isfinite, isnan
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.flight.norms import LEAST_NORM_EXCESS
+from torchobs.postmortem import words
+from torchobs.postmortem.finding import ERROR, INFO, WARNING, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torchobs.postmortem.facts import Fact, Facts, Step
+
+_BEFORE = 50
+"""Steps before a loss went wrong in which its cause is looked for."""
+_BASELINE = 200
+_LEAST_BASELINE = 10
+_RATE_ROSE = 2.0
+"""A learning rate that at least doubles in one step, to what it never was: schedules move by a few per cent."""
+_LATELY = 16
+_MANY_SKIPPED = 0.05
+"""Of all steps. A scaler at work doubles its scale every 2,000 steps, and skips one when that was too much."""
+
+
+class Rise(NamedTuple):
+    """A value that rose in one step above what was usual."""
+
+    step: int
+    usual: float
+    value: float
+
+    @property
+    def factor(self) -> float:
+        """By how much."""
+        return self.value / self.usual
+
+
+def numerics(facts: Facts) -> Iterator[Finding]:
+    """Yield what went wrong with the numbers, the loss first."""
+    lost = _onset(facts.steps)
+    if lost is not None:
+        yield _nonfinite_loss(facts, lost)
+    elif not _all_fine(facts):
+        yield from _spikes(facts)
+    yield from _layers(facts)
+    yield from _vanished(facts)
+    yield from _scaler(facts)
+    yield from _scheduler(facts)
+
+
+def _onset(steps: Sequence[Step]) -> int | None:
+    """Return the index of the step from which on no loss was finite any more, up to the last; ``None`` if the last one was."""
+    onset = None
+    for index in range(len(steps) - 1, -1, -1):
+        loss = steps[index].loss
+        if loss is not None and isfinite(loss):
+            break
+        onset = index if loss is not None else onset
+    return onset
+
+
+def _nonfinite_loss(facts: Facts, onset: int) -> Finding:
+    steps, step = facts.steps, facts.steps[onset]
+    first = all(before.loss is None for before in steps[:onset])
+    name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
+    if first and step.step > 1:
+        text = f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
+        return Finding(ERROR, "nonfinite_loss", text)
+    if first:
+        return Finding(ERROR, "nonfinite_loss", f"The loss was {name} from the first step on{_with_rate(step)}.")
+    text, note = f"The loss turned {name} in step {step.step:,}{_cause(steps, onset)}", _rate_note(steps, onset)
+    text += "." if note else f"{_with_rate(step)}."
+    return Finding(ERROR, "nonfinite_loss", f"{text}{note}{_afterwards(steps, onset)}")
+
+
+def _cause(steps: Sequence[Step], onset: int) -> str:
+    """Return what the gradient did before the loss went."""
+    step, before = steps[onset], steps[max(0, onset - _BEFORE) : onset]
+    odd = next(
+        (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
+    )
+    if odd is not None:
+        ago = words.several(step.step - odd.step, "step")
+        return f", {ago} after its gradient was not finite while the loss still was {words.number(odd.loss)}"
+    if (rise := norm_rise(steps, onset)) is not None:
+        later = step.step - rise.step
+        when = f"{words.several(later, 'step')} after" if later else "as"
+        return f", {when} the gradient norm rose {_from_to(rise)}"
+    if any(item.grad_norm is not None for item in before):
+        return " without a warning in the gradient norm"
+    return ""
+
+
+def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
+    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times its median of before."""
+    for index in range(max(0, end - _BEFORE), end + 1):
+        norm = steps[index].grad_norm if index < len(steps) else None
+        if norm is None or not isfinite(norm):
+            continue
+        earlier = [item.grad_norm for item in steps[max(0, index - _BASELINE) : index] if item.grad_norm is not None]
+        usual = median(earlier) if len(earlier) >= _LEAST_BASELINE and all(map(isfinite, earlier)) else 0.0
+        if usual > 0 and norm / usual >= exp(LEAST_NORM_EXCESS):
+            return Rise(steps[index].step, usual, norm)
+    return None
+
+
+def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
+    """Return the step of the last 50 up to ``end`` in which the learning rate leapt to where it had never been."""
+    highest, found = 0.0, None
+    for index, step in enumerate(steps[: end + 1]):
+        rate = step.learning_rate
+        if rate is None or not isfinite(rate):
+            continue
+        if index >= max(_LEAST_BASELINE, end - _BEFORE) and highest > 0 and rate >= _RATE_ROSE * highest:
+            found = Rise(step.step, highest, rate)
+        highest = max(highest, rate)
+    return found
+
+
+def _rate_note(steps: Sequence[Step], end: int) -> str:
+    rise = rate_rise(steps, end)
+    if rise is None:
+        return ""
+    return f" The learning rate had risen {_from_to(rise)} in step {rise.step:,}."
+
+
+def _from_to(rise: Rise) -> str:
+    return f"{words.fold(rise.factor)} (from {words.number(rise.usual)} to {words.number(rise.value)})"
+
+
+def _with_rate(step: Step) -> str:
+    return "" if step.learning_rate is None else f"; the learning rate was {words.number(step.learning_rate)}"
+
+
+def _afterwards(steps: Sequence[Step], onset: int) -> str:
+    wasted = steps[-1].step - steps[onset].step
+    return f" It trained on for {words.several(wasted, 'step')} with it." if wasted else ""
+
+
+def _all_fine(facts: Facts) -> bool:
+    return not any(facts.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss"))
+
+
+def _spikes(facts: Facts) -> Iterator[Finding]:
+    """Yield what rose, and with what, when in the end the loss was finite."""
+    told, told_of_rate = facts.told(catalog.EVENT_ANOMALY), ""
+    for kind, what in (("gradient_explosion", "The gradient norm"), ("loss_spike", "The loss")):
+        count = int(facts.value(catalog.ANOMALIES, kind) or 0)
+        first = next((fact for fact in told if fact.text("kind") == kind), None)
+        if not count or first is None or first.step is None:
+            continue
+        value, usual = words.number(first.number("value")), words.number(first.number("baseline"))
+        again = f"; {words.several(count - 1, 'more such step')} followed" if count > 1 else ""
+        note = _rate_note(facts.steps, _index(facts.steps, first.step))
+        known = "" if note == told_of_rate else note
+        told_of_rate = note
+        yield Finding(WARNING, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
+    count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
+    if count:
+        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {words.several(count, 'step')}, and recovered.")
+
+
+def _index(steps: Sequence[Step], number: int) -> int:
+    return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
+
+
+def _layers(facts: Facts) -> Iterator[Finding]:
+    """Yield where gradients stopped to be finite, first."""
+    told = facts.told(catalog.EVENT_NONFINITE_GRADIENT)
+    if not told:
+        return
+    first, scaled = told[0], bool(facts.by_attribute(catalog.AMP_SCALE))
+    affected = first.number("layers_affected") or 0
+    names = _named(first)
+    more = f" and {words.several(int(affected) - len(names), 'more layer')}" if affected > len(names) else ""
+    where = f", in {', '.join(names)}{more}" if names else ""
+    step = f" in step {first.step:,}" if first.step is not None else ""
+    steps = int(facts.value(catalog.GRAD_NONFINITE_STEPS) or 0)
+    text = f"Gradients were {_kinds(first)} first{step}{where}; in {words.several(steps, 'measured step')} in all."
+    hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
+    yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
+
+
+def _kinds(fact: Fact) -> str:
+    return fact.text("kinds").replace("nan", "NaN").replace("inf", "infinite") or "not finite"
+
+
+def _named(fact: Fact) -> list[str]:
+    layers = fact.attributes.get("layers")
+    return [words.clean(layer, 80) for layer in layers[:3]] if isinstance(layers, list) else []
+
+
+def _vanished(facts: Facts) -> Iterator[Finding]:
+    count = int(facts.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
+    zero = facts.value(catalog.GRAD_ZERO) or 0.0
+    if count:
+        zeros = f" At the end {words.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
+        text = f"The gradient norm was vanishingly small, or zero, in {words.several(count, 'step')} of those measured.{zeros}"
+        yield Finding(WARNING, "gradient_vanishing", text)
+
+
+def _scaler(facts: Facts) -> Iterator[Finding]:
+    skipped = int(facts.value(catalog.AMP_STEPS_SKIPPED) or 0)
+    streak, steps = facts.value(catalog.AMP_SKIP_STREAK) or 0, int(facts.value(catalog.STEPS) or 0)
+    if facts.told(catalog.EVENT_AMP_SCALE_COLLAPSED):
+        scale = words.number(min(facts.by_attribute(catalog.AMP_SCALE).values(), default=None))
+        text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
+        yield Finding(ERROR, "amp_scale_collapsed", text)
+    elif streak >= _LATELY:
+        text = f"The loss scaler skipped the last {words.several(int(streak), 'step')}: nothing was learned in them."
+        yield Finding(WARNING, "amp_skips", text)
+    elif skipped and skipped >= _MANY_SKIPPED * steps:
+        yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {words.several(skipped, 'step')} of {steps:,}.")
+    if facts.told(catalog.EVENT_AMP_UNSCALED):
+        yield Finding(
+            WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."
+        )
+
+
+def _scheduler(facts: Facts) -> Iterator[Finding]:
+    how = {
+        "before_optimizer": "was stepped before the optimizer, so that its first value was never used",
+        "never_stepped": "was never stepped: the learning rate stayed as it began",
+        "idle_optimizer": "belongs to an optimizer that does not step",
+    }
+    for fact in facts.told(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
+        text = how.get(fact.text("kind"), "was used wrongly")
+        yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")

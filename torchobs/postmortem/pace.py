@@ -1,0 +1,117 @@
+"""What the time and the memory went into, and what was not saved, in sentences. Pure functions of a rank's facts."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.postmortem import words
+from torchobs.postmortem.finding import INFO, WARNING, Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torchobs.postmortem.facts import Facts, Step
+
+_LAST = 10
+_LEAST_EARLIER = 16
+_SLOWER = 2.0
+"""Half of that is what a busy machine, longer sequences or a garbage collection make of ten steps."""
+_LEAST_EXCESS_S = 0.005
+"""The interpreter's threads take turns of 5 ms."""
+_MUCH_WAITING = 0.2
+_LEAST_LOSS_S = 60.0
+
+
+def pace(facts: Facts) -> Iterator[Finding]:
+    """Yield what of the time and the memory is worth a sentence."""
+    yield from _unsaved(facts)
+    yield from _slowed(facts)
+    yield from _waited(facts)
+    yield from _grew(facts)
+    yield from _recompiled(facts)
+    yield from _unseen(facts)
+
+
+def _unsaved(facts: Facts) -> Iterator[Finding]:
+    """Yield how much work went with a rank that did not finish."""
+    if facts.up or facts.reason == "finished" or not facts.last_step:
+        return
+    saved_s = facts.value(catalog.CHECKPOINT_TIMESTAMP)
+    ran_s = facts.last_s - facts.start_s
+    if saved_s is None or saved_s < facts.start_s:
+        if ran_s >= _LEAST_LOSS_S and facts.rank == "0":
+            text = f"No checkpoint was seen: all of its {words.duration(ran_s)} are lost, unless something unseen saved."
+            yield Finding(WARNING, "no_checkpoint", text)
+        return
+    later = sum(step.end_s > saved_s for step in facts.steps)
+    more = "" if later < len(facts.steps) else " or more"
+    text = f"The last checkpoint was complete {words.duration(facts.last_s - saved_s)} before the end"
+    yield Finding(INFO, "checkpoint_age", f"{text}: {words.several(later, 'step')}{more} must be done again.")
+
+
+def _slowed(facts: Facts) -> Iterator[Finding]:
+    """Yield that the last steps were slow, and which phase it was."""
+    timed = [step for step in facts.steps if step.duration_s is not None]
+    earlier, last = timed[:-_LAST], timed[-_LAST:]
+    if len(earlier) < _LEAST_EARLIER:
+        return
+    usual_s, now_s = (median([step.duration_s or 0.0 for step in steps]) for steps in (earlier, last))
+    if now_s < max(_SLOWER * usual_s, usual_s + _LEAST_EXCESS_S):
+        return
+    phase, excess_s = _grown_phase(earlier, last)
+    text = f"Its last {_LAST} steps took {words.duration(now_s)} each, usual was {words.duration(usual_s)}"
+    yield Finding(
+        WARNING, "slowdown", f"{text}; {words.percent(min(1.0, excess_s / (now_s - usual_s)))} of the difference is {phase}."
+    )
+
+
+def _grown_phase(earlier: Sequence[Step], last: Sequence[Step]) -> tuple[str, float]:
+    def typical(steps: Sequence[Step], phase: str) -> float:
+        return median([step.phase_s.get(phase, 0.0) for step in steps])
+
+    excess = {phase: typical(last, phase) - typical(earlier, phase) for phase in catalog.PHASES}
+    phase = max(excess, key=lambda name: excess[name])
+    return phase, excess[phase]
+
+
+def _waited(facts: Facts) -> Iterator[Finding]:
+    times = facts.by_attribute(catalog.STEP_PHASE_TIME)
+    total = sum(times.values())
+    if total <= 0 or times.get("data", 0.0) < _MUCH_WAITING * total:
+        return
+    ready = facts.value(catalog.DATA_BATCHES_READY)
+    hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
+    yield Finding(WARNING, "data", f"It waited for data {words.percent(times['data'] / total)} of its steps' time.{hint}")
+
+
+def _grew(facts: Facts) -> Iterator[Finding]:
+    for fact in facts.told(catalog.EVENT_MEMORY_GROWTH)[-1:]:
+        where = "Device" if fact.text("space") == "device" else "Host"
+        grown, left = words.size(fact.number("per_step")), words.duration(fact.number("time_to_limit"))
+        text = f"{where} memory grew by {grown} a step, and would have reached its limit in {left} when this was found."
+        yield Finding(WARNING, "memory_growth", text)
+
+
+def _recompiled(facts: Facts) -> Iterator[Finding]:
+    for fact in facts.told(catalog.EVENT_RECOMPILE_STORM)[-1:]:
+        often = f"again and again ({fact.text('recompiles')} times in ten minutes)"
+        why = f"its guard on {fact.text('guard')} failed, {fact.text('expression')}"
+        yield Finding(WARNING, "recompile_storm", f"torch.compile compiled {fact.text('location')} {often}: {why}.")
+    count = len(facts.told(catalog.EVENT_COMPILE_FAILED))
+    if count:
+        last = facts.told(catalog.EVENT_COMPILE_FAILED)[-1]
+        text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
+        yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
+
+
+def _unseen(facts: Facts) -> Iterator[Finding]:
+    """Yield what of this is blind: probes that are off, items that did not fit."""
+    off = sorted(name for name, value in facts.by_attribute(catalog.PROBE_DISABLED).items() if value)
+    if off:
+        yield Finding(WARNING, "probes_off", f"Not watched, because the probe failed: {', '.join(off)}.")
+    dropped = {what: int(count) for what, count in facts.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
+    if dropped:
+        items = ", ".join(f"{count:,} {what}s" for what, count in dropped.items())
+        yield Finding(INFO, "dropped", f"Did not fit the file: {items}.")
