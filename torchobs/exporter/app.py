@@ -1,4 +1,4 @@
-"""The exporter's HTTP side: the metrics page, health, and a page for people."""
+"""The exporter's HTTP side: the metrics page and health; the page for people is `live`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from torchobs.exporter import landing
 from torchobs.exporter.described import Facts
+from torchobs.exporter.live.site import LivePage
 from torchobs.exporter.scan import EMPTY
 from torchobs.exporter.watch import DEADLINE_S
 
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from torchobs.exporter.watch import Watch
 
 _SCRAPE_TIMEOUT = "x-prometheus-scrape-timeout-seconds"
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
 
 
 class Site:
@@ -43,6 +37,8 @@ class Site:
         self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
         self.problems: tuple[str, ...] = ()
         self.pushed: Mapping[str, Counts] | None = None
+        links = ((telemetry_path, "Metrics"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
+        self.live = LivePage(watch, lambda: self.problems, links)
 
     def facts(self, snapshot: Snapshot) -> Facts:
         """Return what a page of that snapshot is made of."""
@@ -55,7 +51,7 @@ class Site:
                 Route(self._telemetry_path, self._metrics),
                 Route("/-/healthy", self._healthy),
                 Route("/-/ready", self._ready),
-                Route("/", self._landing),
+                *self.live.routes(),
             ]
         )
 
@@ -86,11 +82,6 @@ class Site:
         if self._watch.latest is EMPTY:
             return PlainTextResponse("torchobs exporter has not looked at the flight files yet.\n", 503)
         return PlainTextResponse("torchobs exporter is ready.\n")
-
-    async def _landing(self, _: Request) -> Response:
-        snapshot = await self._watch.fresh()
-        html = landing.render(snapshot, (*snapshot.problems, *self.problems), self._telemetry_path)
-        return HTMLResponse(html, headers=_HEADERS)
 
 
 def _deadline_s(declared: str | None) -> float:

@@ -47,6 +47,8 @@ class Rank:
     view: View
     progress_age_s: float | None
     """None: it has ended"""
+    beat_age_s: float
+    """since the last heartbeat; for the dead, since their end"""
     ended_in: int | None
     """number of the snapshot in which it was first seen to be dead"""
     opened: int
@@ -228,6 +230,7 @@ class Scanner:
             up=tracked.up,
             view=tracked.view,
             progress_age_s=tracked.progress_age_s(now) if tracked.up else None,
+            beat_age_s=tracked.beat_age_s(now),
             ended_in=tracked.ended_in,
             opened=tracked.opened,
         )

@@ -1,0 +1,63 @@
+"""Which rank the others wait for, from how long each was in the phases of a step.
+
+Ranks that exchange gradients all take the same time for a step: the slow one is late in a phase of its own, and the others
+make that up by waiting in another. So a rank's *lateness* is the most that it spends above the median of its peers in a phase
+in which nobody waits for anybody (data, forward, optimizer), and the *wait* that it causes the most that it spends below it in
+another. What a rank does slower within its backward pass cannot be told from waiting there, and is not found. Ranks whose steps
+take different times do not wait for each other; there the slow one is simply slower.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_LATE = (0, 1, 3)
+"""Indexes of data, forward and optimizer."""
+
+LEAST_RANKS = 2
+
+
+class Slowness(NamedTuple):
+    """How a rank compares with its peers."""
+
+    factor: float
+    """its own step time over theirs, both without waiting; 1 = as fast as they are"""
+    phase: int
+    """index of the phase in which it loses most"""
+
+
+def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
+    """Return each rank's slowness, from its mean seconds per step in each phase; nothing for fewer than two ranks.
+
+    Two ranks are each other's peers: the one that is late in data, forward or optimizer is the slow one.
+    """
+    if len(times) < LEAST_RANKS:
+        return {}
+    columns = [sorted(column) for column in zip(*times.values(), strict=True)]
+    totals = sorted(sum(own) for own in times.values())
+    return {rank: _slowness(own, columns, totals) for rank, own in times.items()}
+
+
+def _slowness(own: Sequence[float], columns: Sequence[Sequence[float]], totals: Sequence[float]) -> Slowness:
+    usual = [_median_without(column, value) for column, value in zip(columns, own, strict=True)]
+    above = [value - typical for value, typical in zip(own, usual, strict=True)]
+    whole, total = _median_without(totals, sum(own)), sum(own)
+    late = max(above[index] for index in _LATE)
+    wait = max(-value for value in above)
+    without_waiting = whole - min(max(late, 0.0), max(wait, 0.0))
+    phase = max(_LATE if late > 0 else range(len(above)), key=above.__getitem__)
+    return Slowness(total / without_waiting if without_waiting > 0 else 1.0, phase)
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of a sorted sequence from which one element, equal to ``value``, is taken away."""
+    count, at = len(ordered) - 1, bisect_left(ordered, value)
+
+    def item(index: int) -> float:
+        return ordered[index + (index >= at)]
+
+    return item(count // 2) if count % 2 else (item(count // 2 - 1) + item(count // 2)) / 2

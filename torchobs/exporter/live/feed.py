@@ -1,0 +1,166 @@
+"""Looks at the ranks once a second while somebody watches, and hands each viewer what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from torchobs.exporter.live import sections
+from torchobs.exporter.live.gather import NOTHING, Gatherer
+from torchobs.exporter.live.model import Modeller, focused, model
+from torchobs.exporter.watch import DEADLINE_S, FRESH_S
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+
+    from torchobs.exporter.live.gather import Details
+    from torchobs.exporter.live.model import Choice, Model
+    from torchobs.exporter.scan import Snapshot
+    from torchobs.exporter.watch import Scan, Watch
+
+TICK_S = 1.0
+RELAXATION = 4.0
+"""A look is followed by a rest of this many times as long as it took: a thousand ranks take no more than a fifth of a core."""
+
+MOST_VIEWERS = 16
+LIFE_S = 50.0
+"""How long a stream lasts, before its viewer asks anew: whatever takes 60 s is taken for stuck by the listener."""
+
+REST_S = 60.0
+"""How long what was read is kept after the last viewer has gone."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One look, rendered for every choice that somebody watches."""
+
+    number: int = 0
+    parts: Mapping[Choice, Mapping[str, str]] = field(default_factory=dict)
+    """content by the element's id, and the title"""
+
+
+class Feed:
+    """One per exporter; to be used in one event loop."""
+
+    def __init__(self, watch: Watch, clock: Callable[[], float] = time.time) -> None:
+        self._watch, self._clock = watch, clock
+        self._gatherer, self._modeller = Gatherer(), Modeller()
+        self._thread = ThreadPoolExecutor(1, "page")
+        self._busy = asyncio.Lock()
+        self._frame = Frame()
+        self._changed = asyncio.Event()
+        self._viewers: dict[object, Choice] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._rest: asyncio.TimerHandle | None = None
+        self.closed = False
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody else may watch."""
+        return len(self._viewers) >= MOST_VIEWERS
+
+    async def model(self, choice: Choice) -> Model:
+        """Return what there is to see now; with what the files hold beyond the snapshot, if they answer in time."""
+        (shown,) = (await self._models([choice], FRESH_S)).values()
+        self._expire()
+        return shown
+
+    async def messages(self, choice: Choice) -> AsyncIterator[bytes]:
+        """Yield server-sent events: everything, and then what has changed, once a second, until the stream's time is over.
+
+        Whoever takes them slowly gets fewer, never late ones: nothing is queued.
+        """
+        viewer, sent = object(), dict[str, str]()
+        self._viewers[viewer] = choice
+        until = asyncio.get_running_loop().time() + LIFE_S
+        try:
+            self._start()
+            while not self.closed and asyncio.get_running_loop().time() < until:
+                frame, changed = self._frame, self._changed
+                parts = frame.parts.get(choice, {})
+                if new := {name: part for name, part in parts.items() if sent.get(name) != part}:
+                    sent |= new
+                    yield _event("parts", new)
+                elif parts:
+                    yield _event("same", {})
+                if self._frame is frame:
+                    await changed.wait()
+            yield _event("end", {"gone": self.closed})
+        finally:
+            del self._viewers[viewer]
+
+    def close(self) -> None:
+        """End all streams."""
+        self.closed = True
+        self._wake()
+        self._thread.shutdown(wait=False)
+
+    def _start(self) -> None:
+        if self._ticker is None or self._ticker.done():
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while self._viewers and not self.closed:
+            began = time.perf_counter()
+            wanted = set(self._viewers.values())
+            parts = await self._in_thread(partial(_rendered, await self._models(wanted, TICK_S / 2)))
+            self._frame = Frame(self._frame.number + 1, parts)
+            self._wake()
+            await asyncio.sleep(max(TICK_S, RELAXATION * (time.perf_counter() - began)))
+        self._expire()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _models(self, choices: Iterable[Choice], max_age_s: float) -> dict[Choice, Model]:
+        snapshot = await self._watch.fresh(max_age_s)
+        wanted = list(choices)
+        details = await self._details(snapshot, wanted)
+        return await self._in_thread(partial(self._model, snapshot, details, wanted, self._clock()))
+
+    async def _details(self, snapshot: Snapshot, choices: Iterable[Choice]) -> Details:
+        focus = [found for choice in choices if (found := focused(snapshot.ranks, choice))]
+
+        async def ask() -> Details:
+            async with self._busy:
+                return await self._watch.ask(lambda scan: self._gather(scan, snapshot, focus))
+
+        try:
+            return await asyncio.wait_for(ask(), DEADLINE_S)
+        except asyncio.TimeoutError:
+            return NOTHING
+
+    def _gather(self, scan: Scan, snapshot: Snapshot, focus: list[str]) -> Details:
+        return self._gatherer.gather(scan, snapshot, focus)
+
+    def _model(self, snapshot: Snapshot, details: Details, choices: list[Choice], now_s: float) -> dict[Choice, Model]:
+        runs = self._modeller.runs(snapshot, details)
+        return {choice: model(runs, choice, details, now_s) for choice in choices}
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _expire(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+        self._rest = asyncio.get_running_loop().call_later(REST_S, self._forget)
+
+    def _forget(self) -> None:
+        if not self._viewers:
+            self._gatherer, self._modeller, self._frame = Gatherer(), Modeller(), Frame()
+
+
+def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, dict[str, str]]:
+    return {choice: {**sections.rendered(shown), "title": sections.title(shown)} for choice, shown in models.items()}
+
+
+def _event(kind: str, fields: Mapping[str, object]) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps(fields, separators=(',', ':'))}\n\n".encode()

@@ -1,0 +1,116 @@
+"""What the page wants of the files beyond a snapshot. It is read in the thread that scans, and only while somebody watches."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.exporter.live import happenings
+from torchobs.exporter.live.history import KEPT, Curve, History, curve
+from torchobs.exporter.live.pace import Pace, pace
+from torchobs.exporter.tracked import HOSTILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torchobs.exporter.live.happenings import Happening
+    from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.exporter.watch import Scan
+    from torchobs.flight.reader import FlightFile
+
+RECORDS = 2048
+"""Records that a look reads of all ranks together, at least 32 and at most 256 of each; one takes 2 µs to decode."""
+
+EVENTS_S = 0.2
+"""Time that a look may spend on event rings, of which one takes up to 5 ms; those left over are next look's."""
+
+MOST_EVENTS = 200
+MOST_HISTORIES = 16
+
+
+class Curves(NamedTuple):
+    """The charts of one rank."""
+
+    loss: Curve | None = None
+    norm: Curve | None = None
+    time: Curve | None = None
+
+
+class Details(NamedTuple):
+    """By incarnation."""
+
+    paces: Mapping[str, Pace]
+    curves: Mapping[str, Curves]
+    events: Mapping[str, tuple[Happening, ...]]
+    """oldest first"""
+    took_s: float = 0.0
+
+
+NOTHING = Details({}, {}, {})
+
+
+class Gatherer:
+    """Keeps what it has read, as long as it stays true. To be used in one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._paces: dict[str, tuple[object, Pace | None]] = {}
+        self._events: dict[str, tuple[int, tuple[Happening, ...]]] = {}
+        self._histories: dict[str, tuple[History, Curves]] = {}
+
+    def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
+        """Look at all ranks of a snapshot, at the incarnations in ``focused`` closely."""
+        began = self._clock()
+        chosen = list(dict.fromkeys(focused))[:MOST_HISTORIES]
+        self._forget({rank.incarnation for rank in snapshot.ranks}, chosen)
+        limit = min(256, max(32, RECORDS // max(1, len(snapshot.ranks))))
+        for rank in snapshot.ranks:
+            self._look(scan, rank, limit, focused=rank.incarnation in chosen)
+        self._look_at_events(scan, sorted(snapshot.ranks, key=lambda rank: (rank.incarnation not in chosen, rank.up)))
+        return Details(
+            {incarnation: found for incarnation, (_, found) in self._paces.items() if found},
+            {incarnation: curves for incarnation, (_, curves) in self._histories.items()},
+            {incarnation: events for incarnation, (_, events) in self._events.items()},
+            self._clock() - began,
+        )
+
+    def _forget(self, served: set[str], focused: list[str]) -> None:
+        for cache, kept in ((self._paces, served), (self._events, served), (self._histories, {*focused} & served)):
+            for gone in cache.keys() - kept:
+                del cache[gone]
+
+    def _look(self, scan: Scan, rank: Rank, limit: int, *, focused: bool) -> None:
+        known = self._paces.get(rank.incarnation)
+        core = rank.view.blocks[0] if rank.view.blocks else None
+        unchanged = known is not None and known[0] is core
+        if unchanged and focused <= (rank.incarnation in self._histories):
+            return
+        try:
+            with scan.flight_file(rank.incarnation) as file:
+                self._paces[rank.incarnation] = core, pace(file.latest(limit))
+                if focused:
+                    self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
+        except HOSTILE:
+            self._paces.setdefault(rank.incarnation, (core, None))  # gone, or garbage now: what was seen stays
+
+    def _follow(self, incarnation: str, file: FlightFile) -> tuple[History, Curves]:
+        history = self._histories[incarnation][0] if incarnation in self._histories else History()
+        newest = file.latest(64)
+        gap = not newest or newest[0].seq > history.upto + 1
+        history.add(file.latest(KEPT) if gap else newest)
+        return history, Curves(curve(history.losses), curve(history.norms), curve(history.times))
+
+    def _look_at_events(self, scan: Scan, ranks: Iterable[Rank]) -> None:
+        deadline = self._clock() + EVENTS_S
+        for rank in ranks:
+            known, head = self._events.get(rank.incarnation), rank.view.live.event_head
+            if known is not None and known[0] == head:
+                continue
+            if self._clock() > deadline:
+                return
+            try:
+                with scan.flight_file(rank.incarnation) as file:
+                    told = happenings.of_ring(rank.view.header, rank.rank, file.events())
+            except HOSTILE:
+                told = list(known[1]) if known else []
+            self._events[rank.incarnation] = head, tuple(told[-MOST_EVENTS:])

@@ -1,0 +1,295 @@
+"""What the page shows, as numbers and names: a pure function of a snapshot and of the details read with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.detect import stragglers
+from torchobs.exporter import described, labels
+from torchobs.exporter.live import happenings
+from torchobs.exporter.live.gather import Curves
+from torchobs.exporter.live.readings import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torchobs.detect.stragglers import Slowness
+    from torchobs.exporter.live.gather import Details
+    from torchobs.exporter.live.happenings import Happening
+    from torchobs.exporter.live.pace import Pace
+    from torchobs.exporter.live.readings import Readings
+    from torchobs.exporter.scan import Rank, Snapshot
+
+PER_PAGE = 50
+MOST_EVENTS = 100
+MOST_RUNS = 50
+LEAST_STEPS = 8
+"""Steps that a rank's pace must be of before it is compared."""
+
+SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
+LAYER_SORTS = ("model", "name", "gradient", "weights", "update")
+
+METRICS = (
+    catalog.STEPS, catalog.LOSS, catalog.LEARNING_RATE, catalog.TOTAL_STEPS, catalog.TOKENS, catalog.SAMPLES, catalog.EPOCHS,
+    catalog.GRAD_NORM, catalog.GRAD_CLIPPED_STEPS, catalog.GRAD_NONFINITE_STEPS, catalog.ANOMALIES, catalog.ANOMALY_ACTIVE,
+    catalog.GOODPUT_TIME, catalog.AMP_SCALE, catalog.AMP_STEPS_SKIPPED, catalog.AMP_SKIP_STREAK, catalog.AMP_GROWTH_TRACKER,
+    catalog.AMP_AUTOCAST, catalog.COMPILE_TIME, catalog.COMPILE_COMPILATIONS, catalog.COMPILE_GRAPH_BREAKS,
+    catalog.COMPILE_CACHE_LOOKUPS, catalog.COMPILE_FAILURES, catalog.COMPILE_IN_PROGRESS, catalog.MEMORY_DEVICE_ALLOCATED,
+    catalog.MEMORY_DEVICE_RESERVED, catalog.MEMORY_DEVICE_PEAK, catalog.MEMORY_DEVICE_LIMIT, catalog.MEMORY_HOST_RSS,
+    catalog.MEMORY_HOST_CHILDREN_RSS, catalog.MEMORY_HOST_AVAILABLE, catalog.MEMORY_HOST_UTILIZATION,
+    catalog.MEMORY_TIME_TO_LIMIT, catalog.MEMORY_GROWTH_PER_STEP, catalog.CGROUP_MEMORY_WORKING_SET,
+    catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
+    catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
+)  # fmt: skip
+"""What is read of a rank."""
+
+
+class Choice(NamedTuple):
+    """What somebody wants to see; all of it may be nonsense."""
+
+    run: str = ""
+    """``job_name/run_id``; nonsense: the one that stepped last"""
+    rank: str = ""
+    """whose curves and details; nonsense: the first that is there"""
+    sort: str = SORTS[0]
+    page: int = 1
+    layers: str = LAYER_SORTS[0]
+
+
+class Layer(NamedTuple):
+    """One line of the layers' table: norms, and the ratio of an update to the weights."""
+
+    name: str
+    gradient: float | None
+    weights: float | None
+    update: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank. Times in seconds."""
+
+    rank: str
+    incarnation: str
+    state: str
+    reason: str
+    """how it ended; empty while it is there"""
+    phase: str | None
+    """what it is at now"""
+    beat_age_s: float
+    progress_age_s: float | None
+    readings: Readings
+    pace: Pace | None
+    slowness: Slowness | None
+    anomalies: tuple[str, ...]
+    """those active now"""
+    memory: float | None
+    """bytes: on its devices, or of its process where it has none"""
+    memory_share: float | None
+    """of the limit, where one is known"""
+
+    @property
+    def up(self) -> bool:
+        """Whether its process is there."""
+        return not self.reason
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return int(self.readings.get(catalog.STEPS) or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The ranks of one run on this node, in their own order."""
+
+    job_name: str
+    run_id: str
+    rows: tuple[Row, ...]
+    expected: int
+    """ranks of it that this node should have"""
+    world_size: int
+
+    @property
+    def key(self) -> str:
+        """What a link chooses it by."""
+        return f"{self.job_name}/{self.run_id}"
+
+    @property
+    def steps(self) -> int:
+        """Steps that all its ranks have done, whoever is ahead."""
+        return max((row.steps for row in self.rows), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The page of one choice."""
+
+    choice: Choice
+    runs: tuple[Run, ...]
+    run: Run | None
+    focus: Row | None
+    rows: tuple[Row, ...]
+    """those shown: one page, as sorted"""
+    pages: int
+    curves: Curves
+    events: tuple[Happening, ...]
+    """newest first"""
+    layers: tuple[Layer, ...]
+    total_steps: int | None
+    left_s: float | None
+    now_s: float
+    """Unix time"""
+
+
+class Modeller:
+    """Makes models; keeps where the ranks' values are."""
+
+    def __init__(self) -> None:
+        self._reader = Reader(METRICS)
+
+    def runs(self, snapshot: Snapshot, details: Details) -> tuple[Run, ...]:
+        """Return all runs, the one that has stepped last first."""
+        self._reader.keep(snapshot.ranks)
+        return tuple(self._run(ranks, details) for ranks in grouped(snapshot.ranks)[:MOST_RUNS])
+
+    def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
+        comparable = {
+            rank.incarnation: found.phases_s
+            for rank in ranks
+            if rank.up and (found := details.paces.get(rank.incarnation)) and found.steps >= LEAST_STEPS
+        }
+        slow = stragglers.compare(comparable)
+        world_size = max(_resource(rank, "world_size") for rank in ranks)
+        here = max(_resource(rank, "local_world_size") for rank in ranks) or world_size
+        rows = tuple(self._row(rank, details, slow.get(rank.incarnation)) for rank in ranks)
+        return Run(
+            ranks[0].job_name, ranks[0].run_id, rows, expected=max(here, len(ranks)), world_size=max(world_size, len(ranks))
+        )
+
+    def _row(self, rank: Rank, details: Details, slowness: Slowness | None) -> Row:
+        readings = self._reader.read(rank)
+        memory, limit = _memory(readings)
+        return Row(
+            rank=rank.rank,
+            incarnation=rank.incarnation,
+            state=rank.state,
+            reason="" if rank.up else described.ending(rank),
+            phase=rank.view.live.phase if rank.up else None,
+            beat_age_s=rank.beat_age_s,
+            progress_age_s=rank.progress_age_s,
+            readings=readings,
+            pace=details.paces.get(rank.incarnation),
+            slowness=slowness,
+            anomalies=tuple(kind for (kind,), value in readings.of(catalog.ANOMALY_ACTIVE).items() if value),
+            memory=memory,
+            memory_share=limit,
+        )
+
+
+def model(runs: tuple[Run, ...], choice: Choice, details: Details, now_s: float) -> Model:
+    """Return what one viewer sees. ``now_s`` is Unix time."""
+    run = next((run for run in runs if run.key == choice.run), runs[0] if runs else None)
+    rows = run.rows if run else ()
+    focus = next((row for row in rows if row.rank == choice.rank), rows[0] if rows else None)
+    ordered = ordered_rows(rows, choice.sort)
+    pages = max(1, -(-len(ordered) // PER_PAGE))
+    first = (min(max(choice.page, 1), pages) - 1) * PER_PAGE
+    total = max((int(row.readings.get(catalog.TOTAL_STEPS) or 0) for row in rows), default=0)
+    return Model(
+        choice=choice,
+        runs=runs,
+        run=run,
+        focus=focus,
+        rows=tuple(ordered[first : first + PER_PAGE]),
+        pages=pages,
+        curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
+        events=_events(rows, details),
+        layers=_layers(focus.readings, choice.layers) if focus else (),
+        total_steps=total or None,
+        left_s=_left_s(run, total) if run and total else None,
+        now_s=now_s,
+    )
+
+
+def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
+    """Return the ranks by run: the run that has stepped last first, and in each the ranks in their own order."""
+    runs: dict[tuple[str, str], list[Rank]] = {}
+    for rank in ranks:
+        runs.setdefault((rank.job_name, rank.run_id), []).append(rank)
+    return sorted(runs.values(), key=lambda members: min(map(_staleness, members)))
+
+
+def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
+    """Return the incarnation of the rank whose curves and details are shown."""
+    runs = grouped(ranks)
+    members = next((run for run in runs if f"{run[0].job_name}/{run[0].run_id}" == choice.run), runs[0] if runs else [])
+    return next((rank.incarnation for rank in members if rank.rank == choice.rank), members[0].incarnation if members else None)
+
+
+def trouble(row: Row) -> float:
+    """Return how much a rank wants to be looked at; the worst first is the table's usual order."""
+    by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(row.state, 0.0)
+    slow = row.slowness.factor - 1 if row.slowness and row.slowness.factor > 1 else 0.0
+    return by_state + 2.0 * bool(row.anomalies) + min(slow, 1.0)
+
+
+def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
+    """Return ranks in an order; where values are equal, or missing, in their own."""
+    keys: dict[str, Callable[[Row], float]] = {
+        "worst": lambda row: -round(trouble(row), 1),
+        "step": lambda row: row.steps,
+        "time": lambda row: -(row.pace.step_s if row.pace else -1.0),
+        "loss": lambda row: _descending(row.readings.get(catalog.LOSS)),
+        "norm": lambda row: _descending(row.readings.get(catalog.GRAD_NORM)),
+        "memory": lambda row: _descending(row.memory),
+    }
+    return sorted(rows, key=keys[sort]) if sort in keys else list(rows)
+
+
+def _descending(value: float | None) -> float:
+    return float("inf") if value is None else -value
+
+
+def _staleness(rank: Rank) -> tuple[bool, float]:
+    return not rank.up, rank.progress_age_s if rank.progress_age_s is not None else rank.beat_age_s
+
+
+def _resource(rank: Rank, name: str) -> int:
+    return labels.number(rank.view.header.resource, name) or 0
+
+
+def _memory(readings: Readings) -> tuple[float | None, float | None]:
+    """Return the bytes that a rank takes, and the share of their limit: on its fullest device, or of its process."""
+    allocated, limits = readings.of(catalog.MEMORY_DEVICE_RESERVED), readings.of(catalog.MEMORY_DEVICE_LIMIT)
+    if allocated:
+        shares = [value / limits[device] for device, value in allocated.items() if limits.get(device)]
+        return sum(allocated.values()), max(shares, default=None)
+    return readings.get(catalog.MEMORY_HOST_RSS), max(readings.of(catalog.MEMORY_HOST_UTILIZATION).values(), default=None)
+
+
+def _left_s(run: Run, total: int) -> float | None:
+    paces = [row.pace.per_s for row in run.rows if row.up and row.pace and row.pace.per_s]
+    return max(0, total - run.steps) / min(paces) if paces else None
+
+
+def _events(rows: Iterable[Row], details: Details) -> tuple[Happening, ...]:
+    told = [event for row in rows for event in details.events.get(row.incarnation, ())[-MOST_EVENTS:]]
+    return tuple(happenings.together(sorted(told, key=lambda event: event.at_s, reverse=True))[:MOST_EVENTS])
+
+
+def _layers(readings: Readings, sort: str) -> tuple[Layer, ...]:
+    columns = [
+        readings.of(metric) for metric in (catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO)
+    ]
+    names = dict.fromkeys(key for column in columns for key in column)
+    rows = [Layer(key[0] if key else "", *(column.get(key) for column in columns)) for key in names]
+    keys: dict[str, Callable[[Layer], Any]] = {
+        "name": lambda row: row.name,
+        "gradient": lambda row: _descending(row.gradient),
+        "weights": lambda row: _descending(row.weights),
+        "update": lambda row: _descending(row.update),
+    }
+    return tuple(sorted(rows, key=keys[sort]) if sort in keys else rows)

@@ -1,0 +1,163 @@
+"""The run's health in a sentence or two: a pure function of what the page shows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.catalog import PHASES, Severity
+from torchobs.exporter.live import figures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torchobs.exporter.live.model import Row, Run
+
+SLOW = 1.2
+"""A rank that takes a fifth longer than its peers is worth a word: it costs the run a sixth of its speed."""
+
+_MOST_NAMED = 4
+_AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling"}
+_ENDINGS = {
+    "exception": "failed {ago} ago with an exception",
+    "exit_code": "failed {ago} ago with an exit status",
+    "out_of_memory": "was lost {ago} ago, likely out of memory",
+}
+_ANOMALIES = {
+    "nonfinite_loss": "The loss is not finite",
+    "nonfinite_gradient": "Gradients are not finite",
+    "gradient_explosion": "Gradients explode",
+    "loss_spike": "The loss has jumped",
+    "gradient_vanishing": "Gradients vanish",
+}
+
+
+class Health(NamedTuple):
+    """What to say, and how loudly."""
+
+    level: Severity
+    text: str
+    gist: str
+    """the same without figures that change all the time: what a screen reader is to say when it changes"""
+
+
+class _Note(NamedTuple):
+    level: Severity
+    text: str
+    gist: str
+
+
+NOTHING = Health(
+    Severity.INFO,
+    "No rank has been seen yet. One appears as soon as a training calls torchobs.init().",
+    "No rank has been seen yet.",
+)
+
+
+def health(run: Run | None) -> Health:
+    """Return the sentence on a run."""
+    if run is None:
+        return NOTHING
+    head = _head(run)
+    notes = [head, *sorted(_notes(run), key=lambda note: -note.level.value)]
+    level = max((note.level for note in notes), key=lambda level: level.value)
+    return Health(level, " ".join(note.text for note in notes), " ".join(note.gist for note in notes))
+
+
+def _head(run: Run) -> _Note:
+    up = [row for row in run.rows if row.up]
+    if not up:
+        done = all(row.state == "finished" for row in run.rows)
+        word, ranks = ("Finished" if done else "Ended"), _many(len(run.rows), "rank")
+        return _Note(
+            Severity.INFO, f"{word}: {_listed([ranks, _many(run.steps, 'step'), _loss(run, 'last loss')])}.", f"{word}."
+        )
+    word = _activity(run, up)
+    here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
+    ranks = f"{len(up)} of {_many(run.expected, 'rank')} alive{here}"
+    paces = [row.pace.per_s for row in up if row.pace and row.pace.per_s]
+    speed = f"{figures.rate(min(paces)).removesuffix('/s')} steps/s" if paces and run.steps else ""
+    step = f"step {run.steps:,}" if run.steps else "no step yet"
+    return _Note(Severity.INFO, f"{word}: {_listed([ranks, step, _loss(run, 'loss'), speed])}.", f"{word}, {ranks}.")
+
+
+def _activity(run: Run, up: Sequence[Row]) -> str:
+    phase, _ = Counter(row.phase for row in up).most_common(1)[0]
+    return _AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
+
+
+def _loss(run: Run, word: str) -> str:
+    losses = (row.readings.get(catalog.LOSS) for row in run.rows)
+    loss = next((value for value in losses if value is not None), None)
+    return "" if loss is None else f"{word} {figures.number(loss)}"
+
+
+def _notes(run: Run) -> Iterator[_Note]:
+    yield from _deaths(run.rows)
+    yield from _silences(run.rows)
+    missing = run.expected - len(run.rows)
+    if missing > 0:
+        text = f"{_many(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
+        yield _Note(Severity.WARNING, text, text)
+    yield from _anomalies(run.rows)
+    yield from _slowest(run.rows)
+
+
+def _deaths(rows: Iterable[Row]) -> Iterator[_Note]:
+    by_reason: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.state in {"lost", "failed"}:
+            by_reason.setdefault(row.reason, []).append(row)
+    for reason, dead in by_reason.items():
+        who, ago = _ranks(dead), figures.span(min(row.beat_age_s for row in dead))
+        how = _ENDINGS.get(reason, "was lost {ago} ago")
+        how = how if len(dead) == 1 else how.replace("was lost", "were lost")
+        yield _Note(Severity.ERROR, f"{who} {how.format(ago=ago)}.", f"{who} {how.replace(' {ago} ago', '')}.")
+
+
+def _silences(rows: Sequence[Row]) -> Iterator[_Note]:
+    hung = [row for row in rows if row.state == "hung"]
+    if hung:
+        who, since = _ranks(hung), figures.span(max(row.progress_age_s or 0.0 for row in hung))
+        verb = "hangs" if len(hung) == 1 else "hang"
+        yield _Note(Severity.ERROR, f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
+    mute = [row for row in rows if row.state == "unresponsive"]
+    if mute:
+        who, since = _ranks(mute), figures.span(max(row.beat_age_s for row in mute))
+        verb = "does not respond" if len(mute) == 1 else "do not respond"
+        yield _Note(Severity.ERROR, f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
+
+
+def _anomalies(rows: Sequence[Row]) -> Iterator[_Note]:
+    for kind in catalog.ANOMALY_KINDS:
+        affected = [row for row in rows if row.up and kind in row.anomalies]
+        if affected:
+            where = "" if len(affected) == sum(row.up for row in rows) else f" on {_ranks(affected).lower()}"
+            text = f"{_ANOMALIES[kind]}{where}."
+            yield _Note(catalog.ANOMALY_SEVERITY[kind], text, text)
+
+
+def _slowest(rows: Sequence[Row]) -> Iterator[_Note]:
+    slow = [row for row in rows if row.up and row.slowness and row.slowness.factor >= SLOW]
+    worst = max(slow, key=lambda row: row.slowness.factor if row.slowness else 0.0, default=None)
+    if worst is not None and worst.slowness is not None:
+        factor, phase = worst.slowness.factor, PHASES[worst.slowness.phase]
+        text = f"Rank {worst.rank} is {factor:.1f} times slower than the others in {phase}."
+        yield _Note(Severity.WARNING, text, f"Rank {worst.rank} is slower than the others in {phase}.")
+
+
+def _ranks(rows: Sequence[Row]) -> str:
+    names = [row.rank for row in rows[:_MOST_NAMED]]
+    more = len(rows) - len(names)
+    if len(rows) == 1:
+        return f"Rank {names[0]}"
+    return f"Ranks {', '.join(names)} and {more} more" if more else f"Ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
