@@ -22,7 +22,8 @@ PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
     "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile",
 )  # fmt: skip
-"""The probes that can be switched off, by name; spelled here because this module loads without torch."""
+"""The probes that can be switched off, by name; spelled here because this module loads without torch. New ones come at the end:
+a command switches a probe by its place (``flight.control``)."""
 
 EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
 """Where a node-mode exporter listens: on loopback, on the port that Prometheus' list of defaults has free."""
