@@ -14,16 +14,23 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import dataloader
 
+from torchobs.probes.clipping import ClipWatch
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.patching import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_SITES = ((dataloader._BaseDataLoaderIter, "__next__"), (torch.autograd, "backward"))
+_SITES = (
+    (dataloader._BaseDataLoaderIter, "__next__"), (torch.autograd, "backward"),
+    (clip_grad, "_get_total_norm"), (clip_grad, "_clip_grads_with_norm_"),
+)  # fmt: skip
+_NORMS = ((GradientProbe, "_measure"), (GradientProbe, "_take_over"), (ClipWatch, "_note_total"))
+"""What is the measuring of norms"""
 _HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
 
 
@@ -41,7 +48,7 @@ class Meter:
     def inner(self) -> None:
         """Wrap what is there before."""
         self._patches += [Patch(owner, name, self._timed(getattr(owner, name), -1)) for owner, name in _SITES]
-        self._patches.append(Patch(GradientProbe, "_measure", self._timed_norm(GradientProbe._measure)))
+        self._patches += [Patch(owner, name, self._timed_norm(getattr(owner, name))) for owner, name in _NORMS]
 
     def outer(self) -> None:
         """Wrap what stands there now."""
@@ -83,11 +90,11 @@ class Meter:
 
     def _timed_norm(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = perf_counter_ns()
+            begun, before = perf_counter_ns(), self._norm
             try:
                 return function(*args, **kwargs)
             finally:
-                self._norm += perf_counter_ns() - begun
+                self._norm = before + perf_counter_ns() - begun  # one may call another
 
         return timed
 

@@ -162,6 +162,7 @@ class ClipWatch:
             made.total = norm.detach()
         if seen is not None and made.each is None:
             keys, norms = seen.keys_and_results()
+            self._pace.spend(seen.spent_ns)
             whole = len(norms) == len(tensors)  # else it was done without foreach
             made.each = from_norms(self._torch, keys, norms) if whole else self._measure(*_keyed(tensors))
         if made.each is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torch.overrides import TorchFunctionMode
@@ -18,10 +19,28 @@ class Intercepted(TorchFunctionMode):
         self._function = function
         self._keys: list[int] = []
         self.results: list[Any] = []
+        self._spent_ns = 0
+
+    @property
+    def spent_ns(self) -> int:
+        """Time that catching took, once the block is done: a mode puts Python between every call of torch's and its work."""
+        return self._spent_ns
+
+    def __enter__(self) -> Any:
+        """Begin."""
+        self._spent_ns = -monotonic_ns()
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        self._spent_ns += monotonic_ns()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it; keep the result. Ids, and not tensors, lest anything lives longer for it."""
+        begun_ns = monotonic_ns()
         result = func(*args, **(kwargs or {}))
+        self._spent_ns += begun_ns - monotonic_ns()
         if func is self._function:
             several = isinstance(result, (list, tuple))
             self._keys += [id(each) for each in args[0]] if several else [id(args[0])]
