@@ -1,0 +1,56 @@
+"""Clipping in a long run: the total norm stands in every record, also where nobody looks at the gradients any more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.training import Flag, Recording, has, loss_of, mlp, recording
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording with the interval that a user gets."""
+    yield from recording(flight_dir, grad_interval=None)
+
+
+def test_every_clipped_step_has_its_norm_before_clipping(run: Recording) -> None:
+    """Whatever changes on the way: a layer is frozen and thawed, a step clips twice, one not at all, a gradient overflows."""
+    model = mlp(width=32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    parameters = list(model.parameters())
+    norms, clipped = dict[int, float](), list[bool]()
+    for step in range(1, 301):
+        frozen = 100 <= step < 130
+        for parameter in parameters[:2]:
+            parameter.requires_grad_(not frozen)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        if step == 200:
+            assert parameters[2].grad is not None
+            parameters[2].grad[0, 0] = torch.inf
+        limit = 1e-6 if step % 3 else 1e6
+        norms[step] = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item()
+        if step % 50 == 7:
+            torch.nn.utils.clip_grad_norm_(parameters, 1e6)
+        if step % 40 != 11:
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+        clipped.append(step % 40 != 11 and limit < norms[step] < torch.inf)
+        optimizer.step()
+        if step == 200:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.nan_to_num_(0.1)
+    records = run.steps()
+    assert len(records) == 300
+    for record in records:
+        if record.step % 40 != 11:
+            assert has(record, Flag.GRAD_NORM), record.step
+            assert record.grad_norm == pytest.approx(norms[record.step], rel=1e-5)
+    assert [has(record, Flag.CLIPPED) for record in records] == clipped
