@@ -38,6 +38,7 @@ def test_every_option_sets_its_field() -> None:
         "flight_dir": ["/dev/shm/x"],
         "listen": [":1", "[::1]:2"],
         "telemetry_path": ["/telemetry/metrics"],
+        "web_config_file": ["web.yml"],
         "mode": ["node"],
         "grace_s": ["1m"],
         "drain_timeout_s": ["5"],
@@ -50,6 +51,7 @@ def test_every_option_sets_its_field() -> None:
         flight_dir="/dev/shm/x",
         listen=(Address("", 1), Address("::1", 2)),
         telemetry_path="/telemetry/metrics",
+        web_config_file="web.yml",
         mode="node",
         grace_s=60.0,
         drain_timeout_s=5.0,
@@ -85,6 +87,13 @@ def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> Non
     assert chosen.problems == (f"{option.flag} {text!r}: allowed is {option.kind.allowed}",)
     assert getattr(chosen, field) == getattr(ExporterConfig(), field)
     assert chosen.drain_timeout_s == 7.0
+
+
+def test_a_web_configuration_that_is_not_allowed_is_not_none() -> None:
+    """Nobody asked for an open door: the exporter serves nothing then, as with a file that is broken."""
+    chosen = config.parse({"web_config_file": [""]})
+    assert chosen.web_config_file == ""
+    assert chosen.problems
 
 
 def test_one_bad_address_does_not_take_the_good_one_along() -> None:

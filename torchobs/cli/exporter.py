@@ -55,19 +55,32 @@ _LOG_OPTIONS = (
 _FALLBACKS = {"flight_dir": "TORCHOBS_DIR"}
 
 
+_PROTECTION = "--web.config.file"
+
+
+def _protection(args: Sequence[str]) -> list[str]:
+    """Return what of arguments that cannot be parsed must not be lost: without it, everyone could ask."""
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        flag, equals, path = word.partition("=")
+        if flag == _PROTECTION:
+            return [f"{_PROTECTION}={path if equals else following}"]
+    return []
+
+
 class _Tolerant(click.Command):
     """Takes what it cannot parse for a problem, not for the end, unless a person is there to read the message."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """See :class:`click.Command`."""
         ctx.obj = problems = []
+        kept = _protection(args)
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as problem:
             if _is_watched():
                 raise
             problems.append(problem.format_message())
-            return super().parse_args(ctx, [])
+            return super().parse_args(ctx, kept)
 
 
 def _options(function: Callable[..., None]) -> Callable[..., None]:
@@ -96,6 +109,8 @@ def command(context: click.Context, /, **given: str | tuple[str, ...] | None) ->
         field: (text,) if isinstance(text, str) else tuple(text) for field, text in given.items() if text is not None
     }
     unknown = [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in context.args]
+    if any(_PROTECTION in hint for hint in unknown):
+        found.setdefault("web_config_file", ("",))
     log, log_problems = _log_settings(found)
     environ = settings.environment()
     push, push_problems = options.parse(found, environ)

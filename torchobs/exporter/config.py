@@ -33,6 +33,8 @@ class ExporterConfig:
     """None: where trainers of this user, or of this pod, put their files"""
     listen: tuple[Address, ...] = ()
     telemetry_path: str = "/metrics"
+    web_config_file: str | None = None
+    """None: everyone may ask, without TLS; one that cannot be read closes the door"""
     mode: Mode = "sidecar"
     grace_s: float = 300.0
     """how long a dead rank stays on the page"""
@@ -123,6 +125,10 @@ OPTIONS = (
         "Path of the metrics. [default: /metrics]",
     ),
     Option(
+        "web_config_file", "--web.config.file", "FILE", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "TLS, client certificates and passwords, in the format of Prometheus' exporters; read again when it changes.",
+    ),
+    Option(
         "grace_s", "--grace", "DURATION", _SECONDS,
         "How long a dead rank keeps its counters, its last loss and the way it ended on the page. [default: 5m]",
     ),
@@ -164,6 +170,8 @@ def parse(given: Mapping[str, Sequence[str]], runtime_dir: str | None = None, pr
                 parsed.append(option.kind.parse(text.strip()))
             except ValueError:
                 complaints.append(f"{option.flag} {text!r}: allowed is {option.kind.allowed}")
+        if not parsed and given.get(option.field) and option.field == "web_config_file":
+            parsed = [""]  # no file: what was meant to be protected is not served instead of being served to everyone
         if parsed:
             chosen[option.field] = tuple(parsed) if option.several else parsed[-1]
     return ExporterConfig(**chosen, runtime_dir=runtime_dir, problems=tuple(complaints))  # type: ignore[arg-type]  # each kind is its field's

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import uvicorn
@@ -12,10 +13,11 @@ import uvicorn
 from torchobs.values import Address
 
 if TYPE_CHECKING:
-    import asyncio
+    import ssl
     from collections.abc import Collection
 
-    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 10.0
 """How long a request's head may take to arrive; Prometheus sends it in one packet."""
@@ -60,7 +62,7 @@ def bind_near(address: Address) -> socket.socket:
     return bind(Address(address.host, last))
 
 
-async def serve_on(bound: socket.socket, app: Starlette) -> uvicorn.Server:
+async def serve_on(bound: socket.socket, app: ASGIApp, context: ssl.SSLContext | None = None) -> uvicorn.Server:
     """Start a server on a socket. The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end."""
     config = uvicorn.Config(
         app,
@@ -79,8 +81,22 @@ async def serve_on(bound: socket.socket, app: Starlette) -> uvicorn.Server:
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     await server.on_tick(0)  # sets the Date header
-    await server.startup(sockets=[bound])
+    server.servers = [await _accept(server, bound, context)]
+    server.started = True
     return server
+
+
+async def _accept(server: uvicorn.Server, bound: socket.socket, context: ssl.SSLContext | None) -> asyncio.Server:
+    config = server.config
+
+    def connection() -> asyncio.Protocol:
+        made = cast("type[H11Protocol]", config.http_protocol_class)
+        return made(config=config, server_state=server.server_state, app_state={})
+
+    # as uvicorn's own startup does, but for a handshake's time, which there is asyncio's minute
+    handshake_s = HEAD_S if context is not None else None
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(connection, sock=bound, ssl=context, backlog=_BACKLOG, ssl_handshake_timeout=handshake_s)
 
 
 class Cycle(Protocol):

@@ -25,6 +25,7 @@ from torchobs.exporter.scan import Scanner
 from torchobs.exporter.scrapers import Scrapers
 from torchobs.exporter.states import FADED_AFTER_S
 from torchobs.exporter.watch import Watch
+from torchobs.exporter.web.gate import Gate
 from torchobs.values import Address
 
 if TYPE_CHECKING:
@@ -89,8 +90,11 @@ class _Service:
         self._pages = Pages(config)
         self._scrapers = Scrapers()
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
-        self._app = self._site.app()
+        self._gate = Gate(config.web_config_file)
+        self._app = self._gate.guard(self._site.app())
         self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
+        self._context = self._gate.context
+        self._bind_problems: tuple[str, ...] = ()
         self._unbound = list(config.addresses)
         self._next_bind_s = 0.0
         self._connections = Connections()
@@ -106,6 +110,7 @@ class _Service:
         if self._push is not None:
             self._push.start()
         try:
+            await self._look_at_web_config()
             await self._bind()
             if not self._servers and self._config.mode == "node":
                 return 1
@@ -131,6 +136,7 @@ class _Service:
         self._leave.set()
 
     async def _tick(self) -> None:
+        await self._look_at_web_config()
         if self._unbound and time.monotonic() >= self._next_bind_s:
             await self._bind()
         snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
@@ -145,6 +151,22 @@ class _Service:
             self._done = True
             self._leave.set()
 
+    async def _look_at_web_config(self) -> None:
+        await self._gate.look()
+        self._tell_problems()
+        if self._gate.context is not self._context:
+            self._context = self._gate.context
+            # another context for new connections is another server; the socket stays, so that nobody is refused meanwhile
+            old, self._servers = self._servers, []
+            for _, bound in old:
+                again = bound.dup()
+                self._servers.append((await serve_on(again, self._app, self._context), again))
+            for server, bound in old:
+                await server.shutdown(sockets=[bound])
+
+    def _tell_problems(self) -> None:
+        self._site.problems = (*self._bind_problems, *([self._gate.problem] if self._gate.problem else []))
+
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_BIND_S
         problems = []
@@ -156,9 +178,10 @@ class _Service:
                 _log.error("cannot listen on %s: %s", address, problem.strerror or problem)
                 continue
             self._unbound.remove(address)
-            self._servers.append((await serve_on(bound, self._app), bound))
+            self._servers.append((await serve_on(bound, self._app, self._context), bound))
             self._listening(Address(address.host, bound.getsockname()[1]))
-        self._site.problems = tuple(problems)
+        self._bind_problems = tuple(problems)
+        self._tell_problems()
 
     def _listening(self, address: Address) -> None:
         _log.info("listening on %s", address)
@@ -211,6 +234,7 @@ class _Service:
             await server.shutdown(sockets=[bound])
         self._watch.close()
         self._pages.close()
+        self._gate.close()
 
 
 def _push_of(config: ExporterConfig) -> Push | None:

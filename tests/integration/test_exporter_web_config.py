@@ -1,0 +1,335 @@
+"""TLS, client certificates and passwords of the exporter: as Prometheus' own tools have them, and never open by mistake."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http.client
+import shutil
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.exporters import Answer, Service, start_program
+from tests.prometheus_server import PrometheusServer
+from tests.rank_files import live_rank, train
+from tests.support import wait_until, why_missing
+from tests.web_configs import ACCEPTED, HASH, PASSWORD, REFUSED, STRICTER, TLS, USERS, certify
+from torchobs.exporter import service
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.web import tls, webconfig
+from torchobs.exporter.web.passwords import BusyError, Passwords
+
+METRICS = "torchobs_build_info"
+
+
+@pytest.fixture(autouse=True)
+def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a file is looked at more often, and an exporter ends sooner when its test has."""
+    monkeypatch.setattr(service, "TICK_S", 0.05)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `server.pem`, `client.pem` and their keys."""
+    if reason := why_missing("openssl"):
+        pytest.skip(reason)
+    made = tmp_path_factory.mktemp("certificates")
+    for name in ("server", "client"):
+        certify(str(shutil.which("openssl")), made, name)
+    return made
+
+
+@pytest.fixture
+def home(certificates: Path, tmp_path: Path) -> Path:
+    """A directory of the test's own with those."""
+    for path in certificates.iterdir():
+        shutil.copy(path, tmp_path)
+    return tmp_path
+
+
+class Served:
+    """An exporter with a web configuration file, which `write` replaces at once."""
+
+    def __init__(self, home: Path, text: str) -> None:
+        self.home, self.path = home, home / "web.yml"
+        self.write(text)
+        self.service = Service(ExporterConfig(flight_dir=str(home), web_config_file=str(self.path)))
+
+    def write(self, text: str) -> None:
+        new = self.home / "new.yml"
+        new.write_text(text)
+        new.replace(self.path)
+
+    def get(self, path: str = "/metrics", password: str | None = None, user: str = "prometheus") -> Answer:
+        """Ask without TLS."""
+        encoded = base64.b64encode(f"{user}:{password}".encode()).decode()
+        return self.service.get(path, **({} if password is None else {"Authorization": f"Basic {encoded}"}))
+
+    def secure(self, client: str | None = None, most: ssl.TLSVersion | None = None) -> http.client.HTTPSConnection:
+        """A connection that trusts `server.pem`, perhaps with a certificate of its own."""
+        context = ssl.create_default_context(cafile=str(self.home / "server.pem"))
+        if client is not None:
+            context.load_cert_chain(self.home / f"{client}.pem", self.home / f"{client}.key")
+        if most is not None:
+            context.maximum_version = most
+        return http.client.HTTPSConnection(self.service.address, timeout=10, context=context)
+
+    def secure_status(self, client: str | None = None, most: ssl.TLSVersion | None = None) -> int | None:
+        """The status of the metrics over TLS; None: not even a connection."""
+        connection = self.secure(client, most)
+        try:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().status
+        except OSError:
+            return None
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def serve(home: Path) -> Iterator[Callable[[str], Served]]:
+    """Serve with the text of a web configuration file."""
+    running: list[Served] = []
+
+    def start(text: str) -> Served:
+        served = Served(home, text)
+        running.append(served)
+        served.service.__enter__()
+        return served
+
+    yield start
+    for served in running:
+        served.service.stop()
+
+
+def _accepts(home: Path, text: str) -> bool:
+    try:
+        found = webconfig.parse(text)
+        if found.tls is not None:
+            tls.context(found.tls, home)
+    except webconfig.WebConfigError:
+        return False
+    return True
+
+
+def _promtool_accepts(promtool: str, home: Path, text: str) -> bool:
+    (home / "oracle.yml").write_text(text)
+    command = [promtool, "check", "web-config", "oracle.yml"]
+    return subprocess.run(command, check=False, cwd=home, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_what_promtool_accepts_is_accepted(program: Callable[[str], str], home: Path, text: str) -> None:
+    """The same file serves node_exporter and us."""
+    assert _promtool_accepts(program("promtool3"), home, text)
+    assert _accepts(home, text)
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_promtool_refuses_is_refused(program: Callable[[str], str], home: Path, text: str) -> None:
+    """Unknown keys, missing files, passwords that are no hashes."""
+    assert not _promtool_accepts(program("promtool3"), home, text)
+    assert not _accepts(home, text)
+
+
+@pytest.mark.parametrize("text", STRICTER)
+def test_what_python_cannot_do_is_refused_and_not_done_by_half(home: Path, text: str) -> None:
+    """A wish for protection that cannot be met is an error."""
+    assert not _accepts(home, text)
+
+
+def test_an_error_shows_no_hash() -> None:
+    """The message goes to the log, and to a page."""
+    for text in (f"basic_auth_users: {{a: '{HASH}x'}}", f"basic_auth_users: {{a: '{HASH}", f"{HASH}: [", f"a: {HASH}\n b: ]"):
+        with pytest.raises(webconfig.WebConfigError) as caught:
+            webconfig.parse(text)
+        assert HASH[7:] not in str(caught.value)
+
+
+def test_a_password_opens_the_metrics_and_everything_else(serve: Callable[[str], Served]) -> None:
+    """Without it, with a wrong one, or for nobody we know: 401 and how to ask. Health is open."""
+    served = serve(USERS)
+    for answer in (served.get(), served.get(password="wrong"), served.get(password=PASSWORD, user="else"), served.get("/")):
+        assert answer.status == 401
+        assert answer.headers["www-authenticate"].startswith('Basic realm="torchobs"')
+        assert METRICS.encode() not in answer.body
+    assert [served.get("/-/healthy").status, served.get("/nothing").status, served.get("/-/healthy/../metrics").status] == [
+        200,
+        401,
+        401,
+    ]
+    assert served.get(password=PASSWORD).status == 200
+    assert served.get("/", password=PASSWORD).status == 200
+
+
+@pytest.mark.parametrize(
+    "header", ["", "Basic", "Basic !", "Bearer x", "Basic bm9jb2xvbg==", f"Basic {'A' * 9000}", "Basic /zo6", "Basic OgA="]
+)
+def test_a_strange_authorization_is_no_authorization(serve: Callable[[str], Served], header: str) -> None:
+    """Whatever it holds."""
+    assert serve(USERS).service.get(Authorization=header).status == 401
+
+
+def test_a_password_is_compared_once() -> None:
+    """A scrape must not cost 50 ms each time, nor may a guess be repeated for more; a new hash is a new comparison."""
+
+    async def ask() -> tuple[list[bool], int]:
+        passwords = Passwords()
+        right, wrong = (f"Basic {base64.b64encode(f'a:{word}'.encode()).decode()}" for word in (PASSWORD, "no"))
+        answers = [await passwords.allowed(header, {"a": HASH}) for header in (right, wrong, right, wrong, right)]
+        answers.append(await passwords.allowed(right, {"a": HASH.replace("$2b$", "$2y$")}))
+        passwords.close()
+        return answers, passwords.compared
+
+    assert asyncio.run(ask()) == ([True, False, True, False, True, True], 3)
+
+
+def test_guesses_neither_queue_up_nor_push_the_scraper_out() -> None:
+    """Two hundred at once: some are compared, the rest are told to come later, and who was known still is."""
+
+    async def ask() -> tuple[int, int, int]:
+        passwords = Passwords()
+
+        async def one(word: str) -> bool:
+            return await passwords.allowed(f"Basic {base64.b64encode(f'a:{word}'.encode()).decode()}", {"a": HASH})
+
+        assert await one(PASSWORD)
+        tried = await asyncio.gather(*[one(f"{i}") for i in range(200)], return_exceptions=True)
+        for i in range(150):
+            await one(f"{i} later")
+        before = passwords.compared
+        assert await one(PASSWORD)
+        passwords.close()
+        return (
+            sum(isinstance(answer, BusyError) for answer in tried),
+            sum(answer is True for answer in tried),
+            passwords.compared - before,
+        )
+
+    assert asyncio.run(ask()) == (184, 0, 0)
+
+
+def test_metrics_over_tls(serve: Callable[[str], Served]) -> None:
+    """TLS 1.2 at least; who speaks plainly gets nothing."""
+    served = serve(f"{TLS}}}")
+    assert served.secure_status() == 200
+    assert served.secure_status(most=ssl.TLSVersion.TLSv1_2) == 200
+    with pytest.raises((OSError, http.client.HTTPException)):
+        served.get()
+
+
+def test_the_least_version_is_kept(serve: Callable[[str], Served]) -> None:
+    """And so are suites, of which those of TLS 1.3 alone leave no other version."""
+    served = serve(f"{TLS}, min_version: TLS13}}")
+    assert (served.secure_status(), served.secure_status(most=ssl.TLSVersion.TLSv1_2)) == (200, None)
+    only = serve(f"{TLS}, cipher_suites: [TLS_AES_128_GCM_SHA256]}}")
+    assert (only.secure_status(), only.secure_status(most=ssl.TLSVersion.TLSv1_2)) == (200, None)
+
+
+def test_a_client_needs_its_certificate(serve: Callable[[str], Served]) -> None:
+    """One that the given authority has signed."""
+    served = serve(f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca_file: client.pem}}")
+    assert served.secure_status("client") == 200
+    assert served.secure_status() is None
+    assert served.secure_status("server") is None
+
+
+def test_configured_headers_are_on_every_response(serve: Callable[[str], Served]) -> None:
+    """On a refusal as well; a page of ours keeps the stricter policy that it has."""
+    served = serve(f"{USERS}\nhttp_server_config: {{headers: {{X-Frame-Options: deny, Content-Security-Policy: 'img-src *'}}}}")
+    assert served.get().headers["x-frame-options"] == "deny"
+    page = served.get("/", password=PASSWORD)
+    assert page.headers["x-frame-options"] == "deny"
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_a_changed_file_is_in_force_without_a_restart(serve: Callable[[str], Served]) -> None:
+    """A broken one is not: the one before stays, and torchobs_exporter_config_ok is 0 until it is mended."""
+    served = serve(USERS)
+    assert served.get().status == 401
+    served.write("basic_auth_users: {prometheus: oops}")
+    wait_until(lambda: b"torchobs_exporter_config_ok 0" in served.get(password=PASSWORD).body)
+    assert served.get().status == 401
+    served.path.unlink()
+    wait_until(lambda: b"No such file" in served.get("/", password=PASSWORD).body)
+    assert served.get().status == 401
+    served.write("")
+    wait_until(lambda: served.get().status == 200)
+    assert served.service.value("torchobs_exporter_config_ok") == 1
+    served.write(f"{TLS}}}")
+    wait_until(lambda: served.secure_status() == 200)
+
+
+def test_a_renewed_certificate_is_presented(serve: Callable[[str], Served], program: Callable[[str], str]) -> None:
+    """As cert-manager renews it: the files change, the configuration does not."""
+    served = serve(f"{TLS}}}")
+    first = ssl.get_server_certificate(_split(served))
+    certify(program("openssl"), served.home, "server")
+    wait_until(lambda: ssl.get_server_certificate(_split(served)) != first)
+    assert served.secure_status() == 200
+
+
+def _split(served: Served) -> tuple[str, int]:
+    host, _, port = served.service.address.rpartition(":")
+    return host, int(port)
+
+
+@pytest.mark.parametrize("broken", ["basic_auth_users: {a: b}", "a: [", f"{TLS}, client_ca_file: no.pem}}"])
+def test_a_file_that_is_broken_from_the_start_opens_nothing(serve: Callable[[str], Served], broken: str) -> None:
+    """503 for everything but health, and no word of it to strangers; once mended, it is in force."""
+    served = serve(broken)
+    for path in ("/metrics", "/", "/nothing"):
+        answer = served.get(path)
+        assert (answer.status, answer.body.startswith(b"the web configuration is broken")) == (503, True)
+    assert served.get("/-/healthy").status == 200
+    served.write(USERS)
+    wait_until(lambda: served.get(password=PASSWORD).status == 200)
+    assert served.get().status == 401
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--web.config.file=missing.yml",),
+        ("--web.config.file=",),
+        ("--web.config-file=web.yml",),
+        ("--web.config.file", "missing.yml", "--grace"),
+    ],
+)
+def test_a_mistake_on_the_command_line_opens_nothing(
+    start: Callable[..., subprocess.Popen[str]],
+    free_port: Callable[[], int],
+    tmp_path: Path,
+    flight_dir: Path,
+    arguments: tuple[str, ...],
+) -> None:
+    """Not in a file's name, not in the option's, not in another option's."""
+    port = free_port()
+    given = {"TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}", "TORCHOBS_DIR": str(flight_dir)}
+    program = start_program(start, tmp_path / "exporter.log", port, *arguments, **given)
+    assert program.get().status == 503
+    assert program.get("/-/healthy").status == 200
+
+
+def test_prometheus_scrapes_with_tls_and_a_password(
+    serve: Callable[[str], Served], program: Callable[[str], str], certificates: Path
+) -> None:
+    """A real one, by its own tls_config and basic_auth, and none without."""
+    served = serve(f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca_file: client.pem}}\n{USERS}")
+    writer = live_rank(served.home)
+    train(writer, [1, 2, 3])
+    trust = {"ca_file": str(certificates / "server.pem"), "cert_file": str(certificates / "client.pem"),
+             "key_file": str(certificates / "client.key")}  # fmt: skip
+    target = {"static_configs": [{"targets": [served.service.address]}], "scheme": "https"}
+    known = {"job_name": "known", "tls_config": trust, "basic_auth": {"username": "prometheus", "password": PASSWORD}}
+    jobs = [{**target, **known}, {**target, "job_name": "stranger", "tls_config": trust}]
+    with PrometheusServer(program("prometheus3"), settings={"scrape_configs": jobs}) as prometheus:
+        wait_until(lambda: [one.value for one in prometheus.query('up{job="known"}')] == [1.0], timeout_s=30)
+        wait_until(lambda: prometheus.query('up{job="stranger"}'), timeout_s=30)
+        assert prometheus.value("torchobs_steps_total") == 3
+        assert prometheus.value('up{job="stranger"}') == 0
+    writer.close()

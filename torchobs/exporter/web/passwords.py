@@ -1,0 +1,100 @@
+"""Basic authentication by bcrypt hashes, which are made to be slow to compare: off the event loop, and each answer once."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import bcrypt
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_REMEMBERED = 100
+_WAITING = 16
+"""Comparisons in the queue: at 50 ms each (cost 10) the last one waits for a second."""
+_LONGEST = 4096
+_BCRYPT_BYTES = 72
+"""bcrypt looks at no more of a password; Go's and Apache's cut it there, Python's raises."""
+_NOBODY = "$2b$10$NDTPvuJp.Y6.k7P5xOPl9uHMGmHin0gthQKVMWozjAxUPresC9eq2"
+"""A hash for users that do not exist: they must not be told from others by how fast they are refused."""
+
+
+class BusyError(Exception):
+    """More passwords wait for their comparison than will be looked at."""
+
+
+class Passwords:
+    """Compares passwords, one at a time. To be used in one event loop.
+
+    Answers are remembered under a keyed hash of user, hash and password, whose key is this process's own: no password stays in
+    memory. Right and wrong ones apart, so that whoever guesses does not push a scraper's answer out.
+    """
+
+    def __init__(self) -> None:
+        self._key = os.urandom(32)
+        self._right: OrderedDict[bytes, None] = OrderedDict()
+        self._wrong: OrderedDict[bytes, None] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "bcrypt")
+        self._waiting = 0
+        self.compared = 0
+        """passwords for which bcrypt was asked"""
+
+    async def allowed(self, header: str | None, users: Mapping[str, str]) -> bool:
+        """Tell whether an ``Authorization`` header names a user and the password. Raises :class:`BusyError`."""
+        given = _credentials(header)
+        if given is None:
+            return False
+        user, password = given
+        hashed = users.get(user)
+        key = self._digest(user.encode(), (hashed or _NOBODY).encode(), password)
+        known = key in self._right
+        if not known and key not in self._wrong:
+            known = await self._compare(password, hashed or _NOBODY) and hashed is not None
+            self._remember(self._right if known else self._wrong, key)
+        return known
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _compare(self, password: bytes, hashed: str) -> bool:
+        if self._waiting >= _WAITING:
+            raise BusyError
+        self._waiting += 1
+        self.compared += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._thread, bcrypt.checkpw, password[:_BCRYPT_BYTES], hashed.encode())
+        finally:
+            self._waiting -= 1
+
+    def _digest(self, *parts: bytes) -> bytes:
+        mac = hmac.new(self._key, digestmod=hashlib.sha256)
+        for part in parts:
+            mac.update(len(part).to_bytes(8, "big") + part)
+        return mac.digest()
+
+    def _remember(self, known: OrderedDict[bytes, None], key: bytes) -> None:
+        known[key] = None
+        while len(known) > _REMEMBERED:
+            known.popitem(last=False)
+
+
+def _credentials(header: str | None) -> tuple[str, bytes] | None:
+    """Return user and password of an ``Authorization`` header (RFC 7617), or ``None``."""
+    scheme, _, encoded = (header or "").partition(" ")
+    if scheme.lower() != "basic" or len(encoded) > _LONGEST:
+        return None
+    try:
+        user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
+        return (user.decode(), password) if colon and b"\0" not in password else None
+    except (binascii.Error, ValueError):
+        return None
