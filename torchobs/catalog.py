@@ -677,7 +677,7 @@ EXPORTER_SERIES_DROPPED = _counter(
     "torchobs.exporter.series_dropped",
     "{series}",
     "Series not served, by reason.",
-    Attribute("reason", "why", ("limit", "conflict")),
+    Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
 )
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points or spans", ("metrics", "traces"))
 OTLP_RECORDED = _counter(

@@ -23,6 +23,7 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.described import Facts
 from torchobs.exporter.encoder import END, Style, negotiate, page
 from torchobs.exporter.exposition import Exposition
+from torchobs.exporter.limits import Limits
 from torchobs.exporter.scan import EMPTY, Scanner
 from torchobs.flight.layout import BadFlightFileError, Exit
 from torchobs.flight.series import Scope
@@ -408,7 +409,7 @@ def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file:
 
 def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:
     """One rank cannot fill Prometheus; what every rank has is not lost to it."""
-    exporter = Exporter(flight_dir, series_limit=100)
+    exporter = Exporter(flight_dir, limits=Limits(per_rank=100))
     for index in range(150):
         file.set(user("my.layers", Kind.GAUGE), index, USER, layer=str(index))
     file.save()
@@ -417,6 +418,42 @@ def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, f
     assert 0 < kept < 100
     assert f'reason="limit"}} {150 - kept}.0' in exporter.text()
     assert exporter.samples("torchobs_steps_total")
+    exporter.close()
+
+
+def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> None:
+    """Whoever comes last stays outside, is counted, and gets in as soon as another has gone."""
+    other = File(flight_dir, seed=2, rank=1).save()
+    file.save()
+    both = Limits()
+    exporter = Exporter(flight_dir, limits=both)
+    exporter.scan()
+    exporter.text()
+    exporter.close()
+    exporter = Exporter(flight_dir, limits=(limits := Limits(total=both.taken // 2)))
+    exporter.scan()
+    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["0"]
+    assert limits.dropped["total_limit"] == both.taken // 2
+    assert {one.labels["rank"] for one in exporter.samples("torchobs_rank_up")} == {"0", "1"}
+    file.path.unlink()
+    exporter.scan(2.0)
+    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
+    assert limits.taken == both.taken // 2
+    exporter.close()
+    assert other.path.exists()
+
+
+def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) -> None:
+    """By the whole name that it has on the page; what the exporter says of a rank stays."""
+    file.save()
+    limits = Limits(drop=["torchobs_steps_total", "torchobs_anomal.*|torchobs_rank_.*", "torchobs_los"])
+    exporter = Exporter(flight_dir, limits=limits)
+    exporter.scan()
+    names = {sample.name for family in exporter.families().values() for sample in family.samples}
+    assert not {name for name in names if name.startswith(("torchobs_steps_total", "torchobs_anomal"))}
+    assert {"torchobs_rank_up", "torchobs_step_duration_seconds_sum"} <= names
+    assert f'reason="drop_list"}} {limits.dropped["drop_list"]}.0' in exporter.text()
+    assert limits.dropped["drop_list"] > 1
     exporter.close()
 
 

@@ -45,6 +45,9 @@ def test_every_option_sets_its_field() -> None:
         "hang_timeout_s": ["10m"],
         "allow_foreign_owner": ["true"],
         "created_samples": ["on"],
+        "series_limit": ["10"],
+        "series_limit_total": ["20"],
+        "drop_metrics": ["torchobs_gpu_.*", "hw_.+"],
     }
     assert given.keys() == {option.field for option in config.OPTIONS}
     assert config.parse(given, "/run/user/1") == ExporterConfig(
@@ -58,6 +61,9 @@ def test_every_option_sets_its_field() -> None:
         hang_timeout_s=600.0,
         allow_foreign_owner=True,
         created_samples=True,
+        series_limit=10,
+        series_limit_total=20,
+        drop_metrics=("torchobs_gpu_.*", "hw_.+"),
         runtime_dir="/run/user/1",
     )
     assert config.parse({"hang_timeout_s": ["auto"]}).hang_timeout_s is None
@@ -76,6 +82,9 @@ def test_every_option_sets_its_field() -> None:
         ("mode", "daemon"),
         ("hang_timeout_s", "never"),
         ("allow_foreign_owner", "maybe"),
+        ("series_limit", "0"),
+        ("series_limit_total", "many"),
+        ("drop_metrics", "(a"),
         ("flight_dir", ""),
         ("flight_dir", "a\0b"),
     ],

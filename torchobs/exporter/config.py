@@ -8,6 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from torchobs import values
+from torchobs.exporter import pattern
 from torchobs.values import Address, Kind
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class ExporterConfig:
     created_samples: bool = False
     series_limit: int = 20_000
     """series of one rank"""
+    series_limit_total: int = 1_000_000
+    """series of all ranks"""
+    drop_metrics: tuple[str, ...] = ()
+    """patterns for names of samples that are not served"""
     runtime_dir: str | None = None
     """``$XDG_RUNTIME_DIR``"""
     push: PushConfig | None = None
@@ -90,6 +95,11 @@ def duration_s(text: str) -> float:
 def address_of(text: str) -> Address:
     """Return the address for ``host:port``; an empty host is every interface. Raises ``ValueError``."""
     return cast("Address", values.ADDRESS.parse(text))
+
+
+def _pattern(text: str) -> str:
+    pattern.compiled(text)
+    return text
 
 
 def _telemetry_path(text: str) -> str:
@@ -151,6 +161,20 @@ OPTIONS = (
     Option(
         "created_samples", "--created-samples", "BOOLEAN", values.BOOLEAN,
         "Add a _created sample to every counter and histogram. [default: false]",
+    ),
+    Option(
+        "series_limit", "--series-limit", "NUMBER", values.integer(1),
+        "Most series of one rank that are served; a histogram is one. [default: 20000]",
+    ),
+    Option(
+        "series_limit_total", "--series-limit-total", "NUMBER", values.integer(1),
+        "Most series of all ranks together. [default: 1000000]",
+    ),
+    Option(
+        "drop_metrics", "--drop-metrics", "REGEX",
+        Kind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
+        "Metrics of the ranks not to serve, by the name they have on the page; may be given several times.",
+        several=True,
     ),
 )  # fmt: skip
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import Kind
 from torchobs.exporter import described, labels
 from torchobs.exporter.encoder import header, number, prefix
+from torchobs.exporter.limits import Limits
 from torchobs.exporter.names import Family, Names, family_of, sample_name
 from torchobs.exporter.series import Labelled, Lines, label
 
@@ -28,11 +28,10 @@ _OM_UNITS = {"s": "seconds", "By": "bytes"}
 class Exposition:
     """Writes the page. One thread at a time."""
 
-    def __init__(self, others: Iterable[str] = (), *, series_limit: int = 20_000, created: bool = False) -> None:
+    def __init__(self, others: Iterable[str] = (), *, limits: Limits | None = None, created: bool = False) -> None:
         """``others`` are sample names that the page has from elsewhere; ``created`` adds ``_created`` samples."""
-        self.dropped = Counter({"limit": 0, "conflict": 0})
         self._names = Names(others)
-        self._limit, self._created = series_limit, created
+        self._limits, self._created = limits or Limits(), created
         self._ranks: dict[tuple[int, str], _RankSeries] = {}
 
     def families(self, facts: Facts, style: Style) -> Iterator[str]:
@@ -43,19 +42,21 @@ class Exposition:
         for key, rank in served.items():
             known = self._ranks.get(key)
             if known is None:
-                known = self._ranks[key] = _RankSeries(rank, self._names, self._limit, self.dropped)
+                known = self._ranks[key] = _RankSeries(rank, self._names, self._limits)
             for said in described.of_rank(rank):
                 page.add(said.metric, {**said.attributes, **known.identity}, said.value)
             known.add_to(page, rank, created=self._created)
-        for said in described.of_exporter(facts, self.dropped):
+        for said in described.of_exporter(facts, self._limits.dropped):
             page.add(said.metric, said.attributes, said.value)
         return page.families()
 
     def _forget(self, served: Iterable[tuple[int, str]]) -> None:
         gone = self._ranks.keys() - set(served)
-        for key in gone:
-            del self._ranks[key]
+        left = sum(self._ranks.pop(key).size for key in gone)
         if gone:
+            if self._limits.give_back(left):  # all of them anew: whoever came last had to stay outside
+                self._limits.give_back(sum(known.size for known in self._ranks.values()))
+                self._ranks.clear()
             self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
 
 
@@ -148,13 +149,18 @@ class _BlockText:
 class _RankSeries:
     """The labelled series of one rank."""
 
-    def __init__(self, rank: Rank, names: Names, limit: int, dropped: Counter[str]) -> None:
+    def __init__(self, rank: Rank, names: Names, limits: Limits) -> None:
         self.identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
-        self._names, self._limit, self._dropped = names, limit, dropped
+        self._names, self._limits = names, limits
         self._entries: dict[int, Labelled | None] = {}
         self._taken: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
         self._texts: dict[tuple[Style, int], _BlockText] = {}
         self._kept: dict[int, Series] = {}
+
+    @property
+    def size(self) -> int:
+        """How many series are on the page."""
+        return len(self._taken)
 
     def entries(self) -> Iterator[Labelled]:
         """Yield what is on the page."""
@@ -181,8 +187,7 @@ class _RankSeries:
         return entry
 
     def _place(self, series: Series) -> Labelled | None:
-        if len(self._taken) >= self._limit:
-            self._dropped["limit"] += 1
+        if not self._limits.admits(series, self.size):
             return None
         family = self._names.claim(series)
         if family is not None:
@@ -190,6 +195,7 @@ class _RankSeries:
             key = family.name, tuple(sorted(entry.labels.items()))
             if key not in self._taken:
                 self._taken.add(key)
+                self._limits.taken += 1
                 return entry
-        self._dropped["conflict"] += 1
+        self._limits.dropped["conflict"] += 1
         return None

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from torchobs.exporter import encoder
 from torchobs.exporter.described import Facts
 from torchobs.exporter.exposition import Exposition
+from torchobs.exporter.limits import Limits
 from torchobs.exporter.scan import EMPTY
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class Pages:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
-        self._exposition = Exposition(others, series_limit=config.series_limit, created=config.created_samples)
+        limits = Limits(config.series_limit, config.series_limit_total, config.drop_metrics)
+        self._exposition = Exposition(others, limits=limits, created=config.created_samples)
         self._thread = ThreadPoolExecutor(1, "render")
         self._facts = Facts(EMPTY)
         self._pages: dict[tuple[str, bool], asyncio.Future[bytes]] = {}

@@ -1,0 +1,59 @@
+"""How much may be on the page, and what was kept from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from torchobs.exporter.names import Family, family_of, sample_name
+from torchobs.exporter.pattern import compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchobs.flight.series import Series
+
+_NAMES = 4096
+
+
+class Limits:
+    """What one page may hold. A histogram is one series here, of as many lines as it has buckets."""
+
+    def __init__(self, per_rank: int = 20_000, total: int = 1_000_000, drop: Sequence[str] = ()) -> None:
+        """``drop`` are patterns (``pattern.compiled``) for the names that samples have on the page."""
+        self.dropped = Counter({"limit": 0, "total_limit": 0, "conflict": 0, "drop_list": 0})
+        """series not served, by reason"""
+        self.taken = 0
+        """series on the page"""
+        self._per_rank, self._total = per_rank, total
+        self._listed = _listed([compiled(text) for text in drop]) if drop else None
+        self._was_full = False
+
+    def admits(self, series: Series, in_rank: int) -> bool:
+        """Tell whether there is room for one more in a rank that has so many; if not, count it."""
+        if self._listed is not None and self._listed(family_of(series.name, series.kind, series.unit)):
+            self.dropped["drop_list"] += 1
+            return False
+        if in_rank >= self._per_rank:
+            self.dropped["limit"] += 1
+            return False
+        if self.taken >= self._total:
+            self.dropped["total_limit"] += 1
+            self._was_full = True
+            return False
+        return True
+
+    def give_back(self, number: int) -> bool:
+        """Take back the room of a rank that is gone; tell whether others wait for it."""
+        self.taken -= number
+        waiting, self._was_full = self._was_full and number > 0, False
+        return waiting
+
+
+def _listed(patterns: Sequence[Callable[[str], bool]]) -> Callable[[Family], bool]:
+    @lru_cache(_NAMES)
+    def listed(family: Family) -> bool:
+        return any(fits(sample_name(family)) for fits in patterns)
+
+    return listed
