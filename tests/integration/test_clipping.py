@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording with the interval that a user gets."""
-    yield from recording(flight_dir, grad_interval=None)
+@pytest.fixture(params=[0.005, 0.2], ids=["seldom", "often"])
+def run(flight_dir: Path, request: pytest.FixtureRequest) -> Iterator[Recording]:
+    """A recording with the interval that a user gets: by the default budget seldom, by a generous one in every step."""
+    yield from recording(flight_dir, grad_interval=None, overhead_budget=request.param)
 
 
 def test_every_clipped_step_has_its_norm_before_clipping(run: Recording) -> None:

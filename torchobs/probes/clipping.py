@@ -71,7 +71,8 @@ class ClipWatch:
         self._covered: tuple[int, int, int] = (0, -1, 0)
         """An optimizer's id, its number of gradients, and the step until which that is believed"""
         self._noted: float | None = None
-        """The total that stands in the step's record already"""
+        """The total that stands in the step's record already, before its clipping was seen"""
+        self._noted_in = -1
 
     def install(self, fuse: Fuse) -> None:
         """Wrap what this torch has of it."""
@@ -115,6 +116,10 @@ class ClipWatch:
                 self._seen = [other for other in seen if other.grads != seen[index].grads]
                 return seen[index]
         return None
+
+    def has_noted(self, step: int) -> bool:
+        """Tell whether the norm of the step after that many stands in its record already."""
+        return self._noted_in == step
 
     def forget(self) -> None:
         """What was clipped was inside a closure."""
@@ -171,7 +176,7 @@ class ClipWatch:
             made.total = norm.item()
             if seen is None and self._is_believed(made):
                 # as the optimizer's hook would do it, at a tenth of the cost
-                self._noted = made.total
+                self._noted, self._noted_in = made.total, self._host.cycle.step
                 self._host.cycle.add_norm(made.total, 1.0, within_step=True)
                 return
             if not _SUSPICIOUS < made.total < inf:  # it may have over- or underflowed
@@ -192,13 +197,16 @@ class ClipWatch:
         """Tell whether this is for sure the norm of all that the one optimizer is about to use."""
         cycle, (optimizer, grads, until) = self._host.cycle, self._covered
         fits = optimizer == cycle.sole != 0 and grads == made.grads and cycle.step < until
-        return fits and _SUSPICIOUS < made.total < inf
+        return fits and not self._seen and _SUSPICIOUS < made.total < inf
 
     def _measure_shards(self, tensors: list[Any], made: Clipping) -> None:
         if self._pace.would_be_due(self._host.cycle.step):
             made.each = self._measure(*_keyed(tensors))
 
     def _keep(self, made: Clipping) -> None:
+        cycle = self._host.cycle
+        if self._noted_in == cycle.step:  # it was clipped once more in the same step: the hook is going to add the later norm
+            cycle.values.norm_squared, self._noted_in = cycle.values.norm_base, -1
         self._seen, self._noted = [*self._seen[1 - _KEPT :], made], None
         self._host.norm_due = 0
 

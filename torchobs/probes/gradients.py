@@ -101,7 +101,7 @@ class GradientProbe:
         due = pace.is_due(host.cycle.step)
         if clipping is not None:
             self._take_over(clipping, optimizer, due=due)
-        elif due:
+        elif due and not (self._clip is not None and self._clip.has_noted(host.cycle.step)):
             self._measure(optimizer, within=False)
         if self._updates.level:
             self._updates.before_step(optimizer)
