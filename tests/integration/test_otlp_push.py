@@ -139,7 +139,8 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
     with Pushing(flight_dir, only_metrics(receiver), grace_s=10.0) as pushing:
         pushing.look(1.0, final=False)
         wait_until(lambda: receiver.taken)
-        file.release()
+        file.set(user("my.share", Kind.GAUGE), 0.75, USER)
+        file.save().release()
         pushing.look(3.0, final=False)  # no interval has passed
         wait_until(lambda: len(receiver.taken) == 2)
         pushing.look(4.0, final=False)
@@ -156,6 +157,9 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
     ended = {name for (name, _), point in at_end.items() if point.flags & NO_VALUE}
     assert ended >= {"my.share", "torchobs.rank.progress.age"}
     assert "torchobs.steps" not in ended
+    last, end = (one.point for one in points([receiver.taken[1]]) if one.metric.name == "my.share")
+    assert last.as_double == 0.75
+    assert last.time_unix_nano < end.time_unix_nano
     assert all(point.flags & NO_VALUE for point in gone.values())
     assert {("torchobs.steps", None), ("torchobs.rank.up", None)} <= gone.keys()
     assert ("my.share", None) not in gone  # it has ended before
@@ -260,16 +264,20 @@ def test_a_receiver_may_say_when_to_come_again(flight_dir: Path, file: File, as_
     """In seconds or as a date; no attempt is made before."""
     file.save()
     clock = Fast(20.0)
-    after = formatdate((clock.wall_ns() / S) + 12, usegmt=True) if as_date else "12"
-    with (
-        Receiver(Misbehaving(Answer(503, {"Retry-After": after}))) as receiver,
-        Pushing(flight_dir, only_metrics(receiver), clock) as pushing,
-    ):
-        pushing.push._backlogs["metrics"].hurry = lambda: None  # type: ignore[method-assign]  # the end is near, and would hurry
-        pushing.look(1.0, wait=False)
+
+    first: list[Request] = []
+
+    def later(request: Request) -> Answer:
+        if first:
+            return Answer()
+        first.append(request)
+        after = formatdate(clock.wall_ns() / S + 12, usegmt=True) if as_date else "12"
+        return Answer(503, {"Retry-After": after})
+
+    with Receiver(later) as receiver, Pushing(flight_dir, only_metrics(receiver), clock) as pushing:
+        pushing.look(1.0, final=False)
         wait_until(lambda: receiver.taken, timeout_s=SOON_S)
-    first, second = receiver.requests
-    assert (second.at_s - first.at_s) * 20.0 >= 9.0
+    assert (receiver.taken[0].at_s - first[0].at_s) * 20.0 >= 9.0
 
 
 def test_what_a_receiver_rejects_in_part_is_counted(flight_dir: Path, file: File) -> None:

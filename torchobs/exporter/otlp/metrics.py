@@ -32,6 +32,10 @@ _OURS = frozenset((*RANK_METRICS, *OWN_METRICS))
 """Said by the exporter."""
 
 
+_BEFORE_NS = 1_000_000
+"""Between a last value and its end: Prometheus tells milliseconds apart."""
+
+
 class Source:
     """What is sent of one resource: a rank's incarnation, or the exporter itself."""
 
@@ -44,6 +48,7 @@ class Source:
         self._by_series: dict[Series, Stream] = {}
         self._kept: list[Series] = []
         self._taken: set[tuple[Scope | None, str, str]] = set()
+        self._up = False
         self.opened = 0
 
     def reopened(self, opened: int) -> None:
@@ -56,15 +61,23 @@ class Source:
     def add_to(
         self, requests: Requests, points: Iterable[tuple[Series, Value]], said: Iterable[Said], at_ns: int, *, up: bool = True
     ) -> None:
-        """Add the points of all that has a value; and of what had one, that it has none any more."""
+        """Add the points of all that has a value; and of what had one, that it has none any more.
+
+        A gauge of a rank that has just ended has both: its last value, which may not have been sent yet, and its end.
+        """
         requests.begin(self._resource)
         at_ns = max(at_ns, self._born_ns)  # the wall clock may have been set back
         seen: set[Stream] = set()
+        has_just_ended, self._up = self._up and not up, up
         for series, value in (*points, *self._as_series(said)):
             stream = self._stream(series)
-            if stream is not None and stream not in seen and (up or stream.survives):
+            if stream is None or stream in seen:
+                continue
+            if up or stream.survives:
                 seen.add(stream)
                 stream.add_to(requests, value, self._born_ns, at_ns)
+            elif has_just_ended:
+                stream.add_to(requests, value, self._born_ns, at_ns - _BEFORE_NS)
         self.end(requests, at_ns, seen)
         self._known = False
 

@@ -69,7 +69,11 @@ class Stream:
     def end(self, requests: Requests, at_ns: int) -> None:
         """Add the point that says that there is no value any more."""
         self.shown = False
-        self._add(requests, 0, at_ns, {"flags": _NO_VALUE})
+        filled: dict[str, Any] = {"flags": _NO_VALUE}
+        if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends the series that the point has, bucket by bucket
+            bounds = self.series.bounds
+            filled |= {"explicit_bounds": bounds, "bucket_counts": [0] * (len(bounds) + 1), "sum": 0.0}
+        self._add(requests, 0, at_ns, filled)
 
     def _add_delta(self, requests: Requests, value: Value, start_ns: int, at_ns: int) -> None:
         previous, known, since_ns = self._previous, self._known, self._since_ns or start_ns

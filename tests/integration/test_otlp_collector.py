@@ -1,0 +1,217 @@
+"""The real OpenTelemetry Collector: what its file exporter writes is what the rank's file holds, each point and each span."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from tests.exporters import start_program
+from tests.otlp import Collector, of_json, pairs_of_json
+from tests.rank_files import live_rank, train
+from tests.support import free_port, wait_until
+from torchobs import catalog
+from torchobs.catalog import Kind
+from torchobs.flight import spans as identifiers
+from torchobs.flight.layout import Exit
+from torchobs.flight.otel import FlightMeterProvider, FlightTracerProvider
+from torchobs.flight.points import Distribution
+from torchobs.flight.reader import FlightFile, open_path
+from torchobs.flight.writer import FlightWriter
+
+IDENTITY = {"job_name": "gpt", "run_id": "run-1", "rank": "0"}
+DATA = ("sum", "gauge", "histogram")
+
+
+@pytest.fixture
+def collector(program: Callable[[str], str], start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> Collector:
+    """A running one."""
+    return Collector(program("otelcol"), start, tmp_path)
+
+
+def measure(writer: FlightWriter) -> None:
+    """What an application records: every instrument."""
+    meter = FlightMeterProvider(lambda: writer).get_meter("my.package", "1.2", "https://example.org/1", {"a": [1, 2]})
+    requests, level = meter.create_counter("my.requests", "{request}", "Requests."), meter.create_up_down_counter("my.level")
+    share, latency = meter.create_gauge("my.share", "1"), meter.create_histogram("my.latency", "s")
+    for number in range(5):
+        requests.add(number, {"route": f"/{number % 2}", "rank": "mine"})
+        requests.add(0.5, {"route": "float"})
+        level.add(-number, {"n": number, "b": True, "l": ["x", "ä"]})
+        share.set(number / 7, {"empty": ""})
+        latency.record(number * 10.0)
+
+
+def work(writer: FlightWriter) -> None:
+    """And every part of a span, below the run's."""
+    header = writer.header
+    run = SpanContext(int(identifiers.trace_id(header), 16), int(identifiers.run_span_id(header), 16), is_remote=False,
+                      trace_flags=TraceFlags(1))  # fmt: skip
+    provider = FlightTracerProvider(lambda: writer, lambda: run)
+    tracer = provider.get_tracer("my.package", "1.2", "https://example.org/1", {"s": 1})
+    remote = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1))
+    with tracer.start_as_current_span("outer", kind=SpanKind.PRODUCER, links=[Link(remote, {"l": 1})]) as outer:
+        outer.add_event("half", {"done": 0.5})
+        with tracer.start_as_current_span("inner", attributes={"n": 1, "f": 2.5, "t": "ä", "s": [True, False]}) as inner:
+            inner.set_status(Status(StatusCode.ERROR, "broken"))
+    with trace.use_span(trace.NonRecordingSpan(remote)):
+        tracer.start_span("of another").end()
+
+
+@pytest.mark.parametrize("way", [("http", "none"), ("http", "gzip"), ("grpc", "gzip")], ids="-".join)
+def test_the_collector_gets_what_was_recorded(
+    collector: Collector, start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, way: tuple[str, str]
+) -> None:
+    """From a rank's life to its end, by the program as people run it, with OpenTelemetry's own variables."""
+    protocol, compression = way
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.http if protocol == "http" else collector.grpc,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc" if protocol == "grpc" else "http/protobuf",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": compression,
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
+    writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
+    train(writer, range(1, 4))
+    exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
+    wait_until(lambda: collector.resources("metrics"))
+    measure(writer)
+    work(writer)
+    writer.event(catalog.EVENT_ANOMALY.name, {"kind": "loss_spike", "value": 3.5}, 2)
+    writer.heartbeat()
+    writer.publish()
+    wait_until(lambda: len(sent_spans(collector)) == 3)
+    writer.exit(Exit.EXCEPTION, 1)
+    path = writer.path
+    writer.close()
+    wait_until(lambda: len(sent_spans(collector)) == 4)
+    exporter.process.send_signal(signal.SIGTERM)
+    exporter.process.wait(timeout=30)
+    file = open_path(path)
+    try:
+        check_points(collector, file)
+        check_spans(collector, file)
+    finally:
+        file.close()
+    assert "level=error" not in exporter.log
+    assert "level=warn" not in exporter.log
+
+
+def sent_spans(collector: Collector) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each span with its scope."""
+    return [
+        (of_scope["scope"], span)
+        for of in collector.resources("spans")
+        for of_scope in of["scopeSpans"]
+        for span in of_scope["spans"]
+    ]
+
+
+def sent_points(collector: Collector) -> Iterator[tuple[Mapping[str, Any], Any, Any, Any, Any, Any]]:
+    """Resource, scope, schema URL, metric, its data and point, in order."""
+    for of in collector.resources("metrics"):
+        resource = pairs_of_json(of["resource"]["attributes"])
+        for of_scope in of["scopeMetrics"]:
+            for metric in of_scope["metrics"]:
+                (data,) = (metric[name] for name in DATA if name in metric)
+                for point in data["dataPoints"]:
+                    yield resource, of_scope["scope"], of_scope.get("schemaUrl", ""), metric, data, point
+
+
+def check_points(collector: Collector, file: FlightFile) -> None:
+    """The last value of each series is what its file holds."""
+    view, last = file.read(final=True), {}
+    for resource, scope, schema_url, metric, data, point in sent_points(collector):
+        if resource["service.name"] == "torchobs-exporter":
+            continue
+        assert resource["service.instance.id"] == view.header.incarnation.hex()
+        assert resource["k8s.pod.name"] == "pod-1"
+        attributes = pairs_of_json(point["attributes"])
+        assert attributes.items() >= IDENTITY.items()
+        if not point.get("flags"):
+            key = scope["name"], metric["name"], json.dumps(attributes, sort_keys=True)
+            last[key] = (scope, schema_url, metric, data, point)
+    assert len(view.points) > 25
+    for series, value in view.points:
+        own = {f"exported_{name}" if name in IDENTITY else name: listed(held) for name, held in series.attributes}
+        name = "torchobs" if series.scope is None else series.scope.name
+        key = name, series.name, json.dumps({**own, **IDENTITY}, sort_keys=True)
+        scope, schema_url, metric, data, point = last[key]
+        assert (metric.get("unit", ""), metric.get("description", "")) == (series.unit, series.brief)
+        if series.scope is not None:
+            assert (scope["version"], schema_url) == (series.scope.version, series.scope.schema_url)
+            assert pairs_of_json(scope["attributes"]) == {key: listed(held) for key, held in series.scope.attributes}
+        assert kind_of(metric) is series.kind
+        assert value_of(point) == expected(value), series.name
+        if series.kind is not Kind.GAUGE:
+            assert int(point["startTimeUnixNano"]) == view.header.wall_ns
+            assert data["aggregationTemporality"] == 2
+        assert view.header.wall_ns < int(point["timeUnixNano"]) <= time.time_ns()
+
+
+def listed(value: object) -> object:
+    """An attribute as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def kind_of(metric: Mapping[str, Any]) -> Kind:
+    """The kind of a metric in JSON."""
+    if "sum" in metric:
+        return Kind.COUNTER if metric["sum"].get("isMonotonic") else Kind.UPDOWN
+    return Kind.GAUGE if "gauge" in metric else Kind.HISTOGRAM
+
+
+def expected(value: object) -> object:
+    """A value in the shape of :func:`value_of`."""
+    if isinstance(value, Distribution):
+        return sum(value.counts), list(value.counts), value.sum, value.least, value.greatest
+    return value
+
+
+def value_of(point: Mapping[str, Any]) -> object:
+    """A point's value; JSON has 64-bit integers as text."""
+    if "bucketCounts" in point:
+        counts = [int(count) for count in point["bucketCounts"]]
+        return int(point["count"]), counts, point["sum"], point.get("min"), point.get("max")
+    return int(point["asInt"]) if "asInt" in point else point["asDouble"]
+
+
+def check_spans(collector: Collector, file: FlightFile) -> None:
+    """Each frame was sent once, as it is; the run's span with torchobs' events."""
+    header, sent = file.header, sent_spans(collector)
+    frames = {frame["span_id"]: frame for _, frame in file.events() if frame["k"] == "span"}
+    *of_user, (_, run) = sent
+    assert len(frames) == len(of_user) == 3
+    for scope, span in of_user:
+        frame = frames.pop(span["spanId"])
+        identity = frame["trace_id"], frame.get("parent"), frame["name"]
+        assert (span["traceId"], span.get("parentSpanId"), span["name"]) == identity
+        assert (int(span["startTimeUnixNano"]), int(span["endTimeUnixNano"])) == (frame["t0"], frame["t1"])
+        assert pairs_of_json(span.get("attributes", [])) == frame["attrs"]
+        assert span.get("status", {}).get("message") == frame.get("description")
+        assert bool(span["flags"] & 0x200) == frame.get("remote", False)
+        assert [*map(event_of, span.get("events", []))] == [event[:3] for event in frame["events"]]
+        assert [*map(link_of, span.get("links", []))] == [[link[0], link[1], link[4]] for link in frame["links"]]
+        assert [scope["name"], scope["version"], pairs_of_json(scope["attributes"])] == [*frame["scope"][:2], frame["scope"][3]]
+    assert (run["spanId"], run["traceId"]) == (identifiers.run_span_id(header), identifiers.trace_id(header))
+    (event,) = run["events"]
+    assert event["name"] == catalog.EVENT_ANOMALY.name
+    assert pairs_of_json(event["attributes"]) == {"kind": "loss_spike", "value": 3.5, "step": 2}
+    assert of_json({"stringValue": run["status"]["message"]}) == "the rank ended before it: exception"
+
+
+def event_of(event: Mapping[str, Any]) -> list[Any]:
+    """A span's event as a frame has it."""
+    return [int(event["timeUnixNano"]), event["name"], pairs_of_json(event.get("attributes", []))]
+
+
+def link_of(link: Mapping[str, Any]) -> list[Any]:
+    """A span's link: its trace, its span, its attributes."""
+    return [link["traceId"], link["spanId"], pairs_of_json(link.get("attributes", []))]

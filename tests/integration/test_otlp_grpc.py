@@ -1,0 +1,107 @@
+"""OTLP over gRPC: what its status codes mean for what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+
+from tests.otlp import Fast, Pushing
+from tests.rank_files import File
+from tests.support import wait_until
+from torchobs.exporter.otlp.options import PushConfig, Target
+from torchobs.exporter.otlp.rpc import METHODS
+
+
+class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
+    """Fails as the list says, then takes everything; `got` are (metadata, request)."""
+
+    def __init__(self, *failures: tuple[grpc.StatusCode, bytes]) -> None:
+        self._failures = iter(failures)
+        self.answer = ExportMetricsServiceResponse()
+        self.got: list[tuple[dict[str, str], bytes]] = []
+
+    def service(self, handler_call_details: Any) -> Any:
+        """See grpc."""
+        assert handler_call_details.method == METHODS["metrics"]
+        return grpc.unary_unary_rpc_method_handler(self._export)
+
+    def _export(self, request: bytes, context: Any) -> bytes:
+        self.got.append((dict(context.invocation_metadata()), request))
+        code, details = next(self._failures, (grpc.StatusCode.OK, b""))
+        if code is not grpc.StatusCode.OK:
+            context.set_trailing_metadata((("grpc-status-details-bin", details),) if details else ())
+            context.abort(code, "not now")
+        return bytes(self.answer.SerializeToString())
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads of the server's."""
+    with ThreadPoolExecutor(2) as made:
+        yield made
+
+
+def pushed(directory: Path, pool: ThreadPoolExecutor, server: Server) -> Any:
+    """The books after one push to that server."""
+    File(directory).save()
+    running = grpc.server(pool, handlers=(server,))
+    port = running.add_insecure_port("127.0.0.1:0")
+    running.start()
+    target = Target(f"http://127.0.0.1:{port}", "grpc", headers=(("Api-Key", "x y"),), gzip=True)
+    try:
+        with Pushing(directory, PushConfig(metrics=target), Fast(100.0)) as pushing:
+            pushing.look(0.1, wait=False)
+            wait_until(lambda: pushing.push.settled, timeout_s=30)
+            return pushing.push.counts["metrics"]
+    finally:
+        running.stop(None).wait()
+
+
+def retry_info(seconds: int) -> bytes:
+    """When to come again, as a status has it."""
+    detail = Packed()
+    detail.Pack(RetryInfo(retry_delay=Duration(seconds=seconds)))
+    return bytes(Status(code=8, details=[detail]).SerializeToString())
+
+
+@pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS"])
+def test_what_may_be_sent_again_is(flight_dir: Path, pool: ThreadPoolExecutor, code: str) -> None:
+    """The specification's list; headers go along as metadata."""
+    server = Server((grpc.StatusCode[code], b""))
+    counts = pushed(flight_dir, pool, server)
+    assert (counts.failures, counts.sent) == (1, counts.recorded)
+    assert server.got[0][1] == server.got[1][1]
+    assert server.got[0][0]["api-key"] == "x y"
+
+
+def test_one_that_is_exhausted_is_asked_again_only_if_it_says_when(flight_dir: Path, pool: ThreadPoolExecutor) -> None:
+    """By RetryInfo."""
+    counts = pushed(flight_dir, pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, retry_info(1))))
+    assert (counts.failures, counts.sent) == (1, counts.recorded)
+    counts = pushed(flight_dir, pool, Server((grpc.StatusCode.RESOURCE_EXHAUSTED, b"")))
+    assert (counts.failures, counts.dropped["refused"]) == (0, counts.recorded)
+
+
+@pytest.mark.parametrize("code", ["UNAUTHENTICATED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "INTERNAL"])
+def test_what_is_refused_is_dropped_and_counted(flight_dir: Path, pool: ThreadPoolExecutor, code: str) -> None:
+    """It would be refused the next time, too."""
+    counts = pushed(flight_dir, pool, Server((grpc.StatusCode[code], b"")))
+    assert (counts.failures, counts.dropped["refused"]) == (0, counts.recorded)
+
+
+def test_what_is_rejected_in_part_is_counted(flight_dir: Path, pool: ThreadPoolExecutor) -> None:
+    """And the rest is sent."""
+    server = Server()
+    server.answer.partial_success.rejected_data_points = 2
+    counts = pushed(flight_dir, pool, server)
+    assert (counts.dropped["rejected"], counts.sent) == (2, counts.recorded - 2)

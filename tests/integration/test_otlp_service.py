@@ -1,0 +1,126 @@
+"""The push within the exporter: nothing of it where it is off, and nothing that it does holds anything else up."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.exporters import Service, start_program
+from tests.otlp import Answer, Receiver, points, to
+from tests.rank_files import File, live_rank, train
+from tests.support import clean_environment, free_port, wait_until
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.otlp.options import PushConfig, Target
+
+OFF = """
+import sys
+from torchobs.cli.exporter import command
+import torchobs.exporter.service
+from torchobs.exporter.config import ExporterConfig
+torchobs.exporter.service._push_of(ExporterConfig())
+heavy = ("google", "grpc", "requests", "opentelemetry.proto", "opentelemetry.sdk")
+print([name for name in sys.modules if name.startswith(heavy)])
+"""
+
+
+def test_nothing_of_it_is_imported_where_it_is_off() -> None:
+    """An exporter that is scraped pays nothing for those that push."""
+    done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, check=True, env=clean_environment())
+    assert done.stdout == "[]\n"
+
+
+def test_the_page_has_no_word_of_it_where_it_is_off(flight_dir: Path) -> None:
+    """Series of a thing that is not there would only puzzle."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
+        assert "otlp" not in service.page()
+
+
+@pytest.mark.serial
+def test_a_receiver_that_hangs_holds_up_no_scrape_and_no_end(flight_dir: Path) -> None:
+    """While requests hang, the page comes as ever; an exporter that has done its duty leaves in its time."""
+    for seed in range(1, 9):
+        File(flight_dir, seed=seed, rank=seed).save()
+    with Receiver(lambda _: Answer(hold_s=120.0)) as receiver:
+        push = PushConfig(metrics=to(receiver), traces=to(receiver, path="/v1/traces"), interval_s=0.5)
+        config = ExporterConfig(flight_dir=str(flight_dir), push=push, drain_timeout_s=1.0, grace_s=1e9)
+        with Service(config) as service:
+            wait_until(lambda: receiver.requests)
+            times_s = []
+            for _ in range(20):
+                began_s = time.perf_counter()
+                service.page()
+                times_s.append(time.perf_counter() - began_s)
+            began_s = time.perf_counter()
+        assert time.perf_counter() - began_s < 5.0
+    assert statistics.median(times_s) < 0.1
+
+
+def test_sigterm_waits_for_the_final_state_to_be_pushed(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
+) -> None:
+    """A sidecar's last word: what the rank counted last, and how it ended; sent within the drain, after a first failure."""
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 3))
+    with Receiver() as receiver:
+        environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url, "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret%20key"}
+        exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
+        wait_until(lambda: receiver.of("/v1/metrics"))
+        failures = iter([Answer(503)] * 2)
+        receiver.answer = lambda _: next(failures, Answer())
+        train(writer, range(3, 8))
+        writer.exit(1, 0)
+        writer.close()
+        exporter.process.send_signal(signal.SIGTERM)
+        assert exporter.process.wait(timeout=30) == 0
+        last = {one.metric.name: one.point for one in points(receiver.of("/v1/metrics"))}
+        states = [one for one in points(receiver.of("/v1/metrics")) if one.attributes.get("state") == "finished"]
+        assert last["torchobs.steps"].as_int == 7
+        assert states[-1].point.as_double == 1
+        assert receiver.of("/v1/traces")
+        assert {request.headers["api-key"] for request in receiver.requests} == {"secret key"}
+    assert "secret" not in exporter.log
+
+
+def test_a_receiver_that_is_not_there_is_no_reason_to_stay(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
+) -> None:
+    """SIGTERM ends the exporter within the drain, and the log says what was left behind."""
+    live_rank(flight_dir).close()
+    options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", f"http://127.0.0.1:{free_port()}", "--drain-timeout", "2s")
+    exporter = start_program(start, tmp_path / "log", free_port(), *options)
+    exporter.process.send_signal(signal.SIGTERM)
+    assert exporter.process.wait(timeout=20) == 0
+    assert "OTLP" in exporter.log
+
+
+def test_a_wrong_option_is_a_problem_and_no_end(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path
+) -> None:
+    """The exporter serves; the page says that the configuration is not honoured."""
+    options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", "collector:4318")
+    exporter = start_program(start, tmp_path / "log", free_port(), *options)
+    assert exporter.value("torchobs_exporter_config_ok") == 0
+    assert "--otlp.endpoint" in exporter.log
+
+
+def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for the whole address, with its own user; NO_PROXY goes around it."""
+    File(flight_dir).save()
+    with Receiver() as proxy, Receiver() as direct:
+        monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//user:pass%20word@"))
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        push = PushConfig(metrics=Target("http://collector.example:4318/v1/metrics"), traces=to(direct, path="/v1/traces"))
+        with Service(ExporterConfig(flight_dir=str(flight_dir), push=push, grace_s=1e9)):
+            wait_until(lambda: proxy.taken and direct.taken)
+    (request, *_) = proxy.taken
+    assert request.path == "http://collector.example:4318/v1/metrics"
+    assert request.headers["host"] == "collector.example:4318"
+    assert request.headers["proxy-authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
+    assert "proxy-authorization" not in direct.taken[0].headers
