@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the catalog: `python docs/generate.py`, or `--check` that it is up to date."""
+"""Write docs/metrics.md from the catalog, docs/openapi.json from the API: `python docs/generate.py`, or `--check` them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torchobs import catalog
 from torchobs.catalog import Attribute, Event, Kind, Metric, Span
+from torchobs.exporter.api import openapi
 
 HEADINGS = {
     catalog.STEPS: "Progress",
@@ -66,15 +67,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is stale")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the pages (default: docs)")
     options = parser.parse_args(argv)
-    page = options.out / "metrics.md"
-    if page.is_file() and page.read_text(encoding="utf-8") == metrics_page():
-        return 0
-    if options.check:
-        print(f"{page} is stale: run `make docs`")
-        return 1
-    page.write_text(metrics_page(), encoding="utf-8")
-    print(f"wrote {page}")
-    return 0
+    stale = [
+        (options.out / name, text)
+        for name, text in {"metrics.md": metrics_page(), "openapi.json": openapi.TEXT}.items()
+        if not (options.out / name).is_file() or (options.out / name).read_text(encoding="utf-8") != text
+    ]
+    for page, text in stale:
+        if options.check:
+            print(f"{page} is stale: run `make docs`")
+        else:
+            page.write_text(text, encoding="utf-8")
+            print(f"wrote {page}")
+    return 1 if stale and options.check else 0
 
 
 def metrics_page() -> str:

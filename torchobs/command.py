@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.evidence import Witness
 from torchobs.flight.control import LEVELS, ControlReader
-from torchobs.flight.place import KUBERNETES_CONTROL, KUBERNETES_MOUNT
 from torchobs.guarding import call
 from torchobs.settings import PROBES
 
@@ -52,10 +50,3 @@ class Commands:
         """Let go of the directory, the timer and the signal. Idempotent."""
         self._witness.close()
         self._reader.close()
-
-
-def control_directory(chosen: Path | None, flight_dir: str) -> str:
-    """Return where the commands are: as set, the pod's volume beside its flight volume, else below the flight directory."""
-    if chosen is not None:
-        return str(chosen)
-    return KUBERNETES_CONTROL if flight_dir == KUBERNETES_MOUNT else str(Path(flight_dir) / "control")

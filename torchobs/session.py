@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from torchobs import catalog, identity, process, settings
 from torchobs._version import __version__
 from torchobs.afterimport import after_import, cancel
-from torchobs.command import Commands, control_directory
+from torchobs.command import Commands
 from torchobs.flight.clean import clean
 from torchobs.flight.layout import Exit
-from torchobs.flight.place import open_place
+from torchobs.flight.place import control_directory, open_place
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.guarding import Fuse, call
 from torchobs.probes.cycle import Cycle
@@ -110,7 +110,8 @@ class Session:
         self.run.watch(host)
         host.span = self.run.write
         self._switches = Switches(host, self._samples, self._slow)
-        self._commands = Commands(host, self._switches, control_directory(chosen.control_dir, place.path))
+        control_dir = str(chosen.control_dir) if chosen.control_dir else None
+        self._commands = Commands(host, self._switches, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
         self._slow.append(("otel", self.run.sample))
         if chosen.exporter:

@@ -48,6 +48,9 @@ def test_every_option_sets_its_field() -> None:
         "series_limit": ["10"],
         "series_limit_total": ["20"],
         "drop_metrics": ["torchobs_gpu_.*", "hw_.+"],
+        "api_socket": ["/run/api.sock"],
+        "api_token_file": ["/run/secrets/token"],
+        "control_dir": ["/run/control"],
     }
     assert given.keys() == {option.field for option in config.OPTIONS}
     assert config.parse(given, "/run/user/1") == ExporterConfig(
@@ -64,6 +67,9 @@ def test_every_option_sets_its_field() -> None:
         series_limit=10,
         series_limit_total=20,
         drop_metrics=("torchobs_gpu_.*", "hw_.+"),
+        api_socket="/run/api.sock",
+        api_token_file="/run/secrets/token",
+        control_dir="/run/control",
         runtime_dir="/run/user/1",
     )
     assert config.parse({"hang_timeout_s": ["auto"]}).hang_timeout_s is None
@@ -77,6 +83,7 @@ def test_every_option_sets_its_field() -> None:
         ("telemetry_path", "metrics"),
         ("telemetry_path", "/"),
         ("telemetry_path", "/-/healthy"),
+        ("telemetry_path", "/api/v1"),
         ("telemetry_path", "/a{b}"),
         ("grace_s", "soon"),
         ("mode", "daemon"),

@@ -52,7 +52,7 @@ _LOG_OPTIONS = (
     config.Option("log_format", "--log.format", f"[{'|'.join(logs.FORMATS)}]", _one_of(logs.FORMATS),
                   "How to write them. [default: logfmt]"),
 )  # fmt: skip
-_FALLBACKS = {"flight_dir": "TORCHOBS_DIR"}
+_FALLBACKS = {"flight_dir": "TORCHOBS_DIR", "control_dir": "TORCHOBS_CONTROL_DIR"}
 
 
 _PROTECTION = "--web.config.file"

@@ -17,9 +17,10 @@ from torchobs.exporter.scan import EMPTY
 from torchobs.exporter.watch import DEADLINE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from starlette.requests import Request
+    from starlette.routing import BaseRoute
 
     from torchobs.exporter.otlp.ledger import Counts
     from torchobs.exporter.pages import Page, Pages
@@ -44,14 +45,15 @@ class Site:
         """Return what a page of that snapshot is made of."""
         return Facts(snapshot, self._watch.timeouts, self.problems, self.pushed)
 
-    def app(self) -> Starlette:
-        """Return the application."""
+    def app(self, more: Iterable[BaseRoute] = ()) -> Starlette:
+        """Return the application; ``more`` is what else there is on a listener."""
         return Starlette(
             routes=[
                 Route(self._telemetry_path, self._metrics),
                 Route("/-/healthy", self._healthy),
                 Route("/-/ready", self._ready),
                 *self.live.routes(),
+                *more,
             ]
         )
 

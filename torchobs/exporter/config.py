@@ -24,6 +24,7 @@ PREFIX = "TORCHOBS_EXPORTER_"
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
+_RESERVED = "/api/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class ExporterConfig:
     """series of all ranks"""
     drop_metrics: tuple[str, ...] = ()
     """patterns for names of samples that are not served"""
+    api_socket: str | None = None
+    """None: in the flight directory of a node, and none in a sidecar"""
+    api_token_file: str | None = None
+    control_dir: str | None = None
+    """None: where trainers look for commands by themselves"""
     runtime_dir: str | None = None
     """``$XDG_RUNTIME_DIR``"""
     push: PushConfig | None = None
@@ -103,7 +109,7 @@ def _pattern(text: str) -> str:
 
 
 def _telemetry_path(text: str) -> str:
-    if not _TELEMETRY_PATH.fullmatch(text) or text in _RESERVED_PATHS:
+    if not _TELEMETRY_PATH.fullmatch(text) or text in _RESERVED_PATHS or text.startswith(_RESERVED):
         raise ValueError(text)
     return text
 
@@ -175,6 +181,20 @@ OPTIONS = (
         Kind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
         "Metrics of the ranks not to serve, by the name they have on the page; may be given several times.",
         several=True,
+    ),
+    Option(
+        "api_socket", "--api.socket", "PATH", Kind("a path, or off", lambda text: str(values.PATH.parse(text))),
+        "Unix socket for the API, over which commands are taken; its mode is 0660. [default: exporter.sock beside the flight "
+        "files with --mode node, else off]",
+    ),
+    Option(
+        "api_token_file", "--api.token-file", "FILE", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "File with a bearer token: whoever sends it may command, also from other machines. [default: none]",
+    ),
+    Option(
+        "control_dir", "--control.dir", "DIR", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "Directory for commands to the ranks, where they look for them. [default: that of the pod, or control beside the "
+        "flight files]",
     ),
 )  # fmt: skip
 

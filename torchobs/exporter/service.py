@@ -18,6 +18,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from torchobs.exporter.api.app import Api
+from torchobs.exporter.api.unix import SocketFile
 from torchobs.exporter.app import Site
 from torchobs.exporter.listener import Connections, bind, bind_near, serve_on
 from torchobs.exporter.pages import Pages
@@ -91,8 +93,10 @@ class _Service:
         self._scrapers = Scrapers()
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = Gate(config.web_config_file)
-        self._app = self._gate.guard(self._site.app())
+        self._api, self._socket = Api(config, self._watch, lambda: self._gate.authenticates), SocketFile(config)
+        self._app = self._gate.guard(self._site.app(self._api.mounts()))
         self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
+        self._local: list[tuple[uvicorn.Server, socket.socket]] = []
         self._context = self._gate.context
         self._bind_problems: tuple[str, ...] = ()
         self._unbound = list(config.addresses)
@@ -137,13 +141,15 @@ class _Service:
 
     async def _tick(self) -> None:
         await self._look_at_web_config()
-        if self._unbound and time.monotonic() >= self._next_bind_s:
+        if (self._unbound or self._socket.wanted) and time.monotonic() >= self._next_bind_s:
             await self._bind()
         snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
-        for server, _ in self._servers:
+        servers = [server for server, _ in (*self._servers, *self._local)]
+        for server in servers:
             await server.on_tick(0)
-        connections = {connection for server, _ in self._servers for connection in server.server_state.connections}
+        connections = {connection for server in servers for connection in server.server_state.connections}
         self._connections.sweep(cast("set[Connection]", connections), time.monotonic())
+        await self._api.look(snapshot)
         if self._push is not None:
             self._site.pushed = self._push.counts
             self._push.look(self._site.facts(snapshot))
@@ -180,8 +186,21 @@ class _Service:
             self._unbound.remove(address)
             self._servers.append((await serve_on(bound, self._app, self._context), bound))
             self._listening(Address(address.host, bound.getsockname()[1]))
+        if self._servers or self._config.mode == "sidecar":  # a node's exporter without a port gives up
+            await self._bind_socket(problems)
         self._bind_problems = tuple(problems)
         self._tell_problems()
+
+    async def _bind_socket(self, problems: list[str]) -> None:
+        try:
+            bound = self._socket.bind() if self._socket.wanted else None
+        except OSError as problem:
+            problems.append(f"no Unix socket for the API: {problem.strerror or problem}")
+            _log.error("no Unix socket for the API: %s", problem.strerror or problem)
+            return
+        if bound is not None:
+            # no TLS and no passwords: the file's mode says who comes in
+            self._local.append((await serve_on(bound, self._site.app(self._api.mounts("socket"))), bound))
 
     def _listening(self, address: Address) -> None:
         _log.info("listening on %s", address)
@@ -230,8 +249,10 @@ class _Service:
         self._site.live.close()
         if self._push is not None:
             self._push.close()
-        for server, bound in self._servers:
+        for server, bound in (*self._servers, *self._local):
             await server.shutdown(sockets=[bound])
+        self._socket.close()
+        self._api.close()
         self._watch.close()
         self._pages.close()
         self._gate.close()

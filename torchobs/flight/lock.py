@@ -37,6 +37,10 @@ def _flock(kind: int) -> bytes:
     return _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0) if _LINUX else _FLOCK.pack(0, 0, 0, kind, os.SEEK_SET)
 
 
+def _pid(raw: bytes) -> int:
+    return int(_FLOCK.unpack(raw)[4 if _LINUX else 2])
+
+
 def _kind(raw: bytes) -> int:
     fields = _FLOCK.unpack(raw)
     return int(fields[0] if _LINUX else fields[3])
@@ -69,15 +73,31 @@ def is_held(directory_fd: int, name: str) -> bool:
 
     Raises ``OSError`` if it cannot be opened.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with _mutex:
         if held_here(directory_fd, name):
             return True
-        fd = os.open(name, flags, dir_fd=directory_fd)
-        try:
-            return _kind(fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))) != fcntl.F_UNLCK
-        finally:
-            os.close(fd)
+        return _kind(_probe(directory_fd, name)) != fcntl.F_UNLCK
+
+
+def holder(directory_fd: int, name: str) -> int:
+    """Return the process id of who holds the lock; 0 if nobody does, or somebody whom this PID namespace does not have.
+
+    Raises ``OSError`` if it cannot be opened.
+    """
+    with _mutex:
+        if held_here(directory_fd, name):
+            return os.getpid()
+        raw = _probe(directory_fd, name)
+        return _pid(raw) if _kind(raw) != fcntl.F_UNLCK else 0
+
+
+def _probe(directory_fd: int, name: str) -> bytes:
+    """Ask for the lock on a file that this process does not hold: the close below would drop it. The mutex is taken."""
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))
+    finally:
+        os.close(fd)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

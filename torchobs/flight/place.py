@@ -93,6 +93,13 @@ def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None
     return None
 
 
+def control_directory(chosen: str | None, flight_dir: str) -> str:
+    """Return where commands are: as set, the pod's volume beside its flight volume, else below the flight directory."""
+    if chosen is not None:
+        return chosen
+    return KUBERNETES_CONTROL if flight_dir == KUBERNETES_MOUNT else str(Path(flight_dir) / "control")
+
+
 def open_directory(path: str) -> int:
     """Open a directory for reading its flight files; a symbolic link is refused. Raises ``OSError``."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

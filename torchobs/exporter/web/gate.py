@@ -57,6 +57,13 @@ class Gate:
         """The context that new connections are to have: another object after every change."""
         return self._force.context if self._force is not None else None
 
+    @property
+    def authenticates(self) -> bool:
+        """Whether everyone who comes past the door has shown who they are, by a password or a certificate."""
+        config = self._force.config if self._force is not None else WebConfig()
+        verified = config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert"
+        return bool(config.users) or verified
+
     async def look(self) -> None:
         """Take a file that has changed since the last look, or whose certificates have."""
         if self._path is not None and await asyncio.to_thread(self._changed):

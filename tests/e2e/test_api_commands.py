@@ -1,0 +1,152 @@
+"""Commands from the exporter's API to real training processes and back: two ranks, one of which misbehaves."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.api import Caller
+from tests.exporters import start_program
+from tests.support import ROOT, clean_environment, wait_until
+from torchobs.exporter.api import unix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.exporters import Program
+
+
+class Rank:
+    """One of them, and its ears."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def say(self, *words: str) -> None:
+        """Have it do something."""
+        assert self.process.stdin
+        self.process.stdin.write(f"{' '.join(words)}\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def ranks(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> list[Rank]:
+    """Two that train."""
+    environ = {**clean_environment(), "TORCHOBS_RUN_ID": "api", "PYTHONPATH": str(ROOT)}
+    argv = sys.executable, "-m", "tests.stuck_rank", str(flight_dir)
+    return [Rank(start(*argv, str(rank), stdin=subprocess.PIPE, env=environ, cwd=ROOT)) for rank in (0, 1)]
+
+
+@pytest.fixture
+def local(
+    start: Callable[..., subprocess.Popen[str]],
+    flight_dir: Path,
+    free_port: Callable[[], int],
+    tmp_path: Path,
+    ranks: list[Rank],
+) -> Caller:
+    """The exporter, over its socket, once both ranks take steps."""
+    exporter: Program = start_program(
+        start, tmp_path / "exporter.log", free_port(), "--mode", "node", "--flight-dir", str(flight_dir)
+    )
+    assert exporter.is_ready()
+    assert len(ranks) == 2
+    caller = Caller(flight_dir / unix.NAME)
+    wait_until(lambda: [rank["steps"] or 0 for rank in caller.get("/ranks")["ranks"] if rank["steps"]][1:], timeout_s=60)
+    return caller
+
+
+def fetched(local: Caller, link: dict[str, str], timeout_s: float = 20) -> bytes:
+    """The evidence, as soon as it is there."""
+
+    def look() -> bytes | None:
+        reply = local.ask("GET", link["href"], prefix="")
+        assert reply.status in {200, 404}
+        return reply.body if reply.status == 200 else None
+
+    body = wait_until(look, timeout_s)
+    assert body is not None
+    return body
+
+
+def shown(local: Caller, rank: int) -> dict[str, Any]:
+    """A rank as it is."""
+    found: dict[str, Any] = local.get("/ranks")["ranks"][rank]
+    return found
+
+
+def test_two_ranks_obey(local: Caller, ranks: list[Rank]) -> None:
+    """A level, stacks of one that sleeps in Python, a profile; the other rank is not concerned."""
+    assert local.post("/debug/level/advanced?rank=1").status == 202
+    wait_until(lambda: shown(local, 1)["level"] == "advanced")
+    assert shown(local, 0)["level"] == "basic"
+
+    ranks[0].say("sleep", "3")
+    time.sleep(0.3)
+    asleep, awake = local.post("/stacks").json["ranks"]
+    assert "in nap" in fetched(local, asleep["evidence"]).decode()
+    assert "in main" in fetched(local, awake["evidence"]).decode()
+
+    asked = local.post("/profile?rank=1", {"steps": 3}).json
+    trace = json.loads(gzip.decompress(fetched(local, asked["evidence"])))
+    names = [event.get("name") for event in trace["traceEvents"]]
+    assert names.count("Optimizer.step#SGD.step") == 3
+    assert {"aten::linear", "aten::square", "aten::mean"} <= set(names)
+    ended = wait_until(lambda: local.get("/events?rank=1&kind=torchobs.profile.end")["events"])
+    assert ended[0]["attributes"]["evidence"] == asked["evidence"]["id"]
+    assert {one["kind"] for one in local.get("/evidence")["evidence"]} == {"stacks", "profile"}
+    assert local.get("/ranks/1/steps?last=5")["steps"][-1]["loss"] > 0
+
+
+def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank]) -> None:
+    """With Python's lock held it has written its stacks down itself; stopped it cannot, and the answer says why."""
+    ranks[0].say("hold", "9")
+    held_at = time.monotonic()
+    wait_until(lambda: shown(local, 0)["state"] == "unresponsive")
+
+    def look() -> dict[str, Any] | None:
+        reply = local.post("/stacks?rank=0")
+        return reply.json["ranks"][0] if reply.status == 202 else None
+
+    stuck = wait_until(look)
+    assert stuck is not None
+    assert time.monotonic() - held_at < 6
+    assert "in hold" in fetched(local, stuck["evidence"]).decode()
+    assert stuck["command"] is None
+    wait_until(lambda: shown(local, 0)["state"] == "alive", timeout_s=20)
+    (event,) = wait_until(lambda: local.get("/events?rank=0&kind=torchobs.stacks")["events"])
+    assert event["attributes"]["cause"] == "stuck"
+
+    os.kill(ranks[1].process.pid, signal.SIGSTOP)
+    wait_until(lambda: shown(local, 1)["state"] == "unresponsive")
+    refused = local.post("/stacks?rank=1")
+    assert (refused.status, refused.json["type"]) == (409, "urn:torchobs:problem:rank-unresponsive")
+    assert "SIGCONT" in refused.json["detail"]
+    assert local.post("/profile?rank=1", {"steps": 1}).status == 409
+    both = local.post("/stacks").json["ranks"]
+    assert both[0]["evidence"]
+    assert "SIGCONT" in both[1]["refused"]
+    os.kill(ranks[1].process.pid, signal.SIGCONT)
+    wait_until(lambda: shown(local, 1)["state"] == "alive")
+
+
+def test_the_application_s_own_profiler_is_not_disturbed(local: Caller, ranks: list[Rank]) -> None:
+    """It begins in the middle of ours, which ends."""
+    asked = local.post("/profile?rank=0", {"steps": 1000}).json
+    wait_until(lambda: local.get("/events?rank=0&kind=torchobs.profile.start")["events"])
+    ranks[0].say("profile")
+    assert gzip.decompress(fetched(local, asked["evidence"]))
+    (ended,) = wait_until(lambda: local.get("/events?rank=0&kind=torchobs.profile.end")["events"])
+    assert ended["attributes"]["reason"] == "interrupted"
+    before = shown(local, 0)["steps"]
+    wait_until(lambda: shown(local, 0)["steps"] > before)
+    assert ranks[0].process.poll() is None

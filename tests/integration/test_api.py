@@ -1,0 +1,417 @@
+"""The API over HTTP: what it tells, whom it refuses, what it takes from hostile files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import stat
+import time
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from tests.api import Caller
+from tests.exporters import Service
+from tests.rank_files import live_rank, train
+from tests.support import wait_until
+from torchobs.exporter import service
+from torchobs.exporter.api import openapi, unix
+from torchobs.exporter.api.app import Api
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.scan import Scanner
+from torchobs.exporter.watch import Watch
+from torchobs.flight import control, evidence
+from torchobs.flight.evidence import PROFILE, STACKS, named
+from torchobs.flight.layout import Exit
+from torchobs.flight.place import control_directory
+from torchobs.flight.record import PHASE_NAMES, Flag, Kind
+from torchobs.settings import PROBES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torchobs.flight.writer import FlightWriter
+
+TOKEN = "a-token-of-some-length"
+
+
+@pytest.fixture(autouse=True)
+def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an exporter ends sooner when its test has."""
+    monkeypatch.setattr(service, "TICK_S", 0.1)
+
+
+@pytest.fixture
+def writer(flight_dir: Path) -> Iterator[FlightWriter]:
+    """A living rank that has taken three steps, and an anomaly."""
+    made = live_rank(flight_dir)
+    train(made, [1, 2, 3])
+    made.event("torchobs.anomaly", {"kind": "loss_spike", "value": float("nan"), "baseline": 2.0}, 3)
+    made.event("torchobs.run.start", {"launcher": "torchrun"})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def exporter(flight_dir: Path, tmp_path: Path) -> Iterator[Service]:
+    """A node's exporter with a token."""
+    (tmp_path / "token").write_text(TOKEN)
+    config = ExporterConfig(flight_dir=str(flight_dir), mode="node", api_token_file=str(tmp_path / "token"))
+    with Service(config) as running:
+        yield running
+
+
+@pytest.fixture
+def web(exporter: Service) -> Caller:
+    """Over loopback."""
+    return Caller(exporter.address)
+
+
+@pytest.fixture
+def local(exporter: Service, flight_dir: Path) -> Caller:
+    """Over the socket."""
+    assert exporter.announced
+    wait_until((flight_dir / unix.NAME).exists)
+    return Caller(flight_dir / unix.NAME)
+
+
+def given(flight_dir: Path, writer: FlightWriter) -> control.Command | None:
+    """What the rank would read."""
+    return control.ControlReader(control_directory(None, str(flight_dir)), writer.header.incarnation).poll()
+
+
+def test_what_a_rank_does(writer: FlightWriter, web: Caller) -> None:
+    """Its numbers as on the metrics page, with units in the names."""
+    (rank,) = web.get("/ranks")["ranks"]
+    assert rank["incarnation"] == writer.header.incarnation.hex()
+    shown = {name: rank[name] for name in ("rank", "state", "up", "level", "steps", "loss", "last_step")}
+    assert shown == {
+        "rank": "0", "state": "alive", "up": True, "level": "off", "steps": 3, "loss": 1 / 3, "last_step": rank["last_step"]
+    }  # fmt: skip
+    assert rank["last_step"] > rank["started"]
+    assert web.get("/status")["ranks"]["alive"] == 1
+
+
+def test_steps_have_what_came_late(writer: FlightWriter, web: Caller) -> None:
+    """The last ones, oldest first; a value that a device delivered afterwards stands in its own step."""
+    writer.append(2, time.monotonic_ns(), Kind.LATE, Flag.LOSS | Flag.GRAD_NORM, 1, 0.0, 7.0, float("inf"), 0.0, (0.0,) * 8)
+    time.sleep(0.15)
+    found = web.get("/ranks/0/steps?last=2")
+    assert [step["step"] for step in found["steps"]] == [2, 3]
+    assert (found["steps"][0]["loss"], found["steps"][0]["gradient_norm"]) == (7.0, "Infinity")
+    assert tuple(found["steps"][1]["phases_s"]) == PHASE_NAMES
+    assert web.get(f"/ranks/{writer.header.incarnation.hex()}/steps")["steps"][0]["step"] == 1
+
+
+def test_events_are_paged_and_filtered(writer: FlightWriter, web: Caller) -> None:
+    """Newest first; NaN is data; the pages together are all of them, and each is there once."""
+    assert writer.name
+    first = web.get("/events?limit=1")
+    assert (first["events"][0]["name"], first["events"][0]["severity"]) == ("torchobs.run.start", "info")
+    second = web.get(f"/events?limit=1&before={first['next']}")
+    (event,) = second["events"]
+    assert (event["name"], event["step"], event["attributes"]["value"]) == ("torchobs.anomaly", 3, "NaN")
+    assert second["next"] is None
+    assert [one["name"] for one in web.get("/events?kind=torchobs.anomaly&rank=0")["events"]] == ["torchobs.anomaly"]
+    assert web.get("/events?kind=torchobs.exception")["events"] == []
+
+
+def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Caller) -> None:
+    """Over two ranks: steps, explosions, vanishing, anomalies of the loss, and their rates."""
+    writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
+    train(writers[0], [1, 2])
+    train(writers[1], [1, 2])
+    writers[0].append(3, time.monotonic_ns(), Kind.STEP, Flag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 8)
+    time.sleep(0.15)
+    found = web.get("/debug/training/summary")
+    assert found["steps"] == 5
+    assert found["loss_anomalies"] == {"count": 1, "per_step": 0.2}
+    assert found["anomalies"]["nonfinite_loss"]["count"] == 1
+    assert found["anomaly_steps"] == {"least": 1, "most": 1}
+    assert found["explosions"] == found["vanishing"] == {"count": 0, "per_step": 0.0}
+    assert [rank["steps"] for rank in found["ranks"]] == [3, 2]
+    assert web.get("/debug/summary")["anomalies_active"][0]["kind"] == "nonfinite_loss"
+    for writer in writers:
+        writer.close()
+
+
+def test_without_a_rank_there_is_nothing_and_it_says_so(web: Caller) -> None:
+    """Rates of no steps are null; a command has nobody to go to."""
+    assert web.get("/ranks") == {"ranks": []}
+    assert web.get("/debug/training/summary")["explosions"] == {"count": 0, "per_step": None}
+    assert web.get("/events") == {"events": [], "next": None}
+    assert web.get("/evidence") == {"evidence": []}
+    assert web.post("/stacks", Authorization=f"Bearer {TOKEN}").status == 409
+
+
+def test_a_level_goes_to_all_ranks_or_to_one(flight_dir: Path, local: Caller) -> None:
+    """Over the socket nothing else is needed; the answer has the command's number."""
+    writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
+    time.sleep(0.15)
+    reply = local.post("/debug/level/advanced")
+    assert reply.status == 202
+    assert [told["rank"] for told in reply.json["ranks"]] == ["0", "1"]
+    for writer, told in zip(writers, reply.json["ranks"], strict=True):
+        command = given(flight_dir, writer)
+        assert command
+        assert (command.level, command.seq) == (2, told["command"])
+    assert [told["rank"] for told in local.post("/debug/level/off?rank=1").json["ranks"]] == ["1"]
+    assert [command.level for writer in writers if (command := given(flight_dir, writer))] == [2, 0]
+    for writer in writers:
+        writer.close()
+
+
+def test_probes_are_switched(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
+    """Exactly those named are off."""
+    assert local.post("/debug/probes", {"off": ["loss", "gradients"]}).json["off"] == ["loss", "gradients"]
+    command = given(flight_dir, writer)
+    assert command
+    assert command.probes_off == 1 << PROBES.index("loss") | 1 << PROBES.index("gradients")
+    assert local.post("/debug/probes", {"off": []}).status == 202
+    assert local.post("/debug/probes", {"off": ["nope"]}).status == 400
+
+
+def test_a_command_over_tcp_needs_the_token(writer: FlightWriter, web: Caller, caplog: pytest.LogCaptureFixture) -> None:
+    """Refused and done commands are in the log, one line each."""
+    assert writer.name
+    caplog.set_level(logging.INFO)
+    refused = web.post("/debug/level/basic")
+    assert (refused.status, refused.headers["content-type"]) == (401, "application/problem+json")
+    assert refused.headers["www-authenticate"] == "Bearer"
+    assert "--api.token-file" in refused.json["detail"]
+    time.sleep(0.15)
+    assert web.post("/debug/level/basic", Authorization=f"Bearer {TOKEN}").status == 202
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("command")]
+    assert len(lines) == 2
+    assert "/api/v1/debug/level/basic" in lines[0]
+    assert "over loopback: 401" in lines[0]
+    assert "over loopback: 202" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status", "kind"),
+    [
+        ("GET", "/nope", None, 404, "no-such-path"),
+        ("GET", "/ranks/9/steps", None, 404, "no-such-rank"),
+        ("GET", "/ranks/..%2f..%2fetc/steps", None, 404, "no-such-path"),
+        ("GET", "/ranks/%00/steps", None, 404, "no-such-rank"),
+        ("GET", "/ranks/0/steps?last=0", None, 400, "bad-request"),
+        ("GET", "/ranks/0/steps?last=1e3", None, 400, "bad-request"),
+        ("GET", "/ranks/0/steps?last=5&last=6", None, 400, "bad-request"),
+        ("GET", "/ranks?rnak=0", None, 400, "bad-request"),
+        ("GET", "/events?before=x", None, 400, "bad-request"),
+        ("GET", "/events?kind=%3Cscript%3E", None, 400, "bad-request"),
+        ("GET", "/evidence/0000000000000000", None, 404, "no-such-evidence"),
+        ("GET", "/evidence/..%2Ftoken", None, 404, "no-such-path"),
+        ("GET", "/evidence/%2e%2e", None, 404, "no-such-evidence"),
+        ("POST", "/status", {}, 405, "no-such-method"),
+        ("GET", "/stacks", None, 405, "no-such-method"),
+        ("POST", "/debug/level/loud", {}, 404, "no-such-level"),
+        ("POST", "/debug/level/basic", {"more": 1}, 400, "bad-request"),
+        ("POST", "/debug/level/basic", [], 400, "bad-request"),
+        ("POST", "/debug/level/basic", b"{", 400, "bad-request"),
+        ("POST", "/debug/level/basic", b"[" * 50_000, 400, "bad-request"),
+        ("POST", "/debug/level/basic", b" " * 70_000, 413, "too-large"),
+        ("POST", "/debug/level/basic?rank=x", {}, 404, "no-such-rank"),
+        ("POST", "/profile", {"steps": 0}, 400, "bad-request"),
+        ("POST", "/profile", {"steps": True}, 400, "bad-request"),
+        ("POST", "/profile", {"steps": 1.5}, 400, "bad-request"),
+        ("POST", "/profile", {"steps": 1001}, 400, "bad-request"),
+        ("POST", "/profile", {}, 400, "bad-request"),
+        ("POST", "/profile", {"steps": 3}, 409, "rank-off"),
+    ],
+)
+def test_bad_requests(
+    writer: FlightWriter, local: Caller, method: str, path: str, content: object, status: int, kind: str
+) -> None:
+    """Problem JSON that says what to do."""
+    assert writer.name
+    time.sleep(0.12)
+    reply = local.ask(method, path, content)
+    assert reply.status == status, reply
+    assert reply.headers["content-type"] == "application/problem+json"
+    problem = reply.json
+    assert problem.keys() == {"type", "title", "status", "detail"}
+    assert (problem["type"], problem["status"]) == (f"urn:torchobs:problem:{kind}", status)
+    assert len(problem["detail"]) > 10
+
+
+def test_two_runs_have_a_rank_0_each(flight_dir: Path, local: Caller) -> None:
+    """Then it takes the incarnation to name one."""
+    writers = [live_rank(flight_dir, run_id=run_id) for run_id in ("a", "b")]
+    time.sleep(0.15)
+    reply = local.ask("GET", "/ranks/0/steps")
+    assert (reply.status, reply.json["type"]) == (409, "urn:torchobs:problem:ambiguous-rank")
+    assert local.get(f"/ranks/{writers[1].header.incarnation.hex()}/layers")["run_id"] == "b"
+    for writer in writers:
+        writer.close()
+
+
+def test_evidence_is_listed_and_downloaded(flight_dir: Path, writer: FlightWriter, web: Caller) -> None:
+    """By an id, as an attachment that no browser runs; a link, a FIFO or an empty file in its place is not there."""
+    stacks, profile = named(writer.name, STACKS, 1), named(writer.name, PROFILE, 2)
+    (flight_dir / stacks.name).write_text("Thread 0x1\n" * 200_000)
+    os.truncate(flight_dir / stacks.name, evidence.LIMITS[STACKS])
+    (flight_dir / profile.name).symlink_to("/etc/passwd")
+    (flight_dir / named(writer.name, STACKS, 3).name).touch()
+    os.mkfifo(flight_dir / named(writer.name, STACKS, 4).name)
+    (listed,) = web.get("/evidence")["evidence"]
+    assert (listed["id"], listed["kind"], listed["rank"]) == (stacks.id, "stacks", "0")
+    reply = web.ask("GET", listed["href"], prefix="")
+    assert (reply.status, len(reply.body)) == (200, listed["size_bytes"])
+    assert reply.body == (flight_dir / stacks.name).read_bytes()
+    assert reply.headers["content-disposition"] == f'attachment; filename="{stacks.name}"'
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert web.ask("HEAD", f"/evidence/{stacks.id}").body == b""
+    assert web.ask("GET", f"/evidence/{profile.id}").status == 404
+    for one in (3, 4):
+        assert web.ask("GET", f"/evidence/{named(writer.name, STACKS, one).id}").status == 404
+
+
+def test_clear_removes_evidence_and_nothing_else(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
+    """Counters and events are as they were."""
+    (flight_dir / named(writer.name, STACKS, 1).name).write_text("x")
+    before = local.get("/debug/training/summary"), local.get("/events")
+    assert local.post("/debug/clear").json == {"removed": 1, "hidden": 0}
+    assert local.get("/evidence") == {"evidence": []}
+    assert (local.get("/debug/training/summary"), local.get("/events")) == before
+    assert local.post("/debug/clear").json == {"removed": 0, "hidden": 0}
+
+
+def test_a_rank_that_has_ended_is_told_nothing(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
+    """Refused with the reason; and what it was told while it lived is removed."""
+    assert local.post("/debug/level/basic").status == 202
+    record = flight_dir / "control" / control.file_name(writer.header.incarnation)
+    assert record.exists()
+    writer.exit(Exit.FINISHED, 0)
+    writer.close()
+    wait_until(lambda: local.get("/ranks")["ranks"][0]["state"] == "finished")
+    assert local.post("/debug/level/basic").json["type"] == "urn:torchobs:problem:rank-ended"
+    wait_until(lambda: not record.exists())
+
+
+def test_a_rank_that_hangs_is_asked_for_its_stacks_once(flight_dir: Path) -> None:
+    """By the exporter itself, when it calls it hung."""
+    writer = live_rank(flight_dir)
+    config = ExporterConfig(flight_dir=str(flight_dir), mode="node", hang_timeout_s=0.3)
+    with Service(config) as exporter:
+
+        def state() -> str:
+            writer.heartbeat()
+            return exporter.state()
+
+        wait_until(lambda: state() == "hung")
+        command = wait_until(lambda: given(flight_dir, writer))
+        assert command is not None
+        assert command.stacks
+        time.sleep(0.5)
+        state()
+        again = given(flight_dir, writer)
+        assert again is not None
+        assert again.stacks_seq == command.stacks_seq
+    writer.close()
+
+
+def test_the_socket_is_for_the_owner_and_the_group(exporter: Service, flight_dir: Path) -> None:
+    """0660; it is gone afterwards, and what a killed exporter left there is no obstacle."""
+    path = flight_dir / unix.NAME
+    wait_until(path.exists)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    assert not list(flight_dir.glob(f".{unix.NAME}-*"))
+    exporter.stop()
+    assert not path.exists()
+    left = unix.bind(path)
+    left.socket.close()
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")):
+        wait_until(lambda: _answers(path))
+
+
+def _answers(path: Path) -> bool:
+    try:
+        return Caller(path).ask("GET", "/status").status == 200
+    except OSError:
+        return False
+
+
+def test_a_file_in_the_socket_s_place_stays(flight_dir: Path) -> None:
+    """It may be somebody's; the exporter says so and serves all the same."""
+    (flight_dir / unix.NAME).write_text("mine")
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
+        assert "no Unix socket" in exporter.page("/")
+    assert (flight_dir / unix.NAME).read_text() == "mine"
+
+
+def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: Path, writer: FlightWriter) -> None:
+    """By loopback it only tells, and a socket is made where it is asked for."""
+    assert writer.name
+    with Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter:
+        assert Caller(exporter.address).get("/status")["mode"] == "sidecar"
+        refused = Caller(exporter.address).post("/stacks", Authorization=f"Bearer {TOKEN}")
+        assert (refused.status, refused.json["type"]) == (403, "urn:torchobs:problem:control-off")
+        assert not (flight_dir / unix.NAME).exists()
+    with Service(ExporterConfig(flight_dir=str(flight_dir), api_socket=str(tmp_path / "s"))):
+        wait_until((tmp_path / "s").exists)
+        assert Caller(tmp_path / "s").post("/debug/level/basic").status == 202
+
+
+def test_on_another_address_it_takes_authentication(flight_dir: Path, tmp_path: Path) -> None:
+    """The token, for reading too; without one there is nothing but a word on where to ask."""
+
+    async def ask(config: ExporterConfig, **headers: str) -> httpx.Response:
+        watch = Watch(Scanner(config))
+        api = Api(config, watch)
+        transport = httpx.ASGITransport(Starlette(routes=api.mounts()))
+        async with httpx.AsyncClient(transport=transport) as client:
+            answer = await client.get("http://10.1.2.3:10960/api/v1/status", headers=headers)
+        api.close()
+        watch.close()
+        return answer
+
+    refused = asyncio.run(ask(ExporterConfig(flight_dir=str(flight_dir))))
+    assert (refused.status_code, refused.json()["type"]) == (403, "urn:torchobs:problem:not-here")
+    (tmp_path / "token").write_text(TOKEN)
+    config = ExporterConfig(flight_dir=str(flight_dir), api_token_file=str(tmp_path / "token"))
+    assert asyncio.run(ask(config)).status_code == 401
+    assert asyncio.run(ask(config, Authorization=f"Bearer {TOKEN}")).json()["token"] is True
+
+
+def test_a_control_directory_that_cannot_be_written_is_a_problem(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:
+    """Which says which option."""
+    assert writer.name
+    (flight_dir / "control").write_text("a file")
+    reply = local.post("/debug/level/basic")
+    assert reply.status == 503
+    assert "--control.dir" in reply.json["detail"]
+
+
+def test_the_description_is_served(web: Caller, checkout: Path) -> None:
+    """The same as in the documentation."""
+    reply = web.ask("GET", "/openapi.json")
+    assert reply.body.decode() == openapi.TEXT == (checkout / "docs" / "openapi.json").read_text()
+    assert json.loads(openapi.TEXT)["openapi"] == "3.1.0"
+
+
+def test_hostile_events_are_served_as_they_are_or_not_at_all(flight_dir: Path, web: Caller) -> None:
+    """Whatever stands in a ring, the answer is JSON."""
+    writer = live_rank(flight_dir, job_name="<script>\u2028")
+    odd: list[dict[str, Any]] = [
+        {"k": "event"},
+        {"k": "event", "name": 5, "t": 1},
+        {"k": "event", "name": "x", "t": "now"},
+        {"k": "event", "name": "x", "t": 1 << 90, "attrs": [1]},
+        {"k": "event", "name": "y" * 5000, "t": -(1 << 62), "attrs": {"a": {"b": ["\ud800", 1e999]}}, "step": "z"},
+    ]
+    for fields in odd:
+        writer.events.put(json.dumps(fields).encode())
+    time.sleep(0.15)
+    found = web.get("/events")["events"]
+    assert [len(event["name"]) for event in found] == [1, 256]
+    assert found[0]["attributes"] == {}
+    assert found[1]["attributes"] == {"a": {"b": ["?", "Infinity"]}}
+    writer.close()

@@ -1,0 +1,157 @@
+"""What ranks are told: written into the control directory, from which their sampler threads read it ten times a second."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchobs.exporter.api.problems import Problem
+from torchobs.exporter.api.shelf import link
+from torchobs.exporter.api.views import named
+from torchobs.flight import control, evidence, place
+from torchobs.flight.birth import file_name
+from torchobs.flight.control import Command
+from torchobs.flight.evidence import PROFILE, STACKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torchobs.exporter.api.shelf import Shelf
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.scan import Rank, Snapshot
+
+_FORGOTTEN_S = 3600.0
+"""Age of a command of an exporter before this one, after which it is removed."""
+
+_log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Writes commands. Everything in one thread, but for ``due``."""
+
+    def __init__(self, config: ExporterConfig, shelf: Shelf) -> None:
+        self._config, self._shelf = config, shelf
+        self._told: set[str] = set()
+        self._hung: dict[str, int | None] = {}
+        self._cleaned = False
+
+    def level(self, ranks: Iterable[Rank], level: int) -> dict[str, Any]:
+        """Change the level. Raises ``Problem``."""
+        return {"level": control.LEVELS[level], "ranks": self._tell(ranks, Command(level=level))}
+
+    def probes_off(self, ranks: Iterable[Rank], mask: int, off: list[str]) -> dict[str, Any]:
+        """Have exactly these probes off. Raises ``Problem``."""
+        return {"off": off, "ranks": self._tell(ranks, Command(probes_off=mask))}
+
+    def profile(self, rank: Rank, steps: int) -> dict[str, Any]:
+        """Profile that many steps of a rank. Raises ``Problem``."""
+        if rank.state == "unresponsive":
+            raise Problem(409, "rank-unresponsive", f"Rank {rank.rank} does not respond: ask for its stacks instead.")
+        if rank.view.live.level == 0:
+            raise Problem(409, "rank-off", f"Rank {rank.rank} is at the level off: POST /api/v1/debug/level/basic first.")
+        (told,) = self._tell([rank], Command(profile_steps=steps))
+        return {"steps": steps, **told, "evidence": link(evidence.named(_flight(rank), PROFILE, told["command"]))}
+
+    def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
+        """Ask for stacks; of a rank that is stuck there are those it has written down itself. Raises ``Problem``."""
+        able = [rank for rank in ranks if rank.state != "unresponsive"]
+        told = {one["incarnation"]: one for one in self._tell(able, Command(stacks=True))} if able else {}
+        answers = [self._stacks(rank, told.get(rank.incarnation)) for rank in ranks]
+        if all(answer["evidence"] is None for answer in answers):
+            raise Problem(409, "rank-unresponsive", answers[0]["refused"], Retry_After="1")
+        return {"ranks": answers}
+
+    def look(self, snapshot: Snapshot) -> None:
+        """Ask ranks that have just begun to hang for their stacks, once; forget what those that have ended were told."""
+        hung = {rank.incarnation: rank for rank in snapshot.ranks if rank.state == "hung"}
+        for incarnation, rank in hung.items():
+            if self._hung.get(incarnation, 0) != rank.view.last_step_ns:
+                with contextlib.suppress(Problem):
+                    self._tell([rank], Command(stacks=True))
+                    _log.warning("rank %s is hung: its stacks are asked for", rank.rank)
+        self._hung = {incarnation: rank.view.last_step_ns for incarnation, rank in hung.items()}
+        for rank in snapshot.ranks:
+            if not rank.up and rank.incarnation in self._told:
+                self._told.discard(rank.incarnation)
+                self._forget(bytes.fromhex(rank.incarnation))
+
+    def due(self, snapshot: Snapshot) -> bool:
+        """Tell whether :meth:`look` has anything to do."""
+        return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._told) for rank in snapshot.ranks)
+
+    def _stacks(self, rank: Rank, told: dict[str, Any] | None) -> dict[str, Any]:
+        flight = _flight(rank)
+        if told is not None:
+            return {**told, "evidence": link(evidence.named(flight, STACKS, told["command"])), "refused": None}
+        answer = {**named(rank), "command": None, "refused": None}
+        if (stuck := self._shelf.stuck(flight)) is not None:
+            return {**answer, "evidence": link(stuck)}
+        if self._shelf.is_stopped(flight):
+            why = f"Rank {rank.rank} is stopped (SIGSTOP): send it SIGCONT, and ask again."
+        else:
+            why = (
+                f"Rank {rank.rank} does not respond and has written no stacks down. If it holds Python's lock it does so "
+                "within 3 s: ask again. Else its process is stopped, waits for a device without end, or is being torn down."
+            )
+        return {**answer, "evidence": None, "refused": why}
+
+    def _tell(self, ranks: Iterable[Rank], command: Command) -> list[dict[str, Any]]:
+        try:
+            directory_fd = self._open()
+        except OSError as problem:
+            raise _unwritable(problem) from problem
+        try:
+            self._clean(directory_fd)
+            return [self._write(directory_fd, rank, command) for rank in ranks]
+        except OSError as problem:
+            raise _unwritable(problem) from problem
+        finally:
+            os.close(directory_fd)
+
+    def _write(self, directory_fd: int, rank: Rank, command: Command) -> dict[str, Any]:
+        number = control.write_command(directory_fd, bytes.fromhex(rank.incarnation), command)
+        self._told.add(rank.incarnation)
+        return {**named(rank), "command": number}
+
+    def _open(self) -> int:
+        """Open the control directory, made if it is not there. Raises ``OSError``."""
+        flight_dir = place.find_existing(self._config.flight_dir, self._config.runtime_dir)
+        if flight_dir is None:
+            raise FileNotFoundError("the flight directory is not there yet")
+        path = Path(place.control_directory(self._config.control_dir, flight_dir))
+        path.mkdir(mode=0o755, exist_ok=True)
+        return place.open_directory(str(path))
+
+    def _forget(self, incarnation: bytes) -> None:
+        with contextlib.suppress(OSError):
+            directory_fd = self._open()
+            try:
+                control.remove(directory_fd, incarnation)
+            finally:
+                os.close(directory_fd)
+
+    def _clean(self, directory_fd: int) -> None:
+        """Once: remove what an exporter before this one told ranks that have ended since."""
+        if self._cleaned:
+            return
+        self._cleaned = True
+        for name in os.listdir(directory_fd):
+            if name.endswith(control.SUFFIX) or name.startswith(control.TEMPORARY):
+                with contextlib.suppress(OSError):
+                    status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+                    if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _FORGOTTEN_S:
+                        os.unlink(name, dir_fd=directory_fd)  # a rank that lives has obeyed it long since
+
+
+def _flight(rank: Rank) -> str:
+    return file_name(rank.view.header)
+
+
+def _unwritable(problem: OSError) -> Problem:
+    reason = problem.strerror or str(problem)
+    detail = f"The control directory cannot be written ({reason}): set --control.dir to one that trainers read as well."
+    return Problem(503, "no-control-directory", detail)

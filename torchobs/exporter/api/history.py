@@ -1,0 +1,123 @@
+"""What a flight file remembers in order: its events, and its steps with what came late. As JSON's objects."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.exporter.api.problems import bad
+from torchobs.exporter.api.views import instant, named, wall_ns
+from torchobs.flight.record import PHASE_NAMES, Flag, Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torchobs.exporter.scan import Rank
+    from torchobs.flight.reader import FlightFile
+    from torchobs.flight.record import StepRecord
+
+MOST_STEPS = 4096
+LATE_FACTOR = 3
+"""Records that are read for each step asked for: a step, and what devices delivered of it afterwards."""
+
+_CURSOR = re.compile(r"(-?[0-9]{1,19})-([0-9a-f]{32})-([0-9]{1,19})")
+_SEVERITIES = {event.name: event.severity.name.lower() for event in catalog.EVENTS}
+_LONGEST_NAME = 256
+
+
+class Position(NamedTuple):
+    """Where an event stands among those of all ranks."""
+
+    wall_ns: int
+    incarnation: str
+    at: int
+
+    def cursor(self) -> str:
+        """Return it as text, for whoever wants what is older."""
+        return f"{self.wall_ns}-{self.incarnation}-{self.at}"
+
+
+class Dated(NamedTuple):
+    """An event and its position."""
+
+    position: Position
+    event: dict[str, Any]
+
+
+def position_of(cursor: str) -> Position:
+    """Return the position that a cursor stands for. Raises ``Problem``."""
+    found = _CURSOR.fullmatch(cursor)
+    if found is None:
+        raise bad("cursor is none that this API gave: take it from `next` of the page before.")
+    return Position(int(found[1]), found[2], int(found[3]))
+
+
+def events(file: FlightFile, rank: Rank) -> list[Dated]:
+    """Return the events still in the ring, those with a name and a time; spans are not events."""
+    found = []
+    for at, fields in file.events():
+        name, when_ns = fields.get("name"), fields.get("t")
+        if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(when_ns, int):
+            continue
+        found.append(_dated(at, fields, name[:_LONGEST_NAME], wall_ns(rank.view.header, when_ns), rank))
+    return found
+
+
+def page(found: Iterable[Dated], before: Position | None, limit: int) -> dict[str, Any]:
+    """Return the newest ``limit`` events that are older than ``before``, newest first."""
+    older = sorted(
+        (one for one in found if before is None or one.position < before), key=lambda one: one.position, reverse=True
+    )
+    taken = older[:limit]
+    more = len(older) > len(taken)
+    return {"events": [one.event for one in taken], "next": taken[-1].position.cursor() if more else None}
+
+
+def steps(file: FlightFile, rank: Rank, last: int) -> list[dict[str, Any]]:
+    """Return the last steps, oldest first, each with what was delivered after its end."""
+    records = file.steps(last * LATE_FACTOR)
+    ended = [record for record in records if record.kind == Kind.STEP][-last:]
+    late: dict[int, list[StepRecord]] = {}
+    for record in records:
+        if record.kind == Kind.LATE:
+            late.setdefault(record.step, []).append(record)
+    return [_step(record, late.get(record.step, ()), rank) for record in ended]
+
+
+def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank) -> Dated:
+    attributes, step = fields.get("attrs"), fields.get("step")
+    return Dated(
+        Position(when_ns, rank.incarnation, at),
+        {
+            **named(rank),
+            "time": instant(when_ns),
+            "name": name,
+            "severity": _SEVERITIES.get(name, "info"),
+            "step": step if isinstance(step, int) else None,
+            "attributes": attributes if isinstance(attributes, dict) else {},
+        },
+    )
+
+
+def _step(record: StepRecord, late: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
+    flags = record.flags
+    loss, norm = (record.loss if flags & Flag.LOSS else None), (record.grad_norm if flags & Flag.GRAD_NORM else None)
+    for one in late:
+        loss = one.loss if one.flags & Flag.LOSS else loss
+        norm = one.grad_norm if one.flags & Flag.GRAD_NORM else norm
+        flags |= one.flags
+    return {
+        "step": record.step,
+        "ended": instant(wall_ns(rank.view.header, record.end_ns)),
+        "duration_s": None if flags & Flag.UNTIMED else record.duration_s,
+        "loss": loss,
+        "losses": record.losses,
+        "gradient_norm": norm,
+        "learning_rate": record.learning_rate if flags & Flag.LEARNING_RATE else None,
+        "phases_s": dict(zip(PHASE_NAMES, record.phase_s, strict=True)),
+        "tokens": record.tokens + sum(one.tokens for one in late),
+        "samples": record.samples + sum(one.samples for one in late),
+        "loss_scale": record.norm_scale,
+        "skipped": bool(flags & Flag.SKIPPED),
+    }
