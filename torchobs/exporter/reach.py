@@ -9,9 +9,19 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
 REFUSAL = (
-    "This address serves /metrics and health only. The page is shown on the machine itself: open it there as"
+    "This address serves /metrics and health only. The page is shown on the machine itself, and elsewhere to whoever has a"
+    " password or a certificate (--web.config.file). Open it there as"
     " http://localhost:PORT/, or by `kubectl port-forward POD PORT`, or by `ssh -L PORT:localhost:PORT HOST`.\n"
 )
+
+
+LET_IN = "torchobs.let_in"
+"""In the scope of a request whose sender has shown who it is"""
+
+
+def admits(scope: Scope) -> bool:
+    """Tell whether a request may see the page: it comes from this machine, or was let in by password or certificate."""
+    return bool(scope.get(LET_IN)) or is_local(scope)
 
 
 def is_local(scope: Scope) -> bool:

@@ -16,7 +16,7 @@ from torchobs.exporter.live.model import Modeller, focused, model
 from torchobs.exporter.watch import DEADLINE_S, FRESH_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 
     from torchobs.exporter.live.gather import Details
     from torchobs.exporter.live.model import Choice, Model
@@ -72,7 +72,7 @@ class Feed:
         self._expire()
         return shown
 
-    async def messages(self, choice: Choice) -> AsyncIterator[bytes]:
+    async def messages(self, choice: Choice) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: everything, and then what has changed, once a second, until the stream's time is over.
 
         Whoever takes them slowly gets fewer, never late ones: nothing is queued.

@@ -47,7 +47,7 @@ METRICS = (
 
 
 class Choice(NamedTuple):
-    """What somebody wants to see; all of it may be nonsense."""
+    """What somebody wants to see; in a query all of it may be nonsense."""
 
     run: str = ""
     """``job_name/run_id``; nonsense: the one that stepped last"""
@@ -196,10 +196,10 @@ def model(runs: tuple[Run, ...], choice: Choice, details: Details, now_s: float)
     focus = next((row for row in rows if row.rank == choice.rank), rows[0] if rows else None)
     ordered = ordered_rows(rows, choice.sort)
     pages = max(1, -(-len(ordered) // PER_PAGE))
-    first = (min(max(choice.page, 1), pages) - 1) * PER_PAGE
+    first = (_sane(choice, run, focus, pages).page - 1) * PER_PAGE
     total = max((int(row.readings.get(catalog.TOTAL_STEPS) or 0) for row in rows), default=0)
     return Model(
-        choice=choice,
+        choice=_sane(choice, run, focus, pages),
         runs=runs,
         run=run,
         focus=focus,
@@ -211,6 +211,17 @@ def model(runs: tuple[Run, ...], choice: Choice, details: Details, now_s: float)
         total_steps=total or None,
         left_s=_left_s(run, total) if run and total else None,
         now_s=now_s,
+    )
+
+
+def _sane(choice: Choice, run: Run | None, focus: Row | None, pages: int) -> Choice:
+    """Return the choice without what was nonsense in it, so that no link repeats that."""
+    return Choice(
+        run=choice.run if run and run.key == choice.run else "",
+        rank=choice.rank if focus and focus.rank == choice.rank else "",
+        sort=choice.sort if choice.sort in SORTS else SORTS[0],
+        page=min(max(choice.page, 1), pages),
+        layers=choice.layers if choice.layers in LAYER_SORTS else LAYER_SORTS[0],
     )
 
 

@@ -56,7 +56,7 @@ def _caption(model: Model, count: int) -> str:
     sorted_by = order.get(model.choice.sort, "the highest first")
     if model.pages == 1:
         return f"{figures.count(count)} on this node, {sorted_by}"
-    first = (min(max(model.choice.page, 1), model.pages) - 1) * PER_PAGE
+    first = (model.choice.page - 1) * PER_PAGE
     return f"{first + 1:,}–{first + len(model.rows):,} of {count:,} on this node, {sorted_by}"
 
 
@@ -152,7 +152,7 @@ def _key(phase: str) -> Html:
 def _pager(model: Model) -> Html:
     if model.pages == 1:
         return EMPTY
-    page = min(max(model.choice.page, 1), model.pages)
+    page = model.choice.page
     wanted = sorted({1, 2, page - 1, page, page + 1, model.pages - 1, model.pages} & set(range(1, model.pages + 1)))
     links = [
         link(model.choice._replace(page=number), f"{number:,}", "ranks", label=f"Page {number:,}", current=number == page)

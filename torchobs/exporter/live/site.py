@@ -101,7 +101,7 @@ async def _refusal() -> AsyncIterator[bytes]:
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
-        if reach.is_local(request.scope):
+        if reach.admits(request.scope):
             return await handler(request)
         return PlainTextResponse(reach.REFUSAL, 403)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 
+from torchobs.exporter.reach import LET_IN
 from torchobs.exporter.web import tls, webconfig
 from torchobs.exporter.web.webconfig import WebConfig, WebConfigError
 
@@ -80,6 +81,7 @@ class Gate:
             else:
                 send = _with_headers(force.config, send)
                 answer = None if scope["path"] in HEALTH else await self._refusal(force.config, scope)
+                scope[LET_IN] = answer is None and _identifies(force.config)
             await (answer or app)(scope, receive, send)
 
         return guarded
@@ -126,6 +128,11 @@ class Gate:
         kept = "the one before stays in force" if self._force is not None else "nothing is served"
         self.problem = f"--web.config.file {path}: {words}; {kept}"
         _log.error("%s", self.problem)
+
+
+def _identifies(config: WebConfig) -> bool:
+    """Tell whether whoever got through has shown who it is."""
+    return bool(config.users) or (config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert")
 
 
 def _marks(paths: Iterable[Path]) -> dict[Path, _Mark]:

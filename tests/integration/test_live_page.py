@@ -1,0 +1,327 @@
+"""The live page over HTTP: what it says, to whom, and how it is kept up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.exporters import Service
+from tests.rank_files import live_rank, train
+from tests.support import wait_until
+from torchobs import catalog
+from torchobs.exporter import reach, service
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.live import feed
+from torchobs.exporter.live.feed import Feed
+from torchobs.exporter.live.model import Choice
+from torchobs.exporter.live.sections import PARTS
+from torchobs.exporter.scan import Scanner, Snapshot
+from torchobs.exporter.watch import Watch
+from torchobs.flight.reader import FlightFile
+from torchobs.flight.table import CORE
+from torchobs.flight.writer import FlightWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+HOSTILE = "</bdi><script>alert(1)</script>"
+
+
+@pytest.fixture(autouse=True)
+def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test need not wait for whole ones."""
+    monkeypatch.setattr(service, "TICK_S", 0.1)
+    monkeypatch.setattr(feed, "TICK_S", 0.1)
+
+
+@pytest.fixture
+def writer(flight_dir: Path) -> Iterator[FlightWriter]:
+    """A living rank that has taken three steps and has layers with names that somebody made up."""
+    made = live_rank(flight_dir, run_id=HOSTILE)
+    for layer, norm in (("blocks.0", 0.123456789), (HOSTILE, 4.5)):
+        cell = made.table.open(catalog.GRAD_LAYER_NORM, {"layer": layer}, CORE)
+        assert cell is not None
+        cell.set(norm)
+    made.event(HOSTILE, {"message": HOSTILE}, 2)
+    train(made, [1, 2, 3])
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def exporter(flight_dir: Path) -> Iterator[Service]:
+    """A node's exporter of the flight directory."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as running:
+        yield running
+
+
+class Parsed(HTMLParser):
+    """The tags of a page, its text, and the exact values of its numbers."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.values: list[float] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.values += [float(value or "nan") for name, value in attrs if tag == "data" and name == "value"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+class Stream:
+    """A viewer's stream, inside a `with` block."""
+
+    def __init__(self, exporter: Service, query: str = "") -> None:
+        self._connection = http.client.HTTPConnection(exporter.address, timeout=10)
+        self._connection.request("GET", f"/live/stream{query}")
+        self.answer = self._connection.getresponse()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self.answer.close()
+
+    def next(self) -> tuple[str, dict[str, object]]:
+        """The next event's name and data."""
+        lines = [self.answer.readline().decode() for _ in range(3)]
+        assert lines[2] == "\n", lines
+        return lines[0].removeprefix("event: ").strip(), json.loads(lines[1].removeprefix("data: "))
+
+    def until(self, name: str) -> dict[str, object]:
+        """The data of the next event of that name."""
+        while True:
+            found, data = self.next()
+            if found == name:
+                return data
+
+
+def test_numbers_are_those_of_the_metrics(writer: FlightWriter, exporter: Service) -> None:
+    """Rounded for the eye, exact beside it."""
+    page = Parsed(exporter.page("/"))
+    for name, labels in (
+        ("torchobs_steps_total", {}),
+        ("torchobs_loss", {}),
+        ("torchobs_grad_norm", {}),
+        ("torchobs_learning_rate", {"group": "0"}),
+        ("torchobs_grad_layer_norm", {"layer": "blocks.0"}),
+        ("torchobs_goodput_time_seconds_total", {"state": "productive"}),
+    ):
+        assert exporter.value(name, **labels) in page.values, name
+    assert "step 3, loss 0.333" in page.text
+    assert writer.name
+
+
+def test_hostile_names_are_text(writer: FlightWriter, exporter: Service) -> None:
+    """Of a run, a layer, an event, and in its attributes; on the page and in the stream."""
+    page = Parsed(exporter.page("/"))
+    assert page.text.count(HOSTILE) >= 4
+    assert page.tags.count("script") == 1  # ours
+    with Stream(exporter) as stream:
+        parts = stream.until("parts")
+    assert not [part for name, part in parts.items() if name != "title" and "<script" in str(part)]
+    assert writer.name
+
+
+@pytest.mark.parametrize(
+    "query", [f"?rank=99&sort=nonsense&page=7&run={'x' * 3000}", "?rank=%00&page=-1&page=%C2%B2", "?%ff=%ff&&&="]
+)
+def test_nonsense_in_a_query_is_the_usual_page(writer: FlightWriter, exporter: Service, query: str) -> None:
+    """Never an error, and nothing of it comes back."""
+    connection = http.client.HTTPConnection(exporter.address, timeout=10)
+    connection.request("GET", f"/{query}")
+    answer = connection.getresponse()
+    body = answer.read().decode()
+    connection.close()
+    assert answer.status == 200
+    assert "Training: 1 of 2 ranks alive" in body
+    assert "xxx" not in body
+    assert writer.name
+
+
+@pytest.mark.parametrize(
+    ("server", "local"),
+    [
+        (("127.0.0.1", 10960), True),
+        (("127.8.8.8", 10960), True),
+        (("::1", 10960), True),
+        (("::ffff:127.0.0.1", 10960), True),
+        (("/run/torchobs.sock", None), True),
+        (None, True),
+        (("10.0.0.7", 10960), False),
+        (("::ffff:10.0.0.7", 10960), False),
+        (("fe80::1%eth0", 10960), False),
+        (("2001:db8::1", 10960), False),
+        (("localhost.evil.example", 10960), False),
+    ],
+)
+def test_whom_the_page_is_shown_to(server: tuple[str, int | None] | None, local: bool) -> None:  # noqa: FBT001  # the table's column
+    """To this machine, by the connection's own address; to others when they were let in."""
+    assert reach.is_local({"type": "http", "server": server}) is local
+    assert reach.admits({"type": "http", "server": server, reach.LET_IN: True})
+    assert reach.admits({"type": "http", "server": server, reach.LET_IN: False}) is local
+
+
+@pytest.mark.parametrize("path", ["/", "/live/stream", "/live/live.js", "/live/live.css"])
+def test_elsewhere_the_page_is_refused(exporter: Service, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In words that say what to do; metrics and health are served."""
+    monkeypatch.setattr(reach, "is_local", lambda _: False)
+    answer = exporter.get(path)
+    assert answer.status == 403
+    assert b"kubectl port-forward" in answer.body
+    assert (exporter.get("/metrics").status, exporter.get("/-/healthy").status) == (200, 200)
+
+
+def test_the_stream_brings_everything_and_then_what_has_changed(writer: FlightWriter, exporter: Service) -> None:
+    """Parts that are as they were are not sent again."""
+    with Stream(exporter) as stream:
+        assert stream.answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert stream.until("parts").keys() == {*PARTS, "title"}
+        train(writer, [4])
+        changed = stream.until("parts")
+        while "step 4" not in str(changed.get("health")):
+            changed = stream.until("parts")
+        assert "layers" not in changed
+        assert "runs" not in changed
+
+
+def test_a_stream_shows_what_its_viewer_chose(writer: FlightWriter, exporter: Service, flight_dir: Path) -> None:
+    """Another rank's curves, in another order."""
+    other = live_rank(flight_dir, run_id=HOSTILE, rank=1)
+    train(other, range(1, 8))
+    time.sleep(0.11)
+    with Stream(exporter, "?rank=1&sort=rank") as stream:
+        parts = stream.until("parts")
+        while "steps 1–7" not in str(parts.get("curves")):
+            parts = stream.until("parts")
+        assert re.search(r"Rank <bdi>1</bdi> over its last steps", str(parts["curves"]))
+    other.close()
+    assert writer.name
+
+
+def test_one_too_many_is_told_so(exporter: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a place is free as soon as somebody leaves."""
+    monkeypatch.setattr(feed, "MOST_VIEWERS", 2)
+    with Stream(exporter) as first, Stream(exporter) as second:
+        assert (first.next()[0], second.next()[0]) == ("parts", "parts")
+        with Stream(exporter) as third:
+            assert third.next() == ("end", {"full": True})
+
+    def admitted() -> bool:
+        with Stream(exporter) as again:
+            return again.next()[0] == "parts"
+
+    wait_until(admitted)
+
+
+def test_a_stream_ends_before_it_is_taken_for_stuck(exporter: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its viewer asks anew."""
+    monkeypatch.setattr(feed, "LIFE_S", 0.5)
+    with Stream(exporter) as stream:
+        assert stream.until("end") == {"gone": False}
+        assert stream.answer.read() == b""
+
+
+def test_an_exporter_that_ends_does_not_wait_for_who_watches(flight_dir: Path) -> None:
+    """It says goodbye."""
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter, Stream(exporter) as stream:
+        stream.next()
+        began = time.monotonic()
+        stopping = threading.Thread(target=exporter.stop)
+        stopping.start()
+        assert stream.until("end") == {"gone": True}
+        stopping.join()
+        assert time.monotonic() - began < 5
+
+
+class Counting:
+    """A scanner that counts the files it lends, and keeps who asks waiting while a test wants it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._scanner = Scanner(ExporterConfig(flight_dir=str(directory)))
+        self.lent = 0
+        self.answers = threading.Event()
+        self.answers.set()
+
+    def scan(self) -> Snapshot:
+        return self._scanner.scan()
+
+    def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
+        return self._lend(incarnation)
+
+    @contextmanager
+    def _lend(self, incarnation: str) -> Iterator[FlightFile]:
+        self.lent += 1
+        assert self.answers.wait(10)
+        with self._scanner.flight_file(incarnation) as file:
+            yield file
+
+    def close(self) -> None:
+        self._scanner.close()
+
+
+def test_who_takes_messages_slowly_gets_the_newest_and_nothing_is_queued(writer: FlightWriter, flight_dir: Path) -> None:
+    """After many looks one message has it all; and when nobody is left, nobody looks."""
+    scanner = Counting(flight_dir)
+
+    async def watching() -> tuple[bytes, int, int]:
+        watch = Watch(scanner)
+        watched = Feed(watch)
+        messages = watched.messages(Choice())
+        assert b'"health"' in await anext(messages)
+        for step in range(4, 9):
+            train(writer, [step])
+            await asyncio.sleep(0.15)
+        newest = await anext(messages)
+        await messages.aclose()
+        await asyncio.sleep(0.3)
+        left = scanner.lent
+        train(writer, [9])
+        await asyncio.sleep(0.3)
+        watched.close()
+        watch.close()
+        return newest, left, scanner.lent
+
+    newest, left, later = asyncio.run(watching())
+    assert b"step 8" in newest
+    assert later == left
+
+
+def test_files_that_do_not_answer_do_not_hold_the_page_up(
+    writer: FlightWriter, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows what the last snapshot says."""
+    monkeypatch.setattr(feed, "DEADLINE_S", 0.2)
+    scanner = Counting(flight_dir)
+
+    async def look() -> str:
+        watch = Watch(scanner)
+        await watch.fresh()
+        scanner.answers.clear()
+        watched = Feed(watch)
+        shown = await watched.model(Choice())
+        scanner.answers.set()
+        watched.close()
+        watch.close()
+        assert shown.curves.loss is None
+        return str(shown.run.steps if shown.run else None)
+
+    assert asyncio.run(look()) == "3"
+    assert writer.name

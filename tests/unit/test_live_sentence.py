@@ -1,0 +1,117 @@
+"""The run's health in a sentence, case by case."""
+
+import pytest
+
+from tests.live import row, run
+from torchobs.catalog import Severity
+from torchobs.detect.stragglers import Slowness
+from torchobs.exporter.live.model import Row
+from torchobs.exporter.live.sentence import SLOW, health
+
+EIGHT = [row(rank) for rank in range(8)]
+
+
+def training(alive: int) -> str:
+    """How it begins for a run that is under way."""
+    return f"Training: {alive} of 8 ranks alive, step 12,400, loss 2.313, 1.90 steps/s. "
+
+
+def but(*others: Row) -> list[Row]:
+    """Eight ranks, of which some are otherwise."""
+    changed = {other.rank: other for other in others}
+    return [changed.get(rank.rank, rank) for rank in EIGHT]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said", "level"),
+    [
+        (EIGHT, "Training: 8 of 8 ranks alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
+        ([row(0)], "Training: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
+        ([row(0, steps=0, loss=None)], "Starting: 1 of 1 rank alive, no step yet.", Severity.INFO),
+        ([row(0, phase="evaluation")], "Evaluating: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
+        ([row(0, phase="compile", steps=0, loss=None)], "Compiling: 1 of 1 rank alive, no step yet.", Severity.INFO),
+        (
+            [row(rank, "finished", reason="finished") for rank in (0, 1)],
+            "Finished: 2 ranks, 12,400 steps, last loss 2.313.",
+            Severity.INFO,
+        ),
+        (
+            but(row(2, "lost", reason="out_of_memory", age_s=40)),
+            training(7) + "Rank 2 was lost 40 s ago, likely out of memory.",
+            Severity.ERROR,
+        ),
+        (
+            [row(rank, "lost", reason="lost", age_s=100 + rank) for rank in range(6)],
+            "Ended: 6 ranks, 12,400 steps, last loss 2.313. Ranks 0, 1, 2, 3 and 2 more were lost 1 min 40 s ago.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(5, "failed", reason="exception", age_s=7_300)),
+            training(7) + "Rank 5 failed 2 h 1 min ago with an exception.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(3, "hung", age_s=320), row(4, "hung", age_s=300)),
+            training(8) + "Ranks 3 and 4 hang: no step for 5 min 20 s.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(6, "unresponsive", age_s=12)),
+            training(8) + "Rank 6 does not respond: silent for 12 s.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(3, slow=Slowness(1.42, 0))),
+            training(8) + "Rank 3 is 1.4 times slower than the others in data.",
+            Severity.WARNING,
+        ),
+        (
+            but(row(0, anomalies=("nonfinite_loss",)), row(1, anomalies=("nonfinite_loss",))),
+            training(8) + "The loss is not finite on ranks 0 and 1.",
+            Severity.ERROR,
+        ),
+        (
+            [row(0, anomalies=("gradient_explosion",))],
+            "Training: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s. Gradients explode.",
+            Severity.WARNING,
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_run(rows: list[Row], said: str, level: Severity) -> None:
+    """Of ranks as they are, the most serious first."""
+    told = health(run(*rows))
+    assert (told.text, told.level) == (said, level)
+
+
+def test_ranks_that_have_not_appeared_are_missed() -> None:
+    """On a node of a larger run only its own are."""
+    told = health(run(*EIGHT[:6], expected=8, world_size=64))
+    assert told.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
+    assert told.text.endswith("2 ranks have not appeared.")
+    assert told.level is Severity.WARNING
+
+
+def test_the_most_serious_comes_first() -> None:
+    """A dead rank before a slow one."""
+    told = health(run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))))
+    assert told.text.index("Rank 7 was lost") < told.text.index("Rank 1 is 3.0 times slower")
+
+
+def test_what_is_read_aloud_does_not_change_with_every_step() -> None:
+    """A screen reader would never come to an end."""
+    before, after = (health(run(row(0, steps=steps, loss=loss))).gist for steps, loss in ((10, 3.0), (11, 2.9)))
+    assert before == after == "Training, 1 of 1 rank alive."
+    lost = (health(run(row(0), row(1, "lost", reason="lost", age_s=age))).gist for age in (4, 5))
+    assert set(lost) == {"Training, 1 of 2 ranks alive. Rank 1 was lost."}
+
+
+def test_a_little_slower_is_not_worth_a_word() -> None:
+    """Somebody is always the slowest."""
+    assert "slower" not in health(run(row(0), row(1, slow=Slowness(SLOW - 0.01, 0)))).text
+
+
+def test_before_the_first_rank() -> None:
+    """It says what one waits for."""
+    told = health(None)
+    assert "No rank has been seen yet" in told.text
+    assert told.level is Severity.INFO
