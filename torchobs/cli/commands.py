@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 BRIEFS = {
     "run": "Run a training script with torchobs watching it.",
+    "top": "Watch the ranks of this machine live.",
     "inspect": "Say what became of a run, from its flight files.",
+    "doctor": "Check this machine, and say what to do.",
     "exporter": "Serve the flight files of a directory to Prometheus.",
+    "completion": "Print the completion script of a shell.",
 }
 OPTIONS = ("--help", "--version")
 
@@ -33,7 +36,10 @@ Commands:
 
 examples:
   torchobs run train.py --lr 3e-4            watch a training without changing it
+  torchobs top                               see its ranks from another terminal, also over ssh
   torchobs inspect                           after it died: what happened, and when it began
+  torchobs doctor                            when something is not shown: what is missing here, and the remedy
+  source <(torchobs completion bash)         the TAB key completes commands and options
 
 `torchobs COMMAND --help` has more examples. Options: --help, --version."""
 

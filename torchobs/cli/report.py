@@ -8,6 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.cli.paint import STATE_COLOURS
 from torchobs.cli.table import Column, bullets, flow, shares, table
 from torchobs.postmortem import words
 from torchobs.postmortem.compare import compare, typical_phases
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from torchobs.postmortem.finding import Finding
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
-STATE_COLOURS = {
-    "alive": "green", "finished": "green", "hung": "red", "failed": "red", "lost": "red", "unresponsive": "yellow",
-}  # fmt: skip
 _MANY = 40
 _MOST_ALIKE = 3
 _STEP_COLUMNS = (

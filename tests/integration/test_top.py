@@ -1,0 +1,260 @@
+"""`torchobs top` on living ranks: in a real terminal, in a pipe, at every width, with hostile names."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank_files import BOOT, Clock, File, live_rank, train
+from tests.support import ROOT, clean_environment, wait_until
+from torchobs import catalog
+from torchobs.cli import top
+from torchobs.cli.live import Screen, frame, rate, slowdowns
+from torchobs.cli.paint import Paint
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.scan import Scanner
+
+HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
+PROGRAM = (sys.executable, "-m", "torchobs", "top")
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, *arguments: str, **environ: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.resize(24, 100)
+        self.before = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        self.process = subprocess.Popen(
+            [*PROGRAM, *arguments], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**clean_environment(), "TERM": "xterm", "PYTHONPATH": str(ROOT), **environ},
+        )  # fmt: skip
+        self.said = ""
+
+    def read(self) -> str:
+        """All that it has said so far."""
+        while select.select([self._ours], [], [], 0.05)[0]:
+            self.said += os.read(self._ours, 65536).decode()
+        return self.said
+
+    def resize(self, lines: int, columns: int) -> None:
+        """Make the window another size, as a terminal does."""
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def type(self, keys: str) -> None:
+        """Press keys."""
+        os.write(self._ours, keys.encode())
+
+    def frames(self) -> list[list[str]]:
+        """Each look, as lines without colours."""
+        looks = self.read().split("\x1b[H")[1:]
+        return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", look).split("\r\n") for look in looks]
+
+    def is_as_before(self) -> bool:
+        """Whether the terminal has its modes back."""
+        return termios.tcgetattr(self._theirs) == self.before
+
+    def close(self) -> None:
+        """End it all."""
+        self.process.kill()
+        self.process.wait(timeout=10)
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    """Start `torchobs top` in a terminal."""
+    started: list[Terminal] = []
+
+    def start(*arguments: str, **environ: str) -> Terminal:
+        started.append(Terminal(*arguments, **environ))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def scanned(directory: Path, clock: Clock) -> Scanner:
+    """A scanner by the test's clock."""
+    return Scanner(ExporterConfig(flight_dir=str(directory)), clock)
+
+
+def ranks(directory: Path, count: int, **given: Any) -> list[File]:
+    """Living ranks with a hundred steps, ten a second."""
+    made = []
+    for number in range(count):
+        file = File(directory, seed=number + 1, rank=number, **given)
+        for step in range(1, 101):
+            file.step(step, step / 10)
+        file.set(catalog.MEMORY_HOST_RSS, 2.0**30)
+        file.beat(10.0)
+        made.append(file.save().hold())
+    return made
+
+
+def test_it_shows_a_living_rank_and_leaves_on_q(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
+    """On the alternate screen, which is left; the terminal has its modes back."""
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 50))
+    shown = terminal("--dir", str(flight_dir), "--interval", "0.2")
+    wait_until(lambda: any(" 49 " in line for look in shown.frames() for line in look), timeout_s=30)
+    train(writer, [50])
+    wait_until(lambda: any(" 50 " in line for line in shown.frames()[-1]))
+    shown.type("q")
+    assert shown.process.wait(timeout=10) == 0
+    writer.close()
+    assert shown.read().startswith("\x1b[?1049h\x1b[?25l")
+    assert shown.said.endswith("\x1b[?25h\x1b[?1049l")
+    assert shown.is_as_before()
+
+
+def test_it_follows_the_window_s_size(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
+    """At once, without waiting for the next look; no line is wider and no look is higher than the window."""
+    files = ranks(flight_dir, 1)
+    shown = terminal("--dir", str(flight_dir), "--interval", "60")
+    wait_until(shown.frames, timeout_s=30)
+    shown.resize(10, 44)
+    shown.process.send_signal(signal.SIGWINCH)
+    wait_until(lambda: len(shown.frames()) >= 2)
+    last = shown.frames()[-1]
+    assert len(last) <= 10
+    assert max(map(len, last)) <= 44
+    shown.type("\x1b[B")
+    wait_until(lambda: len(shown.frames()) >= 3)
+    files[0].release()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_gives_the_terminal_back(flight_dir: Path, terminal: Callable[..., Terminal], number: signal.Signals) -> None:
+    """Ctrl-C, a closed connection, a kill: the screen and the modes are as before, the status tells."""
+    shown = terminal("--dir", str(flight_dir))
+    wait_until(shown.frames, timeout_s=30)
+    shown.process.send_signal(number)
+    assert shown.process.wait(timeout=10) == 128 + number
+    assert shown.read().endswith("\x1b[?25h\x1b[?1049l")
+    assert shown.is_as_before()
+
+
+def test_no_colour_where_none_is_wanted(flight_dir: Path, terminal: Callable[..., Terminal]) -> None:
+    """NO_COLOR, and a terminal that says it is dumb."""
+    shown = terminal("--dir", str(flight_dir), NO_COLOR="1")
+    wait_until(shown.frames, timeout_s=30)
+    assert not re.search(r"\x1b\[[1-9][0-9]*m", shown.read())
+
+
+def test_in_a_pipe_it_prints_one_look(flight_dir: Path) -> None:
+    """Plain text for scripts and mails; exit status 1 when there is nothing."""
+    argv, environ = [*PROGRAM, "--dir", str(flight_dir)], {**clean_environment(), "COLUMNS": "100"}
+    empty = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, env=environ)
+    assert (empty.returncode, empty.stderr) == (1, "")
+    assert "torchobs run train.py" in empty.stdout
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 30))
+    shown = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, env=environ)
+    writer.close()
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "\x1b" not in shown.stdout
+    assert re.search(r"^ +0  alive +29 ", shown.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", range(40, 201, 20))
+def test_every_width_holds_the_state_and_the_step(tmp_path: Path, width: int) -> None:
+    """What matters less goes first; no name commands the terminal."""
+    files = ranks(tmp_path, 3, job_name=HOSTILE)
+    seen, _ = top.look(scanned(tmp_path, Clock(10.0)))
+    lines = frame(seen, Paint(width), Screen(24), "12:00:00")
+    assert max(map(len, lines)) <= width
+    assert [line.split()[:3] for line in lines[-3:]] == [[str(n), "alive", "100"] for n in range(3)]
+    assert not {*"".join(lines)} & {"\x1b", "\x07", "\r", "\n", "\u202e"}
+    for file in files:
+        file.release()
+
+
+@pytest.mark.parametrize("height", [3, 8, 12, 24, 60])
+def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int) -> None:
+    """And the others by moving down; a look is never higher than the window."""
+    files = ranks(tmp_path, 40)
+    files[17].release()
+    scanner = scanned(tmp_path, Clock(12.0))
+    for file in files:
+        if file is not files[17]:
+            file.beat(12.0)
+            file.save()
+    seen, _ = top.look(scanner)
+    lines = frame(seen, Paint(100), Screen(height), "12:00:00")
+    assert len(lines) <= height
+    if height > 3:
+        assert any(line.split()[:2] == ["17", "lost"] for line in lines)
+    further = frame(seen, Paint(100), Screen(height, first=20), "12:00:00")
+    assert len(further) <= height
+    for file in files:
+        file.release()
+
+
+def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
+    """By how much longer a step is because of it."""
+    files = ranks(tmp_path, 3)
+    seen, _ = top.look(scanned(tmp_path, Clock(10.0)))
+    slow = [step._replace(phase_s={**step.phase_s, "data": 0.0850}) for step in seen[1].steps]
+    found = slowdowns([seen[0], seen[1]._replace(steps=slow), seen[2]])
+    assert [round(found[one.rank.incarnation], 2) for one in seen] == [1.0, 2.0, 1.0]
+    assert rate(seen[0].steps) == pytest.approx(10.0)
+    for file in files:
+        file.release()
+
+
+def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:
+    """They are not compared with each other."""
+    files = [*ranks(tmp_path, 1, run_id="one")]
+    other = File(tmp_path, seed=9, rank=0, run_id="two")
+    other.beat(10.0)
+    files.append(other.save().hold())
+    seen, _ = top.look(scanned(tmp_path, Clock(10.0)))
+    lines = frame(seen, Paint(100), Screen(40), "12:00:00")
+    assert [line.split()[1] for line in lines if line.startswith("gpt")] == ["one", "two"]
+    for file in files:
+        file.release()
+
+
+def test_it_starts_fast() -> None:
+    """Nothing heavy is imported: no torch, no web server, no click."""
+    code = (
+        "import sys, torchobs.cli.top; "
+        "print(sorted({'torch', 'numpy', 'click', 'asyncio', 'uvicorn', 'prometheus_client', 'psutil'} & sys.modules.keys()))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert shown.stdout == "[]\n"
+
+
+def test_a_look_at_two_hundred_ranks_is_quick(tmp_path: Path) -> None:
+    """It is repeated every second, beside the training."""
+    files = ranks(tmp_path, 200)
+    scanner = scanned(tmp_path, Clock(10.0))
+    top.look(scanner)
+    took = []
+    for _ in range(3):
+        began = time.thread_time()
+        seen, _ = top.look(scanner)
+        frame(seen, Paint(120), Screen(50), "12:00:00")
+        took.append(time.thread_time() - began)
+    assert sorted(took)[1] < 1.0
+    assert BOOT
+    for file in files:
+        file.release()

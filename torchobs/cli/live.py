@@ -1,0 +1,199 @@
+"""What ``torchobs top`` shows, as lines of text. Pure: a snapshot and the ranks' last steps in, lines out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.cli.paint import STATE_COLOURS
+from torchobs.cli.table import Column, table
+from torchobs.flight.reader import Distribution
+from torchobs.postmortem import words
+from torchobs.postmortem.compare import OWN, typical_phases
+from torchobs.postmortem.facts import values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchobs.cli.paint import Paint
+    from torchobs.exporter.scan import Rank
+    from torchobs.flight.reader import Value
+    from torchobs.postmortem.facts import Step
+
+Values = dict[tuple[str, ...], "Value"]
+
+_RATED = 20
+_CURVE_ROWS = 4
+_SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
+_COLUMNS = (
+    Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
+    Column("grad norm", dispensable=1), *(Column(_SHORT[phase], dispensable=9 - i) for i, phase in enumerate(catalog.PHASES)),
+    Column("memory", dispensable=4), Column("slow", dispensable=3), Column("anomalies", right=False, dispensable=4),
+)  # fmt: skip
+_FINE = frozenset({"alive", "finished"})
+
+
+class Seen(NamedTuple):
+    """A rank with its last steps."""
+
+    rank: Rank
+    steps: Sequence[Step]
+
+
+class Screen(NamedTuple):
+    """How much room there is, and which rank is at the top of the table."""
+
+    height: int
+    first: int = 0
+
+
+def frame(seen: Sequence[Seen], paint: Paint, screen: Screen, now: str, note: str = "") -> list[str]:
+    """Return the lines of one look, at most ``screen.height``."""
+    runs = [list(group) for _, group in groupby(seen, key=lambda one: (one.rank.job_name, one.rank.run_id))]
+    if not runs:
+        return [words.cut(line, paint.width) for line in (f"torchobs top  {now}", note)][: screen.height]
+    used = len(runs) * 2 + (len(runs) - 1)
+    curves = screen.height - used - len(seen) >= 0 or screen.height >= used + _CURVE_ROWS * len(runs) + 3 * len(runs)
+    lines: list[str] = []
+    for number, run in enumerate(runs):
+        rest = len(runs) - number - 1
+        room = max(1, (screen.height - len(lines) - 3 * rest) - (2 + (_CURVE_ROWS if curves else 0)) - (1 if number else 0))
+        lines += [""] if number else []
+        lines += _run(run, paint, room, screen.first, now if not number else "", curves=curves)
+    return lines[: screen.height]
+
+
+def slowdowns(seen: Sequence[Seen]) -> dict[str, float]:
+    """Return by how much each rank stretches a step of its run: 1, and its own phases' excess over the step of the others."""
+    typical = {one.rank.incarnation: typical_phases(one.steps) for one in seen if one.steps}
+    own = {name: sum(phases.get(phase, 0.0) for phase in OWN) for name, phases in typical.items()}
+    found = {}
+    for name in typical:
+        others = [value for other, value in own.items() if other != name]
+        step_s = median([sum(phases.values()) for phases in typical.values()])
+        if others and step_s > 0:
+            found[name] = 1.0 + max(0.0, own[name] - median(others)) / step_s
+    return found
+
+
+def rate(steps: Sequence[Step]) -> float | None:
+    """Return steps per second over the last twenty."""
+    taken = [step.duration_s for step in steps[-_RATED:] if step.duration_s is not None]
+    return len(taken) / sum(taken) if sum(taken) > 0 else None
+
+
+def _run(run: Sequence[Seen], paint: Paint, room: int, first: int, now: str, *, curves: bool) -> Iterator[str]:
+    yield _heading(run, paint, now)
+    if curves:
+        yield from _curves(run, paint)
+    slow = slowdowns(run)
+    ordered = run if len(run) <= room else sorted(run, key=lambda one: _trouble(one, slow))
+    fits = len(ordered) <= room
+    begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
+    shown = ordered[begin : begin + (room if fits else room - 1)]
+    heading, *lines = table(_COLUMNS, [_row(one, slow) for one in shown], paint.width)
+    yield paint("dim", heading)
+    for one, line in zip(shown, lines, strict=True):
+        colour = "" if one.rank.state == "alive" and not _active(one) else STATE_COLOURS.get(one.rank.state, "")
+        yield paint("yellow" if one.rank.state == "alive" and _active(one) else colour, line)
+    if not fits:
+        yield paint(
+            "dim", words.cut(f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first", paint.width)
+        )
+
+
+def _trouble(one: Seen, slow: Mapping[str, float]) -> tuple[bool, bool, float]:
+    return one.rank.state in _FINE, not _active(one), -slow.get(one.rank.incarnation, 1.0)
+
+
+def _heading(run: Sequence[Seen], paint: Paint, now: str) -> str:
+    states = Counter(one.rank.state for one in run)
+    told = ", ".join(f"{count} {state}" for state, count in states.items())
+    name = f"{words.clean(run[0].rank.job_name)}  {words.clean(run[0].rank.run_id)}  {told}{_progress(run)}"
+    room = paint.width - len(now) - 2
+    line = f"{words.pad(name, room)}  {now}" if now and room > len(told) else words.cut(name, paint.width)
+    bad = set(states) - _FINE
+    return paint("red" if bad else "bold", line)
+
+
+def _progress(run: Sequence[Seen]) -> str:
+    first = run[0]
+    total = _number(values_of(first.rank.view), catalog.TOTAL_STEPS)
+    if not total or not first.steps:
+        return ""
+    left, speed = max(0.0, total - first.steps[-1].step), rate(first.steps)
+    time_left = f", {words.duration(left / speed)} left" if speed and first.rank.up and left else ""
+    return f"  step {first.steps[-1].step:,} of {total:,.0f}{time_left}"
+
+
+def _curves(run: Sequence[Seen], paint: Paint) -> list[str]:
+    """Return loss, gradient norm and step time of the first rank that has steps."""
+    first = next((one for one in run if one.steps), run[0])
+    kinds = (
+        ("loss", [step.loss for step in first.steps], words.number),
+        ("grad norm", [step.grad_norm for step in first.steps], words.number),
+        ("step time", [step.duration_s for step in first.steps], words.duration),
+    )
+    lines = []
+    for name, values, say in kinds:
+        last = next((value for value in reversed(values) if value is not None), None)
+        room = paint.width - 22
+        line = f"{name:<9} {words.pad(say(last), 9, right=True)}  {words.sparkline(values, room, ascii_only=not paint.unicode)}"
+        lines.append(paint("cyan", line.rstrip()))
+    return [*lines, ""]
+
+
+def _row(one: Seen, slow: Mapping[str, float]) -> list[str]:
+    rank, steps, values = one.rank, one.steps, values_of(one.rank.view)
+    last = steps[-1] if steps else None
+    shares = _shares(typical_phases(steps))
+    speed = rate(steps) if rank.up else None
+    stretch = slow.get(rank.incarnation)
+    norm = next((step.grad_norm for step in reversed(steps) if step.grad_norm is not None), None)
+    return [
+        rank.rank,
+        rank.state,
+        f"{last.step}" if last else "-",
+        "-" if speed is None else f"{speed:.3g}",
+        words.number(last.loss if last else None),
+        words.number(norm),
+        *shares,
+        _memory(values),
+        "-" if stretch is None else f"{stretch:.2f}×",
+        _anomalies(values),
+    ]
+
+
+def _shares(phases: Mapping[str, float]) -> list[str]:
+    whole = sum(phases.values())
+    return [words.percent(phases[phase] / whole) if whole > 0 else "-" for phase in catalog.PHASES]
+
+
+def _memory(values: Values) -> str:
+    """Return the fullest device's memory with its limit, else the process's resident set."""
+    reserved = {key[1:]: value for key, value in values.items() if key[0] == catalog.MEMORY_DEVICE_RESERVED.name}
+    limits = {key[1:]: value for key, value in values.items() if key[0] == catalog.MEMORY_DEVICE_LIMIT.name}
+    full = [(value, limits.get(device)) for device, value in reserved.items() if not isinstance(value, Distribution)]
+    if full:
+        value, limit = max(full, key=lambda pair: pair[0])
+        of = f" of {words.size(limit)}" if limit is not None and not isinstance(limit, Distribution) else ""
+        return f"{words.size(value)}{of}"
+    return words.size(_number(values, catalog.MEMORY_HOST_RSS))
+
+
+def _number(values: Values, metric: catalog.Metric, *attributes: str) -> float | None:
+    found = values.get((metric.name, *attributes))
+    return None if isinstance(found, Distribution) else found
+
+
+def _active(one: Seen) -> bool:
+    view = values_of(one.rank.view)
+    return any(_number(view, catalog.ANOMALY_ACTIVE, kind) for kind in catalog.ANOMALY_KINDS)
+
+
+def _anomalies(values: Values) -> str:
+    counts = {kind: _number(values, catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
+    return ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in counts.items() if count)

@@ -1,0 +1,114 @@
+"""``torchobs top``: the ranks of this machine, live, from their flight files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from torchobs import settings
+from torchobs.cli import arguments
+from torchobs.cli.live import Screen, Seen, frame
+from torchobs.cli.paint import paint_for, size_of, tolerant
+from torchobs.cli.screen import QUIT, Terminal
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.scan import Scanner
+from torchobs.exporter.tracked import HOSTILE
+from torchobs.postmortem import words
+from torchobs.postmortem.facts import Step, steps_of
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from torchobs.exporter.scan import Rank, Snapshot
+
+_DESCRIPTION = """\
+Watch the ranks of this machine live: state, step, speed, loss, gradient norm, where a step's time goes, memory, who slows the
+others down, anomalies. It reads the flight files and needs no exporter; a training never waits for it. Keys: up and down move
+through ranks that do not fit (those in trouble come first), q leaves. Where no terminal reads it prints one look and ends."""
+
+_EXAMPLES = """\
+examples:
+  torchobs top                                    every run of this user on this machine
+  ssh node7 -t torchobs top --interval 5          on another machine, one look in five seconds
+  torchobs top --dir /dev/shm/run7 --once         one look, for a script or a mail
+  kubectl exec -it pod -c trainer -- torchobs top
+
+Columns: fwd, bwd, opt are the shares of a typical step; slow is how much longer a step is because of this rank (1.00×: not)."""
+
+_CURVE, _OF_MANY, _MANY = 400, 60, 16
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = arguments.parser("top", "torchobs top [options]", _DESCRIPTION, _EXAMPLES)
+    made.add_argument("--interval", type=arguments.seconds, metavar="SECONDS", default=1.0, help="between two looks (1)")
+    made.add_argument("--once", action="store_true", help="print one look and end")
+    made.add_argument("--dir", metavar="DIR", help="directory of the flight files (where this user's trainings put them)")
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs top`` with these arguments and return its exit status."""
+    options = parser().parse_args(list(given))
+    chosen, _ = settings.resolve({})
+    environ = settings.environment()
+    flight_dir = options.dir or (str(chosen.flight_dir) if chosen.flight_dir else None)
+    # a person's tool, so it reads what the file system lets that person read
+    config = ExporterConfig(flight_dir=flight_dir, runtime_dir=environ.get("XDG_RUNTIME_DIR"), allow_foreign_owner=True)
+    logging.getLogger("torchobs").addHandler(logging.NullHandler())
+    logging.getLogger("torchobs").propagate = False  # what the scan complains of is said on the screen
+    with contextlib.closing(Scanner(config)) as scanner:
+        if options.once or not sys.stdout.isatty():
+            return _once(scanner)
+        return _live(scanner, options.interval)
+
+
+def look(scanner: Scanner) -> tuple[list[Seen], str]:
+    """Return every rank with its last steps, and what to say if there is none."""
+    snapshot = scanner.scan()
+    limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
+    return [Seen(rank, _steps(scanner, rank, limit)) for rank in snapshot.ranks], _note(snapshot)
+
+
+def _steps(scanner: Scanner, rank: Rank, limit: int) -> tuple[Step, ...]:
+    try:
+        with scanner.flight_file(rank.incarnation) as file:
+            return steps_of(file.steps(limit), file.header)
+    except HOSTILE:
+        return ()  # it is going, or was replaced: the next look says what is there
+
+
+def _note(snapshot: Snapshot) -> str:
+    if snapshot.problems:
+        return f"{words.clean(snapshot.problems[0])}: start a training with `torchobs run train.py`"
+    return "no rank trains here, or did of late: `torchobs run train.py` starts one, `torchobs inspect` tells of the dead"
+
+
+def _once(scanner: Scanner) -> int:
+    out = tolerant(sys.stdout)
+    seen, note = look(scanner)
+    lines = frame(seen, paint_for(out), Screen(10_000), time.strftime("%H:%M:%S"), note)
+    out.write("".join(f"{line.rstrip()}\n" for line in lines))
+    return 0 if seen else 1
+
+
+def _live(scanner: Scanner, interval_s: float) -> int:
+    out, first, due = tolerant(sys.stdout), 0, 0.0
+    keys = sys.stdin.fileno() if sys.stdin.isatty() else -1
+    seen: list[Seen] = []
+    note = ""
+    with contextlib.suppress(KeyboardInterrupt), Terminal(out, keys) as terminal:
+        while True:
+            if time.monotonic() >= due:
+                (seen, note), due = look(scanner), time.monotonic() + interval_s
+            screen = Screen(size_of(out).lines, first)
+            terminal.draw(frame(seen, paint_for(out), screen, time.strftime("%H:%M:%S"), note))
+            key = terminal.wait(max(0.0, due - time.monotonic()))
+            if key == QUIT:
+                return 0
+            first = max(0, min(first + {"up": -1, "down": 1}.get(key, 0), len(seen)))
+    return 130
