@@ -135,7 +135,7 @@ def _default() -> Path:
     chosen, _ = settings.resolve({})
     path = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
     if path is None:
-        raise NothingError("no flight directory is there yet: `torchobs run train.py` makes one")
+        raise NothingError("no flight directory is there yet: `torchobs run train.py` makes one, `torchobs doctor` says where")
     return Path(path)
 
 

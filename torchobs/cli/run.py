@@ -69,34 +69,33 @@ _WITH_VALUE = ("--dir", "--level", "--address")
 _OPTIONS = (*_WITH_VALUE, "--no-exporter", "--help", "-m")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def parser() -> _Parser:
+    """Return the parser of what stands before the script."""
+    made = _Parser(
         "torchobs run", "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]",
         _DESCRIPTION, _EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
-    parser.add_argument(
+    made.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
+    made.add_argument(
         "--address", type=_checked(values.ADDRESS), metavar="HOST:PORT", help="where that exporter listens (127.0.0.1:10960)"
     )
-    parser.add_argument("--dir", metavar="DIR", help="directory of the flight files (the best that the machine offers)")
-    parser.add_argument("--level", type=_checked(values.LEVEL), help=f"how much is watched: {values.LEVEL.allowed} (basic)")
-    return parser
+    made.add_argument("--dir", metavar="DIR", help="directory of the flight files (the best that the machine offers)")
+    made.add_argument("--level", type=_checked(values.LEVEL), help=f"how much is watched: {values.LEVEL.allowed} (basic)")
+    return made
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, program.Program]:
     own, command = split(arguments)
-    parser = _parser()
-    options, unknown = parser.parse_known_args(own)
+    made = parser()
+    options, unknown = made.parse_known_args(own)
     if unknown:
-        parser.error(
-            f"unknown option {unknown[0]!r}, allowed is {values.either(_OPTIONS)}; the script's own come after its name"
-        )
+        made.error(f"unknown option {unknown[0]!r}, allowed is {values.either(_OPTIONS)}; the script's own come after its name")
     if not command or command == ["-m"]:
-        parser.error("a script or `-m module` is missing")
+        made.error("a script or `-m module` is missing")
     try:
         return options, _program(command)
     except program.NoSuchProgramError as problem:
-        parser.exit(2, f"torchobs run: {problem}\n")
+        made.exit(2, f"torchobs run: {problem}\n")
 
 
 def _program(command: list[str]) -> program.Program:

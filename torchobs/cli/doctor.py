@@ -1,0 +1,107 @@
+"""``torchobs doctor``: does everything work here, and if not, what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from torchobs import settings
+from torchobs._version import __version__
+from torchobs.cli import arguments, checks
+from torchobs.cli.checks import FAIL, OK, WARN, Check
+from torchobs.cli.paint import Paint, paint_for, tolerant
+from torchobs.cli.selftest import selftest
+from torchobs.cli.table import bullets
+from torchobs.flight.place import find_existing
+from torchobs.postmortem import words
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+_DESCRIPTION = """\
+Check this machine, container or pod: torch, which probes work (by five steps of a training in a process of its own), the flight
+directory and why it is there, its modes, room, the exporter, clock, shared memory, cgroup, GPUs, extras, and variables that
+nobody reads. Each with what to do. It changes nothing."""
+
+_EXAMPLES = """\
+examples:
+  torchobs doctor                                  with the Python that trains
+  kubectl exec pod -c trainer -- torchobs doctor   in a pod: volumes, modes and fsGroup
+  TORCHOBS_DIR=/data/flight torchobs doctor        would this directory do?
+  torchobs doctor --no-training --json | jq '.checks[] | select(.status != "ok")'
+
+Exit status: 1 if a check failed, else 0, also with warnings."""
+
+_MARKS = {OK: ("green", "ok  "), WARN: ("yellow", "warn"), FAIL: ("red", "FAIL")}
+VERSION = 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = arguments.parser("doctor", "torchobs doctor [options]", _DESCRIPTION, _EXAMPLES)
+    made.add_argument("--no-training", action="store_true", help="leave out the five steps, which import torch")
+    made.add_argument("--json", action="store_true", help="a document for programs")
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs doctor`` with these arguments and return its exit status."""
+    options = parser().parse_args(list(given))
+    out, found = tolerant(sys.stdout), []
+    paint = paint_for(out)
+    for check in examine(training=not options.no_training):
+        found.append(check)
+        if not options.json:
+            out.write("".join(f"{line}\n" for line in lines_of(check, paint)))
+            out.flush()
+    if options.json:
+        out.write(json.dumps({"version": VERSION, "checks": [check._asdict() for check in found]}, indent=2) + "\n")
+    else:
+        out.write(f"\n{summary(found)}\n")
+    return int(any(check.status == FAIL for check in found))
+
+
+def examine(*, training: bool) -> Iterator[Check]:
+    """Yield what is found, the quick things first."""
+    environ = settings.environment()
+    chosen, _ = settings.resolve({}, environ)
+    flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
+    yield Check("torchobs", OK, __version__)
+    yield checks.system()
+    version = checks.torch_version()
+    yield checks.torch(version)
+    if not chosen.enabled:
+        yield Check("torchobs", WARN, "switched off by the environment", "unset TORCHOBS_ENABLED and OTEL_SDK_DISABLED")
+    yield from checks.variables(environ)
+    pod = checks.kubernetes(environ)
+    yield from [pod] if pod else []
+    yield checks.directory(flight_dir, runtime_dir)
+    path = find_existing(flight_dir, runtime_dir)
+    yield checks.space(path, chosen.file_size)
+    yield checks.exporter(path, str(chosen.exporter_address))
+    yield checks.shared_memory()
+    yield checks.cgroup()
+    yield checks.clock()
+    yield checks.gpus()
+    yield from checks.extras()
+    if training and version is not None:
+        yield from selftest()
+
+
+def lines_of(check: Check, paint: Paint) -> list[str]:
+    """Return a check as lines: what was found, and what to do."""
+    colour, mark = _MARKS[check.status]
+    first, *rest = bullets([f"{check.name}: {words.clean(check.text)}"], paint.width, " " * 6)
+    shown = [f"{paint(colour, mark)}  {first[6:]}", *rest]
+    return shown + bullets([words.clean(check.remedy)], paint.width, "      -> ") if check.remedy else shown
+
+
+def summary(found: Sequence[Check]) -> str:
+    """Return the last line."""
+    fails, warns = (sum(check.status == status for check in found) for status in (FAIL, WARN))
+    if not fails and not warns:
+        return "All is well."
+    told = [words.several(fails, "failure")] if fails else []
+    return f"{words.either([*told, words.several(warns, 'warning')] if warns else told)}: each has its remedy above."

@@ -1,0 +1,89 @@
+"""Five steps of a training, in a process and a directory of their own that are gone afterwards: what does torchobs see here?"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchobs import catalog, settings
+from torchobs.cli.checks import FAIL, OK, WARN, Check
+from torchobs.exporter.tracked import HOSTILE
+from torchobs.postmortem import files, words
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.postmortem.facts import Facts
+
+_STEPS = 5
+_LIMIT_S = 120
+_TRAINING = f"""
+import torch, torchobs
+torchobs.init(grad_interval=1, exporter=False)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({_STEPS}):
+    loss = model(torch.ones(2, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def selftest() -> Iterator[Check]:
+    """Yield whether a training is seen, and which probes are off, each with its reason."""
+    with tempfile.TemporaryDirectory(prefix="torchobs-doctor-") as home:
+        environ = {**settings.environment(), "TORCHOBS_DIR": home, "TORCHOBS_CONTROL_DIR": home, "TORCHOBS_ENABLED": "1"}
+        try:
+            argv = [sys.executable, "-c", _TRAINING]
+            ran = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
+            return
+        yield from judge(_facts(Path(home)), ran.returncode, ran.stderr)
+
+
+def judge(facts: Facts | None, status: int, said: str) -> Iterator[Check]:
+    """Yield what the trial showed: ``said`` is what it printed on standard error."""
+    lines = [words.clean(line) for line in said.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it said nothing"
+    if status:
+        yield Check(
+            "probes",
+            FAIL,
+            f"a training of five steps ended with status {status}: {last}",
+            "does `python -c 'import torch'` work?",
+        )
+        return
+    if facts is None:
+        yield Check("probes", FAIL, f"a training of five steps left no flight file: {last}", "see the checks above")
+        return
+    off = {name: _reason(facts, name) for name, value in facts.by_attribute(catalog.PROBE_DISABLED).items() if value}
+    known = sorted(facts.by_attribute(catalog.PROBE_DISABLED))
+    at_work = [name for name in known if name not in off]
+    seen = facts.value(catalog.STEPS) == _STEPS and facts.value(catalog.LOSS) is not None
+    text = f"a training of five steps was recorded; at work: {', '.join(at_work)}"
+    yield Check("probes", OK if seen else WARN, text, "" if seen else f"only {len(facts.steps)} steps were seen")
+    for name, why in off.items():
+        yield Check("probes", WARN, f"{name} is off: {why}", "another version of torch? the log has the line")
+    for name in settings.PROBES:
+        if name not in known:
+            yield Check("probes", OK, f"{name} is not installed (TORCHOBS_DISABLE_PROBES, or TORCHOBS_LEVEL)")
+
+
+def _reason(facts: Facts, probe: str) -> str:
+    for fact in facts.told(catalog.EVENT_PROBE_DISABLED):
+        if fact.text("probe") == probe:
+            return f"{fact.text('exception.type')} at {fact.text('location')}"
+    return "unknown"
+
+
+def _facts(home: Path) -> Facts | None:
+    with contextlib.suppress(*HOSTILE):
+        for item in files.listing(home).found:
+            return files.facts_of(item.path)
+    return None
