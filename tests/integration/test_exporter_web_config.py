@@ -18,7 +18,7 @@ from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import wait_until, why_missing
 from tests.web_configs import ACCEPTED, HASH, PASSWORD, REFUSED, STRICTER, TLS, USERS, certify
-from torchobs.exporter import service
+from torchobs.exporter import reach, service
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.web import tls, webconfig
 from torchobs.exporter.web.passwords import BusyError, Passwords
@@ -172,6 +172,16 @@ def test_a_password_opens_the_metrics_and_everything_else(serve: Callable[[str],
 def test_a_strange_authorization_is_no_authorization(serve: Callable[[str], Served], header: str) -> None:
     """Whatever it holds."""
     assert serve(USERS).service.get(Authorization=header).status == 401
+
+
+@pytest.mark.parametrize(("text", "status"), [(USERS, 200), ("", 403)])
+def test_the_page_is_for_this_machine_and_for_who_is_known(
+    serve: Callable[[str], Served], monkeypatch: pytest.MonkeyPatch, text: str, status: int
+) -> None:
+    """From elsewhere a password opens it; without any configured it stays shut."""
+    served = serve(text)
+    monkeypatch.setattr(reach, "is_local", lambda scope: not scope)
+    assert served.get("/", password=PASSWORD).status == status
 
 
 def test_a_password_is_compared_once() -> None:

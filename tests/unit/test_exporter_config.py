@@ -6,6 +6,7 @@ import pytest
 
 from torchobs.exporter import config
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.unixsocket import UnixAddress
 from torchobs.values import Address
 
 
@@ -29,6 +30,7 @@ def test_nothing_given_is_the_default() -> None:
     """A sidecar on every interface, a node's exporter on loopback."""
     assert config.parse({}) == ExporterConfig()
     assert ExporterConfig().addresses == (Address("", 10960),)
+    assert ExporterConfig(systemd_socket=True).addresses == ()
     assert ExporterConfig(mode="node").addresses == (Address("127.0.0.1", 10960),)
 
 
@@ -36,7 +38,8 @@ def test_every_option_sets_its_field() -> None:
     """As text, as the command line and the environment give it."""
     given = {
         "flight_dir": ["/dev/shm/x"],
-        "listen": [":1", "[::1]:2"],
+        "listen": [":1", "[::1]:2", "unix:/run/x/y.sock"],
+        "systemd_socket": ["true"],
         "telemetry_path": ["/telemetry/metrics"],
         "web_config_file": ["web.yml"],
         "mode": ["node"],
@@ -55,7 +58,8 @@ def test_every_option_sets_its_field() -> None:
     assert given.keys() == {option.field for option in config.OPTIONS}
     assert config.parse(given, "/run/user/1") == ExporterConfig(
         flight_dir="/dev/shm/x",
-        listen=(Address("", 1), Address("::1", 2)),
+        listen=(Address("", 1), Address("::1", 2), UnixAddress("/run/x/y.sock")),
+        systemd_socket=True,
         telemetry_path="/telemetry/metrics",
         web_config_file="web.yml",
         mode="node",
@@ -80,6 +84,8 @@ def test_every_option_sets_its_field() -> None:
     [
         ("listen", "10960"),
         ("listen", ":99999"),
+        ("listen", "unix:relative"),
+        ("listen", "unix:/" + "x" * 100),
         ("telemetry_path", "metrics"),
         ("telemetry_path", "/"),
         ("telemetry_path", "/-/healthy"),

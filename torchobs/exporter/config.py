@@ -8,7 +8,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from torchobs import values
-from torchobs.exporter import pattern
+from torchobs.exporter import pattern, unixsocket
+from torchobs.exporter.unixsocket import UnixAddress, unix_address_of
 from torchobs.values import Address, Kind
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ class ExporterConfig:
 
     flight_dir: str | None = None
     """None: where trainers of this user, or of this pod, put their files"""
-    listen: tuple[Address, ...] = ()
+    listen: tuple[Address | UnixAddress, ...] = ()
+    systemd_socket: bool = False
+    """listen on what systemd has opened, and on nothing else that is not asked for"""
     telemetry_path: str = "/metrics"
     web_config_file: str | None = None
     """None: everyone may ask, without TLS; one that cannot be read closes the door"""
@@ -65,9 +68,11 @@ class ExporterConfig:
     """what of the configuration could not be honoured"""
 
     @property
-    def addresses(self) -> tuple[Address, ...]:
+    def addresses(self) -> tuple[Address | UnixAddress, ...]:
         """Where to listen: a sidecar's scraper comes from another machine, a node's from this one."""
-        return self.listen or (Address("" if self.mode == "sidecar" else "127.0.0.1", PORT),)
+        if self.listen or self.systemd_socket:
+            return self.listen
+        return (Address("" if self.mode == "sidecar" else "127.0.0.1", PORT),)
 
 
 class Option(NamedTuple):
@@ -103,6 +108,10 @@ def address_of(text: str) -> Address:
     return cast("Address", values.ADDRESS.parse(text))
 
 
+def _listen_address(text: str) -> Address | UnixAddress:
+    return unix_address_of(text) if text.startswith(unixsocket.PREFIX) else address_of(text)
+
+
 def _pattern(text: str) -> str:
     pattern.compiled(text)
     return text
@@ -132,9 +141,13 @@ OPTIONS = (
         "Directory of the flight files. [default: where trainers of this user, or of this pod, put them]",
     ),
     Option(
-        "listen", "--web.listen-address", "HOST:PORT", values.ADDRESS,
-        "Address to listen on; may be given several times. [default: :10960, and 127.0.0.1:10960 with --mode node]",
+        "listen", "--web.listen-address", "ADDRESS", Kind("host:port or unix:/path", _listen_address),
+        "HOST:PORT or unix:/PATH to listen on; may be given several times. [default: :10960, with --mode node 127.0.0.1:10960]",
         several=True,
+    ),
+    Option(
+        "systemd_socket", "--web.systemd-socket", "BOOLEAN", values.BOOLEAN,
+        "Listen on the sockets that systemd has opened (a .socket unit). [default: false]",
     ),
     Option(
         "telemetry_path", "--web.telemetry-path", "PATH", Kind("a path that begins with / and has an end", _telemetry_path),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import resource
 import signal
 import threading
@@ -18,6 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from torchobs import settings
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.api.unix import SocketFile
 from torchobs.exporter.app import Site
@@ -26,6 +28,7 @@ from torchobs.exporter.pages import Pages
 from torchobs.exporter.scan import Scanner
 from torchobs.exporter.scrapers import Scrapers
 from torchobs.exporter.states import FADED_AFTER_S
+from torchobs.exporter.unixsocket import UnixAddress, UnixSocket, bind_unix, inherited
 from torchobs.exporter.watch import Watch
 from torchobs.exporter.web.gate import Gate
 from torchobs.values import Address
@@ -94,11 +97,13 @@ class _Service:
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = Gate(config.web_config_file)
         self._api, self._socket = Api(config, self._watch, lambda: self._gate.authenticates), SocketFile(config)
-        self._app = self._gate.guard(self._site.app(self._api.mounts()))
+        self._open = self._site.app(self._api.mounts())
+        self._app = self._gate.guard(self._open)
         self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
         self._local: list[tuple[uvicorn.Server, socket.socket]] = []
         self._context = self._gate.context
         self._bind_problems: tuple[str, ...] = ()
+        self._inherit_problems: tuple[str, ...] = ()
         self._unbound = list(config.addresses)
         self._next_bind_s = 0.0
         self._connections = Connections()
@@ -115,6 +120,7 @@ class _Service:
             self._push.start()
         try:
             await self._look_at_web_config()
+            self._inherit_problems = await self._take_over()
             await self._bind()
             if not self._servers and self._config.mode == "node":
                 return 1
@@ -163,7 +169,8 @@ class _Service:
         if self._gate.context is not self._context:
             self._context = self._gate.context
             # another context for new connections is another server; the socket stays, so that nobody is refused meanwhile
-            old, self._servers = self._servers, []
+            old = [one for one in self._servers if not isinstance(one[1], UnixSocket)]
+            self._servers = [one for one in self._servers if one not in old]
             for _, bound in old:
                 again = bound.dup()
                 self._servers.append((await serve_on(again, self._app, self._context), again))
@@ -171,21 +178,24 @@ class _Service:
                 await server.shutdown(sockets=[bound])
 
     def _tell_problems(self) -> None:
-        self._site.problems = (*self._bind_problems, *([self._gate.problem] if self._gate.problem else []))
+        self._site.problems = (
+            *self._inherit_problems,
+            *self._bind_problems,
+            *([self._gate.problem] if self._gate.problem else []),
+        )
 
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_BIND_S
         problems = []
         for address in list(self._unbound):
             try:
-                bound = bind(address) if self._config.mode == "sidecar" else bind_near(address)
+                bound = self._listener(address)
             except OSError as problem:
                 problems.append(f"cannot listen on {address}: {problem.strerror or problem}")
                 _log.error("cannot listen on %s: %s", address, problem.strerror or problem)
                 continue
             self._unbound.remove(address)
-            self._servers.append((await serve_on(bound, self._app, self._context), bound))
-            self._listening(Address(address.host, bound.getsockname()[1]))
+            await self._serve(bound, address)
         if self._servers or self._config.mode == "sidecar":  # a node's exporter without a port gives up
             await self._bind_socket(problems)
         self._bind_problems = tuple(problems)
@@ -201,6 +211,29 @@ class _Service:
         if bound is not None:
             # no TLS and no passwords: the file's mode says who comes in
             self._local.append((await serve_on(bound, self._site.app(self._api.mounts("socket"))), bound))
+
+    def _listener(self, address: Address | UnixAddress) -> socket.socket:
+        if isinstance(address, UnixAddress):
+            return bind_unix(address)
+        return bind(address) if self._config.mode == "sidecar" else bind_near(address)
+
+    async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None = None) -> None:
+        own = isinstance(bound, UnixSocket)  # its mode is its guard
+        app, context = (self._open, None) if own else (self._app, self._context)
+        self._servers.append((await serve_on(bound, app, context), bound))
+        if isinstance(address, Address):
+            self._listening(Address(address.host, bound.getsockname()[1]))
+        else:
+            _log.info("listening on %s", address or bound.getsockname())
+
+    async def _take_over(self) -> tuple[str, ...]:
+        try:
+            for bound in inherited(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
+                await self._serve(bound)
+        except OSError as problem:
+            _log.error("--web.systemd-socket: %s", problem.strerror)
+            return (f"--web.systemd-socket: {problem.strerror}",)
+        return ()
 
     def _listening(self, address: Address) -> None:
         _log.info("listening on %s", address)
@@ -251,6 +284,8 @@ class _Service:
             self._push.close()
         for server, bound in (*self._servers, *self._local):
             await server.shutdown(sockets=[bound])
+            if isinstance(bound, UnixSocket):
+                bound.remove()
         self._socket.close()
         self._api.close()
         self._watch.close()
