@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.exporters import Service
+from tests.prometheus_server import PrometheusServer
 from tests.support import clean_environment, wait_until
 from tests.web_configs import USERS
 from torchobs.exporter import service, unixsocket
@@ -145,6 +146,22 @@ def test_a_socket_of_systemd_s_is_served(start: Callable[..., subprocess.Popen[s
         asking.sendall(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n")
         assert b"200 OK" in asking.recv(65536)
     assert (tmp_path / "error").read_text().count("listening on") == 1
+
+
+def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: Path, program: Callable[[str], str]) -> None:
+    """A real one, with file_sd_configs and nothing else; after the end there is no target."""
+    made = config(flight_dir, flight_dir / "x.sock", file_sd=str(tmp_path / "torchobs-%h.json"), telemetry_path="/telemetry")
+    job = {
+        "job_name": "torchobs",
+        "file_sd_configs": [{"files": [str(tmp_path / "torchobs-*.json")], "refresh_interval": "1s"}],
+    }
+    with Service(made) as exporter, PrometheusServer(program("prometheus3"), settings={"scrape_configs": [job]}) as prometheus:
+        wait_until(lambda: prometheus.query("up == 1"), timeout_s=30)
+        (found,) = prometheus.query("torchobs_exporter_config_ok")
+        assert (found.value, found.labels["instance"]) == (1.0, exporter.address)
+        assert found.labels["torchobs_host"] == socket.gethostname()
+        exporter.stop()
+        assert not list(tmp_path.glob("torchobs-*"))
 
 
 @pytest.mark.parametrize("environ", [{}, {"LISTEN_FDS": "1", "LISTEN_PID": "1"}, {"LISTEN_FDS": "x", "LISTEN_PID": "7"}])

@@ -53,6 +53,8 @@ class ExporterConfig:
     """series of one rank"""
     series_limit_total: int = 1_000_000
     """series of all ranks"""
+    file_sd: str | None = None
+    """where to write what Prometheus' file_sd_configs read"""
     drop_metrics: tuple[str, ...] = ()
     """patterns for names of samples that are not served"""
     api_socket: str | None = None
@@ -156,6 +158,10 @@ OPTIONS = (
     Option(
         "web_config_file", "--web.config.file", "FILE", Kind("a path", lambda text: str(values.PATH.parse(text))),
         "TLS, client certificates and passwords, in the format of Prometheus' exporters; read again when it changes.",
+    ),
+    Option(
+        "file_sd", "--web.file-sd", "FILE", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "Write this exporter's address there for Prometheus' file_sd_configs; %h is the machine's name.",
     ),
     Option(
         "grace_s", "--grace", "DURATION", _SECONDS,

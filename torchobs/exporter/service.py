@@ -17,9 +17,11 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from socket import gethostname
 from typing import TYPE_CHECKING, cast
 
 from torchobs import settings
+from torchobs.exporter import filesd
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.api.unix import SocketFile
 from torchobs.exporter.app import Site
@@ -103,6 +105,7 @@ class _Service:
         self._local: list[tuple[uvicorn.Server, socket.socket]] = []
         self._context = self._gate.context
         self._bind_problems: tuple[str, ...] = ()
+        self._targets = filesd.TargetFile(config.file_sd, gethostname(), filesd.reachable) if config.file_sd else None
         self._inherit_problems: tuple[str, ...] = ()
         self._unbound = list(config.addresses)
         self._next_bind_s = 0.0
@@ -149,6 +152,7 @@ class _Service:
         await self._look_at_web_config()
         if (self._unbound or self._socket.wanted) and time.monotonic() >= self._next_bind_s:
             await self._bind()
+        await self._tell_targets()
         snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
         servers = [server for server, _ in (*self._servers, *self._local)]
         for server in servers:
@@ -177,11 +181,18 @@ class _Service:
             for server, bound in old:
                 await server.shutdown(sockets=[bound])
 
+    async def _tell_targets(self) -> None:
+        if self._targets is not None:
+            addresses = filesd.listened_on(bound for _, bound in self._servers)
+            target = filesd.Target(addresses, self._config.telemetry_path, tls=self._context is not None)
+            await asyncio.to_thread(self._targets.tell, target)
+            self._tell_problems()
+
     def _tell_problems(self) -> None:
         self._site.problems = (
             *self._inherit_problems,
             *self._bind_problems,
-            *([self._gate.problem] if self._gate.problem else []),
+            *filter(None, (self._gate.problem, self._targets.problem if self._targets is not None else "")),
         )
 
     async def _bind(self) -> None:
@@ -279,6 +290,8 @@ class _Service:
         return snapshot.number
 
     async def _close(self) -> None:
+        if self._targets is not None:
+            self._targets.remove()
         self._site.live.close()
         if self._push is not None:
             self._push.close()
