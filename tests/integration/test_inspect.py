@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -206,7 +207,7 @@ def test_a_directory_of_two_hundred_ranks_is_told_in_seconds(tmp_path: Path, cap
     assert time.perf_counter() - began < 20
     assert "200 ranks" in out
     assert "… and 160 more" in out
-    assert "So did 198 other ranks." in " ".join(out.split())
+    assert "The same goes for 198 more ranks." in " ".join(out.split())
 
 
 def test_a_living_rank_is_told_while_it_trains(flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,3 +223,30 @@ def test_a_living_rank_is_told_while_it_trains(flight_dir: Path, capsys: pytest.
 def test_files_of_this_boot_are_compared_with_its_clock() -> None:
     """The tests above rely on the boot id of theirs being another one."""
     assert bytes(16) != BOOT
+
+
+def test_no_damage_makes_it_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes changed anywhere, step records and events with checksums that match whatever they hold: it tells, or refuses."""
+    file = dead(tmp_path)
+    header, random = file.header, Random(7)
+    odd = (float("nan"), float("inf"), -1e308, 5e-324, 0.0)
+    for number in range(51, 120):
+        loss, norm, duration_s = (random.choice(odd) for _ in range(3))
+        file.step(random.choice((0, 1, number, (1 << 64) - 1)), number / 10, loss=loss, norm=norm, duration_s=duration_s)
+    for event in catalog.EVENTS:
+        for value in ("\x1b[2J", -1, 1e308, "NaN", None, [], [[1]], {"a": "b"}, True, 1 << 80, "x" * 300):
+            attributes = {attribute.name: value for attribute in event.attributes}
+            file.writer.event(event.name, attributes, random.choice((None, -1, 7, 1 << 70)))
+    file.save()
+    whole = bytearray(file.path.read_bytes())
+    target = tmp_path / "target"
+    for _ in range(60):
+        damaged = bytearray(whole)
+        for _ in range(random.choice((0, 1, 100, 5000))):
+            damaged[random.randrange(4096, len(damaged))] = random.randrange(256)
+        target.write_bytes(damaged)
+        assert inspect.main([str(target)]) in {0, 1, 2}
+        assert inspect.main([str(target), "--json"]) in {0, 1, 2}
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert header.incarnation.hex() in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.postmortems import PHASES, START_S, fact, facts, step, steps
 from torchobs import catalog
-from torchobs.postmortem.compare import compare, slowest
+from torchobs.postmortem.compare import compare, first_failed, slowest
 from torchobs.postmortem.facts import Facts
 
 
@@ -74,3 +74,39 @@ def test_ranks_out_of_step_and_missing_ranks_are_told() -> None:
     assert "out_of_step" not in told(rank(0), rank(1))
     many = [facts(steps(10), resource={"rank": n, "local_world_size": 8}) for n in range(6)]
     assert told(*many)["ranks_missing"].startswith("6 of the 8 ranks of this machine are here")
+
+
+def raised(number: int, seconds: float, location: str, **attributes: str) -> Facts:
+    """A rank that an exception ended."""
+    event = fact(
+        catalog.EVENT_EXCEPTION, seconds, 100, exception__type="builtins.RuntimeError", location=location, **attributes
+    )
+    joined = fact(catalog.EVENT_DISTRIBUTED, 0.1, world_size=2)
+    return rank(number, state="failed", reason="exception", last_s=START_S + seconds, events=[joined, event])
+
+
+def test_a_rank_that_vanished_is_likely_first_when_its_peers_raised_in_collectives() -> None:
+    """What the end of a peer looks like: an error of torch.distributed, or of DDP within backward."""
+    for location in (
+        "torch/autograd/graph.py:979 in _engine_run_backward",
+        "torch/distributed/distributed_c10d.py:83 in wrapper",
+    ):
+        pair = [raised(0, 10.1, location), rank(1, last_s=START_S + 9.9)]
+        assert told(*pair)["first_failed"].startswith("Rank 1 vanished, and within 500 ms the others raised in collective")
+        found, _ = first_failed(pair)
+        assert found is pair[1]
+
+
+def test_a_rank_that_raised_in_its_own_code_is_likely_first_when_its_peers_vanished() -> None:
+    """A launcher ends them by SIGTERM then, of which they leave no word."""
+    pair = [rank(0, last_s=START_S + 9.9), raised(1, 10.1, "train.py:7 in batch")]
+    assert told(*pair)["first_failed"].startswith("Rank 1 raised in code of its own and the others ended within 500 ms")
+    assert first_failed(pair)[0] is pair[1]
+
+
+def test_nobody_failed_first_where_nobody_failed() -> None:
+    """A run that is well has no such sentence."""
+    assert first_failed([rank(0, state="alive", reason="", up=True), rank(1, state="finished", reason="finished")]) == (
+        None,
+        "",
+    )

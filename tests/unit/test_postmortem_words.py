@@ -96,3 +96,9 @@ def test_every_number_has_words(value: float) -> None:
     """A forged file holds any float."""
     assert all([words.number(value), words.duration(value), words.moment(value)])
     assert not math.isfinite(value) or words.size(value)
+
+
+def test_an_installed_package_s_place_begins_with_its_name() -> None:
+    """The path to it says nothing; a place in the user's own code stays whole."""
+    assert words.place("/opt/venv/lib/python3.11/site-packages/torch/nn.py:7 in f") == "torch/nn.py:7 in f"
+    assert words.place("/home/me/train.py:7 in f") == "/home/me/train.py:7 in f"

@@ -30,7 +30,7 @@ _CURVE_ROWS = 4
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
-    Column("grad norm", dispensable=1), *(Column(_SHORT[phase], dispensable=9 - i) for i, phase in enumerate(catalog.PHASES)),
+    Column("grad norm", dispensable=1), *(Column(_SHORT[phase], dispensable=5 + i) for i, phase in enumerate(catalog.PHASES)),
     Column("memory", dispensable=4), Column("slow", dispensable=3), Column("anomalies", right=False, dispensable=4),
 )  # fmt: skip
 _FINE = frozenset({"alive", "finished"})

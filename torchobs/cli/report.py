@@ -11,7 +11,7 @@ from torchobs import catalog
 from torchobs.cli.paint import STATE_COLOURS
 from torchobs.cli.table import Column, bullets, flow, shares, table
 from torchobs.postmortem import words
-from torchobs.postmortem.compare import compare, typical_phases
+from torchobs.postmortem.compare import compare, first_failed, typical_phases
 from torchobs.postmortem.diagnosis import diagnose
 from torchobs.postmortem.document import device_memory, memory
 from torchobs.postmortem.finding import ERROR, WARNING
@@ -30,7 +30,7 @@ _MOST_ALIKE = 3
 _STEP_COLUMNS = (
     Column("step"), Column("ended", dispensable=4), Column("took"), Column("loss"), Column("grad norm"),
     Column("learning rate", dispensable=3),
-    *(Column(phase, dispensable=9 - index) for index, phase in enumerate(catalog.PHASES)), Column("", right=False),
+    *(Column(phase, dispensable=5 + index) for index, phase in enumerate(catalog.PHASES)), Column("", right=False),
 )  # fmt: skip
 _RANK_COLUMNS = (
     Column("rank"), Column("state", right=False), Column("exit", right=False, dispensable=2), Column("step"), Column("loss"),
@@ -50,9 +50,10 @@ def report(ranks: Sequence[Facts], options: Options, paint: Paint) -> list[str]:
 
 
 def shown_in_full(ranks: Sequence[Facts]) -> list[Facts]:
-    """Return the rank to look at: of those that failed the first to end, else the first."""
-    bad = [facts for facts in ranks if facts.state not in {"alive", "finished"}]
-    return [min(bad, key=lambda facts: facts.last_s)] if bad else list(ranks[:1])
+    """Return the rank to look at: the one that failed first, else one that hangs, else the first."""
+    first, _ = first_failed(ranks)
+    stuck = [facts for facts in ranks if facts.state not in {"alive", "finished"}]
+    return [first] if first else stuck[:1] or list(ranks[:1])
 
 
 def _heading(ranks: Sequence[Facts], paint: Paint) -> Iterator[str]:
@@ -92,7 +93,7 @@ def _told(ranks: Sequence[Facts]) -> Iterator[Finding]:
     for _, group in groupby(rest, key=lambda facts: (facts.state, facts.reason)):
         same = list(group)
         first = diagnose(same[0])[0]
-        also = f" So did {words.several(len(same) - 1, 'other rank')}." if len(same) > 1 else ""
+        also = f" The same goes for {words.several(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
         yield first._replace(text=first.text + also)
 
 
@@ -242,7 +243,7 @@ def _anomalies(facts: Sequence[Fact]) -> str:
 
 
 def _event(fact: Fact) -> str:
-    told = [f"{name}={_attribute(fact, name)}" for name in fact.attributes if name != "kind"]
+    told = [f"{name}={_attribute(fact, name)}" for name in fact.attributes if name != "kind" and fact.text(name)]
     kind = fact.text("kind").replace("_", " ")
     return f"{_at(fact)}{kind or words.clean(fact.name.removeprefix('torchobs.'))}  {' '.join(told[:8])}".rstrip()
 
@@ -254,5 +255,7 @@ def _at(fact: Fact) -> str:
 def _attribute(fact: Fact, name: str) -> str:
     number = fact.number(name)
     return words.clean(
-        words.number(number) if isinstance(fact.attributes[name], float) and number is not None else fact.text(name)
+        words.number(number)
+        if isinstance(fact.attributes[name], float) and number is not None
+        else words.place(fact.text(name))
     )

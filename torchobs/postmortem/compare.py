@@ -21,6 +21,7 @@ OWN = ("data", "forward", "optimizer", "other")
 RECENT = 200
 _BEAT_S = 0.5
 """A rank that vanished gave its last sign of life up to that long before."""
+_COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 _LEAST_EXCESS = 0.1
 _LEAST_EXCESS_S = 0.005
 
@@ -67,21 +68,53 @@ def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
     return {phase: median([step.phase_s.get(phase, 0.0) for step in recent]) for phase in catalog.PHASES} if recent else {}
 
 
-def _first_to_fail(ranks: Sequence[Facts]) -> Iterator[Finding]:
+def first_failed(ranks: Sequence[Facts]) -> tuple[Facts | None, str]:
+    """Return the rank that failed first, as far as that can be told, and a sentence about it; none if none failed.
+
+    Of ranks closer together than the clocks tell, one that vanished while the others raised in a collective operation was
+    likely first, for that is what a peer's end looks like from there; one that raised in code of its own was likely first when
+    the others vanished, for a launcher ends them then.
+    """
     ended = sorted(((_end_s(facts), facts) for facts in ranks if facts.state in {"failed", "lost"}), key=lambda pair: pair[0])
     if not ended:
-        return
+        return None, ""
     (first_s, first), *others = ended
-    doubt_s = max([_doubt_s(facts) for _, facts in ended[:2]])
     if not others:
-        yield Finding(ERROR, "first_failed", f"Only rank {first.rank} failed, at {words.moment(first_s, '%H:%M:%S')}.")
-    elif others[0][0] - first_s > doubt_s:
+        return first, f"Only rank {first.rank} failed, at {words.moment(first_s, '%H:%M:%S')}."
+    doubt_s = max(_doubt_s(facts) for _, facts in ended[:2])
+    if others[0][0] - first_s > doubt_s:
         later = words.duration(others[0][0] - first_s)
-        text = f"Rank {first.rank} failed first, {later} before rank {others[0][1].rank}: look there for the cause."
-        yield Finding(ERROR, "first_failed", text)
-    else:
-        together = [facts.rank for end_s, facts in ended if end_s - first_s <= doubt_s]
-        text = f"Ranks {words.either(_few(together))} failed within {words.duration(doubt_s)}: which was first cannot be told."
+        return first, f"Rank {first.rank} failed first, {later} before rank {others[0][1].rank}: look there for the cause."
+    return _likely_first([facts for end_s, facts in ended if end_s - first_s <= doubt_s], doubt_s)
+
+
+def _likely_first(together: Sequence[Facts], doubt_s: float) -> tuple[Facts, str]:
+    within = f"within {words.duration(doubt_s)}"
+    silent = [facts for facts in together if facts.state == "lost"]
+    own = [facts for facts in together if facts.reason == "exception" and not _in_collective(facts)]
+    if len(own) == 1:
+        text = f"Rank {own[0].rank} raised in code of its own and the others ended {within} of it: it was likely first."
+        return own[0], text
+    if len(silent) == 1 and not own:
+        text = f"Rank {silent[0].rank} vanished, and {within} the others raised in collective operations: it was likely first."
+        return silent[0], text
+    names = words.either(_few([facts.rank for facts in together]))
+    return together[0], f"Ranks {names} failed {within}: which was first cannot be told."
+
+
+def _in_collective(facts: Facts) -> bool:
+    """Tell whether the exception is one that a peer's end makes: raised by torch.distributed, or by DDP within backward."""
+    for fact in main_exceptions(facts)[-1:]:
+        place = fact.text("location")
+        if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):
+            return True
+        return "_engine_run_backward" in place and len(facts.told(catalog.EVENT_DISTRIBUTED)) > 0
+    return False
+
+
+def _first_to_fail(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    _, text = first_failed(ranks)
+    if text:
         yield Finding(ERROR, "first_failed", text)
 
 

@@ -74,8 +74,8 @@ def main_exceptions(facts: Facts) -> list[Fact]:
 
 def _raised(fact: Fact, of: str) -> str:
     kind = fact.text("exception.type" if not of else f"{of}type").removeprefix("builtins.") or "an exception"
-    caller = fact.text(f"{of}caller")
-    return f"{kind} at {fact.text(f'{of}location') or 'an unknown place'}{f', called at {caller}' if caller else ''}"
+    where, caller = (words.place(fact.text(f"{of}{name}")) for name in ("location", "caller"))
+    return f"{kind} at {where or 'an unknown place'}{f', called at {caller}' if caller else ''}"
 
 
 def _interrupted(facts: Facts) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from datetime import datetime
 from itertools import pairwise
@@ -31,6 +32,11 @@ def clean(value: object, longest: int = _LONGEST) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join("?" if unicodedata.category(char) in _FORBIDDEN else char for char in text)
+
+
+def place(text: str) -> str:
+    """Return a place in code, an installed package's from the package's name on."""
+    return re.sub(r"[^\s'\"]*/(?:site|dist)-packages/", "", text)
 
 
 def columns(text: str) -> int:
