@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import socket
+import ssl
 import subprocess
 import threading
 import time
@@ -70,8 +71,10 @@ class Request:
 class Receiver:
     """An HTTP server on 127.0.0.1 inside a `with` block; `answer` decides what it says to each request."""
 
-    def __init__(self, answer: Callable[[Request], Answer] = lambda _: Answer(), port: int = 0) -> None:
-        self.answer = answer
+    def __init__(
+        self, answer: Callable[[Request], Answer] = lambda _: Answer(), port: int = 0, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.answer, self._tls = answer, tls
         self.requests: list[Request] = []
         self.taken: list[Request] = []
         """those that were answered with 200"""
@@ -92,6 +95,9 @@ class Receiver:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
         self._server.daemon_threads = True
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a handshake that fails is a test's subject
+        if self._tls is not None:
+            self._server.socket = self._tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self._thread.start()
         return self
@@ -105,7 +111,7 @@ class Receiver:
     @property
     def url(self) -> str:
         """Where it listens."""
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"http{'s' if self._tls else ''}://127.0.0.1:{self._server.server_address[1]}"
 
     def of(self, path: str) -> list[Request]:
         """What was taken at that path."""

@@ -352,7 +352,7 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_hostile_name_is_text_everywhere(exporter: Exporter, flight_dir: Path, text: str) -> None:
     """As instrument, unit, help, attribute, value, job, run and host: the page parses, and no series is forged."""
-    names: dict[str, Any] = dict.fromkeys(("job_name", "run_id", "host", "script", f"resource.{text}"), text)
+    names: dict[str, Any] = dict.fromkeys(("job_name", "run_id", "host", "script", text), text)
     file = File(flight_dir, **names).hold()
     for kind, bounds in ((Kind.COUNTER, ()), (Kind.GAUGE, ()), (Kind.UPDOWN, ()), (Kind.HISTOGRAM, (1.0,))):
         file.set(user(f"{kind.name}{text}", kind, text, text, bounds), 5, USER, **{text: text})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import ssl
 import statistics
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.exporters import Service, start_program
-from tests.otlp import Answer, Receiver, points, to
+from tests.otlp import Answer, Pushing, Receiver, points, to
 from tests.rank_files import File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
+from tests.web_configs import certify
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.otlp.options import PushConfig, Target
 
@@ -108,6 +110,32 @@ def test_a_wrong_option_is_a_problem_and_no_end(
     exporter = start_program(start, tmp_path / "log", free_port(), *options)
     assert exporter.value("torchobs_exporter_config_ok") == 0
     assert "--otlp.endpoint" in exporter.log
+
+
+def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
+    program: Callable[[str], str], flight_dir: Path, tmp_path: Path
+) -> None:
+    """A receiver that wants a certificate gets it; one that nobody vouches for gets nothing, and the log says why."""
+    server, client = (certify(program("openssl"), tmp_path, name) for name in ("server", "client"))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(server, tmp_path / "server.key")
+    context.load_verify_locations(client)
+    context.verify_mode = ssl.CERT_REQUIRED
+    File(flight_dir).save()
+    own = {"client_certificate": str(client), "client_key": str(tmp_path / "client.key")}
+    with Receiver(tls=context) as receiver:
+        trusting, doubting = to(receiver, certificate=str(server), **own), to(receiver, **own)
+        push = PushConfig(metrics=trusting, traces=doubting)
+        with Pushing(flight_dir, push) as pushing:
+            pushing.look(1.0, wait=False)
+            wait_until(lambda: pushing.push.counts["metrics"].sent and pushing.push.counts["traces"].failures)
+            assert pushing.push.counts["traces"].sent == 0
+        assert [*points(receiver.taken)]
+        anonymous = PushConfig(metrics=to(receiver, certificate=str(server)))
+        with Pushing(flight_dir, anonymous) as pushing:
+            pushing.look(1.0, wait=False)
+            wait_until(lambda: pushing.push.counts["metrics"].failures)
+            assert pushing.push.counts["metrics"].sent == 0
 
 
 def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_an_empty_value_is_no_label() -> None:
 
 
 def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
-    """Facts, Kubernetes' names, the user's attributes; not what is a series already, not what is unknown."""
+    """Facts, Kubernetes' names, the user's attributes, as a rank writes them; not what is a series already."""
     resource = {
         "rank": 0,
         "job_name": "gpt",
@@ -68,19 +68,22 @@ def test_the_info_holds_what_describes_the_rank_and_nothing_else() -> None:
         "restart": 1,
         "local_rank": 0,
         "host": "n1",
-        "k8s_pod_name": "p",
-        "resource.team": "vision",
-        "resource.host": "liar",
-        "resource.rank": "9",
-        "unheard_of": "x",
+        "pid": 7,
+        "trace_id": "a" * 32,
+        "k8s.pod.name": "p",
+        "team": "vision",
+        "hos.t": "",
+        "ho.st": "x",
+        "ho-st": "y",
+        "run.id": "liar",
     }
     assert labels.of_info(resource) == {
         "local_rank": "0",
         "host": "n1",
         "k8s_pod_name": "p",
         "team": "vision",
-        "exported_host": "liar",
-        "exported_rank": "9",
+        "ho_st": "x;y",
+        "exported_run_id": "liar",
     }
 
 

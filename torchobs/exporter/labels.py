@@ -24,6 +24,9 @@ _DESCRIBED = (
     "python_version",
     "torchobs_version",
 )
+_SAID = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id"})
+"""Fields of a rank's resource that are labels or series already, or nobody's business; the rest is what the user gave."""
+
 _NUMBER_LIMIT = 1 << 53
 
 
@@ -64,7 +67,6 @@ def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] 
 
 def of_info(resource: Mapping[str, Any]) -> dict[str, str]:
     """Return what describes a rank: the facts of its process, Kubernetes' names, and the resource attributes the user gave."""
-    own = {name: resource[name] for name in resource if name in _DESCRIBED or name.startswith("k8s_")}
-    given = [(name.removeprefix("resource."), value) for name, value in resource.items() if name.startswith("resource.")]
-    facts = of_attributes(own.items())
+    facts = of_attributes((name, value) for name, value in resource.items() if name in _DESCRIBED)
+    given = [(name, value) for name, value in resource.items() if name not in _DESCRIBED and name not in _SAID]
     return {**of_attributes(given, _RESERVED | facts.keys()), **facts}

@@ -8,7 +8,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     AggregationTemporality,
     DataPointFlags,
+    HistogramDataPoint,
     Metric,
+    NumberDataPoint,
     ResourceMetrics,
     ScopeMetrics,
 )
@@ -18,7 +20,7 @@ from torchobs.exporter.otlp import values
 from torchobs.flight.points import Distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
@@ -33,7 +35,7 @@ _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 _CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
 _DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
 _SUMS = frozenset({Kind.COUNTER, Kind.HISTOGRAM})
-_POINT_BYTES, _BUCKET_BYTES = 48, 16
+_POINT_BYTES = 48
 _DATA = {Kind.COUNTER: "sum", Kind.UPDOWN: "sum", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
 _Key = tuple[str, Kind, str, str]
 
@@ -41,7 +43,7 @@ _Key = tuple[str, Kind, str, str]
 class Stream:
     """One series and what was sent of it."""
 
-    __slots__ = ("_attributes", "_known", "_previous", "_since_ns", "_size", "key", "series", "shown", "survives")
+    __slots__ = ("_known", "_previous", "_since_ns", "_size", "_template", "key", "series", "shown", "survives")
 
     def __init__(self, series: Series, attributes: Iterable[tuple[str, object]], *, survives: bool, known: bool) -> None:
         """``known``: an exporter before this one may have sent what it counted so far."""
@@ -49,8 +51,9 @@ class Stream:
         self.key: _Key = (series.name, series.kind, series.unit, series.brief)
         self.shown = False
         """whether the last point that was sent has a value, which stands until another says that it has ended"""
-        self._attributes = values.key_values(attributes)
-        self._size = sum(one.ByteSize() for one in self._attributes) + _POINT_BYTES + _BUCKET_BYTES * len(series.bounds)
+        # as bytes: a message that is kept costs half a KiB of its own arena, and each stream would keep five
+        self._template = _template(series, attributes)
+        self._size = len(self._template) + _POINT_BYTES + 8 * len(series.bounds)
         self._previous: Value | None = None
         self._since_ns = 0
         self._known = known
@@ -63,7 +66,7 @@ class Stream:
             self._add_delta(requests, value, start_ns, at_ns)
             return
         start_ns = 0 if self.series.kind is Kind.GAUGE else start_ns
-        self._add(requests, start_ns, at_ns, _filled(value, self.series.bounds, signed=_is_signed(value)))
+        self._add(requests, start_ns, at_ns, _filled(value, signed=_is_signed(value)))
         self.shown = True
 
     def end(self, requests: Requests, at_ns: int) -> None:
@@ -71,8 +74,7 @@ class Stream:
         self.shown = False
         filled: dict[str, Any] = {"flags": _NO_VALUE}
         if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends the series that the point has, bucket by bucket
-            bounds = self.series.bounds
-            filled |= {"explicit_bounds": bounds, "bucket_counts": [0] * (len(bounds) + 1), "sum": 0.0}
+            filled |= {"bucket_counts": [0] * (len(self.series.bounds) + 1), "sum": 0.0}
         self._add(requests, 0, at_ns, filled)
 
     def _add_delta(self, requests: Requests, value: Value, start_ns: int, at_ns: int) -> None:
@@ -81,11 +83,20 @@ class Stream:
         self._previous, self._since_ns, self._known = value, at_ns, False
         grown = None if known else _grown(value, previous)
         if grown is not None:
-            self._add(requests, since_ns, at_ns, _filled(grown, self.series.bounds, signed=_is_signed(value)))
+            self._add(requests, since_ns, at_ns, _filled(grown, signed=_is_signed(value)))
 
     def _add(self, requests: Requests, start_ns: int, at_ns: int, filled: Mapping[str, Any]) -> None:
         points = requests.points_of(self, self._size)
-        points.add(attributes=self._attributes, start_time_unix_nano=start_ns, time_unix_nano=at_ns, **filled)
+        point = points.add(start_time_unix_nano=start_ns, time_unix_nano=at_ns, **filled)
+        point.MergeFromString(self._template)
+
+
+def _template(series: Series, attributes: Iterable[tuple[str, object]]) -> bytes:
+    """Return what all points of a series have in common."""
+    pairs = values.key_values(attributes)
+    if series.kind is Kind.HISTOGRAM:
+        return bytes(HistogramDataPoint(attributes=pairs, explicit_bounds=series.bounds).SerializeToString())
+    return bytes(NumberDataPoint(attributes=pairs).SerializeToString())
 
 
 def _is_signed(value: Value) -> bool:
@@ -93,10 +104,10 @@ def _is_signed(value: Value) -> bool:
     return isinstance(value, Distribution) and value.least is not None and value.least < 0
 
 
-def _filled(value: Value, bounds: Sequence[float], *, signed: bool) -> dict[str, Any]:
+def _filled(value: Value, *, signed: bool) -> dict[str, Any]:
     if not isinstance(value, Distribution):
         return {"as_int" if isinstance(value, int) else "as_double": value}
-    filled: dict[str, Any] = {"count": sum(value.counts), "bucket_counts": value.counts, "explicit_bounds": bounds}
+    filled: dict[str, Any] = {"count": sum(value.counts), "bucket_counts": value.counts}
     given = {"sum": None if signed else value.sum, "min": value.least, "max": value.greatest}
     return filled | {name: number for name, number in given.items() if number is not None}
 
