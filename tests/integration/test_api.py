@@ -223,6 +223,8 @@ def test_a_command_over_tcp_needs_the_token(writer: FlightWriter, web: Caller, c
         ("POST", "/profile", {"steps": 1.5}, 400, "bad-request"),
         ("POST", "/profile", {"steps": 1001}, 400, "bad-request"),
         ("POST", "/profile", {}, 400, "bad-request"),
+        ("POST", "/profile", b'{"steps": NaN}', 400, "bad-request"),
+        ("POST", "/stacks", b"", 400, "bad-request"),
         ("POST", "/profile", {"steps": 3}, 409, "rank-off"),
     ],
 )

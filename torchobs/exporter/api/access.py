@@ -140,7 +140,11 @@ def _not_json(headers: Mapping[str, str]) -> Problem | None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # which no form of a web page can send
-        return Problem(415, "not-json", "Send the header `Content-Type: application/json`; the body may be {}.")
+        return Problem(
+            415,
+            "not-json",
+            "Send the header `Content-Type: application/json`; the body is a JSON object, {} if there is nothing to say.",
+        )
     return None
 
 

@@ -101,27 +101,31 @@ def living(found: list[Rank]) -> list[Rank]:
 
 
 async def body(request: Request, required: Collection[str] = ()) -> dict[str, Any]:
-    """Return the body, an object that has ``required`` and nothing else; an empty body is an empty object."""
+    """Return the body, an object that has ``required`` and nothing else."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
         if len(raw) > MOST_BODY:
             raise Problem(413, "too-large", f"The body may have {MOST_BODY} bytes.")
     try:
-        content = json.loads(raw.decode()) if raw.strip() else {}
+        content = json.loads(raw.decode(), parse_constant=_refuse)
     except (ValueError, RecursionError):
-        raise bad("The body is no JSON.") from None
+        raise bad("The body is no JSON; where nothing is to be said it is {}.") from None
     if not isinstance(content, dict) or content.keys() != set(required):
         raise bad(f"The body is a JSON object with {', '.join(sorted(required)) or 'nothing in it'}.")
     return content
 
 
 def steps(content: dict[str, Any]) -> int:
-    """Return how many steps to profile."""
+    """Return how many steps to profile; 3.0 is a whole number to JSON."""
     value = content["steps"]
-    if type(value) is not int or not 1 <= value <= MAX_PROFILE_STEPS:
+    if type(value) not in {int, float} or not 1 <= value <= MAX_PROFILE_STEPS or value != int(value):
         raise bad(f"steps is a whole number from 1 to {MAX_PROFILE_STEPS}.")
-    return value
+    return int(value)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)  # NaN and Infinity, which JSON does not have
 
 
 def probes(content: dict[str, Any]) -> tuple[int, list[str]]:

@@ -282,7 +282,7 @@ def _operation(path: str, method: str, operation: Operation) -> dict[str, Any]:
         if f"{{{name}}}" in path
     ]
     parameters += [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in operation.query]
-    body = {"requestBody": {"required": operation.body != "Nothing", "content": _content(_ref(operation.body))}}
+    body = {"requestBody": {"required": True, "content": _content(_ref(operation.body))}}
     return {
         "operationId": operation.name,
         "summary": operation.summary,
