@@ -139,6 +139,34 @@ def test_a_rank_that_is_stuck_or_stopped(local: Caller, ranks: list[Rank]) -> No
     wait_until(lambda: shown(local, 1)["state"] == "alive")
 
 
+def test_a_person_s_commands(local: Caller, flight_dir: Path, tmp_path: Path) -> None:
+    """`torchobs level`, `stacks` and `profile`, which find the exporter by the directory; what is refused says why."""
+
+    def torchobs(*arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "torchobs", *arguments]
+        environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+        return subprocess.run(argv, capture_output=True, text=True, check=False, env=environ, cwd=tmp_path, timeout=60)
+
+    changed = torchobs("level", "extreme", "--rank", "1")
+    assert (changed.returncode, changed.stdout) == (0, "extreme from now on: rank 1\n")
+    wait_until(lambda: shown(local, 1)["level"] == "extreme")
+    stacks = torchobs("stacks")
+    assert stacks.returncode == 0, stacks.stderr
+    assert stacks.stdout.count("in main") == 2
+    assert "==> rank 1 of api <==" in stacks.stdout
+    profile = torchobs("profile", "1", "--steps", "2")
+    assert profile.returncode == 0, profile.stderr
+    trace = json.loads(gzip.decompress((tmp_path / "trace-rank1.json.gz").read_bytes()))
+    assert [event.get("name") for event in trace["traceEvents"]].count("Optimizer.step#SGD.step") == 2
+    ambiguous = torchobs("profile")
+    assert (ambiguous.returncode, ambiguous.stdout) == (1, "")
+    assert "name one by its incarnation" in ambiguous.stderr
+    assert "there is no such rank" in torchobs("stacks", "7").stderr.lower()
+    nobody = torchobs("stacks", "--dir", str(tmp_path))
+    assert nobody.returncode == 1
+    assert "no exporter answers" in nobody.stderr
+
+
 def test_the_application_s_own_profiler_is_not_disturbed(local: Caller, ranks: list[Rank]) -> None:
     """It begins in the middle of ours, which ends."""
     asked = local.post("/profile?rank=0", {"steps": 1000}).json

@@ -1,18 +1,17 @@
 """The API does what its description says: requests made from it, good and bad, against a running exporter.
 
-Schemathesis makes the requests: it fills in parameters and bodies as the description allows and as it does not, and compares each
-answer's status, content type and content with what is described.
+Schemathesis makes the requests: it fills in parameters and bodies as the description allows and as it does not, and compares
+each answer's status, content type and content with what is described.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from schemathesis.checks import CHECKS
 
 from tests.api import Caller
 from tests.exporters import Service
@@ -51,6 +50,6 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @schema.parametrize()
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_as_described(case: schemathesis.Case, address: str) -> None:
+def test_every_answer_is_as_described(case: schemathesis.Case[Any], address: str) -> None:
     """No server error, no status, content type or content that the description does not have; what it forbids is refused."""
     case.call_and_validate(base_url=f"http://{address}/api/v1", headers={"Authorization": f"Bearer {TOKEN}"})

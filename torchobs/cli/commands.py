@@ -20,6 +20,9 @@ BRIEFS = {
     "run": "Run a training script with torchobs watching it.",
     "top": "Watch the ranks of this machine live.",
     "inspect": "Say what became of a run, from its flight files.",
+    "stacks": "Print what the threads of a rank are doing.",
+    "profile": "Save a profiler's trace of some steps of a rank.",
+    "level": "Change how much is watched while training runs.",
     "doctor": "Check this machine, and say what to do.",
     "exporter": "Serve the flight files of a directory to Prometheus.",
     "completion": "Print the completion script of a shell.",
@@ -38,6 +41,7 @@ examples:
   torchobs run train.py --lr 3e-4            watch a training without changing it
   torchobs top                               see its ranks from another terminal, also over ssh
   torchobs inspect                           after it died: what happened, and when it began
+  torchobs stacks 3                          it hangs: where
   torchobs doctor                            when something is not shown: what is missing here, and the remedy
   source <(torchobs completion bash)         the TAB key completes commands and options
 

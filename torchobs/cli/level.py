@@ -1,0 +1,44 @@
+"""``torchobs level``: how much is watched, changed while training runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torchobs.cli import arguments, command
+from torchobs.flight.control import LEVELS
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+_DESCRIPTION = """\
+Change the debug level of a running training, of one rank or of all on this node. It holds until the next change, or the rank's
+end."""
+
+_EXAMPLES = """\
+examples:
+  torchobs level advanced          from now on all ranks of this node
+  torchobs level extreme --rank 3  rank 3 alone
+  torchobs level off               nothing is watched any more, and every hook is gone"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = arguments.parser("level", f"torchobs level {'|'.join(LEVELS)} [options]", _DESCRIPTION, _EXAMPLES)
+    made.add_argument("level", choices=LEVELS, help="how much is watched")
+    made.add_argument("--rank", metavar="RANK", help="a rank, or its incarnation (default: all)")
+    command.add_options(made)
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs level`` with these arguments and return its exit status."""
+    options = parser().parse_args(list(given))
+    try:
+        answer = command.post(command.socket_of(options), f"/debug/level/{options.level}", {}, options.rank)
+    except command.RefusedError as why:
+        return command.refused("level", why)
+    told = ", ".join(rank["rank"] for rank in answer["ranks"])
+    sys.stdout.write(f"{options.level} from now on: rank {told}\n")
+    return 0

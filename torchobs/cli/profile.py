@@ -1,0 +1,71 @@
+"""``torchobs profile``: some steps of a rank by torch's profiler, as a Chrome trace."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchobs.cli import arguments, command
+from torchobs.flight.control import MAX_PROFILE_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PIECE_S = 2.0
+_DESCRIPTION = """\
+Profile some steps of a running training with torch.profiler, and save the trace, which chrome://tracing or
+https://ui.perfetto.dev shows. Training goes on meanwhile, somewhat slower."""
+
+_EXAMPLES = """\
+examples:
+  torchobs profile 0                          3 steps of rank 0, to trace-rank0.json.gz
+  torchobs profile 3 --steps 10 -o slow.json.gz
+  torchobs profile 0 --wait 600               where a step takes minutes"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = arguments.parser("profile", "torchobs profile [RANK] [options]", _DESCRIPTION, _EXAMPLES)
+    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation (default: the only one)")
+    made.add_argument("--steps", metavar="N", type=_steps, default=3, help="how many (default: 3)")
+    made.add_argument("--output", "-o", metavar="FILE", help="where to (default: trace-rankRANK.json.gz)")
+    made.add_argument("--wait", metavar="S", type=arguments.seconds, default=120.0, help="for how long (default: 120)")
+    command.add_options(made)
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs profile`` with these arguments and return its exit status."""
+    options = parser().parse_args(list(given))
+    try:
+        path = command.socket_of(options)
+        answer = command.post(path, "/profile", {"steps": options.steps}, options.rank)
+        body = _trace(path, answer, options.wait)
+    except command.RefusedError as why:
+        return command.refused("profile", why)
+    output = Path(options.output or f"trace-rank{answer['rank']}.json.gz")
+    output.write_bytes(body)
+    sys.stdout.write(f"{output}: {len(body)} bytes, {options.steps} steps of rank {answer['rank']}\n")
+    return 0
+
+
+def _trace(path: Path, answer: dict[str, str | dict[str, str]], wait_s: float) -> bytes:
+    link, rank = answer["evidence"], str(answer["incarnation"])
+    assert isinstance(link, dict)  # noqa: S101  # the description has it so
+    deadline_s = time.monotonic() + wait_s
+    while time.monotonic() < deadline_s:
+        body = command.evidence(path, link["href"], min(_PIECE_S, wait_s))
+        if body is not None:
+            return body
+        if (why := command.failure(path, rank, link["id"])) is not None:
+            raise command.RefusedError(f"there is no trace: {why}")
+    raise command.RefusedError(f"there is no trace after {wait_s:g} s: no step has ended, or --wait is too short")
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_PROFILE_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed is a whole number from 1 to {MAX_PROFILE_STEPS}")
+    return int(text)

@@ -1,0 +1,52 @@
+"""``torchobs stacks``: what the threads of a rank are doing at this moment."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from torchobs.cli import arguments, command
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+_WAIT_S = 5.0
+_DESCRIPTION = """\
+Print the stacks of all threads of a rank, or of all ranks: of one that hangs, and of one that is stuck in native code with
+Python's lock held, which has written them down by itself. Names of files and functions, no values."""
+
+_EXAMPLES = """\
+examples:
+  torchobs stacks                 all ranks of this node
+  torchobs stacks 3               rank 3
+  torchobs stacks | grep -A3 MainThread
+
+Exit status: 1 if a rank's stacks could not be had."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    made = arguments.parser("stacks", "torchobs stacks [RANK] [options]", _DESCRIPTION, _EXAMPLES)
+    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation (default: all)")
+    command.add_options(made)
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs stacks`` with these arguments and return its exit status."""
+    options, missing = parser().parse_args(list(given)), 0
+    try:
+        path = command.socket_of(options)
+        for answer in command.post(path, "/stacks", {}, options.rank)["ranks"]:
+            link = answer["evidence"]
+            body = command.evidence(path, link["href"], _WAIT_S) if link is not None else None
+            if body is None:
+                missing += 1
+                why = answer["refused"] or f"rank {answer['rank']} has not written them down within {_WAIT_S:g} s"
+                sys.stderr.write(f"torchobs stacks: {why}\n")
+            else:
+                sys.stdout.write(f"==> rank {answer['rank']} of {answer['run_id']} <==\n{body.decode(errors='replace')}\n")
+    except command.RefusedError as why:
+        return command.refused("stacks", why)
+    return int(missing > 0)
