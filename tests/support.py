@@ -25,6 +25,9 @@ UNAVOIDABLE = (NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_MOUNT, NEEDS_CHECKOUT, NEE
 FETCHED_BY_MAKE = frozenset({"prometheus", "promtool"})
 """Programs that `make test-tools` provides, so that there is no excuse for skipping their tests."""
 
+INSTALLED_BY_HAND = frozenset({"chromium"})
+"""Programs that Debian packages and that depend on too much to be unpacked: without them CI fails."""
+
 JOB_PREFIXES = ("TORCHOBS_", "OTEL_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "KUBERNETES_", "ROLE_")
 JOB_VARIABLES = frozenset(
     {
@@ -75,4 +78,6 @@ def why_missing(program: str) -> str | None:
         return None
     if program in FETCHED_BY_MAKE:
         return f"needs {program} on PATH: `make test` fetches it"
+    if program in INSTALLED_BY_HAND:
+        return f"needs {program} on PATH: `apt-get install {program}`"
     return f"{NEEDS_PROGRAM}: {program}, on PATH"

@@ -33,3 +33,4 @@ provide() { # program package
 
 provide prometheus prometheus
 provide promtool prometheus
+command -v chromium > /dev/null || give_up chromium "not unpacked, for it depends on much" chromium

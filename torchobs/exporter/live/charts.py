@@ -30,7 +30,7 @@ def sparkline(found: Curve | None, what: str, shown: Callable[[float], str]) -> 
         "svg",
         *(tag("path", d=_band(row), class_="band") for row in rows),
         *(tag("path", d=_line(row), class_="line") for row in rows),
-        *(tag("circle", cx=_x(index, found), cy="3", r="2.5", class_="odd") for index in _odd(found)),
+        *(tag("path", d=f"M{_x(index, found)} 3h.1", class_="odd") for index in _odd(found)),
         viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
         preserveAspectRatio="none",
         role="img",

@@ -66,6 +66,11 @@ def span(value: float | None) -> str:
     return f"{whole} s"
 
 
+def took(value: float | None) -> str:
+    """Return a time that may be short or long."""
+    return seconds(value) if value is None or value < _MINUTE else span(value)
+
+
 def rate(value: float | None, what: str = "") -> str:
     """Return a rate per second: ``1.92/s``, ``45,300 tokens/s``."""
     if value is None:

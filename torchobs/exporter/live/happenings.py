@@ -96,7 +96,7 @@ def _span(rank: str, fields: Mapping[str, Any]) -> Happening | None:
         return None
     if not abs(ended_ns) < _FAR_S * 1e9 > abs(begun_ns):
         return None
-    took = figures.span(took_s) if (took_s := (ended_ns - begun_ns) / 1e9) >= 60 else figures.seconds(max(took_s, 0.0))  # noqa: PLR2004
+    took = figures.took(max((ended_ns - begun_ns) / 1e9, 0.0))
     text = _text(fields.get("attrs"))
     return Happening(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {took}" + (f" · {text}" if text else ""))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_VOID = frozenset({"meta", "link", "rect", "path", "circle"})
+_VOID = frozenset({"meta", "link", "rect", "path"})
 _MOST_NAME = 160
 
 

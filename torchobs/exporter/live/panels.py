@@ -93,7 +93,7 @@ def _goodput(readings: Readings) -> Html:
     bar = charts.stacked([(f"goodput-{name}", times[name] / whole) for name in order if name in _GOODPUT])
     lines = [
         (name, joined([charts.stacked([(f"goodput-{name}", 1.0)]) if name in _GOODPUT else EMPTY,
-                       exact(figures.span(times[name]), times[name]), f" ({figures.share(times[name] / whole)})"]))
+                       exact(figures.took(times[name]), times[name]), f" ({figures.share(times[name] / whole)})"]))
         for name in order
     ]  # fmt: skip
     return joined([bar, tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in lines), class_="keyed")])
@@ -145,7 +145,7 @@ def _compile(readings: Readings) -> Iterator[Line]:
     if not times and not readings.get(catalog.COMPILE_IN_PROGRESS):
         return
     yield "now", tag("span", "compiling" if readings.get(catalog.COMPILE_IN_PROGRESS) else "idle")
-    yield "time spent", exact(figures.span(times), times)
+    yield "time spent", exact(figures.took(times), times)
     first, again = (int(readings.get(catalog.COMPILE_COMPILATIONS, cause) or 0) for cause in ("first", "recompile"))
     yield "compilations", tag("span", f"{first:,}, and {again:,} again")
     breaks = sum(readings.of(catalog.COMPILE_GRAPH_BREAKS).values())
