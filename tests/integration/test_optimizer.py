@@ -61,7 +61,8 @@ def groups(values: Mapping[tuple[str, ...], Any], name: str) -> dict[str, float]
 def test_one_group_of_each_optimizer(run: Recording, make: Any, expected: tuple[float | None, ...]) -> None:
     """One group is one series of each hyperparameter that the optimizer has."""
     model = mlp()
-    train(model, make(model.parameters()))
+    optimizer = make(model.parameters())
+    train(model, optimizer)
     values = run.look()
     shown = [groups(values, name) for name in (RATE, DECAY, MOMENTUM, BETA2)]
     assert shown == [{} if value is None else {"0": value} for value in expected]
