@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.cli.paint import STATE_COLOURS
 from torchobs.cli.table import Column, table
+from torchobs.detect import stragglers
 from torchobs.flight.reader import Distribution
 from torchobs.postmortem import words
-from torchobs.postmortem.compare import OWN, typical_phases
+from torchobs.postmortem.compare import in_order, typical_phases
 from torchobs.postmortem.facts import values_of
 
 if TYPE_CHECKING:
@@ -67,16 +67,9 @@ def frame(seen: Sequence[Seen], paint: Paint, screen: Screen, now: str, note: st
 
 
 def slowdowns(seen: Sequence[Seen]) -> dict[str, float]:
-    """Return by how much each rank stretches a step of its run: 1, and its own phases' excess over the step of the others."""
-    typical = {one.rank.incarnation: typical_phases(one.steps) for one in seen if one.steps}
-    own = {name: sum(phases.get(phase, 0.0) for phase in OWN) for name, phases in typical.items()}
-    found = {}
-    for name in typical:
-        others = [value for other, value in own.items() if other != name]
-        step_s = median([sum(phases.values()) for phases in typical.values()])
-        if others and step_s > 0:
-            found[name] = 1.0 + max(0.0, own[name] - median(others)) / step_s
-    return found
+    """Return each rank's own step time over that of its peers, by incarnation (``detect.stragglers``, over the last steps)."""
+    typical = {one.rank.incarnation: in_order(typical_phases(one.steps)) for one in seen if one.steps}
+    return {name: slowness.factor for name, slowness in stragglers.compare(typical).items()}
 
 
 def rate(steps: Sequence[Step]) -> float | None:

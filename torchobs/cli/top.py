@@ -37,9 +37,11 @@ examples:
   torchobs top --dir /dev/shm/run7 --once         one look, for a script or a mail
   kubectl exec -it pod -c trainer -- torchobs top
 
-Columns: fwd, bwd, opt are the shares of a typical step; slow is how much longer a step is because of this rank (1.00×: not)."""
+Columns: fwd, bwd, opt are the shares of a typical step; slow is the rank's own step time over the others' (1.00×: as fast)."""
 
 _CURVE, _OF_MANY, _MANY = 400, 60, 16
+_LARGEST_SHARE = 0.1
+"""Of a core, beside the training: hundreds of ranks are looked at less often."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,7 +106,10 @@ def _live(scanner: Scanner, interval_s: float) -> int:
     with contextlib.suppress(KeyboardInterrupt), Terminal(out, keys) as terminal:
         while True:
             if time.monotonic() >= due:
-                (seen, note), due = look(scanner), time.monotonic() + interval_s
+                began = time.monotonic()
+                seen, note = look(scanner)
+                took_s = time.monotonic() - began
+                due = began + max(interval_s, took_s / _LARGEST_SHARE)
             screen = Screen(size_of(out).lines, first)
             terminal.draw(frame(seen, paint_for(out), screen, time.strftime("%H:%M:%S"), note))
             key = terminal.wait(max(0.0, due - time.monotonic()))

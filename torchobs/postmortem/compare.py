@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.detect import stragglers
 from torchobs.postmortem import words
 from torchobs.postmortem.ending import main_exceptions
 from torchobs.postmortem.finding import ERROR, INFO, WARNING, Finding
@@ -15,14 +16,13 @@ if TYPE_CHECKING:
 
     from torchobs.postmortem.facts import Facts, Step
 
-OWN = ("data", "forward", "optimizer", "other")
-"""The phases whose length is the rank's own: within backward a rank waits for the slowest, which shows in all the others."""
+SLOW = 1.2
+"""The factor from which on a rank is called slow."""
 
 RECENT = 200
 _BEAT_S = 0.5
 """A rank that vanished gave its last sign of life up to that long before."""
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-_LEAST_EXCESS = 0.1
 _LEAST_EXCESS_S = 0.005
 
 
@@ -46,20 +46,23 @@ def compare(ranks: Sequence[Facts]) -> list[Finding]:
 def slowest(typical: Mapping[str, Mapping[str, float]]) -> Slowest | None:
     """Return the rank that the others wait for, given each rank's usual seconds by phase; ``None`` if there is none.
 
-    It must exceed the median of the others by a tenth of their step, and by 5 ms, which is noise where threads take turns.
+    By :mod:`torchobs.detect.stragglers`, as the live page has it: from 1.2 times the others' step on, and 5 ms, which is noise
+    where threads take turns.
     """
-    if len(typical) < 2:  # noqa: PLR2004  # as above
+    found = stragglers.compare({rank: in_order(phases) for rank, phases in typical.items()})
+    if not found:
         return None
-    own = {rank: sum(phases.get(phase, 0.0) for phase in OWN) for rank, phases in typical.items()}
-    rank = max(own, key=lambda name: own[name])
-    others = [phases for name, phases in typical.items() if name != rank]
-    usual_s = median([value for name, value in own.items() if name != rank])
-    step_s = median([sum(phases.values()) for phases in others])
-    if own[rank] - usual_s < max(_LEAST_EXCESS_S, _LEAST_EXCESS * step_s):
-        return None
-    typical_of_others = {phase: median([phases.get(phase, 0.0) for phases in others]) for phase in OWN}
-    phase = max(OWN, key=lambda name: typical[rank].get(name, 0.0) - typical_of_others[name])
-    return Slowest(rank, phase, typical[rank].get(phase, 0.0), typical_of_others[phase])
+    rank = max(found, key=lambda name: found[name].factor)
+    phase = catalog.PHASES[found[rank].phase]
+    own_s = typical[rank].get(phase, 0.0)
+    others_s = median([phases.get(phase, 0.0) for name, phases in typical.items() if name != rank])
+    slow = found[rank].factor >= SLOW and own_s - others_s >= _LEAST_EXCESS_S
+    return Slowest(rank, phase, own_s, others_s) if slow else None
+
+
+def in_order(phases: Mapping[str, float]) -> list[float]:
+    """Return the seconds of ``catalog.PHASES``, in their order."""
+    return [phases.get(phase, 0.0) for phase in catalog.PHASES]
 
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
