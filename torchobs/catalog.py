@@ -182,6 +182,8 @@ ANOMALY_SEVERITY = {
 """A function of the kind, so that it needs no label: a non-finite gradient may be the loss scaler at work."""
 
 PHASE = Attribute("phase", "part of a training step", PHASES)
+OWN_PHASES = ("data", "forward", "optimizer", "other")
+OWN_PHASE = Attribute("phase", "part of a step; within backward a rank may wait for the slowest", OWN_PHASES)
 GOODPUT_STATE = Attribute("state", "what the wall time went into", (*GOODPUT_STATES, STARTUP))
 ANOMALY_KIND = Attribute("kind", "what went wrong", ANOMALY_KINDS)
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
@@ -626,7 +628,23 @@ RANK_PROGRESS_AGE = _gauge(
 )
 RANK_START_TIME = _gauge("torchobs.rank.start_time", "s", "Unix time at which torchobs started in the rank.", survives=True)
 RANK_RESTARTS = _counter("torchobs.rank.restarts", "{restart}", "Times the launcher has restarted the rank.")
-RANK_SLOWDOWN = _gauge("torchobs.rank.slowdown", "1", "Rank's own step time over the median of its peers.", planned=True)
+RANK_SLOWDOWN = _gauge(
+    "torchobs.rank.slowdown",
+    "1",
+    "Rank's step time over that of its peers on this machine, both without waiting for each other.",
+)
+RANK_EXCESS = _gauge(
+    "torchobs.rank.excess", "s", "Time per step above the median of its peers on this machine, by phase.", OWN_PHASE
+)
+RANK_BEHIND = _gauge("torchobs.rank.behind", "{step}", "Steps by which the furthest rank of the run on this machine is ahead.")
+RUN_LOCAL_RANKS = _gauge("torchobs.run.local_ranks", "{rank}", "Ranks of the run that live on this machine.")
+RUN_MISSING_RANKS = _gauge(
+    "torchobs.run.missing_ranks", "{rank}", "Ranks that the launcher started on this machine and of which nothing is known."
+)
+RUN_STEP_SPREAD = _gauge("torchobs.run.step_spread", "{step}", "Steps between the first and the last rank on this machine.")
+RUN_GRAD_NORM = _gauge(
+    "torchobs.run.grad_norm", "", "L2 norm of the whole gradient, put together from all ranks, where all are on this machine."
+)
 RANK_EXIT = _gauge(
     "torchobs.rank.exit", "", "1 for the way in which the rank ended, 0 for the others.", EXIT_REASON, survives=True
 )

@@ -226,7 +226,7 @@ def test_every_sample_of_a_rank_has_its_three_labels_and_no_time(exporter: Expor
     for family in families.values():
         for sample in family.samples:
             assert sample.timestamp is None
-            if not family.name.startswith(("torchobs_exporter", "torchobs_build")):
+            if not family.name.startswith(("torchobs_exporter", "torchobs_build", "torchobs_run_")):
                 assert {"job_name", "run_id", "rank"} <= sample.labels.keys()
             assert not {"job", "instance", "namespace", "pod", "container", "node", "service"} & sample.labels.keys()
 

@@ -83,7 +83,7 @@ def test_what_is_pushed_is_what_is_scraped(
     target = Target(f"{server.url}/api/v1/otlp/v1/metrics")
     config = ExporterConfig(flight_dir=str(flight_dir), push=PushConfig(metrics=target, interval_s=1.0), grace_s=3.0)
     incarnation = rank.header.incarnation.hex()
-    pushed, scraped = f'{{job="gpt", instance="{incarnation}"}}', '{job="torchobs", job_name="gpt"}'
+    pushed, scraped = f'{{job="gpt", instance="{incarnation}"}}', '{job="torchobs", job_name="gpt", rank!=""}'
     with Service(replace(config, listen=(address_of(address),))) as service:
         server.wait_for_scrapes(2)
         wait_until(lambda: server.query(pushed))
@@ -98,6 +98,8 @@ def test_what_is_pushed_is_what_is_scraped(
         assert {of: theirs[of] for of in theirs.keys() - moving} == {of: ours[of] for of in ours.keys() - moving}
         own = by_labels(server.query('{job="torchobs-exporter"}'))
         names = {dict(of)["__name__"] for of in own} - {"target_info"}
+        assert {"torchobs_run_local_ranks", "torchobs_run_step_spread"} <= names
+        names = {name for name in names if not name.startswith("torchobs_run_")}
         dropped = catalog.EXPORTER_SERIES_DROPPED.prometheus  # of the page
         page = {dict(key(one.labels))["__name__"] for one in server.query('{job="torchobs", job_name=""}')}
         assert names == {name for name in page if name.startswith(("torchobs_exporter_", "torchobs_build_"))} - {dropped}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torchobs.catalog import Metric
+    from torchobs.exporter.joins import Standing, Together
     from torchobs.exporter.otlp.ledger import Counts
     from torchobs.exporter.scan import Rank, Snapshot
     from torchobs.flight.reader import View
@@ -58,6 +59,25 @@ def of_rank(rank: Rank) -> Iterator[Said]:
     world_size = labels.number(header.resource, "world_size")
     if world_size is not None:
         yield Said(catalog.WORLD_SIZE, {}, world_size)
+    if rank.standing is not None:
+        yield from _of_standing(rank.standing)
+
+
+def _of_standing(standing: Standing) -> Iterator[Said]:
+    yield Said(catalog.RANK_BEHIND, {}, standing.behind)
+    if standing.slowdown is not None:
+        yield Said(catalog.RANK_SLOWDOWN, {}, standing.slowdown)
+    yield from _set(catalog.RANK_EXCESS, standing.excess_s)
+
+
+def _of_run(run: Together) -> Iterator[Said]:
+    own = {"job_name": run.job_name, "run_id": run.run_id}
+    yield Said(catalog.RUN_LOCAL_RANKS, own, run.here)
+    yield Said(catalog.RUN_STEP_SPREAD, own, run.step_spread)
+    if run.missing is not None:
+        yield Said(catalog.RUN_MISSING_RANKS, own, run.missing)
+    if run.grad_norm is not None:
+        yield Said(catalog.RUN_GRAD_NORM, own, run.grad_norm)
 
 
 def ending(rank: Rank) -> str:
@@ -76,6 +96,8 @@ def of_exporter(facts: Facts, dropped: Mapping[str, int]) -> Iterator[Said]:
     yield Said(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not facts.problems))
     yield Said(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
     yield from _set(catalog.EXPORTER_SERIES_DROPPED, dropped)
+    for run in snapshot.runs:
+        yield from _of_run(run)
     for signal, counts in (facts.pushed or {}).items():
         yield from _of_push({"signal": signal}, counts)
 

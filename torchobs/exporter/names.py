@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 RANK_METRICS = (
     catalog.RANK_STATE_SET, catalog.RANK_UP, catalog.RANK_HEARTBEAT_TIMESTAMP, catalog.RANK_PROGRESS_AGE,
     catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
+    catalog.RANK_SLOWDOWN, catalog.RANK_EXCESS, catalog.RANK_BEHIND,
 )  # fmt: skip
 """What the exporter itself says of each rank."""
 
 OWN_METRICS = (
+    catalog.RUN_LOCAL_RANKS, catalog.RUN_MISSING_RANKS, catalog.RUN_STEP_SPREAD, catalog.RUN_GRAD_NORM,
     catalog.BUILD_INFO, catalog.EXPORTER_FILES, catalog.EXPORTER_READ_ERRORS, catalog.EXPORTER_SCAN_DURATION,
     catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
     catalog.OTLP_RECORDED, catalog.OTLP_SENT, catalog.OTLP_DROPPED, catalog.OTLP_QUEUED, catalog.OTLP_FAILURES,

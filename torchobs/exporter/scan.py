@@ -12,11 +12,12 @@ import stat
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torchobs.exporter.directory import Directory
 from torchobs.exporter.incarnations import resolve
+from torchobs.exporter.joins import Joins
 from torchobs.exporter.tracked import HOSTILE, Now, Tracked, open_tracked
 from torchobs.flight.birth import boot_id
 from torchobs.flight.layout import MAX_READ_SIZE
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.joins import Standing, Together
     from torchobs.flight.reader import FlightFile, View
 
 STATUSES = ("served", "superseded", "expired", "bad")
@@ -53,6 +55,8 @@ class Rank:
     """number of the snapshot in which it was first seen to be dead"""
     opened: int
     """which opening of a file the view is from: while it is the same, so are the objects that stand for its series"""
+    standing: Standing | None = None
+    """among the ranks of its run on this machine; None: it is alone, or does not live"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Snapshot:
     problems: tuple[str, ...]
     fading: bool
     duration_s: float
+    runs: tuple[Together, ...] = ()
 
 
 EMPTY = Snapshot(
@@ -103,6 +108,7 @@ class Scanner:
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = 0
+        self._joins = Joins()
 
     def scan(self) -> Snapshot:
         """Return what there is now."""
@@ -114,16 +120,18 @@ class Scanner:
         for tracked in self._tracked.values():
             self._observe(tracked, now)
         ranks, files = self._select(now)
+        standings, runs = self._joins.of(ranks, now.monotonic_ns)
         return Snapshot(
             number=self._number,
             taken_ns=now.monotonic_ns,
-            ranks=ranks,
+            ranks=tuple(replace(rank, standing=standings.get(rank.incarnation)) for rank in ranks),
             files=files,
             errors=dict(self._errors),
             duplicates=len(self._duplicates),
             problems=problems,
             fading=any(tracked.fading for tracked in self._tracked.values()),
             duration_s=time.perf_counter() - began,
+            runs=runs,
         )
 
     @contextmanager
