@@ -55,7 +55,7 @@ def surface() -> dict[str, Any]:
         "excepthook": sys.excepthook,
         "thread excepthook": threading.excepthook,
         "meta path": list(sys.meta_path),
-        "threads": {thread.name for thread in threading.enumerate()},
+        "threads": {thread.name for thread in threading.enumerate() if thread.name.startswith("torchobs")},
     }
 
 
