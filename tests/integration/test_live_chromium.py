@@ -190,7 +190,7 @@ def test_it_is_reached_by_keyboard_and_named_for_who_hears_it(
         if reached[-1].endswith("|BODY"):
             break
     order = [name for name in reached if name.endswith(("|A", "|BUTTON"))]
-    assert order[:5] == ["Skip to the ranks|A", "Resume|BUTTON", "Metrics|A", "healthy|A", "ready|A"]
+    assert order[:5] == ["Skip to the ranks|A", "Resume|BUTTON", "Metrics|A", "API|A", "healthy|A"]
     assert {"rank|A", "state|A", "0|A", "1|A", "layer|A"} <= {*order}
     assert sum(name.endswith("|DIV") for name in reached) == 3  # the tables, which scroll
     assert tab.run("document.querySelectorAll('header, main, footer, nav[aria-label], section[aria-label]').length") >= 10

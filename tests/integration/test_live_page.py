@@ -28,6 +28,7 @@ from torchobs.exporter.live.model import Choice
 from torchobs.exporter.live.sections import PARTS
 from torchobs.exporter.scan import Scanner, Snapshot
 from torchobs.exporter.watch import Watch
+from torchobs.flight import evidence
 from torchobs.flight.reader import FlightFile
 from torchobs.flight.table import CORE
 from torchobs.flight.writer import FlightWriter
@@ -73,11 +74,13 @@ class Parsed(HTMLParser):
         super().__init__()
         self.tags: list[str] = []
         self.values: list[float] = []
+        self.links: list[str] = []
         self.text = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name == "href"]
         self.values += [float(value or "nan") for name, value in attrs if tag == "data" and name == "value"]
 
     def handle_data(self, data: str) -> None:
@@ -173,10 +176,8 @@ def test_nonsense_in_a_query_is_the_usual_page(writer: FlightWriter, exporter: S
     ],
 )
 def test_whom_the_page_is_shown_to(server: tuple[str, int | None] | None, local: bool) -> None:  # noqa: FBT001  # the table's column
-    """To this machine, by the connection's own address; to others when they were let in."""
+    """To this machine, by the connection's own address."""
     assert reach.is_local({"type": "http", "server": server}) is local
-    assert reach.admits({"type": "http", "server": server, reach.LET_IN: True})
-    assert reach.admits({"type": "http", "server": server, reach.LET_IN: False}) is local
 
 
 @pytest.mark.parametrize("path", ["/", "/live/stream", "/live/live.js", "/live/live.css"])
@@ -187,6 +188,23 @@ def test_elsewhere_the_page_is_refused(exporter: Service, path: str, monkeypatch
     assert answer.status == 403
     assert b"kubectl port-forward" in answer.body
     assert (exporter.get("/metrics").status, exporter.get("/-/healthy").status) == (200, 200)
+
+
+@pytest.mark.parametrize("path", ["/", "/live/stream"])
+def test_a_page_of_another_site_learns_nothing(exporter: Service, path: str) -> None:
+    """Not by a name of its own that it resolves to this machine (DNS rebinding), and not by asking from there."""
+    assert exporter.get(path, Host="evil.example:10960").status == 421
+    assert exporter.get(path, Origin="https://evil.example").status == 403
+
+
+def test_what_ranks_have_left_is_linked(writer: FlightWriter, exporter: Service, flight_dir: Path) -> None:
+    """And the link leads to it."""
+    stacks = flight_dir / evidence.named(writer.name, evidence.STUCK, 0).name
+    stacks.write_text("Thread 0x1 (most recent call first)\n")
+    stacks.chmod(0o600)
+    page = Parsed(exporter.page("/"))
+    (link,) = [link for link in page.links if link.startswith("./api/v1/evidence/")]
+    assert exporter.get(link[1:]).body == stacks.read_bytes()
 
 
 def test_the_stream_brings_everything_and_then_what_has_changed(writer: FlightWriter, exporter: Service) -> None:
@@ -251,6 +269,11 @@ def test_an_exporter_that_ends_does_not_wait_for_who_watches(flight_dir: Path) -
         assert time.monotonic() - began < 5
 
 
+async def nothing() -> list[dict[str, object]]:
+    """No evidence."""
+    return []
+
+
 class Counting:
     """A scanner that counts the files it lends, and keeps who asks waiting while a test wants it."""
 
@@ -283,7 +306,7 @@ def test_who_takes_messages_slowly_gets_the_newest_and_nothing_is_queued(writer:
 
     async def watching() -> tuple[bytes, int, int]:
         watch = Watch(scanner)
-        watched = Feed(watch)
+        watched = Feed(watch, nothing)
         messages = watched.messages(Choice())
         assert b'"health"' in await anext(messages)
         for step in range(4, 9):
@@ -315,7 +338,7 @@ def test_files_that_do_not_answer_do_not_hold_the_page_up(
         watch = Watch(scanner)
         await watch.fresh()
         scanner.answers.clear()
-        watched = Feed(watch)
+        watched = Feed(watch, nothing)
         shown = await watched.model(Choice())
         scanner.answers.set()
         watched.close()

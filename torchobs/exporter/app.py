@@ -38,7 +38,7 @@ class Site:
         self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
         self.problems: tuple[str, ...] = ()
         self.pushed: Mapping[str, Counts] | None = None
-        links = ((telemetry_path, "Metrics"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
+        links = ((telemetry_path, "Metrics"), ("/api/v1/openapi.json", "API"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
         self.live = LivePage(watch, lambda: self.problems, links)
 
     def facts(self, snapshot: Snapshot) -> Facts:

@@ -19,9 +19,10 @@ LET_IN = "torchobs.let_in"
 """In the scope of a request whose sender has shown who it is"""
 
 
-def admits(scope: Scope) -> bool:
-    """Tell whether a request may see the page: it comes from this machine, or was let in by password or certificate."""
-    return bool(scope.get(LET_IN)) or is_local(scope)
+def is_unix(scope: Scope) -> bool:
+    """Tell whether a request came in by a Unix socket."""
+    server = scope.get("server")
+    return server is None or server[1] is None
 
 
 def is_local(scope: Scope) -> bool:
@@ -30,9 +31,9 @@ def is_local(scope: Scope) -> bool:
     It is the connection's own local address that counts, not the one that is listened on: a listener on every interface is
     reached from this machine, and through a port-forward, by 127.0.0.1, and from no other machine so.
     """
-    server = scope.get("server")
-    if server is None or server[1] is None:
-        return True  # a Unix socket, whose directory says who may
+    if is_unix(scope):
+        return True  # whose directory says who may
+    server = scope["server"]
     try:
         address = ip_address(server[0].partition("%")[0])
     except ValueError:

@@ -99,6 +99,7 @@ class _Service:
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = Gate(config.web_config_file)
         self._api, self._socket = Api(config, self._watch, lambda: self._gate.authenticates), SocketFile(config)
+        self._site.live.evidence = self._api.evidence
         self._open = self._site.app(self._api.mounts())
         self._app = self._gate.guard(self._open)
         self._servers: list[tuple[uvicorn.Server, socket.socket]] = []

@@ -15,8 +15,8 @@ import os
 import stat
 from typing import TYPE_CHECKING, Literal
 
+from torchobs.exporter import reach
 from torchobs.exporter.api.problems import Problem
-from torchobs.exporter.reach import REFUSAL, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,7 @@ _NO_CONTROL = (
 
 def door_of(scope: Scope) -> Door:
     """Return by which a request of a TCP listener has come in."""
-    return "loopback" if is_local(scope) else "open"
+    return "loopback" if reach.is_local(scope) else "open"
 
 
 class Token:
@@ -108,7 +108,7 @@ def _bearer(headers: Mapping[str, str]) -> str | None:
 
 
 def _not_here(token: Token) -> Problem:
-    return _no_token(token) if token.there else Problem(403, "not-here", REFUSAL.strip())
+    return _no_token(token) if token.there else Problem(403, "not-here", reach.REFUSAL.strip())
 
 
 def _no_token(token: Token) -> Problem:

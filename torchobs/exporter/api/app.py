@@ -76,6 +76,10 @@ class Api:
         if self._desk.due(snapshot):
             await self._run(self._desk.look, snapshot)
 
+    async def evidence(self) -> list[dict[str, Any]]:
+        """Return what ranks have left, the newest first."""
+        return await self._run(self._shelf.listing)
+
     def close(self) -> None:
         """Let go of the directories."""
         self._thread.submit(self._shelf.close)
@@ -153,7 +157,7 @@ class Api:
 
     async def _evidence(self, request: Request) -> Response:
         asked.only(request)
-        return _json({"evidence": await self._run(self._shelf.listing)})
+        return _json({"evidence": await self.evidence()})
 
     async def _download(self, request: Request) -> Response:
         asked.only(request)

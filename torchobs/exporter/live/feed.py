@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs.exporter.live import sections
 from torchobs.exporter.live.gather import NOTHING, Gatherer
@@ -16,7 +16,7 @@ from torchobs.exporter.live.model import Modeller, focused, model
 from torchobs.exporter.watch import DEADLINE_S, FRESH_S
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 
     from torchobs.exporter.live.gather import Details
     from torchobs.exporter.live.model import Choice, Model
@@ -49,8 +49,9 @@ class Frame:
 class Feed:
     """One per exporter; to be used in one event loop."""
 
-    def __init__(self, watch: Watch, clock: Callable[[], float] = time.time) -> None:
-        self._watch, self._clock = watch, clock
+    def __init__(self, watch: Watch, evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]) -> None:
+        """``evidence`` lists what ranks have left."""
+        self._watch, self._evidence = watch, evidence
         self._gatherer, self._modeller = Gatherer(), Modeller()
         self._thread = ThreadPoolExecutor(1, "page")
         self._busy = asyncio.Lock()
@@ -124,7 +125,8 @@ class Feed:
         snapshot = await self._watch.fresh(max_age_s)
         wanted = list(choices)
         details = await self._details(snapshot, wanted)
-        return await self._in_thread(partial(self._model, snapshot, details, wanted, self._clock()))
+        left = await _in_time(self._evidence(), ())
+        return await self._in_thread(partial(self._model, snapshot, details, wanted, left))
 
     async def _details(self, snapshot: Snapshot, choices: Iterable[Choice]) -> Details:
         focus = [found for choice in choices if (found := focused(snapshot.ranks, choice))]
@@ -133,17 +135,16 @@ class Feed:
             async with self._busy:
                 return await self._watch.ask(lambda scan: self._gather(scan, snapshot, focus))
 
-        try:
-            return await asyncio.wait_for(ask(), DEADLINE_S)
-        except asyncio.TimeoutError:
-            return NOTHING
+        return await _in_time(ask(), NOTHING)
 
     def _gather(self, scan: Scan, snapshot: Snapshot, focus: list[str]) -> Details:
         return self._gatherer.gather(scan, snapshot, focus)
 
-    def _model(self, snapshot: Snapshot, details: Details, choices: list[Choice], now_s: float) -> dict[Choice, Model]:
+    def _model(
+        self, snapshot: Snapshot, details: Details, choices: list[Choice], left: Sequence[Mapping[str, Any]]
+    ) -> dict[Choice, Model]:
         runs = self._modeller.runs(snapshot, details)
-        return {choice: model(runs, choice, details, now_s) for choice in choices}
+        return {choice: model(runs, choice, details, left, time.time()) for choice in choices}
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -156,6 +157,14 @@ class Feed:
     def _forget(self) -> None:
         if not self._viewers:
             self._gatherer, self._modeller, self._frame = Gatherer(), Modeller(), Frame()
+
+
+async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
+    """Return the answer, or what is to be taken for it where files do not answer."""
+    try:
+        return await asyncio.wait_for(answer, DEADLINE_S)
+    except asyncio.TimeoutError:
+        return otherwise
 
 
 def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, dict[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
@@ -13,7 +14,7 @@ from torchobs.exporter.live.gather import Curves
 from torchobs.exporter.live.readings import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torchobs.detect.stragglers import Slowness
     from torchobs.exporter.live.gather import Details
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 PER_PAGE = 50
 MOST_EVENTS = 100
 MOST_RUNS = 50
+MOST_EVIDENCE = 50
 LEAST_STEPS = 8
 """Steps that a rank's pace must be of before it is compared."""
 
@@ -65,6 +67,16 @@ class Layer(NamedTuple):
     gradient: float | None
     weights: float | None
     update: float | None
+
+
+class Evidence(NamedTuple):
+    """What a rank has left to be looked at: stacks, a profile. As the API describes it."""
+
+    href: str
+    kind: str
+    rank: int
+    time: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +150,8 @@ class Model:
     events: tuple[Happening, ...]
     """newest first"""
     layers: tuple[Layer, ...]
+    evidence: tuple[Evidence, ...]
+    """the newest first"""
     total_steps: int | None
     left_s: float | None
     now_s: float
@@ -189,8 +203,10 @@ class Modeller:
         )
 
 
-def model(runs: tuple[Run, ...], choice: Choice, details: Details, now_s: float) -> Model:
-    """Return what one viewer sees. ``now_s`` is Unix time."""
+def model(
+    runs: tuple[Run, ...], choice: Choice, details: Details, evidence: Iterable[Mapping[str, Any]], now_s: float
+) -> Model:
+    """Return what one viewer sees. ``evidence`` is the API's list of it, the newest first; ``now_s`` is Unix time."""
     run = next((run for run in runs if run.key == choice.run), runs[0] if runs else None)
     rows = run.rows if run else ()
     focus = next((row for row in rows if row.rank == choice.rank), rows[0] if rows else None)
@@ -208,6 +224,7 @@ def model(runs: tuple[Run, ...], choice: Choice, details: Details, now_s: float)
         curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
         events=_events(rows, details),
         layers=_layers(focus.readings, choice.layers) if focus else (),
+        evidence=tuple(islice((Evidence(*(one[name] for name in Evidence._fields)) for one in evidence), MOST_EVIDENCE)),
         total_steps=total or None,
         left_s=_left_s(run, total) if run and total else None,
         now_s=now_s,

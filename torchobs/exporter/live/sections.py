@@ -113,6 +113,22 @@ def _who(ranks: Sequence[str]) -> str:
     return ", ".join(ranks[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
+def _evidence(model: Model) -> Html:
+    """Return what ranks have left to be looked at, where there is any."""
+    if not model.evidence:
+        return EMPTY
+    columns = (("when", ""), ("rank", "n"), ("what", ""), ("size", "n"))
+    head = [tag("th", word, scope="col", class_=kind or None) for word, kind in columns]
+    rows = [
+        tag("tr", tag("td", tag("time", one.time[:19].replace("T", " "), datetime=one.time)),
+            tag("td", f"{one.rank}", class_="n"),
+            tag("td", tag("a", one.kind.replace("_", " "), href=f".{one.href}")),
+            tag("td", exact(figures.size(one.size_bytes), one.size_bytes), class_="n"))
+        for one in model.evidence
+    ]  # fmt: skip
+    return joined([tag("h2", "Evidence"), table("Evidence", f"{len(rows):,}, the newest first, in UTC", head, rows)])
+
+
 def _when(now_s: float, at_s: float) -> Html:
     moment = time.localtime(at_s)
     iso = time.strftime("%Y-%m-%dT%H:%M:%S%z", moment)
@@ -158,6 +174,7 @@ PARTS: dict[str, tuple[str, Callable[[Model], Html]]] = {
     "ranks": ("Ranks", _ranks),
     "details": ("Details", panels.details),
     "events": ("Events", _events),
+    "evidence": ("Evidence", _evidence),
     "layers": ("Layers", _layers),
 }
 """By ``id``: what a screen reader calls the section, and what makes its content"""

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from torchobs.exporter import reach
+from torchobs.exporter.api import access
 from torchobs.exporter.live.feed import Feed
 from torchobs.exporter.live.links import choice_of
 from torchobs.exporter.live.page import HEADERS, SCRIPT_PATH, STREAM_PATH, STYLE_PATH, page
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
+    from torchobs.exporter.api.problems import Problem
     from torchobs.exporter.watch import Watch
 
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
@@ -34,6 +36,8 @@ class LivePage:
     def __init__(self, watch: Watch, problems: Callable[[], Sequence[str]], links: Sequence[tuple[str, str]]) -> None:
         self._watch, self._problems, self._links = watch, problems, links
         self._feed: Feed | None = None
+        self.evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _no_evidence
+        """lists what ranks have left, as the API does"""
 
     def routes(self) -> list[Route]:
         """Return where it is."""
@@ -51,7 +55,7 @@ class LivePage:
 
     def _feeding(self) -> Feed:
         if self._feed is None:
-            self._feed = Feed(self._watch)
+            self._feed = Feed(self._watch, self.evidence)
         return self._feed
 
     async def _page(self, request: Request) -> Response:
@@ -90,6 +94,10 @@ async def _send_all(messages: AsyncIterator[bytes], send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def _no_evidence() -> Sequence[Mapping[str, Any]]:
+    return ()
+
+
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -99,11 +107,17 @@ async def _refusal() -> AsyncIterator[bytes]:
     yield _FULL
 
 
+def _refusal_of(request: Request) -> Problem | None:
+    """Return why a request is not for the page: what the API says of reading, for it shows the same."""
+    door = "socket" if reach.is_unix(request.scope) else access.door_of(request.scope)
+    known = bool(request.scope.get(reach.LET_IN))
+    return access.refusal("GET", request.headers, door, access.Token(None), authenticated=known)
+
+
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     async def guarded(request: Request) -> Response:
-        if reach.admits(request.scope):
-            return await handler(request)
-        return PlainTextResponse(reach.REFUSAL, 403)
+        problem = _refusal_of(request)
+        return await handler(request) if problem is None else PlainTextResponse(f"{problem.detail}\n", problem.status)
 
     return guarded
 
