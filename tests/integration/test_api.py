@@ -179,7 +179,7 @@ def test_probes_are_switched(flight_dir: Path, writer: FlightWriter, local: Call
 def test_a_command_over_tcp_needs_the_token(writer: FlightWriter, web: Caller, caplog: pytest.LogCaptureFixture) -> None:
     """Refused and done commands are in the log, one line each."""
     assert writer.name
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, "torchobs")
     refused = web.post("/debug/level/basic")
     assert (refused.status, refused.headers["content-type"]) == (401, "application/problem+json")
     assert refused.headers["www-authenticate"] == "Bearer"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import os
 import subprocess
 import sys
@@ -60,13 +62,16 @@ def test_both_ways_say_the_same(process: Process) -> None:
 
 def test_memory_that_is_touched_is_resident_and_anonymous(process: Process) -> None:
     """And no longer when it was given back."""
+    gc.collect()  # lest anything else is given back meanwhile
     before = process.resident()
-    held = bytearray(os.urandom(1)) * (64 * MIB)
+    held = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for page in range(0, 64 * MIB, mmap.PAGESIZE):
+        held[page] = 1
     after = process.resident()
     assert after.all - before.all == pytest.approx(64 * MIB, abs=4 * MIB)
     assert after.anonymous - before.anonymous == pytest.approx(64 * MIB, abs=4 * MIB)
     assert 0 < after.anonymous <= after.all
-    del held
+    held.close()
     assert process.resident().all < after.all - 32 * MIB
 
 

@@ -129,7 +129,7 @@ def _last_norm(facts: Facts) -> float | None:
 def _rank(facts: Facts, options: Options, paint: Paint, *, alone: bool) -> Iterator[str]:
     of = "" if alone else f" of rank {facts.rank}"
     for problem in facts.problems:
-        yield paint("yellow", words.cut(f"{facts.source}: {problem}", paint.width))
+        yield paint("yellow", words.cut(f"{problem} ({facts.source})", paint.width))  # in this order: the path may be long
     parts = (
         (f"Last steps{of}", _steps(facts, options, paint.width)),
         (f"Course{of}", _course(facts, paint)),

@@ -64,6 +64,11 @@ def sample_name(family: Family) -> str:
     return f"{family.name}_total" if family.kind is Kind.COUNTER else family.name
 
 
+def cumulative(kind: Kind) -> bool:
+    """Tell whether a value only grows, so that it means something after its process has gone."""
+    return kind in {Kind.COUNTER, Kind.HISTOGRAM}
+
+
 class Names:
     """The names in use. Who comes first has the name; what is in the catalog came before everyone."""
 

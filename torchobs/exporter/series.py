@@ -11,7 +11,7 @@ from prometheus_client.utils import floatToGoString
 from torchobs.catalog import BY_NAME, Kind
 from torchobs.exporter import labels
 from torchobs.exporter.encoder import number, prefix
-from torchobs.exporter.names import sample_name
+from torchobs.exporter.names import cumulative, sample_name
 from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:
@@ -33,11 +33,6 @@ class Labelled(NamedTuple):
     brief: str
     survives: bool
     """whether a dead rank keeps it"""
-
-
-def cumulative(kind: Kind) -> bool:
-    """Tell whether a value only grows, so that it means something after its process has gone."""
-    return kind in {Kind.COUNTER, Kind.HISTOGRAM}
 
 
 def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labelled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs.catalog import BY_NAME
-from torchobs.exporter.series import cumulative
+from torchobs.exporter.names import cumulative
 from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:

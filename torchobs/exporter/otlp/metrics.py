@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from torchobs.catalog import BY_NAME, prometheus_label
 from torchobs.exporter import labels
-from torchobs.exporter.names import OWN_METRICS, RANK_METRICS
+from torchobs.exporter.names import OWN_METRICS, RANK_METRICS, cumulative
 from torchobs.exporter.otlp.points import Stream
-from torchobs.exporter.series import cumulative
 from torchobs.flight.series import Scope, Series, ValueType
 
 if TYPE_CHECKING:
