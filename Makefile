@@ -25,7 +25,8 @@ demo: setup ## Train a small GPT on two ranks and watch it live
 
 test: setup test-tools lint ## Everything that CI runs: lint, all tests, the wheel
 	$(BIN)/pytest -n 2 -m "not e2e and not faults and not serial"
-	$(BIN)/pytest -m "e2e or faults or serial"
+	$(BIN)/pytest -n 2 -m "faults and not e2e and not serial"
+	$(BIN)/pytest -m "e2e or serial"
 	$(BIN)/python -m tests.bench.overhead --blocks 1 --gate
 	tests/wheel.sh $(VENV)
 
