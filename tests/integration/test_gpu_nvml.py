@@ -33,7 +33,7 @@ class Bench:
     """A fleet on a fake library, and the flight file it writes into."""
 
     run: Recording
-    library: nvml.FakeNvml
+    fake: nvml.FakeNvml
     fleet: Fleet
 
     def of(self, name: str, uuid: str = G0) -> Any:
@@ -114,7 +114,7 @@ def test_a_full_gpu_has_all_it_can_tell_in_25_series(bench: Bench) -> None:
 def test_counters_grow_by_what_the_driver_counted(bench: Bench) -> None:
     """Energy, throttling, errors and NVLink traffic, in joules, seconds, errors and bytes."""
     bench.look()
-    (gpu,) = bench.library.gpus
+    (gpu,) = bench.fake.gpus
     gpu.millijoules += 7_250
     gpu.violation_ns[1] += 1_500_000_000
     gpu.ecc[0] += 2
@@ -132,10 +132,10 @@ def test_counters_grow_by_what_the_driver_counted(bench: Bench) -> None:
 @made(gpus=[nvml.geforce()])
 def test_a_consumer_card_tells_what_it_has_and_is_asked_for_the_rest_once(bench: Bench) -> None:
     """Not supported, not permitted, older than the function: the series is absent and the rest goes on."""
-    uuid = bench.library.gpus[0].uuid
+    uuid = bench.fake.gpus[0].uuid
     bench.look()
-    bench.library.gpus[0].reasons = 0x40
-    asked = dict(bench.library.calls)
+    bench.fake.gpus[0].reasons = 0x40
+    asked = dict(bench.fake.calls)
     bench.look()
     assert bench.of("hw.gpu.memory.usage", uuid) == {(): 60 << 30}
     assert bench.of("hw.temperature", uuid) == {("gpu",): 64.0}
@@ -145,7 +145,7 @@ def test_a_consumer_card_tells_what_it_has_and_is_asked_for_the_rest_once(bench:
     throttled = bench.of("torchobs.gpu.throttle.time", uuid)
     assert throttled[("power",)] == 0
     assert 0 < throttled[("thermal",)] < 60  # since the last look
-    again = {name: count - asked[name] for name, count in bench.library.calls.items() if name in bench.library.gpus[0].refuses}
+    again = {name: count - asked[name] for name, count in bench.fake.calls.items() if name in bench.fake.gpus[0].refuses}
     assert set(again.values()) == {0, 1}  # 1: the remapped rows, of which the state is made
     assert again["nvmlDeviceGetTotalEnergyConsumption"] == again["nvmlDeviceGetMemoryInfo_v2"] == 0
 
@@ -154,7 +154,7 @@ def test_a_consumer_card_tells_what_it_has_and_is_asked_for_the_rest_once(bench:
 def test_a_gpu_that_is_lost_harms_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """Its gauges end, its state is failed, one event and one line say so; the other GPU goes on; it may come back."""
     bench.look()
-    first, second = bench.library.gpus
+    first, second = bench.fake.gpus
     first.everything, second.milliwatts = nvml.LOST, 100_000
     with caplog.at_level(logging.WARNING, "torchobs"):
         for _ in range(3):
@@ -182,17 +182,17 @@ def test_a_gpu_that_was_lost_before_we_came_keeps_its_number(bench: Bench) -> No
 def test_a_driver_that_is_reloaded_is_found_again(bench: Bench) -> None:
     """Meanwhile gauges are absent; totals that begin at 0 again take nothing from our counters."""
     bench.look()
-    bench.library.gpus[0].millijoules += 5_000
+    bench.fake.gpus[0].millijoules += 5_000
     bench.look()
-    bench.library.loaded = False
+    bench.fake.loaded = False
     for _ in range(2):
         bench.look()
     assert bench.of("hw.power") == {}
     assert bench.of("hw.energy") == {(): 5.0}
-    bench.library.loaded, bench.library.initialised = True, 0
-    bench.library.gpus[0].millijoules = 2_000
+    bench.fake.loaded, bench.fake.initialised = True, 0
+    bench.fake.gpus[0].millijoules = 2_000
     bench.look()
-    bench.library.gpus[0].millijoules = 3_000
+    bench.fake.gpus[0].millijoules = 3_000
     bench.look()
     assert bench.of("hw.power") == {(): 612.345}
     assert bench.of("hw.energy") == {(): 6.0}
@@ -201,7 +201,7 @@ def test_a_driver_that_is_reloaded_is_found_again(bench: Bench) -> None:
 def test_somebody_else_s_shutdown_is_survived(bench: Bench) -> None:
     """A program that calls nvmlShutdown once too often closes the library for all of its process."""
     bench.look()
-    bench.library.initialised = 0
+    bench.fake.initialised = 0
     bench.look()
     bench.look()
     assert bench.of("hw.power") == {(): 612.345}
@@ -221,7 +221,7 @@ def test_somebody_else_s_shutdown_is_survived(bench: Bench) -> None:
 def test_the_state_is_what_the_driver_says_of_memory_and_recovery(bench: Bench, change: dict[str, Any], state: str) -> None:
     """A row that waits for its replacement or an uncorrected error: degraded; one that cannot be replaced: failed."""
     for name, value in change.items():
-        setattr(bench.library.gpus[0], name, value)
+        setattr(bench.fake.gpus[0], name, value)
     bench.look()
     assert [name for (name,), value in bench.of("hw.status").items() if value] == [state]
 
@@ -229,8 +229,8 @@ def test_the_state_is_what_the_driver_says_of_memory_and_recovery(bench: Bench, 
 def test_an_xid_is_counted_and_told_with_its_number(bench: Bench) -> None:
     """Without ever waiting for one."""
     bench.look()
-    (gpu,) = bench.library.gpus
-    bench.library.xids += [(gpu, 79), (gpu, 9999)]
+    (gpu,) = bench.fake.gpus
+    bench.fake.xids += [(gpu, 79), (gpu, 9999)]
     bench.look()
     assert bench.of("hw.errors")[("xid",)] == 2
     assert bench.events("torchobs.gpu.xid") == [

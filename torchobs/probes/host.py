@@ -87,8 +87,6 @@ class Host:
     """The step after which ``before_step`` is called next"""
     norm_step: int = -1
     """The step after which it was called last: all of a step's optimizers are told, or none"""
-    watches_steps: bool = False
-    """Whether it is called before every step"""
     before_step: list[tuple[str, Callable[[Any, bool], None]]] = field(default_factory=list)
     """By probe, called with the optimizer, and whether it was given a closure, before its outermost step"""
     after_closure_backward: list[tuple[str, Callable[[], None]]] = field(default_factory=list)

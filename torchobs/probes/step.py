@@ -83,7 +83,7 @@ class StepProbe:
                     values = cycle.values
                     values.learning_rate = rate
                     values.flags |= 4
-            if cycle.step >= host.norm_due or host.watches_steps:
+            if cycle.step >= host.norm_due:
                 tell(host.before_step, optimizer, False)  # noqa: FBT003  # a listener
 
         return plain_before
@@ -110,7 +110,7 @@ class StepProbe:
                 cycle.values.flags |= 4
         if cycle.metered:
             host.spend(self.name, monotonic_ns() - now_ns)
-        if cycle.step >= host.norm_due or cycle.step == host.norm_step or closure or host.watches_steps:
+        if cycle.step >= host.norm_due or cycle.step == host.norm_step or closure:
             host.tell(host.before_step, optimizer, closure)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
