@@ -697,6 +697,19 @@ EXPORTER_SERIES_DROPPED = _counter(
     "Series not served, by reason.",
     Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
 )
+EXPORTER_CONNECTIONS_DROPPED = _counter(
+    "torchobs.exporter.connections_dropped",
+    "{connection}",
+    "Connections that were closed or not taken: too slow, too many at once, a body without end, no TLS or no right"
+    " certificate, or the kernel had no descriptor or memory for one (which waits).",
+    Attribute("reason", "why", ("slow", "crowd", "flood", "tls", "accept")),
+)
+EXPORTER_WRITE_ERRORS = _counter(
+    "torchobs.exporter.write_errors",
+    "{error}",
+    "Writes that failed, as on a full disk.",
+    Attribute("what", "what was to be written", ("log", "file_sd", "announcement", "control")),
+)
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points or spans", ("metrics", "traces"))
 OTLP_RECORDED = _counter(
     "torchobs.exporter.otlp.recorded", "{item}", "Data points or spans to be pushed: those sent, dropped and queued.", _SIGNAL

@@ -16,7 +16,7 @@ import pytest
 from tests.api import Caller
 from tests.exporters import start_program
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.exporter.api import unix
+from torchobs.exporter.api import local as place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +60,7 @@ def local(
     )
     assert exporter.is_ready()
     assert len(ranks) == 2
-    caller = Caller(flight_dir / unix.NAME)
+    caller = Caller(flight_dir / place.NAME)
     wait_until(lambda: [rank["steps"] or 0 for rank in caller.get("/ranks")["ranks"] if rank["steps"]][1:], timeout_s=60)
     return caller
 

@@ -18,8 +18,9 @@ from tests.api import Caller
 from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
-from torchobs.exporter import service
-from torchobs.exporter.api import openapi, unix
+from torchobs.exporter import service, unixsocket
+from torchobs.exporter.api import local as place
+from torchobs.exporter.api import openapi
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner
@@ -76,8 +77,8 @@ def web(exporter: Service) -> Caller:
 def local(exporter: Service, flight_dir: Path) -> Caller:
     """Over the socket."""
     assert exporter.announced
-    wait_until((flight_dir / unix.NAME).exists)
-    return Caller(flight_dir / unix.NAME)
+    wait_until((flight_dir / place.NAME).exists)
+    return Caller(flight_dir / place.NAME)
 
 
 def given(flight_dir: Path, writer: FlightWriter) -> control.Command | None:
@@ -321,15 +322,14 @@ def test_a_rank_that_hangs_is_asked_for_its_stacks_once(flight_dir: Path) -> Non
 
 def test_the_socket_is_for_the_owner_and_the_group(exporter: Service, flight_dir: Path) -> None:
     """0660; it is gone afterwards, and what a killed exporter left there is no obstacle."""
-    path = flight_dir / unix.NAME
+    path = flight_dir / place.NAME
     wait_until(path.exists)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     assert stat.S_ISSOCK(path.stat().st_mode)
-    assert not list(flight_dir.glob(f".{unix.NAME}-*"))
+    assert not list(flight_dir.glob(f"{unixsocket.TEMPORARY}*"))
     exporter.stop()
     assert not path.exists()
-    left = unix.bind(path)
-    left.socket.close()
+    unixsocket.bind_unix(path).close()
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")):
         wait_until(lambda: _answers(path))
 
@@ -343,10 +343,10 @@ def _answers(path: Path) -> bool:
 
 def test_a_file_in_the_socket_s_place_stays(flight_dir: Path) -> None:
     """It may be somebody's; the exporter says so and serves all the same."""
-    (flight_dir / unix.NAME).write_text("mine")
+    (flight_dir / place.NAME).write_text("mine")
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
         assert "no Unix socket" in exporter.page("/")
-    assert (flight_dir / unix.NAME).read_text() == "mine"
+    assert (flight_dir / place.NAME).read_text() == "mine"
 
 
 def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: Path, writer: FlightWriter) -> None:
@@ -356,7 +356,7 @@ def test_a_sidecar_takes_no_commands_unless_told_to(flight_dir: Path, tmp_path: 
         assert Caller(exporter.address).get("/status")["mode"] == "sidecar"
         refused = Caller(exporter.address).post("/stacks", Authorization=f"Bearer {TOKEN}")
         assert (refused.status, refused.json["type"]) == (403, "urn:torchobs:problem:control-off")
-        assert not (flight_dir / unix.NAME).exists()
+        assert not (flight_dir / place.NAME).exists()
     with Service(ExporterConfig(flight_dir=str(flight_dir), api_socket=str(tmp_path / "s"))):
         wait_until((tmp_path / "s").exists)
         assert Caller(tmp_path / "s").post("/debug/level/basic").status == 202

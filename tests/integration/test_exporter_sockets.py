@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -17,7 +18,7 @@ from tests.exporters import Service
 from tests.prometheus_server import PrometheusServer
 from tests.support import clean_environment, wait_until
 from tests.web_configs import USERS
-from torchobs.exporter import service, unixsocket
+from torchobs.exporter import service, systemd
 from torchobs.exporter.config import ExporterConfig, address_of
 from torchobs.exporter.unixsocket import UnixAddress, bind_unix
 
@@ -95,7 +96,7 @@ def test_what_a_killed_exporter_left_behind_is_replaced(flight_dir: Path, path: 
 
 def test_a_socket_on_which_somebody_listens_is_left_alone_and_waited_for(flight_dir: Path, path: Path) -> None:
     """It says so, and takes the name when it is free."""
-    other = bind_unix(UnixAddress(str(path)))
+    other = bind_unix(path)
     with Service(config(flight_dir, path)) as exporter:
         assert f"cannot listen on unix:{path}" in exporter.page("/")
         assert exporter.value("torchobs_exporter_config_ok") == 0
@@ -116,23 +117,32 @@ def test_what_is_no_socket_is_never_replaced(flight_dir: Path, path: Path, kind:
     else:
         path.symlink_to(precious)
     with pytest.raises(FileExistsError):
-        bind_unix(UnixAddress(str(path)))
+        bind_unix(path)
     assert precious.read_text() == "mine"
     assert {one.name for one in flight_dir.iterdir()} == {path.name, "precious"}
 
 
-def test_the_name_of_a_successor_is_not_removed(path: Path) -> None:
-    """The one that ends takes only its own away."""
-    first = bind_unix(UnixAddress(str(path)))
-    path.unlink()
-    second = bind_unix(UnixAddress(str(path)))
-    first.remove()
-    assert path.is_socket()
-    second.remove()
-    second.remove()
+def test_a_name_that_was_deleted_is_taken_again(flight_dir: Path, path: Path) -> None:
+    """Somebody was tidy, or the directory was made anew: that of the metrics, and that of commands."""
+    with Service(config(flight_dir, path, api_socket=str(flight_dir / "x" / "api.sock"))) as exporter:
+        for _ in range(2):
+            shutil.rmtree(flight_dir / "x", ignore_errors=True)
+            path.unlink()
+            (flight_dir / "x").mkdir()
+            wait_until(lambda: b"torchobs_build_info" in ask(path))
+            wait_until(lambda: b"torchobs_build_info" in ask(flight_dir / "x" / "api.sock"))
+        wait_until(lambda: exporter.value("torchobs_exporter_config_ok") == 1)
+    assert not list(flight_dir.glob("**/*.sock"))
+
+
+def test_two_exporters_take_turns(flight_dir: Path, path: Path) -> None:
+    """The second waits, and has the name when the first has left; the first does not take it along."""
+    with Service(config(flight_dir, path)) as first, Service(config(flight_dir, path)) as second:
+        wait_until(lambda: f"cannot listen on unix:{path}" in second.page("/"))
+        first.stop()
+        wait_until(lambda: b"torchobs_build_info" in ask(path))
+        wait_until(lambda: second.value("torchobs_exporter_config_ok") == 1)
     assert not path.exists()
-    first.close()
-    second.close()
 
 
 def test_a_socket_of_systemd_s_is_served(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path) -> None:
@@ -168,7 +178,7 @@ def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: P
 def test_what_systemd_has_not_given_is_not_taken(environ: dict[str, str]) -> None:
     """The variables of a parent, or none."""
     with pytest.raises(OSError, match=r"systemd has given no socket"):
-        unixsocket.inherited(environ, 7)
+        systemd.inherited(environ, 7)
 
 
 def test_without_systemd_s_socket_no_other_is_opened(flight_dir: Path) -> None:

@@ -87,7 +87,7 @@ def test_every_option_sets_its_field() -> None:
         ("listen", "10960"),
         ("listen", ":99999"),
         ("listen", "unix:relative"),
-        ("listen", "unix:/" + "x" * 100),
+        ("listen", "unix:/x/"),
         ("telemetry_path", "metrics"),
         ("telemetry_path", "/"),
         ("telemetry_path", "/-/healthy"),

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from torchobs.exporter.listener import HEAD_S, MOST_CONNECTIONS, RESPONSE_S, Connections
+from torchobs.exporter.connections import HEAD_S, RESPONSE_S, Connections
 
 
 class Transport(asyncio.Transport):
@@ -32,11 +32,19 @@ class Connection:
     transport: Transport = field(default_factory=Transport)
 
 
+def crowd(*connections: Connection, most: int | None = None) -> Connections:
+    """These connections, of which there may be as many."""
+    made = Connections(most)
+    for connection in connections:
+        made.add(connection)
+    return made
+
+
 def alive_after(connection: Connection, *times_s: float) -> bool:
     """Whether the connection outlives sweeps at these times."""
-    connections = Connections()
+    connections = crowd(connection)
     for time_s in times_s:
-        connections.sweep([connection], time_s)
+        connections.sweep(time_s)
     return not connection.transport.aborted
 
 
@@ -65,23 +73,55 @@ def test_a_second_request_has_the_same_ten_seconds() -> None:
 
 def test_each_request_starts_the_clock_again() -> None:
     """A connection that is used for an hour is no slow one."""
-    connections, connection = Connections(), Connection()
+    connection = Connection()
+    connections = crowd(connection)
     for time_s in range(100):
         connection.cycle = Cycle()
-        connections.sweep([connection], float(time_s * 60))
+        connections.sweep(float(time_s * 60))
     assert not connection.transport.aborted
 
 
-def test_above_the_limit_those_without_a_request_go_first() -> None:
-    """The longest waiting first, then scrapers between scrapes; never one whose page is on its way."""
-    busy = [Connection(Cycle()) for _ in range(10)]
-    idle = [Connection(Cycle(response_complete=True), timeout_keep_alive_task=object()) for _ in range(10)]
-    old, new = [Connection() for _ in range(MOST_CONNECTIONS - 10)], [Connection() for _ in range(20)]
-    connections = Connections()
-    connections.sweep([*idle, *busy], 0.0)
-    connections.sweep([*idle, *busy, *old], 1.0)
-    assert sum(connection.transport.aborted for connection in old) == 10
-    left = [connection for connection in old if not connection.transport.aborted]
-    connections.sweep([*idle, *busy, *left, *new], 2.0)
-    assert sum(connection.transport.aborted for connection in left) == 20
-    assert not any(connection.transport.aborted for connection in (*busy, *idle, *new))
+def test_what_is_closed_is_counted_by_its_reason() -> None:
+    """Every reason is there from the start."""
+    connections = crowd(Connection())
+    assert connections.dropped == {"slow": 0, "crowd": 0, "flood": 0, "tls": 0, "accept": 0}
+    connections.sweep(0.0)
+    connections.sweep(HEAD_S + 0.1)
+    assert (connections.dropped["slow"], len(connections)) == (1, 0)
+
+
+def test_in_a_crowd_those_without_a_request_go_first() -> None:
+    """The longest waiting first, then scrapers between scrapes; whose page is on its way stays, unless it takes very long."""
+    busy = [Connection(Cycle()) for _ in range(8)]
+    idle = [Connection(Cycle(response_complete=True), timeout_keep_alive_task=object()) for _ in range(8)]
+    old, new = [Connection() for _ in range(8)], [Connection() for _ in range(8)]
+    kinds = (old, new, idle, busy)
+    connections = crowd(*busy, *idle, *old, most=32)
+    connections.sweep(0.0)
+    for connection in new:
+        assert connections.make_room(1.0)
+        connections.add(connection)
+
+    def gone() -> list[int]:
+        connections.thin_out(now_s)
+        return [sum(one.transport.aborted for one in kind) for kind in kinds]
+
+    now_s = 1.0
+    assert [gone() for _ in range(4)] == [[4, 0, 0, 0], [7, 0, 0, 0], [8, 2, 0, 0], [8, 4, 0, 0]]
+    assert [gone() for _ in range(20)][-1] == [8, 8, 8, 0]
+    now_s = HEAD_S + 1
+    assert gone() == [8, 8, 8, 1]
+
+
+def test_where_nobody_can_be_closed_nobody_is_taken() -> None:
+    """Scrapers whose pages are on their way fill it up."""
+    connections = crowd(*[Connection(Cycle()) for _ in range(8)], most=8)
+    assert not connections.make_room(1.0)
+    assert (len(connections), connections.dropped["crowd"]) == (8, 0)
+
+
+def test_a_newcomer_is_taken_where_others_can_be_closed() -> None:
+    """As many as there may be, and no more."""
+    connections = crowd(*[Connection() for _ in range(8)], most=8)
+    assert connections.make_room(1.0)
+    assert (len(connections), connections.dropped["crowd"]) == (7, 1)

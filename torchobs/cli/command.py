@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from torchobs import settings
-from torchobs.exporter.api import unix
+from torchobs.exporter import unixsocket
+from torchobs.exporter.api import local
 from torchobs.flight.place import find_existing
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class _Connection(http.client.HTTPConnection):
 
     def connect(self) -> None:
         """See :class:`http.client.HTTPConnection`."""
-        self.sock: socket.socket = unix.connect(self._path)
+        self.sock: socket.socket = unixsocket.connect(self._path)
         self.sock.settimeout(TIMEOUT_S)
 
 
@@ -54,7 +55,7 @@ def socket_of(options: argparse.Namespace) -> Path:
     directory = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR"))
     if directory is None:
         raise RefusedError("no training of this user has been here yet; --dir names another directory")
-    return Path(directory) / unix.NAME
+    return Path(directory) / local.NAME
 
 
 def post(path: Path, what: str, content: object, rank: str | None) -> Any:

@@ -11,7 +11,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from torchobs.exporter.described import Facts
+from torchobs.exporter.described import NOTHING_LOST, Facts
 from torchobs.exporter.live.site import LivePage
 from torchobs.exporter.scan import EMPTY
 from torchobs.exporter.watch import DEADLINE_S
@@ -38,12 +38,13 @@ class Site:
         self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
         self.problems: tuple[str, ...] = ()
         self.pushed: Mapping[str, Counts] | None = None
+        self.lost = NOTHING_LOST
         links = ((telemetry_path, "Metrics"), ("/api/v1/openapi.json", "API"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
         self.live = LivePage(watch, lambda: self.problems, links)
 
     def facts(self, snapshot: Snapshot) -> Facts:
         """Return what a page of that snapshot is made of."""
-        return Facts(snapshot, self._watch.timeouts, self.problems, self.pushed)
+        return Facts(snapshot, self._watch.timeouts, self.problems, self.pushed, self.lost)
 
     def app(self, more: Iterable[BaseRoute] = ()) -> Starlette:
         """Return the application; ``more`` is what else there is on a listener."""

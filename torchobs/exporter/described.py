@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 _BUILD = {"version": __version__, "python": platform.python_version()}
 
 
+class Lost(NamedTuple):
+    """What an exporter could not do, as counters."""
+
+    connections: Mapping[str, int]
+    """that were closed or not taken, by reason"""
+    writes: Mapping[str, int]
+    """that failed, by what was to be written"""
+
+
+NOTHING_LOST = Lost(
+    dict.fromkeys(catalog.EXPORTER_CONNECTIONS_DROPPED.attributes[0].values, 0),
+    dict.fromkeys(catalog.EXPORTER_WRITE_ERRORS.attributes[0].values, 0),
+)
+
+
 class Facts(NamedTuple):
     """What a page is made of."""
 
@@ -32,6 +47,7 @@ class Facts(NamedTuple):
     """what could not be honoured, besides what the snapshot knows of"""
     pushed: Mapping[str, Counts] | None = None
     """what became of what was to be pushed, by signal; ``None``: nothing is to be"""
+    lost: Lost = NOTHING_LOST
 
 
 class Said(NamedTuple):
@@ -96,6 +112,8 @@ def of_exporter(facts: Facts, dropped: Mapping[str, int]) -> Iterator[Said]:
     yield Said(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not facts.problems))
     yield Said(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
     yield from _set(catalog.EXPORTER_SERIES_DROPPED, dropped)
+    yield from _set(catalog.EXPORTER_CONNECTIONS_DROPPED, facts.lost.connections)
+    yield from _set(catalog.EXPORTER_WRITE_ERRORS, facts.lost.writes)
     for run in snapshot.runs:
         yield from _of_run(run)
     for signal, counts in (facts.pushed or {}).items():

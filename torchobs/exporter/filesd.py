@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 from ipaddress import ip_address
@@ -26,6 +27,8 @@ _MODE = 0o644
 _NOWHERE = ("192.0.2.1", 9)
 """An address of no machine (RFC 5737): a datagram socket connected to it sends nothing, and is bound to what leads there."""
 
+_log = logging.getLogger(__name__)
+
 
 class Target(NamedTuple):
     """Where Prometheus finds the metrics."""
@@ -41,6 +44,8 @@ class TargetFile:
     def __init__(self, path: str, host: str, outside: Callable[[str], str]) -> None:
         """``host`` is this machine's name, ``outside`` what tells under which address others reach it (:func:`reachable`)."""
         self.problem = ""
+        self.failures = 0
+        """times it could not be written"""
         self._path, self._host, self._outside = Path(path.replace(_HOST, host)), host, outside
         self._said: Target | None = None
         self._inode = (0, 0)
@@ -53,7 +58,9 @@ class TargetFile:
             self._write(self._text(target))
             self._said, self.problem = target, ""
         except OSError as problem:
+            self.failures += 1
             self.problem = f"--web.file-sd {self._path}: {problem.strerror or problem}"
+            _log.error("%s", self.problem)
 
     def remove(self) -> None:
         """Take the file away, unless it is another's by now. Idempotent."""

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import time
+from typing import TextIO
 
 from torchobs.nodemode.log import OncePerMinute
 
@@ -14,6 +15,18 @@ LEVELS = ("debug", "info", "warn", "error")
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 _QUIET = ("uvicorn", "asyncio")
+
+
+class Handler(logging.StreamHandler[TextIO]):
+    """Writes to standard error; counts the lines that it could not write, on a full disk or into a pipe that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = 0
+
+    def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802  # logging's own name
+        """See :class:`logging.Handler`. Nothing is said: this is how it is said."""
+        self.lost += 1
 
 
 class Formatter(logging.Formatter):
@@ -40,9 +53,14 @@ class Formatter(logging.Formatter):
 
 def configure(level: str, form: str) -> None:
     """Send everything from ``level`` on to standard error; of the libraries only what is wrong."""
-    handler = logging.StreamHandler()
+    handler = Handler()
     handler.addFilter(OncePerMinute())
     handler.setFormatter(Formatter(form))
     logging.basicConfig(level=_LEVELS[level], handlers=[handler], force=True)
     for name in _QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def lost() -> int:
+    """Return how many lines could not be written."""
+    return sum(handler.lost for handler in logging.getLogger().handlers if isinstance(handler, Handler))

@@ -24,6 +24,7 @@ OWN_METRICS = (
     catalog.RUN_LOCAL_RANKS, catalog.RUN_MISSING_RANKS, catalog.RUN_STEP_SPREAD, catalog.RUN_GRAD_NORM,
     catalog.BUILD_INFO, catalog.EXPORTER_FILES, catalog.EXPORTER_READ_ERRORS, catalog.EXPORTER_SCAN_DURATION,
     catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
+    catalog.EXPORTER_CONNECTIONS_DROPPED, catalog.EXPORTER_WRITE_ERRORS,
     catalog.OTLP_RECORDED, catalog.OTLP_SENT, catalog.OTLP_DROPPED, catalog.OTLP_QUEUED, catalog.OTLP_FAILURES,
 )  # fmt: skip
 """What it says of itself."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torchobs.exporter.directory import Directory
 from torchobs.exporter.incarnations import resolve
 from torchobs.exporter.joins import Joins
-from torchobs.exporter.tracked import HOSTILE, Now, Tracked, open_tracked
+from torchobs.exporter.tracked import HOSTILE, Now, Tracked, is_passing, open_tracked
 from torchobs.flight.birth import boot_id
 from torchobs.flight.layout import MAX_READ_SIZE
 
@@ -115,8 +115,9 @@ class Scanner:
         began, now = time.perf_counter(), self._clock()
         self._number += 1
         names, problems = self._names(now)
-        self._forget(names)
-        self._open_new(names, now)
+        if names is not None:
+            self._forget(names)
+            self._open_new(names, now)
         for tracked in self._tracked.values():
             self._observe(tracked, now)
         ranks, files = self._select(now)
@@ -151,12 +152,13 @@ class Scanner:
         self._forget([])
         self._directory.close()
 
-    def _names(self, now: Now) -> tuple[list[str], tuple[str, ...]]:
+    def _names(self, now: Now) -> tuple[list[str] | None, tuple[str, ...]]:
+        """Return the names and what is wrong; ``None``: they cannot be read at present, and nobody is to be forgotten."""
         try:
             return self._directory.names(now.wall_ns), self._config.problems
-        except OSError as problem:
+        except (OSError, MemoryError) as problem:
             _log.error("flight directory: %s", _words(problem))
-            return [], (*self._config.problems, _words(problem))
+            return None if is_passing(problem) else [], (*self._config.problems, _words(problem))
 
     def _forget(self, names: list[str]) -> None:
         for name in self._tracked.keys() - set(names):
@@ -168,8 +170,9 @@ class Scanner:
         for name, tracked in list(self._tracked.items()):
             try:
                 tracked.follow(self._directory.fd)
-            except HOSTILE:
-                self._tracked.pop(name).seal()  # opened again below, and then served or counted as what it is now
+            except HOSTILE as problem:
+                if not is_passing(problem):
+                    self._tracked.pop(name).seal()  # opened again below, and then served or counted as what it is now
         for name in names:
             if name not in self._tracked and name not in self._bad:
                 self._open(name, now)
@@ -263,4 +266,4 @@ def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | N
 def _words(problem: BaseException) -> str:
     if isinstance(problem, OSError):
         return f"{problem.strerror or problem}" if problem.filename is None else f"{problem.strerror}: {problem.filename}"
-    return f"{problem}"
+    return f"{problem}" or "out of memory"

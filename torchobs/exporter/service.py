@@ -17,20 +17,25 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import settings
-from torchobs.exporter import filesd
+from torchobs.exporter import filesd, logs
+from torchobs.exporter.api import local
 from torchobs.exporter.api.app import Api
-from torchobs.exporter.api.unix import SocketFile
 from torchobs.exporter.app import Site
-from torchobs.exporter.listener import Connections, bind, bind_near, serve_on
+from torchobs.exporter.connections import Connections
+from torchobs.exporter.described import Lost
+from torchobs.exporter.listener import bind, bind_near, serve_on
+from torchobs.exporter.named import Named
 from torchobs.exporter.pages import Pages
 from torchobs.exporter.scan import Scanner
 from torchobs.exporter.scrapers import Scrapers
 from torchobs.exporter.states import FADED_AFTER_S
-from torchobs.exporter.unixsocket import UnixAddress, UnixSocket, bind_unix, inherited
+from torchobs.exporter.systemd import inherited
+from torchobs.exporter.unixsocket import UnixAddress, UnixSocket, bind_unix
 from torchobs.exporter.watch import Watch
 from torchobs.exporter.web.gate import Gate
 from torchobs.values import Address
@@ -42,7 +47,6 @@ if TYPE_CHECKING:
     import uvicorn
 
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.exporter.listener import Connection
     from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
@@ -78,7 +82,7 @@ def serve(
 
     Args:
         config: what to serve, and where.
-        announce: called once with ``host:port``, as soon as that is listened on.
+        announce: called with ``host:port`` as soon as that is listened on, and again if it raises ``OSError``.
         finished: asked once a second; True ends the service.
 
     Returns:
@@ -86,6 +90,21 @@ def serve(
     """
     _allow_files()
     return asyncio.run(_Service(config, announce, finished).run())
+
+
+class _Door(NamedTuple):
+    """A server on a socket. ``address``: as it was asked for; ``None``: it is systemd's."""
+
+    server: uvicorn.Server
+    bound: socket.socket
+    address: Address | UnixAddress | None
+    commands: bool = False
+    """the API's own, whoever comes in by which may command"""
+
+    def remove_name(self) -> None:
+        """Take the socket's name away, if it has one; to be called while it still listens."""
+        if isinstance(self.bound, UnixSocket):
+            self.bound.remove()
 
 
 class _Service:
@@ -98,19 +117,20 @@ class _Service:
         self._scrapers = Scrapers()
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = Gate(config.web_config_file)
-        self._api, self._socket = Api(config, self._watch, lambda: self._gate.authenticates), SocketFile(config)
+        self._api = Api(config, self._watch, lambda: self._gate.authenticates)
+        self._wants_socket = local.is_wanted(config)
         self._site.live.evidence = self._api.evidence
         self._open = self._site.app(self._api.mounts())
         self._app = self._gate.guard(self._open)
-        self._servers: list[tuple[uvicorn.Server, socket.socket]] = []
-        self._local: list[tuple[uvicorn.Server, socket.socket]] = []
+        self._doors: list[_Door] = []
         self._context = self._gate.context
         self._bind_problems: tuple[str, ...] = ()
         self._targets = filesd.TargetFile(config.file_sd, gethostname(), filesd.reachable) if config.file_sd else None
         self._inherit_problems: tuple[str, ...] = ()
         self._unbound = list(config.addresses)
+        self._address, self._unannounced = "", 0
         self._next_bind_s = 0.0
-        self._connections = Connections()
+        self._connections, self._named = Connections(), Named()
         self._push = _push_of(config)
         self._done = False
         self._leave = asyncio.Event()
@@ -126,7 +146,7 @@ class _Service:
             await self._look_at_web_config()
             self._inherit_problems = await self._take_over()
             await self._bind()
-            if not self._servers and self._config.mode == "node":
+            if not self._doors and self._config.mode == "node":
                 return 1
             while not self._leave.is_set():
                 await self._tick()
@@ -151,16 +171,17 @@ class _Service:
 
     async def _tick(self) -> None:
         await self._look_at_web_config()
-        if (self._unbound or self._socket.wanted) and time.monotonic() >= self._next_bind_s:
+        await self._give_up_lost()
+        if (self._unbound or self._wants_socket) and time.monotonic() >= self._next_bind_s:
             await self._bind()
+        self._tell_address()
         await self._tell_targets()
         snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
-        servers = [server for server, _ in (*self._servers, *self._local)]
-        for server in servers:
-            await server.on_tick(0)
-        connections = {connection for server in servers for connection in server.server_state.connections}
-        self._connections.sweep(cast("set[Connection]", connections), time.monotonic())
+        for door in self._doors:
+            await door.server.on_tick(0)
+        self._connections.sweep(time.monotonic())
         await self._api.look(snapshot)
+        self._count_losses()
         if self._push is not None:
             self._site.pushed = self._push.counts
             self._push.look(self._site.facts(snapshot))
@@ -168,23 +189,38 @@ class _Service:
             self._done = True
             self._leave.set()
 
+    def _count_losses(self) -> None:
+        targets = self._targets.failures if self._targets is not None else 0
+        writes = {"log": logs.lost(), "file_sd": targets, "announcement": self._unannounced, "control": self._api.failures}
+        self._site.lost = Lost(dict(self._connections.dropped), writes)
+
     async def _look_at_web_config(self) -> None:
         await self._gate.look()
         self._tell_problems()
         if self._gate.context is not self._context:
             self._context = self._gate.context
             # another context for new connections is another server; the socket stays, so that nobody is refused meanwhile
-            old = [one for one in self._servers if not isinstance(one[1], UnixSocket)]
-            self._servers = [one for one in self._servers if one not in old]
-            for _, bound in old:
-                again = bound.dup()
-                self._servers.append((await serve_on(again, self._app, self._context), again))
-            for server, bound in old:
-                await server.shutdown(sockets=[bound])
+            old = [door for door in self._doors if not isinstance(door.bound, UnixSocket)]
+            self._doors = [door for door in self._doors if door not in old]
+            for door in old:
+                await self._serve(door.bound.dup(), door.address)
+            for door in old:
+                await door.server.shutdown(sockets=[door.bound])
+
+    async def _give_up_lost(self) -> None:
+        """Listen anew where a Unix socket's name does not lead to it any more."""
+        lost = self._named.lost(door.bound for door in self._doors if isinstance(door.bound, UnixSocket))
+        for door in [door for door in self._doors if door.bound in lost]:
+            self._doors.remove(door)
+            if door.commands:
+                self._wants_socket = True
+            elif door.address is not None:
+                self._unbound.append(door.address)
+            await door.server.shutdown(sockets=[door.bound])
 
     async def _tell_targets(self) -> None:
         if self._targets is not None:
-            addresses = filesd.listened_on(bound for _, bound in self._servers)
+            addresses = filesd.listened_on(door.bound for door in self._doors)
             target = filesd.Target(addresses, self._config.telemetry_path, tls=self._context is not None)
             await asyncio.to_thread(self._targets.tell, target)
             self._tell_problems()
@@ -208,50 +244,69 @@ class _Service:
                 continue
             self._unbound.remove(address)
             await self._serve(bound, address)
-        if self._servers or self._config.mode == "sidecar":  # a node's exporter without a port gives up
+            self._listening(bound, address)
+        if self._doors or self._config.mode == "sidecar":  # a node's exporter without a port gives up
             await self._bind_socket(problems)
         self._bind_problems = tuple(problems)
         self._tell_problems()
 
     async def _bind_socket(self, problems: list[str]) -> None:
+        if not self._wants_socket:
+            return
         try:
-            bound = self._socket.bind() if self._socket.wanted else None
+            address = local.address(self._config)
+            if address is None:
+                return
+            bound = bind_unix(Path(address.path))
         except OSError as problem:
             problems.append(f"no Unix socket for the API: {problem.strerror or problem}")
             _log.error("no Unix socket for the API: %s", problem.strerror or problem)
             return
-        if bound is not None:
-            # no TLS and no passwords: the file's mode says who comes in
-            self._local.append((await serve_on(bound, self._site.app(self._api.mounts("socket"))), bound))
+        self._wants_socket = False
+        await self._serve(bound, address, commands=True)
 
     def _listener(self, address: Address | UnixAddress) -> socket.socket:
         if isinstance(address, UnixAddress):
-            return bind_unix(address)
+            return bind_unix(Path(address.path))
         return bind(address) if self._config.mode == "sidecar" else bind_near(address)
 
-    async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None = None) -> None:
-        own = isinstance(bound, UnixSocket)  # its mode is its guard
-        app, context = (self._open, None) if own else (self._app, self._context)
-        self._servers.append((await serve_on(bound, app, context), bound))
-        if isinstance(address, Address):
-            self._listening(Address(address.host, bound.getsockname()[1]))
-        else:
-            _log.info("listening on %s", address or bound.getsockname())
+    async def _serve(
+        self, bound: socket.socket, address: Address | UnixAddress | None = None, *, commands: bool = False
+    ) -> None:
+        app, context = self._app, self._context
+        if isinstance(bound, UnixSocket):  # no TLS and no passwords: its mode says who comes in
+            app, context = self._site.app(self._api.mounts("socket")) if commands else self._open, None
+        self._doors.append(_Door(await serve_on(bound, app, self._connections, context), bound, address, commands))
 
     async def _take_over(self) -> tuple[str, ...]:
         try:
             for bound in inherited(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
                 await self._serve(bound)
+                _log.info("listening on %s", bound.getsockname())
         except OSError as problem:
             _log.error("--web.systemd-socket: %s", problem.strerror)
             return (f"--web.systemd-socket: {problem.strerror}",)
         return ()
 
-    def _listening(self, address: Address) -> None:
-        _log.info("listening on %s", address)
-        announce, self._announce = self._announce, None
-        if announce is not None:
-            announce(str(address))
+    def _listening(self, bound: socket.socket, address: Address | UnixAddress) -> None:
+        if isinstance(address, UnixAddress):
+            _log.info("listening on %s", address)
+            return
+        actual = Address(address.host, bound.getsockname()[1])
+        _log.info("listening on %s", actual)
+        self._address = self._address or str(actual)
+        self._tell_address()
+
+    def _tell_address(self) -> None:
+        """Announce the first address, again and again until it could be written."""
+        if self._announce is None or not self._address:
+            return
+        try:
+            self._announce(self._address)
+            self._announce = None
+        except OSError as problem:
+            self._unannounced += 1
+            _log.error("the address could not be announced: %s", problem.strerror or problem)
 
     def _fleet(self) -> Fleet:
         ranks, last_s = self._watch.latest.ranks, self._scrapers.last_s
@@ -296,11 +351,9 @@ class _Service:
         self._site.live.close()
         if self._push is not None:
             self._push.close()
-        for server, bound in (*self._servers, *self._local):
-            await server.shutdown(sockets=[bound])
-            if isinstance(bound, UnixSocket):
-                bound.remove()
-        self._socket.close()
+        for door in self._doors:
+            door.remove_name()
+            await door.server.shutdown(sockets=[door.bound])
         self._api.close()
         self._watch.close()
         self._pages.close()

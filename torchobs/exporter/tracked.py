@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import struct
 from contextlib import contextmanager
 from itertools import chain
@@ -20,11 +21,29 @@ if TYPE_CHECKING:
 
     from torchobs.flight.reader import FlightFile
 
-HOSTILE = (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, struct.error)
+HOSTILE = (
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
+    struct.error,
+)
 """What reading bytes that somebody chose can raise; the file is bad then, and the exporter goes on."""
+
+_PASSING = frozenset(
+    {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS),
+        *(errno.EACCES, errno.EPERM, errno.EBADF, errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT),
+    }
+)
 
 _SEAL_S = 10.0
 _NEVER_NS = -(1 << 62)
+
+
+def is_passing(problem: BaseException) -> bool:
+    """Tell whether an error says nothing of the file: descriptors or memory have run out, or it may not be read just now.
+
+    What is known of a rank stays then, instead of the rank being taken for gone.
+    """
+    return isinstance(problem, MemoryError) or (isinstance(problem, OSError) and problem.errno in _PASSING)
 
 
 class Now(NamedTuple):
@@ -80,7 +99,7 @@ class Tracked:
         if self._sealed:
             return
         # the lock first: when it is free already, what is read afterwards is the last there will be
-        self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name))
+        self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name), before=self.lock_held)
         was_up = self.up
         try:
             self._read(now)
@@ -172,11 +191,12 @@ def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> T
         raise
 
 
-def _is_held(directory_fd: int, name: str) -> bool:
+def _is_held(directory_fd: int, name: str, *, before: bool) -> bool:
     try:
         return lock.is_held(directory_fd, name)
-    except OSError:
-        return False  # gone, or no lock of ours: its heartbeat alone can show that it lives
+    except OSError as problem:
+        # gone, or no lock of ours: its heartbeat alone can show that it lives
+        return before and is_passing(problem)
 
 
 def _learned_s(view: View) -> float:

@@ -52,6 +52,8 @@ _Slot = tuple[int, bytes]
 """generation, words"""
 _NONE: _Slot = (0, b"")
 _NO_BLOCK = Block()
+MAX_WORDS = 32_768
+"""That series may have: four times what a file of this version has. Series forged to fill 16 MiB would take 80 MB."""
 MAX_NAMES = 200_000
 MAX_FILES = 4096
 
@@ -230,6 +232,8 @@ class FlightFile:
         raw = os.pread(self._fd, span.length - start, span.offset + start)
         taken = self._taken
         for series, end in decode(raw, self.header.seed, self.header.regions[Region.BLOCKS].count):
+            if len(self._taken) >= MAX_WORDS:
+                return
             words = {(series.block, word) for word in range(series.word, series.word + series.width)}
             self._table_at = start + end
             if taken.isdisjoint(words):  # a twin or an overlap is forged

@@ -35,9 +35,13 @@ def announce(directory_fd: int, address: str) -> Announcement:
     made = Announcement(os.getpid(), address, url(address), time.time(), __version__)
     temporary = f".{NAME}-{token_hex(8)}"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
-    with open(fd, "w", encoding="utf-8") as file:
-        file.write(json.dumps(made._asdict()) + "\n")
-    os.rename(temporary, NAME, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    try:
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(json.dumps(made._asdict()) + "\n")
+        os.rename(temporary, NAME, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
+    except OSError:
+        os.unlink(temporary, dir_fd=directory_fd)
+        raise
     return made
 
 

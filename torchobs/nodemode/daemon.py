@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -98,7 +99,8 @@ def _serve(post: Post, election: Election, directory_fd: int, serve: Serve, depa
         _log.info("pid %d serves %s on %s", made.pid, post.flight_dir, made.url)
 
     def finished(fleet: Fleet) -> bool:
-        log.shorten(sys.stderr.fileno())
+        with contextlib.suppress(OSError):  # a log that is full is no reason to leave
+            log.shorten(sys.stderr.fileno())
         return not election.holds() or departure(fleet)
 
     try:

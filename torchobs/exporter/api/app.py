@@ -80,6 +80,11 @@ class Api:
         """Return what ranks have left, the newest first."""
         return await self._run(self._shelf.listing)
 
+    @property
+    def failures(self) -> int:
+        """Commands that could not be written."""
+        return self._desk.failures
+
     def close(self) -> None:
         """Let go of the directories."""
         self._thread.submit(self._shelf.close)

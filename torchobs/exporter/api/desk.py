@@ -38,6 +38,8 @@ class Desk:
         self._told: set[str] = set()
         self._hung: dict[str, int | None] = {}
         self._cleaned = False
+        self.failures = 0
+        """commands that could not be written"""
 
     def level(self, ranks: Iterable[Rank], level: int) -> dict[str, Any]:
         """Change the level. Raises ``Problem``."""
@@ -103,14 +105,21 @@ class Desk:
         try:
             directory_fd = self._open()
         except OSError as problem:
-            raise _unwritable(problem) from problem
+            raise self._unwritable(problem) from problem
         try:
             self._clean(directory_fd)
             return [self._write(directory_fd, rank, command) for rank in ranks]
         except OSError as problem:
-            raise _unwritable(problem) from problem
+            raise self._unwritable(problem) from problem
         finally:
             os.close(directory_fd)
+
+    def _unwritable(self, problem: OSError) -> Problem:
+        self.failures += 1
+        reason = problem.strerror or str(problem)
+        _log.error("a command could not be written: %s", reason)
+        detail = f"The control directory cannot be written ({reason}): set --control.dir to one that trainers read as well."
+        return Problem(503, "no-control-directory", detail)
 
     def _write(self, directory_fd: int, rank: Rank, command: Command) -> dict[str, Any]:
         number = control.write_command(directory_fd, bytes.fromhex(rank.incarnation), command)
@@ -149,9 +158,3 @@ class Desk:
 
 def _flight(rank: Rank) -> str:
     return file_name(rank.view.header)
-
-
-def _unwritable(problem: OSError) -> Problem:
-    reason = problem.strerror or str(problem)
-    detail = f"The control directory cannot be written ({reason}): set --control.dir to one that trainers read as well."
-    return Problem(503, "no-control-directory", detail)
