@@ -13,7 +13,7 @@ PROGRAMS := $(CURDIR)/.cache/debian
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 
-.PHONY: help setup demo test lint docs bench wheel-test test-tools clean
+.PHONY: help setup demo test lint docs bench scale soak wheel-test test-tools clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,12 @@ docs: setup ## Write the generated pages, rules and dashboards again
 
 bench: setup ## What torchobs costs per training step, as a table
 	$(BIN)/python -m tests.bench.overhead
+
+scale: setup test-tools ## A thousand ranks, their exporters and a real Prometheus for ten minutes: no missed scrape
+	$(BIN)/python -m tests.bench.scale
+
+soak: setup ## Half an hour of ranks that start, die and come back: the exporter does not grow
+	$(BIN)/python -m tests.bench.soak --minutes 30
 
 wheel-test: setup ## Build sdist and wheel, run the unit tests against the installed wheel
 	tests/wheel.sh $(VENV)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.registry import Collector
 
-_PLAIN_BELOW = 1e6
+PLAIN_BELOW = 1e6
 """From here on Go writes an exponent."""
 END = "# EOF\n"
 """The last line of a page in OpenMetrics."""
@@ -74,7 +74,7 @@ def prefix(style: Style, name: str, labels: Mapping[str, str]) -> str:
 
 def number(value: float) -> str:
     """Return a finite value as Go writes it."""
-    return repr(float(value)) if value < _PLAIN_BELOW else _go(value)
+    return repr(float(value)) if value < PLAIN_BELOW else _go(value)
 
 
 def exemplar(labels: Mapping[str, str], value: float, timestamp_s: float) -> str:

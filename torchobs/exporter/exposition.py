@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.catalog import Kind
 from torchobs.exporter import described, labels
 from torchobs.exporter.encoder import header, number, prefix
+from torchobs.exporter.gauges import Gauges, is_gauge
 from torchobs.exporter.limits import Limits
 from torchobs.exporter.names import Family, Names, family_of, sample_name
 from torchobs.exporter.series import Labelled, Lines, label
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torchobs.catalog import Metric
-    from torchobs.exporter.described import Facts
+    from torchobs.exporter.described import Facts, Said
     from torchobs.exporter.encoder import Style
     from torchobs.exporter.scan import Rank
     from torchobs.flight.points import Block, Value
@@ -44,7 +45,7 @@ class Exposition:
             if known is None:
                 known = self._ranks[key] = _RankSeries(rank, self._names, self._limits)
             for said in described.of_rank(rank):
-                page.add(said.metric, {**said.attributes, **known.identity}, said.value)
+                page.put(said.metric, known.prefix(style, said), said.value)
             known.add_to(page, rank, created=self._created)
         for said in described.of_exporter(facts, self._limits.dropped):
             page.add(said.metric, said.attributes, said.value)
@@ -90,6 +91,11 @@ class _Page:
         line = f"{prefix(self.style, sample_name(family), own)}{number(value)}\n"
         self.of(family, metric.brief).lines.append(line)
 
+    def put(self, metric: Metric, prefix: str, value: float) -> None:
+        """Add one sample of a metric of the catalog, whose line is made up to its value."""
+        family = family_of(metric.name, metric.kind, metric.unit)
+        self.of(family, metric.brief).lines.append(f"{prefix}{number(value)}\n")
+
     def families(self) -> Iterator[str]:
         """Yield them. The classic format has ``_created`` as families of their own, behind those that they belong to."""
         for text in self._families.values():
@@ -116,6 +122,20 @@ class _BlockText:
         self._written: tuple[Block, list[_Chunk]] | None = None
         self._samples: dict[Family, tuple[str, list[str], list[str]]] = {}
         self._rows = [self._row(entry) if entry is not None and (up or entry.survives) else None for entry in entries]
+        self._gauges = [(Gauges(rows), samples) for rows, samples in self._take_gauges()]
+
+    def _take_gauges(self) -> Iterator[tuple[list[tuple[int, str]], list[str]]]:
+        """Yield the rows of each family that has gauges alone, and where its lines go; take them from the others."""
+        by_family: dict[int, list[int]] = {}
+        for index, row in enumerate(self._rows):
+            if row is not None:
+                by_family.setdefault(id(row[2]), []).append(index)
+        for rows in by_family.values():
+            if all(is_gauge(self.series[index]) for index in rows):
+                found = [(index, row) for index in rows if (row := self._rows[index]) is not None]
+                yield [(index, row[0]) for index, row in found], found[0][1][2]
+                for index in rows:
+                    self._rows[index] = None
 
     def _row(self, entry: Labelled) -> tuple[str, Lines, list[str], list[str]]:
         lines = Lines(entry, self.style)
@@ -133,12 +153,14 @@ class _BlockText:
             if row is None or value is None:
                 continue
             plain, lines, samples, created = row
-            # nearly every series is a gauge, and the page is nearly all there is to do
             text = f"{plain}{number(value)}\n" if plain and value.__class__ is float else lines.of(value)
             if text:
                 samples.append(text)
                 if born_s is not None:
                     created.append(lines.created(born_s))
+        for gauges, samples in self._gauges:
+            if text := gauges.text(values):
+                samples.append(text)
         chunks = [_Chunk(family, brief, "".join(a), "".join(b)) for family, (brief, a, b) in self._samples.items() if a]
         for _, samples, created in self._samples.values():
             samples.clear()
@@ -156,6 +178,7 @@ class _RankSeries:
         self._taken: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
         self._texts: dict[tuple[Style, int], _BlockText] = {}
         self._kept: dict[int, Series] = {}
+        self._prefixes: dict[tuple[object, ...], str] = {}
 
     @property
     def size(self) -> int:
@@ -165,6 +188,15 @@ class _RankSeries:
     def entries(self) -> Iterator[Labelled]:
         """Yield what is on the page."""
         return (entry for entry in self._entries.values() if entry is not None)
+
+    def prefix(self, style: Style, said: Said) -> str:
+        """Return the line of what the exporter says of the rank, up to its value; it is the same at every scrape."""
+        key = style, said.metric.name, *said.attributes.values()
+        found = self._prefixes.get(key)
+        if found is None:
+            name = sample_name(family_of(said.metric.name, said.metric.kind, said.metric.unit))
+            found = self._prefixes[key] = prefix(style, name, {**said.attributes, **self.identity})
+        return found
 
     def add_to(self, page: _Page, rank: Rank, *, created: bool) -> None:
         """Add the lines of every series that the rank's state lets it show."""

@@ -1,0 +1,228 @@
+"""Half an hour of ranks that start, die and come back: ``python -m tests.bench.soak --minutes 30``.
+
+Ranks are processes with the real writer, and one real training at a time. They are killed by SIGKILL, or end in order, and come
+back as new incarnations; dead files go, as trainers remove them. A real exporter is scraped all the while in both formats, and
+its live page is looked at. Its memory, descriptors, threads and series are sampled. After the warm-up none of them may grow:
+the exit status is 1 if one does, if a scrape fails, or if the exporter ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.bench.fleet import flight_directory
+from tests.bench.processes import MIB, exporter, footprint
+from tests.bench.scraping import ACCEPT
+from tests.bench.trend import Trend, trend
+from tests.support import clean_environment
+from torchobs.flight.clean import clean
+
+if TYPE_CHECKING:
+    from tests.exporters import Program
+
+RANKS = 6
+LIFE_S = (8.0, 40.0)
+PAUSE_S = (0.0, 40.0)
+"""before half of the restarts; the others are at once"""
+STEPS = (200, 4000)
+"""of a real training"""
+KILLED = 0.6
+"""Share of the trainings that do not come to their end."""
+GRACE = "20s"
+SAMPLE_S = 2.0
+FILES_BYTES = 24 * MIB
+"""Dead files that trainers would leave; theirs is 256 MiB, which half an hour would not fill."""
+WARM_UP = 1 / 3
+"""Share of the time before memory, which grows with the most that was ever alive at once, is expected to stay."""
+ALLOWED = {"memory": 3 * MIB, "descriptors": 1.0, "threads": 0.5, "series": 100.0}
+"""Growth over the rest that is none. Memory: an allocator's arenas are 1 MiB, and a leak of one rank's series for each of the
+restarts of half an hour is 50 MiB. Series: how many of the dead are within their grace changes all the time; a rank has 110 at
+least, and there are hundreds of restarts."""
+
+
+class Life:
+    """One rank that is started again whenever it is gone."""
+
+    def __init__(self, directory: Path, number: int, dice: random.Random) -> None:
+        self._directory, self._number, self._dice = directory, number, dice
+        self._process: subprocess.Popen[bytes] | None = None
+        self._until_s = self._again_s = 0.0
+        self.starts = 0
+
+    def look(self, now_s: float) -> None:
+        """Kill it if its time has come; start it again, at once or when its grace may be over."""
+        if self._process is not None and (self._process.poll() is not None or now_s >= self._until_s):
+            self.end()
+            self._again_s = now_s + self._dice.choice((0.0, self._dice.uniform(*PAUSE_S)))
+        if self._process is None and now_s >= self._again_s:
+            self._start(now_s)
+
+    def _start(self, now_s: float) -> None:
+        arguments, environment, life_s = self._next()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment
+        )
+        self._until_s = now_s + life_s
+        self.starts += 1
+
+    def end(self) -> None:
+        """Kill it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _next(self) -> tuple[list[str], dict[str, str], float]:
+        arguments = ["tests.rank_process", str(self._directory), str(self._number)]
+        return arguments, clean_environment(), self._dice.uniform(*LIFE_S)
+
+
+class Training(Life):
+    """A rank that really trains."""
+
+    def _next(self) -> tuple[list[str], dict[str, str], float]:
+        steps = self._dice.randrange(*STEPS)
+        identity = {"TORCHOBS_RUN_ID": "soak", "RANK": str(self._number)}
+        life_s = self._dice.uniform(*LIFE_S) if self._dice.random() < KILLED else 300.0
+        return ["tests.bench.training", str(self._directory), str(steps)], {**clean_environment(), **identity}, life_s
+
+
+@dataclass
+class Record:
+    """What was seen, as (seconds, value) points."""
+
+    points: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: {name: [] for name in ALLOWED})
+    scrapes: int = 0
+    looks: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, seconds: float, program: Program, series: int) -> None:
+        """Take one sample."""
+        found = footprint(program.process.pid)
+        for name, value in zip(ALLOWED, (found.rss, found.fds, found.threads, series), strict=True):
+            self.points[name].append((seconds, value))
+
+    def trends(self) -> dict[str, Trend]:
+        """Return what each quantity did after the warm-up."""
+        return {name: trend(points[int(len(points) * WARM_UP) :], ALLOWED[name]) for name, points in self.points.items()}
+
+
+def soak(seconds: float, directory: Path, program: Program, lives: list[Life]) -> Record:
+    """Let it run."""
+    record, began_s, directory_fd = Record(), time.monotonic(), os.open(directory, os.O_RDONLY)
+    formats = itertools.cycle(ACCEPT.values())
+    try:
+        for number in itertools.count():
+            now_s = time.monotonic()
+            if now_s - began_s >= seconds or program.process.poll() is not None:
+                return record
+            for life in lives:
+                life.look(now_s)
+            clean(directory_fd, now=time.monotonic_ns(), max_total_bytes=FILES_BYTES)
+            series = _scrape(program, next(formats), record)
+            if number % 5 == 0:
+                _look(program, record)
+            record.add(now_s - began_s, program, series)
+            if number % 30 == 0:
+                say(f"{(now_s - began_s) / 60:.1f} min: {_state(record, lives)}")
+            time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - now_s)))
+    finally:
+        os.close(directory_fd)
+    raise AssertionError("it counts for ever")
+
+
+def _scrape(program: Program, accept: str, record: Record) -> int:
+    with _told(record):
+        answer = program.get(Accept=accept, Accept_Encoding="identity", User_Agent="Prometheus/3.0")
+        record.scrapes += 1
+        if answer.status == 200:
+            return sum(not line.startswith(b"#") for line in answer.body.splitlines())
+        record.failures.append(f"a scrape was answered with {answer.status}")
+    return 0
+
+
+def _look(program: Program, record: Record) -> None:
+    """Open the live page, and its stream for a moment."""
+    with _told(record):
+        record.looks += 1
+        if program.get("/").status != 200:
+            record.failures.append("the live page was not there")
+        connection = http.client.HTTPConnection(program.address, timeout=10)
+        connection.request("GET", "/live/stream")
+        if b"data:" not in connection.getresponse().read(2000):
+            record.failures.append("the live stream said nothing")
+        connection.close()
+
+
+@contextlib.contextmanager
+def _told(record: Record) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        record.failures.append(repr(problem))
+
+
+def _state(record: Record, lives: list[Life]) -> str:
+    last = {name: points[-1][1] for name, points in record.points.items()}
+    return (
+        f"{last['memory'] / MIB:.1f} MiB, {last['descriptors']:.0f} descriptors, {last['threads']:.0f} threads, "
+        f"{last['series']:.0f} series; {sum(life.starts for life in lives)} starts, {len(record.failures)} failures"
+    )
+
+
+def table(record: Record, lives: list[Life], minutes: float) -> str:
+    """Render what happened as a Markdown table."""
+    starts, seen = sum(life.starts for life in lives), f"{record.scrapes} scrapes, {record.looks} looks at the live page"
+    lines = [
+        f"{minutes:g} minutes: {starts} starts of {len(lives)} ranks, {seen}, {len(record.failures)} failures.\n",
+        "| after the first third | median | grown | allowed |\n|---|---|---|---|",
+    ]
+    for name, found in record.trends().items():
+        unit, form = (MIB, "{:.1f} MiB") if name == "memory" else (1, "{:.1f}")
+        cells = [form.format(value / unit) for value in (found.level, found.grown, found.allowed)]
+        lines.append(f"| {name} | {' | '.join(cells)} |{' **grows**' if found.grows else ''}")
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
+    parser.add_argument("--seed", type=int, default=1, help="of who dies when (default: 1)")
+    options = parser.parse_args()
+    dice = random.Random(options.seed)
+    with flight_directory() as path, exporter(path, "--grace", GRACE) as program:
+        lives: list[Life] = [Life(path, number, dice) for number in range(RANKS)]
+        lives.append(Training(path, RANKS, dice))
+        try:
+            record = soak(options.minutes * 60, path, program, lives)
+        finally:
+            for life in lives:
+                life.end()
+        if program.process.poll() is not None:
+            record.failures.append(f"the exporter ended with {program.process.returncode}:\n{program.log}")
+    print(table(record, lives, options.minutes), flush=True)
+    for failure in record.failures[:20]:
+        say(f"failure: {failure}")
+    sys.exit(bool(record.failures) or any(found.grows for found in record.trends().values()))
+
+
+if __name__ == "__main__":
+    main()
