@@ -19,11 +19,15 @@ GOOD, FAIR, BAD, OUT = "green", "orange", "red", "text"
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """An expression and how its series are named, e.g. ``rank {{rank}}``. ``instant``: only its value now."""
+    """An expression and how its series are named, e.g. ``rank {{rank}}``. ``instant``: only its value now.
+
+    ``exemplars``: with the exemplars of all series that it selects.
+    """
 
     expr: str
     legend: str = ""
     instant: bool = False
+    exemplars: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ def _sized(panel: model.Panel, width: int, height: int = 8) -> model.Panel:
 def _target(number: int, query: Query) -> prometheus.Dataquery:
     target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(chr(ord("A") + number))
     target.datasource(DATASOURCE)
+    if query.exemplars:
+        target.exemplar(exemplar=True)
     if query.instant:
         target.instant()
     else:

@@ -26,6 +26,16 @@ def increase(metric: Metric, *matchers: str, suffix: str = "") -> str:
     return f"increase({select(metric, *matchers, suffix=suffix)}[$__rate_interval])"
 
 
+def exemplars(metric: Metric, *matchers: str) -> str:
+    """Return a query of no samples, for the exemplars of a histogram, be it classic or native: recorded series have none.
+
+    Prometheus' API of exemplars looks at the selectors alone. At the Unix time 0 there is nothing to be read, so that the query
+    costs nothing, however many buckets there are.
+    """
+    both = (select(metric, *matchers, suffix=suffix) for suffix in ("_bucket", ""))
+    return " or ".join(f"rate({series}[$__rate_interval] @ 0)" for series in both)
+
+
 def share(metric: Metric, by: str, *matchers: str) -> str:
     """Return the share of each value of the label ``by`` in the metric's growth."""
     grown = rate(metric, *matchers)

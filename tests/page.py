@@ -4,11 +4,14 @@ The exporter's own page has a test and a golden file of its own; this one exists
 """
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from torchobs.catalog import Kind, Metric, prometheus_label
 
@@ -20,9 +23,19 @@ JOB_NAME, RUN_ID = "gpt", "run-1"
 
 def page(metrics: Iterable[Metric], elapsed_s: float = 60.0, ranks: int = 2) -> str:
     """The classic text of `metrics` after `elapsed_s` seconds: gauges are 1, counts grow by 1 or more per second."""
+    return generate_latest(_registry(metrics, elapsed_s, ranks)).decode()
+
+
+def openmetrics_page(metrics: Iterable[Metric], elapsed_s: float) -> str:
+    """The same of two ranks in OpenMetrics, with an exemplar in one bucket of each histogram."""
+    written: bytes = openmetrics.generate_latest(_registry(metrics, elapsed_s, 2))  # type: ignore[no-untyped-call]
+    return written.decode()
+
+
+def _registry(metrics: Iterable[Metric], elapsed_s: float, ranks: int) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Page(metrics, elapsed_s, ranks))
-    return generate_latest(registry).decode()
+    return registry
 
 
 class _Page(Collector):
@@ -34,7 +47,8 @@ class _Page(Collector):
             family = Family(metric.prometheus.removesuffix("_total"), metric.brief, TYPES[metric.kind])
             for number, labels in _label_sets(metric, self._ranks):
                 for suffix, more, value in _samples(metric, self._elapsed_s, number):
-                    family.add_sample(metric.prometheus + suffix, {**labels, **more}, value)
+                    exemplar = _exemplar(metric) if more.get("le") == str(_typical(metric)) else None
+                    family.add_sample(metric.prometheus + suffix, {**labels, **more}, value, exemplar=exemplar)
             yield family
 
 
@@ -52,9 +66,17 @@ def _samples(metric: Metric, elapsed_s: float, number: int) -> Iterator[tuple[st
     if metric.kind is not Kind.HISTOGRAM:
         yield "", {}, elapsed_s * number if metric.kind is Kind.COUNTER else 1.0
         return
-    typical = metric.bounds[len(metric.bounds) // 2]
+    typical = _typical(metric) or 0.0
     for bound in metric.bounds:
         yield "_bucket", {"le": str(bound)}, elapsed_s if bound >= typical else 0.0
     yield "_bucket", {"le": "+Inf"}, elapsed_s
     yield "_sum", {}, elapsed_s * typical
     yield "_count", {}, elapsed_s
+
+
+def _typical(metric: Metric) -> float | None:
+    return metric.bounds[len(metric.bounds) // 2] if metric.bounds else None
+
+
+def _exemplar(metric: Metric) -> Exemplar:
+    return Exemplar({"trace_id": f"{1:032x}", "span_id": f"{1:016x}", "step": "1"}, _typical(metric) or 0.0, time.time())

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchobs.catalog import Kind, Metric
+from torchobs.catalog import SPAN_STEP, Kind, Metric
 from torchobs.exporter.tracked import Now
-from torchobs.flight import lock, place
+from torchobs.flight import lock, place, spans
 from torchobs.flight.birth import file_name, lock_name
 from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
 from torchobs.flight.memory import DirectMemory
@@ -88,6 +88,15 @@ class File:
         """Write the record of a step that ended at a moment of the clock, not folded yet."""
         end_ns = BORN_NS + round(seconds * S)
         self.writer.append(number, end_ns, RecordKind.STEP, _FLAGS, 1, duration_s, loss, norm, 1e-3, PHASES_S, 1024, 8)
+
+    def span(self, number: int, seconds: float, attrs: object = None, **given: object) -> None:
+        """Write the span of a step that ended at a moment of the clock; its number is added to its attributes."""
+        header, attrs = self.header, {"duration_s": 0.1, "grad_norm": 1.0} if attrs is None else attrs
+        own = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
+        end_ns = header.wall_ns - header.monotonic_ns + BORN_NS + round(seconds * S)
+        identity = {"trace_id": spans.trace_id(header), "span_id": spans.step_span_id(spans.run_span_id(header), number)}
+        frame = {"k": "span", "name": SPAN_STEP.name, **identity, "flags": 1, "t0": end_ns - S, "t1": end_ns, "attrs": own}
+        self.writer.events.append({**frame, **given})
 
     def set(self, metric: Metric, value: float, scope: Scope | None = None, /, **attributes: object) -> None:
         """Set, add to or observe a series, as its kind wants it; with a scope it is a user's."""

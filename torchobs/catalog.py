@@ -988,6 +988,7 @@ SPAN_STEP = Span(
         Attribute("step", "its number"),
         Attribute("reason", "why it was recorded: user means that the application began a span in it",
                   ("sampled", "slow", "anomalous", "user")),
+        Attribute("duration_s", "as torchobs.step.duration counts it; the first step, whose begin is unknown, has none"),
         Attribute("loss", "its loss"),
         Attribute("grad_norm", "its gradient norm"),
         Attribute("skipped", "true if the loss scaler skipped it"),

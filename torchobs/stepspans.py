@@ -41,6 +41,7 @@ class StepSpans:
         self._interval = host.settings.trace_steps
         self._waiting: deque[tuple[StepRecord, bytes]] = deque(maxlen=_WAITING)
         self._kept: deque[tuple[StepRecord, bytes]] = deque(maxlen=_KEPT)
+        self._late: deque[StepRecord] = deque(maxlen=_KEPT)
         self._durations: deque[float] = deque(maxlen=_COMPARED)
         self._budgets = {reason: Budget(_EVERY_NS, _BURST) for reason in (SLOW, ANOMALOUS)}
         self._due_ns, self._pause_ns = 0, _EVERY_NS if self._interval == "auto" else _LEAST_NS
@@ -64,13 +65,15 @@ class StepSpans:
 
     def sample(self) -> None:
         """Write what is due of the steps that have ended."""
+        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        self._take_late([record for record, _ in taken if record.kind == Kind.LATE and record.flags & Flag.GRAD_NORM])
         anomalous = {self._host.anomalous.popleft() for _ in range(len(self._host.anomalous))}
         for record, raw in [entry for entry in self._kept if entry[0].step in anomalous]:
             self._offer(record, raw, ANOMALOUS)  # a device delivered its loss afterwards, or the fold was not done yet
-        if not self._waiting:
+        fresh = [entry for entry in taken if entry[0].kind == Kind.STEP]
+        if not fresh:
             return
         slow_s, interval = slow_from(self._durations), self._interval
-        fresh = [entry for entry in [self._waiting.popleft() for _ in range(len(self._waiting))] if entry[0].kind == Kind.STEP]
         self._kept.extend(fresh)
         self._durations.extend([record.duration_s for record, _ in fresh if not record.flags & Flag.UNTIMED])
         for record, raw in fresh:  # a thousand a second: a call for each would cost as much as the rest
@@ -85,6 +88,13 @@ class StepSpans:
         for step in sorted(self._wanted):
             self._emit(step, last_ns, monotonic_ns(), {"reason": USER, "ended": False})
         self._wanted.clear()
+
+    def _take_late(self, records: list[StepRecord]) -> None:
+        """Keep the norms that a device has delivered; tell those whose step has its span already."""
+        self._late.extend(records)
+        for record in records:
+            if record.step in self._written and isfinite(record.grad_norm):
+                self._host.writer.events.append({"k": "late", "step": record.step, "grad_norm": record.grad_norm})
 
     def _reason(self, record: StepRecord, slow_s: float, anomalous: set[int]) -> str:
         if record.step in self._wanted:
@@ -104,7 +114,8 @@ class StepSpans:
             return
         exact = spans.parts(raw)
         begun_ns = exact[0] if exact else record.end_ns - round(sum(record.phase_s) * 1e9)
-        attributes: dict[str, object] = {"reason": reason, **_values(record)}
+        norms = [late.grad_norm for late in self._late if late.step == record.step]
+        attributes: dict[str, object] = {"reason": reason, **_values(record, norms)}
         if exact is None:
             attributes |= {f"{name}_s": value for name, value in zip(PHASE_NAMES, record.phase_s, strict=True) if value}
         own = self._emit(record.step, begun_ns, record.end_ns, attributes)
@@ -119,12 +130,15 @@ class StepSpans:
         return own
 
 
-def _values(record: StepRecord) -> dict[str, object]:
+def _values(record: StepRecord, late_norms: list[float]) -> dict[str, object]:
     found: dict[str, object] = {}
+    if not record.flags & Flag.UNTIMED:
+        found["duration_s"] = record.duration_s
     if record.flags & Flag.LOSS and isfinite(record.loss):
         found["loss"] = record.loss
-    if record.flags & Flag.GRAD_NORM and isfinite(record.grad_norm):
-        found["grad_norm"] = record.grad_norm
+    norms = [record.grad_norm] if record.flags & Flag.GRAD_NORM else late_norms
+    if norms and isfinite(norms[-1]):
+        found["grad_norm"] = norms[-1]
     if record.flags & Flag.SKIPPED:
         found["skipped"] = True
     return found

@@ -39,9 +39,10 @@ def distribution() -> Panel:
     native = increase(catalog.GRAD_NORM_DISTRIBUTION, *RANKS)
     return panels.distribution(
         "Gradient norms",
-        "How many measured steps had which gradient norm. Buckets are powers of four.",
+        "How many measured steps had which gradient norm. Buckets are powers of four. A dot is one step: its span is a "
+        "click away where exemplars are stored.",
         # Native histograms where there are no classic ones: a heatmap takes both.
-        Query(f"sum by (le) ({buckets}) or (sum({native}) unless on () sum({buckets}))", "{{le}}"),
+        Query(f"sum by (le) ({buckets}) or (sum({native}) unless on () sum({buckets}))", "{{le}}", exemplars=True),
     )
 
 

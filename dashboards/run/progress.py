@@ -8,7 +8,7 @@ from dashboards import panels
 from dashboards.layout import Section
 from dashboards.panels import Query
 from dashboards.percentiles import rank_quantile, run_quantile
-from dashboards.promql import BY_RUN, rate, select
+from dashboards.promql import BY_RUN, exemplars, rate, select
 from dashboards.template import RANKS, RUN, RUNS
 from torchobs import catalog
 
@@ -49,9 +49,11 @@ def durations() -> Panel:
     return panels.lines(
         "Step duration",
         "Half of the steps of all ranks in the last 5 minutes were faster than p0.5, and 99 % faster than p0.99. "
-        "Evaluation and checkpoints are not in it. Needs the recording rules.",
+        "Evaluation and checkpoints are not in it. A dot is one step: its span is a click away where exemplars are stored. "
+        "Needs the recording rules.",
         "s",
         Query(select(run_quantile(catalog.STEP_DURATION), *RUNS), f"{RUN} p{{{{quantile}}}}"),
+        Query(exemplars(catalog.STEP_DURATION, *RANKS), exemplars=True),
     )
 
 

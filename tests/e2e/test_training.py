@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import defaultdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from tests.exporters import Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.support import ROOT, clean_environment, wait_until
+from torchobs.flight import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,15 +62,19 @@ def test_two_ranks_in_prometheus_equal_what_the_script_measured(
     program: Callable[[str], str],
     environ: dict[str, str],
     exporter: Program,
+    flight_dir: Path,
     tmp_path: Path,
 ) -> None:
-    """Steps are those printed, losses and norms equal to float32, phases within 5 % of the script's own clock."""
+    """Steps are those printed, losses and norms equal to float32, phases within 5 % of the script's clock; exemplars."""
     own = tmp_path / "timings"
     arguments = ("--steps", "80", "--timings", str(own), "--log-every", "1000", "--characters", "500000", "--sample", "0")
-    with PrometheusServer(program("prometheus"), scrape=[exporter.address], interval="1s") as prometheus:
+    given: Any = {"scrape": [exporter.address], "interval": "1s", "arguments": ["--enable-feature=exemplar-storage"]}
+    with PrometheusServer(program("prometheus"), **given) as prometheus:
+        began_s = time.time()
         job = start(*TORCHRUN, "2", str(ROOT / "examples" / "char_gpt.py"), *arguments, env=environ)
         assert job.wait(timeout=240) == 0, job
         wait_until(lambda: set(by_rank(prometheus, "torchobs_steps_total").values()) == {80.0}, timeout_s=20)
+        check_exemplars(prometheus, flight_dir, began_s)
         expected = timings(own)
         assert {rank: len(lines) for rank, lines in expected.items()} == {"0": 80, "1": 80}
         for name, field in (
@@ -87,6 +94,30 @@ def test_two_ranks_in_prometheus_equal_what_the_script_measured(
                 assert seen[rank] == pytest.approx(said, rel=0.05, abs=80 * 2e-4), (phase, rank)
         assert by_rank(prometheus, 'torchobs_rank_state{state="finished"}') == {"0": 1.0, "1": 1.0}
         assert by_rank(prometheus, 'sum by (rank) (torchobs_anomalies_total{kind!="loss_spike"})') == {"0": 0.0, "1": 0.0}
+
+
+def check_exemplars(prometheus: PrometheusServer, flight_dir: Path, began_s: float) -> None:
+    """Each leads to a step's span in its rank's file, and is what that step added to the bucket that shows it."""
+    known = dict(chain.from_iterable(map(spans_of, flight_dir.glob("*.flight"))))
+    for field, name in (("duration_s", "torchobs_step_duration_seconds"), ("grad_norm", "torchobs_grad_norm_distribution")):
+        when = {"start": f"{began_s:.3f}", "end": f"{time.time():.3f}"}
+        found = prometheus.get("/api/v1/query_exemplars", query=f"{name}_bucket", **when)
+        assert {one["seriesLabels"]["rank"] for one in found} == {"0", "1"}
+        for series, exemplar in [(one["seriesLabels"], exemplar) for one in found for exemplar in one["exemplars"]]:
+            labels = exemplar["labels"]
+            attributes = known[labels["trace_id"], labels["span_id"]]
+            assert labels.keys() == {"trace_id", "span_id", "step"}
+            assert (labels["step"], float(exemplar["value"])) == (str(attributes["step"]), attributes[field])
+            assert attributes[field] <= float(series["le"])
+            assert began_s < exemplar["timestamp"] < time.time()
+
+
+def spans_of(path: Path) -> list[tuple[tuple[str, str], dict[str, Any]]]:
+    """The spans of steps in a rank's file: their identifiers and attributes."""
+    file = reader.open_path(str(path))
+    frames = [fields for _, fields in file.events() if fields.get("name") == "torchobs.step"]
+    file.close()
+    return [((fields["trace_id"], fields["span_id"]), fields["attrs"]) for fields in frames]
 
 
 def test_a_blown_up_learning_rate_makes_the_shipped_alert_fire(

@@ -5,6 +5,7 @@ import struct
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,7 +22,7 @@ from torchobs.exporter.described import Facts
 from torchobs.exporter.encoder import Style
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.scan import Scanner
-from torchobs.flight.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE, Region, words_crc
+from torchobs.flight.layout import BLOCK_WORDS, HEADER_SIZE, SLOT_HEADER, SLOT_SIZE, Live, Region, words_crc
 from torchobs.flight.series import Scope, Series, ValueType, encode
 
 NAMES = st.one_of(
@@ -109,6 +110,53 @@ def test_a_page_with_hostile_series_parses(series: list[Series], words: list[int
     assert all(math.isfinite(sample.value) for family in families for sample in family.samples)
     (steps,) = next(family.samples for family in families if family.name == "torchobs_steps")
     assert (steps.value, len(families) >= 20) == (1, True)
+
+
+ANYTHING = st.recursive(
+    st.none() | SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner)
+)
+STEPS = st.integers(-1, 4) | st.integers() | ANYTHING
+NUMBERS = st.sampled_from([0, 0.1, 0.125, 1e-300, 1e300, 10**400, -1.0, math.nan, 4.0, 5]) | st.floats() | ANYTHING
+ATTRS = st.fixed_dictionaries({}, optional={"step": STEPS, "duration_s": NUMBERS, "grad_norm": NUMBERS}) | ANYTHING
+GIVEN = st.fixed_dictionaries(
+    {}, optional={"k": st.sampled_from(["span", "late", "event"]) | ANYTHING, "t1": STEPS, "flags": STEPS, "span_id": ANYTHING,
+                  "trace_id": ANYTHING, "attrs": ATTRS, "step": STEPS, "duration_s": NUMBERS, "grad_norm": NUMBERS},
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    frames=st.lists(st.tuples(st.integers(1, 4), GIVEN | ATTRS.map(lambda attrs: {"attrs": attrs})), max_size=12), head=STEPS
+)
+def test_exemplars_of_hostile_spans_lie_in_their_buckets(frames: list[tuple[int, dict[str, Any]]], head: object) -> None:
+    """Whatever the ring says, the page parses, and each exemplar is short, of a step, and within its bucket's bounds."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
+        file = File(Path(home))
+        for step in range(1, 5):
+            file.step(step, step / 10, duration_s=4.0 ** (step - 3), norm=4.0**step)
+            file.span(step, step / 10, attrs={"duration_s": 4.0 ** (step - 3), "grad_norm": 4.0**step})
+        for step, given_ in frames:
+            file.span(step, 0.5, **given_)
+        if isinstance(head, int) and 0 <= head < 1 << 64:
+            file.memory.word(HEADER_SIZE // 8 + Live.EVENT_HEAD, head)
+        file.save().hold()
+        scanner = Scanner(ExporterConfig(flight_dir=home), Clock(0.2))
+        style = Style(openmetrics=True)
+        page = encoder.page(style, encoder.END.encode(), Exposition().families(Facts(scanner.scan()), style)).decode()
+        file.release()
+        scanner.close()
+    families = openmetrics_parser.text_string_to_metric_families(page)  # type: ignore[no-untyped-call]
+    samples = [sample for family in families for sample in family.samples if sample.name.endswith("_bucket")]
+    below, shown = 0.0, 0
+    for sample in samples:
+        edge = float(sample.labels["le"])
+        if sample.exemplar is not None:
+            shown += 1
+            assert (below if math.isfinite(below) else 0.0) <= sample.exemplar.value <= edge
+            assert sum(len(name) + len(text) for name, text in sample.exemplar.labels.items()) <= 128
+            assert sample.exemplar.labels["step"].isdecimal()
+        below = edge
+    assert shown or head == 0
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x00" * 64, b"\xff" * 64])

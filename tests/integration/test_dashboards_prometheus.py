@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.page import page
+from tests.page import openmetrics_page
 from tests.prometheus_server import PrometheusServer
 from tests.promql import filled
 from tests.support import wait_until
@@ -26,9 +26,9 @@ def target() -> Iterator[str]:
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = page(RECORDED_NOW, elapsed_s=time.monotonic() - started).encode()
+            body = openmetrics_page(RECORDED_NOW, elapsed_s=time.monotonic() - started).encode()
             self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -46,15 +46,26 @@ def target() -> Iterator[str]:
 
 
 def unanswered(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str, str]:
-    """The queries of the dashboard that Prometheus has no series for, by the title of the panel."""
-    asked = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", ())] + [
+    """The queries of the dashboard that Prometheus has no series or exemplars for, by the title of the panel."""
+    targets = [(panel["title"], target) for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    asked = [(title, target["expr"]) for title, target in targets if "@ 0" not in target["expr"]] + [
         (annotation["name"], annotation["expr"]) for annotation in dashboard["annotations"]["list"]
     ]
     assert len(asked) > 30
     # nothing restarts here
-    return {
+    series = {
         title: expr for title, expr in asked if title != "Restarts" and not prometheus.query(filled(expr, rate_interval="5s"))
     }
+    with_exemplars = [(title, target["expr"]) for title, target in targets if target.get("exemplar")]
+    assert {title for title, _ in with_exemplars} == {"Step duration", "Gradient norms"}
+    return series | {title: expr for title, expr in with_exemplars if len(exemplars(prometheus, expr)) != 2}
+
+
+def exemplars(prometheus: PrometheusServer, expr: str) -> list[Any]:
+    """The exemplars of a query, as Grafana asks for them: one list for each series."""
+    when = {"start": f"{time.time() - 60:.3f}", "end": f"{time.time():.3f}"}
+    found: list[Any] = prometheus.get("/api/v1/query_exemplars", query=filled(expr, rate_interval="5s"), **when)
+    return found
 
 
 def choices(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str, set[str]]:
@@ -90,7 +101,8 @@ def test_every_panel_has_data(
     rules = checkout / "deploy" / "prometheus"
     files = [rules / "rules" / "torchobs-alerts.yml", rules / variant / "torchobs-percentiles.yml"]
     scrape = {"job_name": "torchobs", "static_configs": [{"targets": [target]}], **settings}
-    with PrometheusServer(program(name), rules=files, interval="1s", settings={"scrape_configs": [scrape]}) as prometheus:
+    given: Any = {"settings": {"scrape_configs": [scrape]}, "arguments": ["--enable-feature=exemplar-storage"]}
+    with PrometheusServer(program(name), rules=files, interval="1s", **given) as prometheus:
         prometheus.wait_for_scrapes(4)
         wait_until(lambda: not unanswered(prometheus, dashboard), timeout_s=20, interval_s=0.5)
         assert choices(prometheus, dashboard) == {

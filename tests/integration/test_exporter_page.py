@@ -107,6 +107,7 @@ def test_the_page_is_the_golden_one(exporter: Exporter, flight_dir: Path, golden
     alive = File(flight_dir, seed=1).hold()
     for step in range(1, 5):
         alive.step(step, step / 10, loss=3.0 / step, norm=4.0**step)
+        alive.span(step, step / 10, attrs={"reason": "sampled", "duration_s": 0.1, "loss": 3.0 / step, "grad_norm": 4.0**step})
     alive.step(5, 0.5, loss=math.nan, norm=math.inf)
     alive.set(catalog.OVERHEAD, 0.001, probe="step")
     alive.set(user("my.requests", unit="{request}", brief="Requests.\nAll of them."), 7, USER, route='/a"b\\c\n')
@@ -146,6 +147,7 @@ def test_the_page_is_what_prometheus_client_would_write(flight_dir: Path, file: 
     """Byte for byte, in both formats and every escaping, of every kind of series, number and label."""
     for step in range(1, 20):
         file.step(step, step / 20, norm=10.0**step, loss=-1.5)
+        file.span(step, step / 20, attrs={"duration_s": 0.1, "grad_norm": 10.0**step})
     for number_, value in enumerate((0, -1, 0.1, 1e6, 999999.5, 1e15, 1e16, 1e300, -1e300, 1e-7, 5e-324, 2**53)):
         file.set(user("my.gauge", Kind.GAUGE, "1"), value, Scope("a"), which=number_, text='back\\slash "quote"\nnew line é ☃')
         file.set(user("my.requests", Kind.COUNTER, "s"), abs(value), Scope("a"), which=number_)

@@ -50,6 +50,20 @@ def measure(writer: FlightWriter) -> None:
         latency.record(number * 10.0)
 
 
+def step_span(writer: FlightWriter) -> dict[str, Any]:
+    """The second step's span, as the sampler thread writes it."""
+    header = writer.header
+    now_ns, run = time.time_ns(), identifiers.run_span_id(header)
+    frame = {
+        "k": "span", "name": "torchobs.step", "trace_id": identifiers.trace_id(header), "parent": run, "flags": 1,
+        "span_id": identifiers.step_span_id(run, 2), "t0": now_ns - 100_000_000, "t1": now_ns, "status": "unset",
+        "attrs": {"step": 2, "reason": "slow", "duration_s": 0.1, "grad_norm": 1.0}, "kind": "internal",
+        "scope": ["torchobs", "1.2", None, {"s": 1}],
+    }  # fmt: skip
+    writer.events.append(frame)
+    return frame
+
+
 def work(writer: FlightWriter) -> None:
     """And every part of a span, below the run's."""
     header = writer.header
@@ -80,6 +94,7 @@ def test_the_collector_gets_what_was_recorded(
     }
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
     train(writer, range(1, 4))
+    shown = step_span(writer)
     exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
     wait_until(lambda: collector.resources("metrics"))
     measure(writer)
@@ -87,17 +102,18 @@ def test_the_collector_gets_what_was_recorded(
     writer.event(catalog.EVENT_ANOMALY.name, {"kind": "loss_spike", "value": 3.5}, 2)
     writer.heartbeat()
     writer.publish()
-    wait_until(lambda: len(sent_spans(collector)) == 3)
+    wait_until(lambda: len(sent_spans(collector)) == 4)
     writer.exit(Exit.EXCEPTION, 1)
     path = writer.path
     writer.close()
-    wait_until(lambda: len(sent_spans(collector)) == 4)
+    wait_until(lambda: len(sent_spans(collector)) == 5)
     exporter.process.send_signal(signal.SIGTERM)
     exporter.process.wait(timeout=30)
     file = open_path(path)
     try:
         check_points(collector, file)
         check_spans(collector, file)
+        check_exemplars(collector, shown)
     finally:
         file.close()
     assert "level=error" not in exporter.log
@@ -188,7 +204,7 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
     header, sent = file.header, sent_spans(collector)
     frames = {frame["span_id"]: frame for _, frame in file.events() if frame["k"] == "span"}
     *of_user, (_, run) = sent
-    assert len(frames) == len(of_user) == 3
+    assert len(frames) == len(of_user) == 4
     for scope, span in of_user:
         frame = frames.pop(span["spanId"])
         identity = frame["trace_id"], frame.get("parent"), frame["name"]
@@ -197,14 +213,26 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
         assert pairs_of_json(span.get("attributes", [])) == frame["attrs"]
         assert span.get("status", {}).get("message") == frame.get("description")
         assert bool(span["flags"] & 0x200) == frame.get("remote", False)
-        assert [*map(event_of, span.get("events", []))] == [event[:3] for event in frame["events"]]
-        assert [*map(link_of, span.get("links", []))] == [[link[0], link[1], link[4]] for link in frame["links"]]
+        assert [*map(event_of, span.get("events", []))] == [event[:3] for event in frame.get("events", [])]
+        assert [*map(link_of, span.get("links", []))] == [[link[0], link[1], link[4]] for link in frame.get("links", [])]
         assert [scope["name"], scope["version"], pairs_of_json(scope["attributes"])] == [*frame["scope"][:2], frame["scope"][3]]
     assert (run["spanId"], run["traceId"]) == (identifiers.run_span_id(header), identifiers.trace_id(header))
     (event,) = run["events"]
     assert event["name"] == catalog.EVENT_ANOMALY.name
     assert pairs_of_json(event["attributes"]) == {"kind": "loss_spike", "value": 3.5, "step": 2}
     assert of_json({"stringValue": run["status"]["message"]}) == "the rank ended before it: exception"
+
+
+def check_exemplars(collector: Collector, shown: Mapping[str, Any]) -> None:
+    """Each histogram of steps has the step with a span, in the bucket it fell into, by a span that was sent, too."""
+    (sent,) = [span for _, span in sent_spans(collector) if span["spanId"] == shown["span_id"]]
+    found = {metric["name"]: point for *_, metric, _, point in sent_points(collector) if "exemplars" in point}
+    assert found.keys() == {"torchobs.step.duration", "torchobs.grad.norm_distribution"}
+    for name, field in (("torchobs.step.duration", "duration_s"), ("torchobs.grad.norm_distribution", "grad_norm")):
+        (exemplar,) = found[name]["exemplars"]
+        assert (exemplar["traceId"], exemplar["spanId"]) == (sent["traceId"], sent["spanId"])
+        assert (exemplar["asDouble"], exemplar["timeUnixNano"]) == (shown["attrs"][field], sent["endTimeUnixNano"])
+        assert pairs_of_json(exemplar["filteredAttributes"]) == {"step": 2}
 
 
 def event_of(event: Mapping[str, Any]) -> list[Any]:

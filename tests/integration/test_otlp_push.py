@@ -199,6 +199,30 @@ def test_deltas_sum_to_the_cumulative_value(flight_dir: Path, receiver: Receiver
     assert by_name["my.u"][0].metric.sum.aggregation_temporality == 2
 
 
+@pytest.mark.parametrize(("delta", "expected"), [(False, [[1], [1], [1, 3]]), (True, [[1], [3]])])
+def test_exemplars_are_those_of_the_time_that_a_point_is_of(
+    flight_dir: Path, receiver: Receiver, file: File, *, delta: bool, expected: list[list[int]]
+) -> None:
+    """The whole life where it is cumulative; else what came since the last point."""
+    clock = Fast()
+    with Pushing(flight_dir, only_metrics(receiver, delta=delta), clock) as pushing:
+        for step, duration_s in ((1, 0.1), (2, 0.1), (3, 0.6)):
+            at_s = clock.now()
+            if step != 2 or not delta:
+                file.step(step, at_s, duration_s=duration_s)
+            if step != 2:
+                file.span(step, at_s, attrs={"duration_s": duration_s})
+            file.save()
+            pushing.look(float(step))
+    of_steps = [one.point for one in points(receiver.taken) if one.metric.name == "torchobs.step.duration"]
+    assert [[attributes(one.filtered_attributes)["step"] for one in point.exemplars] for point in of_steps] == expected
+    header, newest = file.header, of_steps[-1].exemplars[-1]
+    assert newest.trace_id.hex() == identifiers.trace_id(header)
+    assert newest.span_id.hex() == identifiers.step_span_id(identifiers.run_span_id(header), 3)
+    assert newest.as_double == 0.6
+    assert of_steps[-1].start_time_unix_nano <= newest.time_unix_nano <= of_steps[-1].time_unix_nano
+
+
 def test_of_an_older_rank_a_delta_exporter_sends_what_comes(flight_dir: Path, receiver: Receiver, file: File) -> None:
     """What was before, the exporter before it may have sent."""
     file.set(user("my.c"), 100, USER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from tests import support
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs.flight import reader, spans
+from torchobs.flight.record import Flag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -61,6 +63,42 @@ def test_a_sampled_step_is_beneath_the_run(run: Recording) -> None:
     header = run.session.writer.header
     assert step["span_id"] == spans.step_span_id(spans.run_span_id(header), step["attrs"]["step"])
     assert step["trace_id"] == spans.trace_id(header)
+
+
+def test_a_step_s_span_says_what_the_histograms_count(run: Recording) -> None:
+    """So that their exemplars are the observations themselves; the first step, which has no begin, has no duration."""
+    tracer = trace.get_tracer("application")
+    train(8, lambda number: tracer.start_span("work").end() if number in {1, 3} else None)
+    records = {record.step: record for record in run.steps()}
+    for step in awaited(run, "user", 2):
+        attributes = step["attrs"]
+        record = records[attributes["step"]]
+        assert attributes.get("duration_s") == (None if record.flags & Flag.UNTIMED else record.duration_s)
+        assert attributes["grad_norm"] == record.grad_norm
+    assert records[1].flags & Flag.UNTIMED
+
+
+def test_a_norm_that_a_device_delivers_late_is_told(flight_dir: Path) -> None:
+    """With the step's span, or after it where that was written before; not of a step that has none."""
+    for run in recording(flight_dir, grad_interval=1000):
+        host = run.session.host
+        assert host is not None
+        train(8)
+        run.look()
+        run.look()
+        (sampled,) = run.frames("torchobs.step")
+        early, later, other = sampled["attrs"]["step"], 7, 8
+        for step, norm in ((early, 2.5), (later, 3.5), (other, 4.5), (early, math.inf)):
+            host.cycle.late(step, Flag.GRAD_NORM, 0.0, norm)
+        run.look()
+        host.anomalous.append(later)
+        run.look()
+        file = reader.open_path(host.writer.path)
+        late = [fields for _, fields in file.events() if fields["k"] == "late"]
+        file.close()
+        assert late == [{"k": "late", "step": early, "grad_norm": 2.5}]
+        (anomalous,) = [span for span in written(run, "anomalous") if span["attrs"]["step"] == later]
+        assert anomalous["attrs"]["grad_norm"] == 3.5
 
 
 def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:

@@ -22,6 +22,11 @@ class Ring:
         self.memory = flights.RecordingMemory(4096 + size)
         self.ring = events.EventRing(self.memory, 4096, size, SEED, 0)
 
+    @property
+    def head(self) -> int:
+        """Where the newest frame ends."""
+        return self.ring._position
+
     def content(self) -> bytes:
         """The ring's bytes."""
         return self.memory.snapshot()[4096:]
@@ -50,6 +55,66 @@ def test_an_event_that_is_too_long_is_dropped_and_counted() -> None:
     ring.ring.append({"n": "x" * 300})
     ring.ring.append({"n": 1})
     assert (ring.seen(), ring.ring.dropped) == ([1], 1)
+
+
+class Reading:
+    """Reads parts of a ring, and counts the bytes."""
+
+    def __init__(self, ring: bytes) -> None:
+        self.bytes = 0
+        self._ring = ring
+
+    def __call__(self, at: int, length: int) -> bytes:
+        self.bytes += length
+        return self._ring[at : at + length]
+
+
+def numbers(payloads: list[bytes]) -> list[Any]:
+    """The numbers of the events in payloads."""
+    return [json.loads(payload)["n"] for payload in payloads]
+
+
+@pytest.mark.parametrize("pause", [1, 3, 5, 40])
+def test_a_tail_gives_each_event_once_and_reads_what_is_new(pause: int) -> None:
+    """Over many laps, whoever looks often enough misses none; who looks too seldom gets what is left, in order."""
+    ring, tail = Ring(), events.Tail(1024, SEED)
+    taken: list[int] = []
+    for number in range(200):
+        ring.ring.append({"n": number, "text": "x" * (number * 7 % 150)})
+        if number % pause == pause - 1:
+            reading = Reading(ring.content())
+            taken += numbers(tail.take(ring.head, reading))
+            assert taken[-1] == number
+            assert tail.take(ring.head, lambda *_: pytest.fail("nothing is new")) == []
+            assert reading.bytes <= min(1024, (pause + 1) * 256)
+    assert taken == sorted(set(taken))
+    if pause <= 3:
+        assert taken == list(range(200 // pause * pause))
+
+
+def test_a_tail_waits_for_a_frame_whose_head_came_first() -> None:
+    """Where stores are reordered, the head can be there before the frame: it is given with the next one."""
+    ring, tail = Ring(), events.Tail(1024, SEED)
+    ring.ring.append({"n": 0})
+    assert numbers(tail.take(ring.head, Reading(ring.content()))) == [0]
+    before = ring.content()
+    ring.ring.append({"n": 1})
+    assert tail.take(ring.head, Reading(before)) == []
+    ring.ring.append({"n": 2})
+    assert numbers(tail.take(ring.head, Reading(ring.content()))) == [1, 2]
+
+
+@pytest.mark.parametrize("head", [1, 64, 1 << 40, (1 << 64) - 1])
+def test_a_head_that_is_not_true_hides_nothing(head: int) -> None:
+    """It is a hint: the whole ring is looked at, once."""
+    ring, tail = Ring(), events.Tail(1024, SEED)
+    ring.ring.append({"n": 0, "text": "x" * 100})
+    ring.ring.append({"n": 1})
+    for at in (ring.head, head):
+        taken = numbers(tail.take(at, Reading(ring.content())))
+        assert taken == ([0, 1] if at == ring.head else [])
+    ring.ring.append({"n": 2})
+    assert numbers(tail.take(ring.head, Reading(ring.content()))) == [2]
 
 
 def test_a_frame_in_an_event_s_text_is_no_event() -> None:

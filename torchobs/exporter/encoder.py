@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from prometheus_client.registry import Collector
 
+_SECOND = 1_000_000_000
 PLAIN_BELOW = 1e6
 """From here on Go writes an exponent."""
 END = "# EOF\n"
@@ -77,10 +78,13 @@ def number(value: float) -> str:
     return repr(float(value)) if value < PLAIN_BELOW else _go(value)
 
 
-def exemplar(labels: Mapping[str, str], value: float, timestamp_s: float) -> str:
-    """Return what follows a bucket's or a counter's value in OpenMetrics: where one of its observations came from."""
+def exemplar(labels: Mapping[str, str], value: float, at_ns: int) -> str:
+    """Return what follows a bucket's or a counter's value in OpenMetrics: where one of its observations came from.
+
+    ``at_ns``: when it was made, Unix ns; a float would lose the last two digits.
+    """
     pairs = ",".join(f'{label}="{_text(text)}"' for label, text in sorted(labels.items()))
-    return f" # {{{pairs}}} {_go(value)} {timestamp_s}"
+    return f" # {{{pairs}}} {_go(value)} {at_ns // _SECOND}.{at_ns % _SECOND:09d}"
 
 
 def page(style: Style, foreign: bytes, families: Iterable[str]) -> bytes:

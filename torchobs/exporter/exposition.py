@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.catalog import Kind
 from torchobs.exporter import described, labels
 from torchobs.exporter.encoder import header, number, prefix
+from torchobs.exporter.exemplars import NONE
 from torchobs.exporter.gauges import Gauges, is_gauge
 from torchobs.exporter.limits import Limits
 from torchobs.exporter.names import Family, Names, family_of, sample_name
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torchobs.catalog import Metric
     from torchobs.exporter.described import Facts, Said
     from torchobs.exporter.encoder import Style
+    from torchobs.exporter.exemplars import Shown
     from torchobs.exporter.scan import Rank
     from torchobs.flight.points import Block, Value
     from torchobs.flight.series import Series
@@ -119,7 +121,7 @@ class _BlockText:
 
     def __init__(self, series: tuple[Series, ...], entries: Iterable[Labelled | None], style: Style, *, up: bool) -> None:
         self.series, self.style, self.up = series, style, up
-        self._written: tuple[Block, list[_Chunk]] | None = None
+        self._written: tuple[Block, Shown, list[_Chunk]] | None = None
         self._samples: dict[Family, tuple[str, list[str], list[str]]] = {}
         self._rows = [self._row(entry) if entry is not None and (up or entry.survives) else None for entry in entries]
         self._gauges = [(Gauges(rows), samples) for rows, samples in self._take_gauges()]
@@ -142,18 +144,18 @@ class _BlockText:
         _, samples, created = self._samples.setdefault(entry.family, (entry.brief, [], []))
         return lines.plain, lines, samples, samples if self.style.openmetrics else created
 
-    def chunks(self, block: Block, born_s: float | None) -> list[_Chunk]:
+    def chunks(self, block: Block, shown: Shown, born_s: float | None) -> list[_Chunk]:
         """Return the lines by family. ``born_s``: when everything began to count, if that shall be said."""
-        if self._written is None or self._written[0] is not block:
-            self._written = block, self._write(block.values, born_s)
-        return self._written[1]
+        if self._written is None or self._written[0] is not block or self._written[1] is not shown:
+            self._written = block, shown, self._write(block.values, shown, born_s)
+        return self._written[2]
 
-    def _write(self, values: Sequence[Value | None], born_s: float | None) -> list[_Chunk]:
+    def _write(self, values: Sequence[Value | None], shown: Shown, born_s: float | None) -> list[_Chunk]:
         for row, value in zip(self._rows, values, strict=True):
             if row is None or value is None:
                 continue
             plain, lines, samples, created = row
-            text = f"{plain}{number(value)}\n" if plain and value.__class__ is float else lines.of(value)
+            text = f"{plain}{number(value)}\n" if plain and value.__class__ is float else lines.of(value, shown)
             if text:
                 samples.append(text)
                 if born_s is not None:
@@ -206,7 +208,7 @@ class _RankSeries:
             if text is None or text.series is not block.series or text.up != rank.up:
                 entries = [self._entries[id(one)] if id(one) in self._entries else self._enter(one) for one in block.series]
                 text = self._texts[page.style, index] = _BlockText(block.series, entries, page.style, up=rank.up)
-            for chunk in text.chunks(block, born_s):
+            for chunk in text.chunks(block, NONE if index else rank.exemplars, born_s):
                 family = page.of(chunk.family, chunk.brief)
                 family.lines.append(chunk.lines)
                 if chunk.created:

@@ -12,7 +12,7 @@ import stat
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torchobs.exporter.directory import Directory
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.exemplars import Shown
     from torchobs.exporter.joins import Standing, Together
     from torchobs.flight.reader import FlightFile, View
 
@@ -57,6 +58,7 @@ class Rank:
     """which opening of a file the view is from: while it is the same, so are the objects that stand for its series"""
     standing: Standing | None = None
     """among the ranks of its run on this machine; None: it is alone, or does not live"""
+    exemplars: Shown = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,7 @@ class Scanner:
             beat_age_s=tracked.beat_age_s(now),
             ended_in=tracked.ended_in,
             opened=tracked.opened,
+            exemplars=tracked.exemplars,
         )
 
 

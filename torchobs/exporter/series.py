@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import BY_NAME, Kind
-from torchobs.exporter import labels
+from torchobs.exporter import exemplars, labels
 from torchobs.exporter.encoder import number, prefix
 from torchobs.exporter.names import cumulative, sample_name
 from torchobs.flight.reader import Distribution
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torchobs.exporter.encoder import Style
+    from torchobs.exporter.exemplars import Shown
     from torchobs.exporter.names import Family
     from torchobs.flight.series import Series
 
@@ -55,11 +56,11 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
 class Lines:
     """The lines of one series in one style: all but their numbers is made once."""
 
-    __slots__ = ("_created", "_entry", "_prefixes", "_with_sum", "plain")
+    __slots__ = ("_created", "_entry", "_openmetrics", "_prefixes", "_with_sum", "plain")
 
     def __init__(self, entry: Labelled, style: Style) -> None:
         name, bounds = entry.family.name, entry.series.bounds
-        self._entry = entry
+        self._entry, self._openmetrics = entry, style.openmetrics
         # with negative values a sum is no counter: OpenMetrics has neither it nor the count then
         self._with_sum = not (bounds and bounds[0] < 0)
         if entry.buckets:
@@ -72,11 +73,11 @@ class Lines:
         """all but the number, where any finite number will do"""
         self._created = prefix(style, f"{name}_created", entry.labels) if cumulative(entry.series.kind) else ""
 
-    def of(self, value: float | Distribution) -> str:
+    def of(self, value: float | Distribution, shown: Shown = exemplars.NONE) -> str:
         """Return the lines for a value; none for one that a page cannot show (not finite, or a counter below zero)."""
         entry = self._entry
         if isinstance(value, Distribution):
-            return self._of_histogram(value) if entry.buckets else ""
+            return self._of_histogram(value, shown) if entry.buckets else ""
         if entry.buckets or not isfinite(value) or (value < 0 and entry.series.kind is Kind.COUNTER):
             return ""
         return f"{self._prefixes[0]}{number(value)}\n"
@@ -85,9 +86,13 @@ class Lines:
         """Return the line that says when it began to count, if it counts."""
         return f"{self._created}{number(born_s)}\n" if self._created else ""
 
-    def _of_histogram(self, value: Distribution) -> str:
+    def _of_histogram(self, value: Distribution, shown: Shown) -> str:
         prefixes, totals = self._prefixes, [*accumulate(value.counts)]
         lines = [f"{first}{number(total)}\n" for first, total in zip(prefixes, totals, strict=False)]
+        if shown and self._openmetrics:
+            for index, exemplar in exemplars.of(self._entry.series, shown).items():
+                if value.counts[index]:  # the span can be there before the step is folded
+                    lines[index] = f"{lines[index][:-1]}{exemplar.text}\n"
         if self._with_sum and value.sum >= 0:
             lines += [f"{prefixes[-2]}{number(totals[-1])}\n", f"{prefixes[-1]}{number(value.sum)}\n"]
         return "".join(lines)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.exporter import labels, states
+from torchobs.exporter import exemplars, labels, states
 from torchobs.exporter.incarnations import Claim
 from torchobs.flight import lock, reader
 from torchobs.flight.birth import file_name
@@ -65,6 +65,7 @@ class Tracked:
         self.rank = labels.identity(header.resource)
         self.same_boot = header.boot_id == now.boot_id
         self.view: View = file.read()
+        self._exemplars = exemplars.Exemplars(header)
         self.lock_held = False
         self.opened = 0
         self.state = "alive"
@@ -83,6 +84,11 @@ class Tracked:
         restart = labels.number(self.header.resource, "restart") or 0
         born_ns = self.header.monotonic_ns if self.same_boot else self.header.wall_ns
         return Claim(self.rank, self.incarnation, self.same_boot, born_ns, restart, self.view.live.heartbeat_ns or 0)
+
+    @property
+    def exemplars(self) -> exemplars.Shown:
+        """What its histograms' buckets were filled by."""
+        return self._exemplars.shown
 
     @property
     def up(self) -> bool:
@@ -148,6 +154,7 @@ class Tracked:
         self.seal()
         self.retired = why
         self.view = View(self.header, self.view.live, (), None)
+        self._exemplars = exemplars.Exemplars(self.header)
 
     def _read(self, now: Now) -> None:
         before, self.view = self.view.live.heartbeat_ns, self.file.read(final=not self.up)
@@ -156,6 +163,7 @@ class Tracked:
         if beat is not None and beat != before:
             # its own time is exact where it compares with ours: both are CLOCK_MONOTONIC, unless a container has one of its own
             self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
+        self._exemplars.look(self.file, self.view.live.event_head)
 
     def _observation(self, now: Now, hang_timeout_s: float) -> states.Observation:
         live = self.view.live

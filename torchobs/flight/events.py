@@ -1,9 +1,12 @@
-"""The event ring: dated facts and finished spans, as frames at multiples of 64 bytes.
+"""The event ring: dated facts, finished spans and what came too late for them, as frames at multiples of 64 bytes.
 
 A frame is ``position:u64 length:u32 crc:u32`` and ``length`` bytes of a JSON object. ``position`` is virtual: it counts
 bytes since birth and never wraps, so that a frame stands at ``position % ring``; the CRC covers position, length and
 payload. A frame never wraps around the ring's end: what does not fit there starts at the next lap. A reader needs no
 head: it looks at every 64 bytes and takes what stands where its position says and matches its CRC.
+
+A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/frames.py``), or ``late``: the ``grad_norm`` of a ``step``
+whose span was written before a device delivered it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.layout import ALIGN, Live, encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torchobs.flight.memory import Memory
 
@@ -29,6 +32,8 @@ _MAX_PENDING = 1024
 _MAX_CHECKED = 8
 _MAX_DEPTH = 32
 _MAX_BITS = 128
+_MAX_RING = 512 * 1024
+"""No writer makes a longer one (456 KiB in the largest file), and following it costs with its length."""
 
 
 def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
@@ -86,7 +91,7 @@ class EventRing:
                     self._write(self._pending.popleft())
 
     def _write(self, payload: bytes) -> None:
-        length = -(-(_FRAME.size + len(payload)) // ALIGN) * ALIGN
+        length = _aligned(len(payload))
         room = self._size - self._position % self._size
         position = self._position if length <= room else self._position + room
         crc = zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, len(payload), 0), self._seed))
@@ -102,28 +107,76 @@ def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
     Forged lengths could make every 64 bytes cost the CRC of 16 KiB: after ``_MAX_CHECKED`` rings' worth of bytes it ends.
     """
     for position, payload in sorted(_frames(ring, seed)):
-        try:
-            fields = json.loads(payload.decode())  # json.loads would take bytes for UTF-16, too
-            if b"\\u" in payload or payload.count(b"[") + payload.count(b"{") > _MAX_DEPTH:
-                fields = _sane(fields, _MAX_DEPTH)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(fields, dict):
+        fields = fields_of(payload)
+        if fields is not None:
             yield position, fields
 
 
-def _frames(ring: bytes, seed: int) -> Iterator[tuple[int, bytes]]:
-    at, left = 0, _MAX_CHECKED * len(ring)
-    while at < len(ring) - _FRAME.size and left > 0:
-        position, length, crc = _FRAME.unpack_from(ring, at)
+def fields_of(payload: bytes) -> dict[str, Any] | None:
+    """Return what a frame's payload says; ``None`` if that is not a JSON object."""
+    try:
+        fields = json.loads(payload.decode())  # json.loads would take bytes for UTF-16, too
+        if b"\\u" in payload or payload.count(b"[") + payload.count(b"{") > _MAX_DEPTH:
+            fields = _sane(fields, _MAX_DEPTH)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+class Tail:
+    """Follows a ring: gives each frame once, and reads what was written since it looked last, not the whole ring."""
+
+    __slots__ = ("_head", "_next", "_seed", "_size")
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+        self._head = self._next = 0
+
+    def take(self, head: int, read: Callable[[int, int], bytes]) -> list[bytes]:
+        """Return the payloads that are new, oldest first; none before ``head`` has changed.
+
+        ``head`` is where the writer says that its newest frame ends, and ``read(at, length)`` reads the ring.
+        """
+        if head == self._head or self._size > _MAX_RING:
+            return []
+        self._head = head
+        found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
+        if found:  # not the head: where stores are reordered it can be ahead of its frame
+            position, payload = found[-1]
+            self._next = position + _aligned(len(payload))
+        return [payload for _, payload in found]
+
+    def _parts(self, head: int) -> list[tuple[int, int]]:
+        length = head - self._next
+        if not 0 < length < self._size or head % ALIGN:
+            return [(0, self._size)]
+        at = self._next % self._size
+        first = min(length, self._size - at)
+        return [(at, first), (0, length - first)]
+
+    def _frames(self, part: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+        return (frame for frame in _frames(part, self._seed, at, self._size) if frame[0] >= self._next)
+
+
+def _frames(part: bytes, seed: int, offset: int = 0, size: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the frames of a ring, or of the part of a ring of ``size`` that begins at ``offset``."""
+    size = size or len(part)
+    at, left = 0, _MAX_CHECKED * len(part)
+    while at < len(part) - _FRAME.size and left > 0:
+        position, length, crc = _FRAME.unpack_from(part, at)
         begin, at = at, at + ALIGN
-        if not length or position % len(ring) != begin or length > min(MAX_PAYLOAD, len(ring) - begin - _FRAME.size):
+        if not length or position % size != begin + offset or length > min(MAX_PAYLOAD, len(part) - begin - _FRAME.size):
             continue
         left -= length
-        payload = ring[begin + _FRAME.size : begin + _FRAME.size + length]
+        payload = part[begin + _FRAME.size : begin + _FRAME.size + length]
         if crc == zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, length, 0), seed)):
             yield position, payload
-            at = begin + -(-(_FRAME.size + length) // ALIGN) * ALIGN  # no frame begins inside another
+            at = begin + _aligned(length)  # no frame begins inside another
+
+
+def _aligned(length: int) -> int:
+    """Return the bytes that a frame with a payload of that length takes."""
+    return -(-(_FRAME.size + length) // ALIGN) * ALIGN
 
 
 def _sane(value: object, depth: int) -> object:

@@ -38,6 +38,8 @@ from torchobs.flight.series import Series, decode
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torchobs.flight.events import Tail
+
 __all__ = [
     "Block", "Distribution", "FlightFile", "LiveWords", "Point", "Value", "View", "is_name", "lock_of", "names", "open_file",
     "open_path",
@@ -219,6 +221,13 @@ class FlightFile:
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the position and the fields of each event and span still in the ring, oldest first."""
         return events.scan(self._region(Region.EVENTS), self.header.seed)
+
+    def fresh_events(self, tail: Tail, head: int) -> list[bytes]:
+        """Return what :meth:`Tail.take` finds; ``head`` is that of the live words."""
+        return tail.take(head, self._events_at)
+
+    def _events_at(self, at: int, length: int) -> bytes:
+        return os.pread(self._fd, length, self.header.regions[Region.EVENTS].offset + at).ljust(length, b"\0")
 
     def _region(self, region: Region) -> bytes:
         span = self.header.regions[region]

@@ -81,7 +81,7 @@ class Metrics:
         if source is None:
             source = self._sources[key_of(rank)] = self._new(rank)
         source.reopened(rank.opened)
-        source.add_to(requests, rank.view.points, described.of_rank(rank), at_ns, up=rank.up)
+        source.add_to(requests, rank.view.points, described.of_rank(rank), at_ns, shown=rank.exemplars, up=rank.up)
 
     def _new(self, rank: Rank) -> Source:
         header = rank.view.header

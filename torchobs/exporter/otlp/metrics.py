@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs.catalog import BY_NAME, prometheus_label
-from torchobs.exporter import labels
+from torchobs.exporter import exemplars, labels
+from torchobs.exporter.exemplars import NONE
 from torchobs.exporter.names import OWN_METRICS, RANK_METRICS, cumulative
 from torchobs.exporter.otlp.points import Stream
 from torchobs.flight.series import Scope, Series, ValueType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
     from torchobs.exporter.described import Said
+    from torchobs.exporter.exemplars import Shown
     from torchobs.exporter.otlp.points import Requests
     from torchobs.flight.points import Value
 
@@ -58,8 +60,9 @@ class Source:
             self._kept.clear()
 
     def add_to(
-        self, requests: Requests, points: Iterable[tuple[Series, Value]], said: Iterable[Said], at_ns: int, *, up: bool = True
-    ) -> None:
+        self, requests: Requests, points: Iterable[tuple[Series, Value]], said: Iterable[Said], at_ns: int, *,
+        shown: Shown = NONE, up: bool = True,
+    ) -> None:  # fmt: skip
         """Add the points of all that has a value; and of what had one, that it has none any more.
 
         A gauge of a rank that has just ended has both: its last value, which may not have been sent yet, and its end.
@@ -74,7 +77,7 @@ class Source:
                 continue
             if up or stream.survives:
                 seen.add(stream)
-                stream.add_to(requests, value, self._born_ns, at_ns)
+                stream.add_to(requests, value, self._born_ns, at_ns, exemplars.of(series, shown))
             elif has_just_ended:
                 stream.add_to(requests, value, self._born_ns, at_ns - _BEFORE_NS)
         self.end(requests, at_ns, seen)

@@ -14,6 +14,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     ResourceMetrics,
     ScopeMetrics,
 )
+from opentelemetry.proto.metrics.v1.metrics_pb2 import Exemplar as Message
 
 from torchobs.catalog import Kind
 from torchobs.exporter.otlp import values
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
+    from torchobs.exporter.exemplars import Exemplar
     from torchobs.flight.points import Value
     from torchobs.flight.series import Scope, Series
 
@@ -35,7 +37,8 @@ _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 _CUMULATIVE = AggregationTemporality.AGGREGATION_TEMPORALITY_CUMULATIVE
 _DELTA = AggregationTemporality.AGGREGATION_TEMPORALITY_DELTA
 _SUMS = frozenset({Kind.COUNTER, Kind.HISTOGRAM})
-_POINT_BYTES = 48
+_POINT_BYTES, _EXEMPLAR_BYTES = 48, 80
+_NONE: Mapping[int, Exemplar] = {}
 _DATA = {Kind.COUNTER: "sum", Kind.UPDOWN: "sum", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
 _Key = tuple[str, Kind, str, str]
 
@@ -58,15 +61,17 @@ class Stream:
         self._since_ns = 0
         self._known = known
 
-    def add_to(self, requests: Requests, value: Value, start_ns: int, at_ns: int) -> None:
-        """Add the point of a value that began to count at ``start_ns``."""
+    def add_to(
+        self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar] = _NONE
+    ) -> None:
+        """Add the point of a value that began to count at ``start_ns``; ``shown``: exemplars by bucket."""
         if isinstance(value, Distribution) is not (self.series.kind is Kind.HISTOGRAM):
             return
         if requests.delta and self.series.kind in _SUMS:
-            self._add_delta(requests, value, start_ns, at_ns)
+            self._add_delta(requests, value, start_ns, at_ns, shown)
             return
         start_ns = 0 if self.series.kind is Kind.GAUGE else start_ns
-        self._add(requests, start_ns, at_ns, _filled(value, signed=_is_signed(value)))
+        self._add(requests, start_ns, at_ns, _filled(value, signed=_is_signed(value)) | _exemplars(value, shown, start_ns))
         self.shown = True
 
     def end(self, requests: Requests, at_ns: int) -> None:
@@ -77,16 +82,16 @@ class Stream:
             filled |= {"bucket_counts": [0] * (len(self.series.bounds) + 1), "sum": 0.0}
         self._add(requests, 0, at_ns, filled)
 
-    def _add_delta(self, requests: Requests, value: Value, start_ns: int, at_ns: int) -> None:
+    def _add_delta(self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar]) -> None:
         previous, known, since_ns = self._previous, self._known, self._since_ns or start_ns
         at_ns = max(at_ns, since_ns)  # the wall clock may have been set back
         self._previous, self._since_ns, self._known = value, at_ns, False
         grown = None if known else _grown(value, previous)
         if grown is not None:
-            self._add(requests, since_ns, at_ns, _filled(grown, signed=_is_signed(value)))
+            self._add(requests, since_ns, at_ns, _filled(grown, signed=_is_signed(value)) | _exemplars(grown, shown, since_ns))
 
     def _add(self, requests: Requests, start_ns: int, at_ns: int, filled: Mapping[str, Any]) -> None:
-        points = requests.points_of(self, self._size)
+        points = requests.points_of(self, self._size + _EXEMPLAR_BYTES * len(filled.get("exemplars", ())))
         point = points.add(start_time_unix_nano=start_ns, time_unix_nano=at_ns, **filled)
         point.MergeFromString(self._template)
 
@@ -110,6 +115,24 @@ def _filled(value: Value, *, signed: bool) -> dict[str, Any]:
     filled: dict[str, Any] = {"count": sum(value.counts), "bucket_counts": value.counts}
     given = {"sum": None if signed else value.sum, "min": value.least, "max": value.greatest}
     return filled | {name: number for name, number in given.items() if number is not None}
+
+
+def _exemplars(value: Value, shown: Mapping[int, Exemplar], since_ns: int) -> dict[str, Any]:
+    """Return those of the buckets that have grown since."""
+    if not shown or not isinstance(value, Distribution):
+        return {}
+    newer = (one for index, one in shown.items() if value.counts[index] and one.at_ns >= since_ns)
+    return {"exemplars": [_exemplar(one) for one in newer]}
+
+
+def _exemplar(one: Exemplar) -> Message:
+    return Message(
+        filtered_attributes=values.key_values([("step", one.step)]),
+        time_unix_nano=one.at_ns,
+        as_double=one.value,
+        trace_id=bytes.fromhex(one.trace_id),
+        span_id=bytes.fromhex(one.span_id),
+    )
 
 
 def _grown(value: Value, previous: Value | None) -> Value | None:

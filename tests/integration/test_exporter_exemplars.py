@@ -1,0 +1,165 @@
+"""Exemplars: which step each bucket of a histogram shows, and which it never does."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prometheus_client.samples import Timestamp
+
+from tests.integration.test_exporter_page import Exporter
+from tests.rank_files import BORN_WALL_NS, File, S
+from torchobs.flight import spans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+DURATION, NORM = "torchobs_step_duration_seconds_bucket", "torchobs_grad_norm_distribution_bucket"
+
+
+@pytest.fixture
+def file(flight_dir: Path) -> Iterator[File]:
+    """A living rank's file, not written yet."""
+    made = File(flight_dir).hold()
+    made.beat(1.0)
+    yield made
+    made.release()
+
+
+@pytest.fixture
+def exporter(flight_dir: Path) -> Iterator[Exporter]:
+    """An exporter of the flight directory."""
+    made = Exporter(flight_dir)
+    yield made
+    made.close()
+
+
+def shown(exporter: Exporter, name: str = DURATION) -> dict[str, int]:
+    """The step that each bucket shows, by its upper bound."""
+    return {one.labels["le"]: int(one.exemplar.labels["step"]) for one in exporter.samples(name) if one.exemplar}
+
+
+def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, file: File) -> None:
+    """With the span's identifiers, what was observed, and when the step ended; the classic format has no exemplars."""
+    for step, duration_s in enumerate((0.1, 0.11, 0.6, 0.1), start=1):
+        file.step(step, step / 4, duration_s=duration_s, norm=3.0 * step)
+        if step != 4:
+            file.span(step, step / 4, attrs={"duration_s": duration_s, "grad_norm": 3.0 * step})
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {"0.125": 2, "1.0": 3}
+    assert shown(exporter, NORM) == {"4.0": 1, "16.0": 3}
+    (slow,) = [one.exemplar for one in exporter.samples(DURATION) if one.labels["le"] == "1.0"]
+    header = file.header
+    assert slow is not None
+    assert slow.labels == {
+        "trace_id": spans.trace_id(header),
+        "span_id": spans.step_span_id(spans.run_span_id(header), 3),
+        "step": "3",
+    }
+    assert (slow.value, slow.timestamp) == (0.6, Timestamp(BORN_WALL_NS // S, 750_000_000))
+    assert " # {" not in exporter.text()
+
+
+def test_an_exemplar_outlives_its_span_in_the_ring(exporter: Exporter, file: File) -> None:
+    """An application that writes many spans pushes the step's out; the bucket shows it on, of a dead rank, too."""
+    file.step(1, 0.1)
+    file.span(1, 0.1)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {"0.125": 1}
+    for number in range(1000):
+        file.writer.events.append({"k": "span", "name": "work", "n": number, "text": "x" * 300})
+    file.step(2, 0.2)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {"0.125": 1}
+    file.release()
+    exporter.scan(5.0)
+    assert shown(exporter) == {"0.125": 1}
+
+
+def test_a_span_is_shown_though_no_counter_has_changed(exporter: Exporter, file: File) -> None:
+    """A step found to be anomalous afterwards has its span later than its place in the histogram; the page is written anew."""
+    file.step(1, 0.1)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {}
+    file.span(1, 0.1)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {"0.125": 1}
+
+
+def test_a_norm_that_a_device_delivers_late_finds_its_span(exporter: Exporter, file: File) -> None:
+    """Of a step whose span is there, and by the step's own end: it does not take a newer step's place."""
+    file.step(1, 0.1, norm=3.0)
+    file.span(1, 0.1, attrs={"duration_s": 0.1})
+    file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.0})
+    file.writer.events.append({"k": "late", "step": 7, "grad_norm": 3.0})
+    file.save()
+    exporter.scan()
+    assert (shown(exporter), shown(exporter, NORM)) == ({"0.125": 1}, {"4.0": 1})
+    file.step(2, 0.2, norm=3.0)
+    file.span(2, 0.2, attrs={"duration_s": 0.1, "grad_norm": 3.0})
+    file.writer.events.append({"k": "late", "step": 1, "grad_norm": 3.5})
+    file.save()
+    exporter.scan()
+    assert shown(exporter, NORM) == {"4.0": 2}
+
+
+def test_the_trace_is_the_launcher_s(exporter: Exporter, flight_dir: Path) -> None:
+    """Where it gave one."""
+    file = File(flight_dir, trace_id="0af7651916cd43dd8448eb211c80319c")
+    file.step(1, 0.1)
+    file.span(1, 0.1)
+    file.save()
+    exporter.scan()
+    (found,) = [one.exemplar for one in exporter.samples(DURATION) if one.exemplar]
+    assert found.labels["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"name": "work"},
+        {"k": "span_start"},
+        {"span_id": "0123456789abcdef"},
+        {"trace_id": "0123456789abcdef" * 2},
+        {"flags": 0},
+        {"flags": "1"},
+        {"t1": -1},
+        {"t1": 1 << 64},
+        {"t1": 1.5},
+        {"attrs": {"step": 2, "duration_s": 0.1}},
+        {"attrs": {"step": True, "duration_s": 0.1}},
+        {"attrs": {"step": [1], "duration_s": 0.1}},
+        {"attrs": {"step": 1, "duration_s": "0.1"}},
+        {"attrs": {"step": 1, "duration_s": math.nan}},
+        {"attrs": {"step": 1, "duration_s": -0.1}},
+        {"attrs": {"step": 1, "duration_s": 10**400}},
+        {"attrs": {"step": 1, "duration_s": 77.0}},
+    ],
+    ids=str,
+)
+def test_what_is_no_span_of_a_step_is_never_shown(exporter: Exporter, file: File, forged: dict[str, Any]) -> None:
+    """Nor is one whose trace nobody samples, or that says what its bucket has not counted."""
+    file.step(1, 0.1)
+    file.span(1, 0.1, **forged)
+    file.save()
+    exporter.scan()
+    assert shown(exporter) == {}
+
+
+@pytest.mark.parametrize("trace_id", ["0" * 32, "x" * 32, "AB" * 16, "ab", '"} 1\n' * 40])
+def test_an_impossible_trace_is_never_shown(exporter: Exporter, flight_dir: Path, trace_id: str) -> None:
+    """No trace has that identifier."""
+    file = File(flight_dir, trace_id=trace_id)
+    file.step(1, 0.1)
+    file.span(1, 0.1)
+    file.save()
+    exporter.scan()
+    assert exporter.samples(DURATION)
+    assert shown(exporter) == {}
