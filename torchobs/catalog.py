@@ -161,7 +161,7 @@ def _histogram(name: str, unit: str, brief: str, bounds: tuple[float, ...]) -> M
 
 # --- attributes ---------------------------------------------------------------------------------------------------------------
 PHASES = ("data", "forward", "backward", "optimizer", "other")
-GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint", "compile")
+GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint", "compile", "idle")
 STARTUP = "startup"
 """The one state of goodput that is no part of the steps, and so not the fold's."""
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike", "gradient_vanishing")
@@ -278,7 +278,9 @@ EPOCHS = _counter("torchobs.epochs", "{epoch}", "Passes over the training loader
 GOODPUT_TIME = _counter(
     "torchobs.goodput.time",
     "s",
-    "Wall time by what it went into; productive is training without waiting for data, startup the time before the first step.",
+    "Wall time by what it went into, which adds up to the rank's life. productive: training without waiting for data; startup: "
+    "before the first step; idle: after the last one, or nothing of a step was seen for three times the longest one (at least "
+    "10 s).",
     GOODPUT_STATE,
     integer=False,
 )

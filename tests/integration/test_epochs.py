@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
+from torchobs import process
 from torchobs.flight import reader
 
 if TYPE_CHECKING:
@@ -113,6 +114,23 @@ def test_an_epoch_is_a_span_with_its_steps(flight_dir: Path) -> None:
     assert all(span["t1"] - span["t0"] >= NAP_S * 1e9 for span in spans)
 
 
+def test_an_evaluation_amid_an_epoch_is_none_whenever_one_looks(flight_dir: Path) -> None:
+    """Also if the epoch has been over for long when it is found out whose steps those were."""
+    path = ""
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        path = run.session.writer.path
+        run.look()  # the last one for a while
+        loop, batches = Loop(), iter(loader())
+        loop.step(next(batches))
+        loop.evaluate(loader())
+        for batch in batches:
+            loop.step(batch)
+        del batches
+    spans = [frame["attrs"] for _, frame in reader.open_path(path).events() if frame["name"] == "torchobs.epoch"]
+    assert spans == [{"epoch": 1, "steps": BATCHES}]
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     """With ``eval()`` and ``train()``, or with gradients disabled alone: as long as it was."""
@@ -203,3 +221,62 @@ def test_the_time_before_the_first_step_is_startup(flight_dir: Path) -> None:
     least = float(ended.stdout)  # the interpreter's own start comes on top
     assert least <= values[("startup",)] <= lasted - 0.6
     assert sum(values.values()) <= lasted
+
+
+def goodput(run: Recording) -> dict[str, float]:
+    """Seconds by what they went into, as of now."""
+    return {key[1]: value for key, value in run.look().items() if key[0] == "torchobs.goodput.time"}
+
+
+def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(flight_dir: Path) -> None:
+    """Within a per cent: amid an evaluation that goes on, and at the end, idle time after the last step included."""
+    path, life_s = "", 0.0
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        path = run.session.writer.path
+        loop, training = Loop(), loader()
+        begun = time.monotonic()
+        loop.train(training)
+        loop.model.eval()
+        for batch in loader():
+            loop.model(batch)
+            time.sleep(0.7)
+            break
+        least = time.monotonic() - begun
+        states = goodput(run)
+        most = time.monotonic() - begun
+        del states["startup"]
+        assert 0.99 * least <= sum(states.values()) <= 1.01 * most
+        assert states["evaluation"] >= 0.7
+        loop.model.train()
+        loop.train(training)
+        time.sleep(0.3)
+        life_s = time.time() - process.this_process().start_ns / 1e9
+    points = reader.open_path(path).read(final=True).points
+    values = {
+        str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
+        for point in points
+        if point.series.name == "torchobs.goodput.time"
+    }
+    assert values["idle"] >= 0.3
+    assert sum(values.values()) == pytest.approx(life_s, rel=0.01)
+
+
+def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> None:
+    """An evaluation alone: the start, and that."""
+    path, begun = "", 0.0
+    for run in recording(flight_dir):
+        assert run.session.writer is not None
+        path = run.session.writer.path
+        loop = Loop()
+        loop.model.eval()
+        begun = time.monotonic()
+        loop.evaluate(loader(), NAP_S)
+        begun = time.monotonic() - begun
+    values = {
+        str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
+        for point in reader.open_path(path).read(final=True).points
+        if point.series.name == "torchobs.goodput.time"
+    }
+    assert values["evaluation"] >= 0.9 * begun
+    assert sum(values.values()) == pytest.approx(time.time() - process.this_process().start_ns / 1e9, rel=0.01)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
+from torch.utils.data import DataLoader
 
 import torchobs
 from tests.training import Recording, loss_of, mlp, recording
@@ -269,6 +270,24 @@ def test_a_scheduler_that_is_never_stepped_is_told_while_the_run_lasts(run: Reco
     for _ in range(3):
         run.look()
     assert told(run) == [{"kind": "never_stepped", "scheduler": type(forgotten).__name__}]
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_two_whole_epochs_are_enough_to_tell(run: Recording, *, stepped: bool) -> None:
+    """One that is stepped after each epoch has been by then; nothing is said before the third begins."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = lrs.StepLR(optimizer, 10)
+    batches: Any = DataLoader(torch.ones(6, 8), batch_size=2)  # type: ignore[arg-type]
+    for epoch in range(3):
+        assert told(run) == []
+        for batch in batches:
+            model(batch).sum().backward()
+            optimizer.step()
+        if stepped and epoch:
+            scheduler.step()
+        run.look()
+    assert told(run) == ([] if stepped else [{"kind": "never_stepped", "scheduler": "StepLR"}])
 
 
 def test_a_scheduler_that_waits_for_its_turn_is_not_forgotten(run: Recording, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,3 +311,99 @@ def test_a_compilation_in_a_phase_that_is_named_so_counts_once() -> None:
     segments.unpin(1080)
     segments.unpin(1100)
     assert spent(segments, 1110) == {"other": 20, "compile": 90}
+
+
+def evaluate(segments: Segments, loader: int, at: int) -> int:
+    """Three batches of 10 ns each, which are looked at for 30, and the loader's end."""
+    for begun in range(at, at + 120, 40):
+        segments.fetch_begins(loader, begun)
+        segments.fetch_ends(begun + 10, exhausted=False, gradients=True)
+    segments.fetch_begins(loader, at + 120)
+    segments.fetch_ends(at + 125, exhausted=True, gradients=True)
+    return at + 125
+
+
+def test_an_evaluation_has_ended_where_training_fetches_before_it_calls_train() -> None:
+    """As in trainers whose training step calls ``train()``, with the batch in hand: the fetch is the step's data."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 2, 110)
+    segments.fetch_begins(1, end + 5)
+    segments.fetch_ends(end + 15, exhausted=False, gradients=True)
+    segments.evaluation_ends(7, end + 20)
+    segments.backward_begins(end + 45)
+    assert spent(segments, end + 65) == {"evaluation": end + 5 - 100, "data": 10, "forward": 30, "backward": 20}
+    assert list(segments.evaluations) == [(100, end + 5)]
+
+
+def test_an_evaluation_has_ended_where_training_goes_on_without_train() -> None:
+    """A model that is trained in ``eval()``, its normalisation frozen."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = one_step(segments, evaluate(segments, 2, 110) + 5)
+    assert spent(segments, end) == {
+        "evaluation": 140, "data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15,
+    }  # fmt: skip
+    assert list(segments.evaluations) == [(100, 240)]
+
+
+def test_several_validation_loaders_are_one_evaluation() -> None:
+    """Up to ``train()``, with the checkpoint that is saved meanwhile taken out."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 3, evaluate(segments, 2, 110) + 5)
+    segments.pin(CHECKPOINT, end + 5)
+    segments.unpin(end + 25)
+    segments.evaluation_ends(7, end + 30)
+    after = one_step(segments, end + 30)
+    times = spent(segments, after)
+    assert times["evaluation"] == end + 30 - 100 - 20
+    assert times["checkpoint"] == 20
+    assert sum(times.values()) == after - 100
+    assert list(segments.evaluations) == [(100, end + 30)]
+
+
+def test_a_look_at_a_long_evaluation_changes_nothing() -> None:
+    """What is known of it so far, by a twin; the timeline goes on as if nobody had looked."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    segments.fetch_begins(2, 110)
+    segments.fetch_ends(120, exhausted=False, gradients=True)
+    times, idle = segments.twin().so_far(1100, 50)
+    assert (times[EVALUATION], sum(times), idle) == (1000, 1000, 0)
+    segments.evaluation_ends(7, 1200)
+    assert spent(segments, 1200) == {"evaluation": 1100}
+
+
+def test_nothing_seen_for_long_is_idle() -> None:
+    """After the last step, and behind the end of an evaluation's loader; not while a batch is waited for."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    assert segments.twin().so_far(149, 50)[1] == 0
+    assert segments.twin().so_far(200, 50)[1] == 100
+    segments.evaluation_begins(7, 200)
+    end = evaluate(segments, 2, 200)
+    times, idle = segments.twin().so_far(end + 75, 50)
+    assert (times[EVALUATION], times[OTHER], idle) == (end - 200, 175, 75)
+    segments.fetch_begins(1, end + 80)
+    assert segments.twin().so_far(end + 1000, 50)[1] == 0
+
+
+def test_a_batch_fetched_ahead_of_the_loader_s_end_is_trained_on() -> None:
+    """A prefetcher asks for one more than it hands out: the fetch behind an evaluation may be the last of the epoch."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 2, 110) + 5
+    segments.fetch_begins(1, end)
+    segments.fetch_ends(end + 20, exhausted=False, gradients=True)
+    segments.fetch_begins(1, end + 21)
+    segments.fetch_ends(end + 26, exhausted=True, gradients=True)
+    segments.evaluation_ends(7, end + 30)
+    segments.backward_begins(end + 50)
+    times = spent(segments, end + 60)
+    assert (times["data"], times["evaluation"], sum(times.values())) == (25, 140, 200)

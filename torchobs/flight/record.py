@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.spikes import judge
+from torchobs.flight.credit import credited, repay
 from torchobs.flight.layout import RECORD_SIZE
 from torchobs.flight.norms import fold_norms
 from torchobs.flight.totals import (
@@ -234,6 +235,7 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
     floats = totals.floats
     data, forward, backward, optimizer, other = floats[Word.PHASE_TIME : Word.PHASE_TIME + 5]
     productive, starved, skipped, evaluation, checkpoint, compiling = floats[Word.GOODPUT : Word.GOODPUT + 6]
+    owing = any(credited(totals))
     for record in steps:
         data_s, forward_s, backward_s, optimizer_s, other_s, evaluation_s, checkpoint_s, compile_s = record.phase_s
         data += data_s
@@ -241,14 +243,19 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
         backward += backward_s
         optimizer += optimizer_s
         other += other_s
+        trained_s = forward_s + backward_s + optimizer_s + other_s
+        if owing:
+            spent_s = (data_s, evaluation_s, checkpoint_s, compile_s, trained_s)
+            data_s, evaluation_s, checkpoint_s, compile_s, trained_s = repay(totals, spent_s)
+            owing = any(credited(totals))
         starved += data_s
         evaluation += evaluation_s
         checkpoint += checkpoint_s
         compiling += compile_s
         if record.flags & Flag.SKIPPED:
-            skipped += forward_s + backward_s + optimizer_s + other_s
+            skipped += trained_s
         else:
-            productive += forward_s + backward_s + optimizer_s + other_s
+            productive += trained_s
     for index, value in enumerate((data, forward, backward, optimizer, other)):
         floats[Word.PHASE_TIME + index] = value
     for index, value in enumerate((productive, starved, skipped, evaluation, checkpoint, compiling)):

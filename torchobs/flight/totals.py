@@ -49,6 +49,8 @@ class Word:
     """measured steps in a row whose norm was vanishing"""
     LAST_CLIPPED = 57
     """the newest step that was clipped: its record and a later one of a device's may both say so"""
+    CREDITED = 58
+    """seconds of ``credit.STATES`` that stand in the goodput, of a step that has not ended"""
     STEP_DURATION = 64
     NORM_DISTRIBUTION = 96
 

@@ -7,6 +7,7 @@ Wasserstein GAN's several critic updates the critic's are counted. Until the fir
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from math import sqrt
@@ -191,6 +192,28 @@ class Cycle:
         code, named = last[0] & 15, self.arguments[-1:]
         pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
+
+    def so_far(self) -> tuple[int, Segments] | None:
+        """Return the number of the last step written, and a twin of the timeline since its end. For the sampler thread.
+
+        ``None`` if the training thread has moved on meanwhile. The twin is no worse than a moment old: the interpreter's lock
+        makes each copy a whole one.
+        """
+        step, ended, trace, arguments = self.step, self._provisional, self.trace.copy(), self.arguments.copy()
+        segments = self.segments.twin()
+        if self._clean:
+            segments.restart(self._begun_ns)
+        if ended is not None:
+            segments.add(ended.spent_ns)
+        with contextlib.suppress(StopIteration):  # the arguments of a trace that has just been cleared
+            replay(segments, trace, arguments)
+            if self.step == step and len(self.trace) >= len(trace):
+                return step, segments
+        return None
+
+    def open_since(self) -> int:
+        """Return when the last step ended, in ns, if only provisionally; 0 before the first."""
+        return self._begun_ns
 
     def _replay(self) -> None:
         if self._clean:

@@ -1,9 +1,9 @@
 """Epochs: passes over the loader that is trained on, told from all other iterations by the steps that end in them.
 
 An iteration is an epoch if steps end before another one begins, and if it is the training loader's own: the first loader that
-trains is that. A loop that makes a new loader for every epoch is followed, too: when the iterator of the last epoch is gone,
-the next iteration that trains is an epoch whoever's it is. (An evaluation amid an epoch leaves that iterator alive, one between
-two epochs trains nothing.)
+trains is that. A loop that makes a new loader for every epoch is followed, too: when the iterator of the last epoch was gone
+before a step ended, the next iteration that trains is an epoch whoever's it is. (An evaluation amid an epoch leaves that
+iterator alive until a step has ended, one between two epochs trains nothing.)
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class _Iteration:
     begun_ns: int
     step: int
     """the last one that had ended"""
+    gone: list[int]
+    """the same when the iterator went, once it is gone"""
 
 
 class EpochProbe:
@@ -64,7 +66,9 @@ class EpochProbe:
     def _begun(self, loader: Any, iterator: Any) -> None:
         with self._lock:
             self._settle()
-            self._latest = _Iteration(weakref.ref(loader), weakref.ref(iterator), monotonic_ns(), self._host.cycle.ended)
+            cycle, gone = self._host.cycle, list[int]()
+            known = weakref.ref(iterator, lambda _: gone.append(cycle.ended))
+            self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), cycle.ended, gone)
 
     def sample(self) -> None:
         """Find out whether the latest iteration trains."""
@@ -78,9 +82,12 @@ class EpochProbe:
         if latest is None or self._host.cycle.ended <= latest.step:
             self._latest = latest
             return
-        if epoch is None or epoch.loader() is latest.loader() or epoch.iterator() is None:
+        loader = latest.loader()  # that of `for batch in DataLoader(...)` may be gone
+        known = epoch is not None and loader is not None and epoch.loader() is loader
+        if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):
             self._end(latest.begun_ns, latest.step)
             self._epoch, self._number = latest, self._number + 1
+            self._host.epochs = self._number
             if self._count is not None:
                 self._count.add(1)
 

@@ -73,6 +73,8 @@ class Host:
     """Our own time in the training thread, by probe"""
     on_level: list[tuple[str, Callable[[int], None]]] = field(default_factory=list)
     """By probe, called by the sampler thread when the level has changed"""
+    epochs: int = 0
+    """Passes over the training loader begun so far"""
     scalars: set[str] = field(default_factory=set)
     """Names given to ``torchobs.log`` so far"""
     thread: int = field(default_factory=get_ident)

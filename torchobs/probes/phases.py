@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.budget import LONG_NS, Budget
+from torchobs.probes.goodput import OpenTime
 from torchobs.probes.patching import Patch
 from torchobs.probes.startup import Startup
 from torchobs.probes.trace import EVAL, TRAIN
@@ -37,7 +38,7 @@ class PhaseProbe:
         import torch  # torch is optional until training begins
 
         self._host = host
-        self._startup = Startup(host)
+        self._startup, self._open, self._over = Startup(host), OpenTime(host), False
         host.cycle.timed = True
         original = torch.nn.Module.train
         note = host.fuse(self.name).guard(self._note)
@@ -60,10 +61,12 @@ class PhaseProbe:
         if self._patch is not None:
             self._patch.undo()
             self._host.cycle.timed = False
+            self._over = True
 
     def sample(self) -> None:
-        """Write spans of the evaluations that the timeline has found, and look how long the start takes."""
-        self._startup.sample()
+        """Write spans of the evaluations that the timeline has found, and look how long the start takes, and what is open."""
+        self._open.sample(last=self._over)
+        self._startup.sample(last=self._over)
         found = self._host.cycle.segments.evaluations
         while found and self._host.span is not None:
             begun_ns, ended_ns = found.popleft()

@@ -28,10 +28,13 @@ IDLE_STEPS = 100
 """Training steps after which an optimizer that its scheduler counts for should have stepped"""
 IDLE_TELLS = 3
 """Times that other optimizers were seen to step by then"""
+UNUSED_EPOCHS = 2
+"""Whole epochs after which a scheduler should have been stepped. One would do for a loop that steps it after each, which may
+do so as late as after the next one's first evaluation."""
 UNUSED_STEPS = 100_000
-"""Training steps after which a scheduler should have been stepped: more than an epoch has, where it is stepped once in each"""
-UNUSED_RUN_STEPS = 1_000
-"""The same for a run that has ended, or whose scheduler is gone: a trial of some steps may end before its first epoch"""
+"""The same in training steps, where no epochs are seen: more than an epoch has"""
+UNUSED_RUN_EPOCHS, UNUSED_RUN_STEPS = 1, 1_000
+"""Both for a run that has ended, or whose scheduler is gone: a trial of some steps may end before its first epoch"""
 _OUTSIDE, _STEPPING, _MAKING = range(3)
 _OWN_CONSTRUCTORS = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 """Schedulers of torch's whose constructors do not call ``LRScheduler``'s"""
@@ -41,12 +44,12 @@ class _Scheduler:
     """What is known of one scheduler."""
 
     __slots__ = (
-        "early", "idle_told", "inner", "made_at", "name", "optimizer", "ref", "relieved", "stepped", "steps", "tells",
+        "early", "epoch", "idle_told", "inner", "made_at", "name", "optimizer", "ref", "relieved", "stepped", "steps", "tells",
         "unused_told",
     )  # fmt: skip
 
-    def __init__(self, name: str, made_at: int, tells: int) -> None:
-        self.name, self.made_at, self.tells = name, made_at, tells
+    def __init__(self, name: str, made_at: int, epoch: int, tells: int) -> None:
+        self.name, self.made_at, self.epoch, self.tells = name, made_at, epoch, tells
         self.steps = 0
         self.ref: weakref.ref[Any] | None = None
         self.optimizer: weakref.ref[Any] | None = None
@@ -194,7 +197,7 @@ class SchedulerProbe:
                 table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
         if len(self._known) >= MAX_KNOWN:
             return None
-        state = _Scheduler(type(scheduler).__name__, self._host.cycle.step, self._tells)
+        state = _Scheduler(type(scheduler).__name__, self._host.cycle.step, self._host.epochs, self._tells)
         key, optimizer = id(scheduler), getattr(scheduler, "optimizer", None)
         state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
         if optimizer is not None:
@@ -239,16 +242,16 @@ class SchedulerProbe:
     def observe(self) -> None:
         """Judge the schedulers that there are, and those that are gone."""
         for state in list(self._known.values()):
-            self._judge(state, UNUSED_RUN_STEPS if self._ended else UNUSED_STEPS)
+            self._judge(state, over=self._ended)
         while self._gone:
-            self._judge(self._gone.pop(), UNUSED_RUN_STEPS)
+            self._judge(self._gone.pop(), over=True)
         self.sample()
 
-    def _judge(self, state: _Scheduler, unused_steps: int) -> None:
+    def _judge(self, state: _Scheduler, *, over: bool) -> None:
         done = self._host.cycle.step - state.made_at
         if state.inner:
             return
-        if not (state.steps or state.relieved or state.unused_told) and state.stepped and done >= unused_steps:
+        if not (state.steps or state.relieved or state.unused_told) and state.stepped and self._is_late(state, over=over):
             state.unused_told = True
             self._misuses.append(("never_stepped", state))
         optimizer = state.optimizer() if state.optimizer is not None else None
@@ -257,6 +260,13 @@ class SchedulerProbe:
         if state.steps and not called and done >= IDLE_STEPS and told and not state.idle_told:
             state.idle_told = True
             self._misuses.append(("idle_optimizer", state))
+
+    def _is_late(self, state: _Scheduler, *, over: bool) -> bool:
+        """Tell whether it should have been stepped by now. An epoch that has begun is no whole one yet."""
+        done, begun = self._host.cycle.step - state.made_at, self._host.epochs - state.epoch
+        if over:
+            return done >= UNUSED_RUN_STEPS or begun > UNUSED_RUN_EPOCHS
+        return done >= UNUSED_STEPS or begun > UNUSED_EPOCHS
 
     def _tell(self, kind: str, state: _Scheduler) -> None:
         host = self._host

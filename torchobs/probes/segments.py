@@ -6,7 +6,9 @@ forward up to its first backward), ``other`` the time between those. Each is mea
 
 Evaluation is neither a step nor part of one. It is
 
-* what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between,
+* what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between. It has
+  ended before that at the fetch of another loader than it fetched from until then, if that one's batch is still in use when
+  ``train()`` comes, or a backward does: many trainers call ``train()`` in their step, with the batch in hand.
 * a fetch with gradients disabled, and what follows it,
 * a fetch by one loader with no backward before the next fetch of another one. (Several fetches of ONE loader before a
   backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.) But loaders that are fetched
@@ -17,6 +19,7 @@ Evaluation is neither a step nor part of one. It is
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -40,12 +43,20 @@ class _Window(NamedTuple):
     undecided: dict[int, tuple[int, int, int]]
 
 
+class _Turn(NamedTuple):
+    """The state at a fetch from another loader within such a window, where the evaluation may have ended."""
+
+    at_ns: int
+    spent_ns: list[int]
+    undecided: dict[int, tuple[int, int, int]]
+
+
 class Segments:
     """The timeline of the step in progress."""
 
     __slots__ = (
         "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_loader", "_mark_ns", "_pinned",
-        "_undecided", "_window", "evaluations", "segment", "spent_ns",
+        "_turn", "_undecided", "_window", "_window_loader", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -53,7 +64,7 @@ class Segments:
         self.spent_ns = [0] * 8
         self._mark_ns = self._compiling_ns = 0
         self._pinned: list[int] = []
-        self._window: _Window | None = None
+        self._leave_window()
         self._beside: set[int] = set()
         self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
         """Begin and end of each, in ns, for the sampler thread to take"""
@@ -62,6 +73,11 @@ class Segments:
     def _reset_fetch(self) -> None:
         self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns = 0, 0, False, 0
         self._undecided: dict[int, tuple[int, int, int]] = {}
+
+    def _leave_window(self) -> None:
+        self._window: _Window | None = None
+        self._turn: _Turn | None = None
+        self._window_loader = 0
 
     @property
     def clean(self) -> bool:
@@ -98,6 +114,10 @@ class Segments:
             self._set_aside(length)
         elif before != NOTHING:
             self.spent_ns[before] += length
+        if self._window is not None:
+            if self._window_loader not in {0, loader}:
+                self._turn = _Turn(now_ns, self.spent_ns.copy(), self._undecided.copy())
+            self._window_loader = loader
         self._loader = loader
 
     def _set_aside(self, length: int) -> None:
@@ -129,6 +149,7 @@ class Segments:
                 return  # all that was left has been put aside, to be trained on next, so the loader stays the one in use
         else:
             self.spent_ns[DATA] += length
+        self._turn = None  # that loader has come to its end with nothing trained on it
         self._loader, self._fetch_ns = 0, 0
 
     def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
@@ -144,7 +165,9 @@ class Segments:
 
     def backward_begins(self, now_ns: int) -> None:
         """The outermost backward begins: what was before it was forward, and the fetch before that was data."""
-        self._window = None
+        if self._turn is not None:
+            self._conclude(self._turn)
+        self._leave_window()
         if self._pinned:
             return
         before = self.segment
@@ -197,16 +220,28 @@ class Segments:
         window = self._window
         if window is None or window.owner != owner or self._pinned:
             return
-        self._window = None
-        self._cut(now_ns, OTHER)
-        self.evaluations.append((window.begun_ns, now_ns))
+        if self._turn is not None:
+            self._conclude(self._turn)  # what is going on since then goes on
+        else:
+            self._cut(now_ns, OTHER)
+            self._conclude(_Turn(now_ns, self.spent_ns, self._undecided))
+            self._loader, self._fetch_ns = 0, 0
+        self._leave_window()
+
+    def _conclude(self, end: _Turn) -> None:
+        """What lay between ``eval()`` and that end was an evaluation."""
+        window = self._window
+        if window is None:
+            return
+        self.evaluations.append((window.begun_ns, end.at_ns))
         # in eval() the best model so far is saved, and the graph for it compiled
-        within_ns = {segment: self.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
-        self.spent_ns, self._undecided = window.spent_ns, window.undecided
+        within_ns = {segment: end.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
+        since_ns = [now - then for now, then in zip(self.spent_ns, end.spent_ns, strict=True)]
+        self._undecided = _fetched_since(self._undecided, end.undecided, window.undecided)
+        self.spent_ns = [before + since for before, since in zip(window.spent_ns, since_ns, strict=True)]
         for segment, length in within_ns.items():
             self.spent_ns[segment] += length
-        self.spent_ns[EVALUATION] += now_ns - window.begun_ns - sum(within_ns.values())
-        self._loader, self._fetch_ns = 0, 0
+        self.spent_ns[EVALUATION] += end.at_ns - window.begun_ns - sum(within_ns.values())
 
     def pin(self, segment: int, now_ns: int) -> None:
         """The user says what begins here (``torchobs.phase``); no hook changes it until :meth:`unpin`.
@@ -254,7 +289,9 @@ class Segments:
         if self._compiling_ns:
             self._take_out(now_ns)
             around = around[: around.index(COMPILE)]
-        self._window = None
+        if self._turn is not None:
+            self._conclude(self._turn)
+        self._leave_window()
         pinned = around[-1] if around else None
         before = self.segment
         length = self._cut(now_ns, following if pinned is None else pinned)
@@ -263,3 +300,50 @@ class Segments:
         self._decide()
         spent, self.spent_ns = self.spent_ns, [0] * 8
         return spent
+
+    def twin(self) -> Segments:
+        """Return another timeline in the same state. From any thread: what is copied may change meanwhile."""
+        other = copy(self)
+        other.spent_ns, other._pinned, other._beside = self.spent_ns.copy(), self._pinned.copy(), self._beside.copy()
+        other._undecided, other.evaluations = self._undecided.copy(), deque()
+        return other
+
+    def so_far(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
+        """Return the ns spent in each segment if the step ended now, and for how many of them nothing was seen.
+
+        For a twin, which is of no use afterwards. An evaluation under way is one. Nothing is seen from the last boundary on if
+        that is longer than ``patience_ns`` ago and left the training thread in no fetch, compilation, checkpoint or evaluation.
+        """
+        quiet_ns = now_ns - self._mark_ns if self._is_quiet() else 0
+        idle_ns = quiet_ns if quiet_ns > patience_ns else 0
+        while self._pinned:
+            self.unpin(now_ns)
+        if self._window is not None:
+            self.evaluation_ends(self._window.owner, now_ns - idle_ns)
+        elif self.segment == FORWARD and self._loader and self._evaluating:
+            self._set_aside(self._cut(now_ns, OTHER))
+            self.evaluations.append((self._evaluating_ns or now_ns, now_ns))
+        return self.close(now_ns), idle_ns
+
+    def _is_quiet(self) -> bool:
+        if self._pinned or self.segment in {NOTHING, DATA}:
+            return False
+        if self._window is not None:  # until its loader has come to its end, or for good if it has none
+            return bool(self._window_loader) and not self._loader
+        return not (self.segment == FORWARD and self._loader and self._evaluating)
+
+
+_Undecided = dict[int, tuple[int, int, int]]
+
+
+def _fetched_since(now: _Undecided, then: _Undecided, before: _Undecided) -> _Undecided:
+    """Return what was undecided before, and what has become so since then."""
+    found = before.copy()
+    for loader, (data, rest, fetches) in now.items():
+        data_then, rest_then, fetches_then = then.get(loader, (0, 0, 0))
+        if fetches > fetches_then:
+            data_before, rest_before, fetches_before = found.get(loader, (0, 0, 0))
+            found[loader] = (
+                data_before + data - data_then, rest_before + rest - rest_then, fetches_before + fetches - fetches_then,
+            )  # fmt: skip
+    return found

@@ -10,6 +10,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from torchobs import catalog, process
+from torchobs.flight.credit import credited
 from torchobs.flight.record import Word
 from torchobs.probes.trace import EVAL, TRAIN
 
@@ -31,20 +32,20 @@ class Startup:
         self._shown_s = 0.0
         self._over = host.cycle.step > 0
 
-    def sample(self) -> None:
-        """Look how long it has been."""
+    def sample(self, *, last: bool = False) -> None:
+        """Look how long it has been. ``last``: the rank ends, with or without a step."""
         if self._over:
             return
         self._rounds += 1
         totals = self._host.writer.table.core.totals
+        # what the goodput knows of began with the first step
+        known_s = sum(totals.floats[Word.GOODPUT : Word.GOODPUT + len(catalog.GOODPUT_STATES)])
         if totals.ints[Word.STEPS]:
-            # what the goodput knows of began with the first step
-            known_s = sum(totals.floats[Word.GOODPUT : Word.GOODPUT + len(catalog.GOODPUT_STATES)])
-            self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - known_s - self._begun_s)
+            self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - (known_s - sum(credited(totals))) - self._begun_s)
             self._over = True
-        elif not self._rounds % _ROUNDS and not self._steps_begun():
+        elif last or (not self._rounds % _ROUNDS and not self._steps_begun()):
             header = self._host.writer.header
-            self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - self._begun_s)
+            self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - known_s - self._begun_s)
 
     def _steps_begun(self) -> bool:
         cycle = self._host.cycle

@@ -1,0 +1,55 @@
+"""Goodput of the step in progress, and of the time after the last step: what is known of it goes on credit (``flight.credit``).
+
+What a step of a second takes shows when it ends. Of a longer one evaluations, checkpoints, compilations and waiting for data
+are shown as they go on, and that nothing is seen of it any more. At the end all that is left is told, so that the states add up
+to the rank's life.
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+from torchobs.detect.idle import idle_from
+from torchobs.flight.credit import credit, forgive
+from torchobs.flight.totals import DURATION_SUM
+from torchobs.probes.segments import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
+
+if TYPE_CHECKING:
+    from torchobs.probes.host import Host
+
+_LONG_NS = 500_000_000
+
+
+class OpenTime:
+    """For the sampler thread. A part of the probe of phases."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._timeline = host, host.cycle.segments
+        self._ended = False
+
+    def sample(self, *, last: bool = False) -> None:
+        """Bring the credit up to date. ``last``: the rank ends, and the step in progress with it."""
+        cycle, core, now_ns = self._host.cycle, self._host.writer.table.core, monotonic_ns()
+        if cycle.segments is not self._timeline:
+            self._timeline = cycle.segments
+            core.change(forgive)  # hooks were off for a while
+        if now_ns - cycle.open_since() < _LONG_NS and not last:
+            return
+        if last:
+            self._host.writer.fold()
+        seen = cycle.so_far()
+        if seen is None:
+            return
+        step, timeline = seen
+        longest_s = core.totals.floats[DURATION_SUM + 2]
+        spent, idle_ns = timeline.so_far(now_ns, 0 if last else idle_from(longest_s) * 1e9)
+        if last:
+            idle_ns = sum(spent[FORWARD : OTHER + 1])  # whatever it was, no step came of it
+        parts = (spent[DATA], spent[EVALUATION], spent[CHECKPOINT], spent[COMPILE], idle_ns)
+        core.change(credit, step, [length / 1e9 for length in parts], sum(spent) / 1e9)
+        if last:
+            core.publish()
+            if not self._ended:
+                self._timeline.evaluations.extend(timeline.evaluations)
+            self._ended = True
