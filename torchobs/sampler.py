@@ -1,4 +1,8 @@
-"""The sampler thread: folds the step records, shows what probes left, keeps the heartbeat. Ten rounds a second."""
+"""The sampler thread: folds the step records, shows what probes left, keeps the heartbeat. Ten rounds a second.
+
+Every call into torch gives up the GIL, and the training thread gets it back when this thread lets go of it, or after 5 ms
+(``sys.getswitchinterval``). So no stretch of work here is long: there is a breath in between, in which the other runs on.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,10 @@ NAME_CHECK_S = 5.0
 OBSERVE_S = 10.0
 OBSERVE_FIRST_S = 1.0
 QUIET_S = 60.0
+STRETCH_S = 0.00025
+"""Longest work without a breath, but for a single call that takes longer"""
+BREATH_S = 0.0005
+"""Long enough for the kernel to wake a thread that waits for the GIL (50 µs and the timer's slack)"""
 logger = logging.getLogger("torchobs")
 
 
@@ -31,12 +39,12 @@ class Sampler:
         self, host: Host, samples: list[tuple[str, Callable[[], None]]], slow: list[tuple[str, Callable[[], None]]]
     ) -> None:
         self._host, self._samples, self._slow = host, samples, slow
-        host.say = self.say
+        host.say, host.breathe = self.say, self.breathe
         self._stop = threading.Event()
         self._own = Fuse("sampler")
         self._shown: dict[str, int] = {}
         self._spoken: dict[str, float] = {}
-        now = time.monotonic()
+        now = self._breathed = time.monotonic()
         self._name_checked = self._cost_shown = now
         self._observed = now - OBSERVE_S + OBSERVE_FIRST_S
         self._thread = threading.Thread(target=self._run, name="torchobs-sampler", daemon=True)
@@ -68,7 +76,9 @@ class Sampler:
         writer.phase(phase + 1, since_ns)
         for probe, sample in self._samples:
             call(host.fuse(probe), sample)
+            self.breathe()
         writer.fold()
+        self.breathe()
         self._tell_anomalies()
         self._tell_trips()
         now = time.monotonic()
@@ -82,7 +92,14 @@ class Sampler:
             self._observed = now
             for probe, sample in self._slow:
                 call(host.fuse(probe), sample)
+                self.breathe()
         writer.publish()
+
+    def breathe(self) -> None:
+        """Let the training thread have the GIL, if this one may have held it for a while. Nobody waits once it is to stop."""
+        if time.monotonic() - self._breathed >= STRETCH_S and not self._stop.is_set():
+            time.sleep(BREATH_S)
+            self._breathed = time.monotonic()
 
     def _tell_anomalies(self) -> None:
         writer = self._host.writer

@@ -37,7 +37,8 @@ _HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_o
 class Meter:
     """Install ``inner``, then what is measured, then ``outer``; :meth:`step` after each step; :meth:`remove` at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
+        self._clock = clock
         self.ours: list[int] = []
         """ns per step, norms excluded"""
         self.norms: list[int] = []
@@ -80,22 +81,26 @@ class Meter:
         return statistics.median(measured) * len(measured) / len(self.norms) / 1000 if measured else 0.0
 
     def _timed(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
+        clock = self._clock
+
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = perf_counter_ns()
+            begun = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._sum += sign * (perf_counter_ns() - begun)
+                self._sum += sign * (clock() - begun)
 
         return timed
 
     def _timed_norm(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        clock = self._clock
+
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun, before = perf_counter_ns(), self._norm
+            begun, before = clock(), self._norm
             try:
                 return function(*args, **kwargs)
             finally:
-                self._norm = before + perf_counter_ns() - begun  # one may call another
+                self._norm = before + clock() - begun  # one may call another
 
         return timed
 

@@ -43,6 +43,8 @@ def surface() -> dict[str, Any]:
     return {
         "pre": dict(torch_optimizer._global_optimizer_pre_hooks),
         "post": dict(torch_optimizer._global_optimizer_post_hooks),
+        "parameters built": dict(torch.nn.modules.module._global_parameter_registration_hooks),
+        "modules built": dict(torch.nn.modules.module._global_module_registration_hooks),
         "backward": torch.autograd.backward,
         "next": vars(dataloader._BaseDataLoaderIter)["__next__"],
         "iter": vars(dataloader.DataLoader)["__iter__"],

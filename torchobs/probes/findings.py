@@ -29,7 +29,7 @@ class Findings:
 
     def __init__(self, host: Host) -> None:
         self._host, table = host, host.writer.table
-        self.layers = Layers(table, 0)
+        self.layers = Layers(table, 0, host.breathe)
         self.suspects: frozenset[int] = frozenset()
         """Parameters whose gradient was not finite lately: a device counts their elements"""
         self._suspected = 0

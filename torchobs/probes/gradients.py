@@ -59,6 +59,7 @@ class GradientProbe:
         host.before_step.append((self.name, fuse.guard(self._before_step)))
         host.after_closure_backward.append((self.name, fuse.guard(self._after_backward)))
         host.watched = fuse.guard(self._findings.layers.names.watch)
+        self._findings.layers.names.built.install(fuse)
         host.norm_due = 0
         self._clip = ClipWatch(host, self._pace, self._measure_clipped)
         self._clip.install(fuse)
@@ -67,6 +68,7 @@ class GradientProbe:
         """See :class:`~torchobs.probes.host.Probe`."""
         if self._clip is not None:
             self._clip.remove()
+            self._findings.layers.names.built.remove()
             self._host.watched, self._host.norm_due = None, sys.maxsize
 
     def sample(self) -> None:

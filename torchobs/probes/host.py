@@ -68,6 +68,8 @@ class Host:
     """``RunSpan.write``: records a span beneath the run's, times on CLOCK_MONOTONIC"""
     say: Callable[[str, str], None] | None = None
     """``Sampler.say``: logs a warning, at most one a minute for each cause; for the sampler thread"""
+    breathe: Callable[[], None] = lambda: None
+    """``Sampler.breathe``: to be called now and then in what takes the sampler thread longer"""
     fuses: dict[str, Fuse] = field(default_factory=dict)
     spent_ns: dict[str, int] = field(default_factory=dict)
     """Our own time in the training thread, by probe"""

@@ -19,7 +19,7 @@ from torchobs.flight.table import LAYERS
 from torchobs.probes.names import Names, layer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torchobs.flight.table import Cell, Table
     from torchobs.probes.measuring import Measurement
@@ -72,9 +72,9 @@ def choose(layers: Iterable[Layer], room: int) -> list[Layer]:
 class Layers:
     """All layers that were measured, and the series of some of them."""
 
-    def __init__(self, table: Table, room: int) -> None:
+    def __init__(self, table: Table, room: int, breathe: Callable[[], None]) -> None:
         self._table, self.room = table, room
-        self.names = Names()
+        self.names = Names(breathe)
         self.chosen: list[Layer] = []
         self.flattened = False
         """Whether FSDP1 has sharded parameters"""

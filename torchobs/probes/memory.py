@@ -64,6 +64,7 @@ class MemoryProbe:
         self._look(thorough=True)
         self._show(catalog.MEMORY_HOST_RSS, process.resident().all)
         self._show_pss()
+        self._host.breathe()
         machine, children, files = process.machine(), process.children(), process.files()
         self._show(catalog.MEMORY_HOST_AVAILABLE, machine.available if machine else None)
         self._show(catalog.MEMORY_HOST_CHILDREN_RSS, children.rss if children else None)
@@ -71,6 +72,7 @@ class MemoryProbe:
         self._show(catalog.PROCESS_THREADS, process.threads())
         self._show(catalog.PROCESS_OPEN_FILES, files.open)
         self._show(catalog.PROCESS_MAX_FILES, files.limit)
+        self._host.breathe()
         self._judge()
 
     def _look(self, *, thorough: bool) -> None:

@@ -1,9 +1,11 @@
-"""What the parameters are called: by the optimizer's groups, by ``torchobs.watch(model)``, else by one look at all modules.
+"""What the parameters are called: by the optimizer's groups, by the modules that hold them, else by no name.
+
+The modules are those given to ``torchobs.watch(model)``, those built since ``init()`` (torch tells of every parameter and child
+that a module is given), and if that is not enough those found by one look at all objects.
 
 That look is ``gc.get_objects()``, in the sampler thread: of 320,000 objects it holds the GIL for 20 ms at a stretch, and the
-modules are then picked out (28 ms) in Python, which hands the GIL on every 5 ms. It happens when parameters without a name
-have been measured, at most eight times in a run. Types are asked by their ``__mro__``, never ``isinstance``, which
-runs code of lazy objects.
+training thread waits for it. So it is for models that were built before, or copied, or read from a file as a whole, and happens
+at most eight times in a run. Types are asked by their ``__mro__``, never ``isinstance``, which runs code of lazy objects.
 """
 
 from __future__ import annotations
@@ -16,21 +18,25 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable
+
+    from torchobs.guarding import Fuse
 
 MAX_SCANS = 8
 SCAN_AFTER_S, SCAN_AGAIN_S = 1.0, 30.0
 """Not in the first step, which everybody waits for; a second look for parameters that came later"""
 LONGEST = 120
-_CHUNK = 20_000
+_CHUNK = 2_000
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_ddp_module"})
 _PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.(original\d*)$")
 
 
 class Names:
-    """Names by parameter. For the sampler thread, but :meth:`watch`."""
+    """Names by parameter. For the sampler thread, but :meth:`watch`. ``breathe`` as of the sampler's."""
 
-    def __init__(self) -> None:
+    def __init__(self, breathe: Callable[[], None]) -> None:
+        self.built = Built()
+        self._breathe = breathe
         self._names: dict[int, tuple[ref[Any], str]] = {}
         self._taken: dict[str, ref[Any]] = {}
         self._roots: list[_Root] = []
@@ -60,6 +66,9 @@ class Names:
         self._add_roots([module for module in (each() for each in watched) if module is not None])
         parameters = list(parameters)
         self._walk(parameters)
+        if any(self.get(parameter) is None for parameter in parameters):
+            self._add_roots(roots(self.built.modules()))
+            self._walk(parameters)
         missing = [parameter for parameter in parameters if self.get(parameter) is None]
         if not missing or self._scans >= MAX_SCANS:
             return True
@@ -70,7 +79,7 @@ class Names:
             return False
         self._last_s = time_s
         self._scans += 1
-        self._add_roots(roots(all_modules()))
+        self._add_roots(roots(all_modules(self._breathe)))
         self._walk(missing)
         return True
 
@@ -94,7 +103,7 @@ class Names:
         found: list[tuple[_Root, Any, list[tuple[str, Any]]]] = []
         for root in self._roots if wanted else ():
             module = root.module()
-            named = [(name, p) for name, p in module.named_parameters() if id(p) in wanted] if module is not None else []
+            named = self._named(module, wanted) if module is not None else []
             wanted -= {id(parameter) for _, parameter in named}
             if named:
                 found.append((root, module, named))
@@ -104,6 +113,56 @@ class Names:
                 root.title = f"{type(module).__name__}." if several else ""
             for name, parameter in named:
                 self._name(parameter, root.title + clean(name))
+
+    def _named(self, module: Any, wanted: set[int]) -> list[tuple[str, Any]]:
+        """Return those of a module's parameters that are wanted. One that is being changed meanwhile has none this time."""
+        found, parameters = [], module.named_parameters()
+        try:
+            while chunk := list(islice(parameters, _CHUNK // 20)):
+                found += [(name, parameter) for name, parameter in chunk if id(parameter) in wanted]
+                self._breathe()
+        except RuntimeError:  # a dictionary changed size
+            return []
+        return found
+
+
+class Built:
+    """Modules that were given a parameter or a child since the hooks came."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, ref[Any]] = {}
+        self._handles: list[Any] = []
+
+    def install(self, fuse: Fuse) -> None:
+        """Have torch tell. It asks these hooks nowhere in a forward pass, and ``torch.compile`` has no guard on them."""
+        from torch.nn.modules import module
+
+        note = fuse.guard(self._note)
+        self._handles = [
+            module.register_module_parameter_registration_hook(note),
+            module.register_module_module_registration_hook(note),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def modules(self) -> list[Any]:
+        """Return those that live. From any thread."""
+        found = []
+        for key, known in list(self._modules.items()):
+            module = known()
+            if module is not None:
+                found.append(module)
+            elif self._modules.get(key) is known:
+                del self._modules[key]
+        return found
+
+    def _note(self, module: Any, name: str, value: object) -> None:
+        del name, value
+        self._modules[id(module)] = ref(module)
 
 
 class _Root:
@@ -134,17 +193,16 @@ def layer_of(name: str) -> str:
     return layer if len(layer) <= LONGEST else f"…{layer[1 - LONGEST :]}"
 
 
-def all_modules() -> list[Any]:
+def all_modules(breathe: Callable[[], None]) -> list[Any]:
     """Return every ``torch.nn.Module`` there is."""
     import torch  # torch is optional until training begins
 
-    objects = iter(gc.get_objects())
-    return [module for chunk in _chunks(objects) for module in _modules(torch.nn.Module, chunk)]
-
-
-def _chunks(objects: Iterator[Any]) -> Iterator[list[Any]]:
+    objects, found = iter(gc.get_objects()), list[Any]()
+    breathe()
     while chunk := list(islice(objects, _CHUNK)):
-        yield chunk
+        found += _modules(torch.nn.Module, chunk)
+        breathe()
+    return found
 
 
 def _modules(base: type, objects: list[Any]) -> list[Any]:

@@ -1,0 +1,111 @@
+"""How parameters get their names without a look at all objects, which would hold up the training."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from torchobs.guarding import Fuse
+from torchobs.probes import names as module_of_names
+from torchobs.probes.names import Names
+
+
+@pytest.fixture
+def names() -> Any:
+    """Names, with torch's hooks in place."""
+    fuse = Fuse("gradients")
+    found = Names(lambda: None)
+    found.built.install(fuse)
+    yield found
+    found.built.remove()
+    assert not fuse.errors
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry per look at all objects."""
+    made: list[int] = []
+    whole = gc.get_objects
+
+    def counted() -> list[Any]:
+        made.append(1)
+        return whole()
+
+    monkeypatch.setattr(gc, "get_objects", counted)
+    return made
+
+
+class Net(torch.nn.Module):
+    """A module in a list in a module, one of them made by copying, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        self.blocks = torch.nn.ModuleList([copy.deepcopy(block) for _ in range(2)])
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+
+def called(names: Names, model: torch.nn.Module) -> list[str | None]:
+    """What its parameters are called."""
+    names.look_for(list(model.parameters()))
+    return [names.get(parameter) for parameter in model.parameters()]
+
+
+def test_a_module_built_after_init_is_known_without_a_look(names: Names, looks: list[int]) -> None:
+    """Also its copied parts; the outermost module names them, and a wrapper around it leaves no trace."""
+    model = Net()
+    expected = ["scale", "blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.0.weight", "blocks.1.0.bias"]
+    assert called(names, torch.nn.ModuleDict({"module": model})) == expected
+    assert looks == []
+
+
+def test_a_bare_layer_is_its_own_model(names: Names, looks: list[int]) -> None:
+    """It is given parameters and no child."""
+    assert called(names, torch.nn.Linear(2, 1)) == ["weight", "bias"]
+    assert looks == []
+
+
+def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch told nobody of them."""
+    monkeypatch.setattr(module_of_names, "SCAN_AFTER_S", 0.0)
+    model = Net()
+    names = Names(lambda: None)
+    names.built.install(Fuse("gradients"))
+    try:
+        twin = copy.deepcopy(model)
+        assert called(names, twin)[0] == "scale"
+        assert looks == [1]
+    finally:
+        names.built.remove()
+
+
+def test_what_was_built_may_go(names: Names, looks: list[int]) -> None:
+    """Nothing is kept alive, and another module at the same address is another."""
+    for _ in range(50):
+        Net()
+    gc.collect()
+    assert names.built.modules() == []
+    assert called(names, Net())[0] == "scale"
+    assert looks == []
+
+
+def test_a_module_that_changes_while_it_is_walked_is_walked_again() -> None:
+    """The other thread may add a parameter at any time: nothing raises, and the next walk has them all."""
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1) for _ in range(300)])
+    parameters = list(model.parameters())
+    changes = [torch.nn.Linear(1, 1)]
+
+    def breathe() -> None:
+        if changes:
+            model.append(changes.pop())
+
+    names = Names(breathe)
+    names.watch(model)
+    names.look_for(parameters)
+    assert not changes
+    names.look_for(parameters)
+    assert names.get(parameters[-1]) == "299.bias"
