@@ -15,7 +15,7 @@ from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs.exporter import listener, service
-from torchobs.exporter.app import _accepts_gzip, _deadline_s
+from torchobs.exporter.app import _deadline_s
 from torchobs.exporter.config import ExporterConfig, address_of
 from torchobs.exporter.watch import DEADLINE_S
 from torchobs.flight.layout import Exit
@@ -239,16 +239,6 @@ def test_the_fleet_tells_when_the_duty_is_done(writer: FlightWriter, exporter: S
     assert 0 <= fleet.last_scrape_age_s < 10
     exporter.get(**SCRAPE)
     wait_until(lambda: exporter.fleets[-1].unscraped_final == 0)
-
-
-@pytest.mark.parametrize(
-    ("header", "accepted"),
-    [("gzip", True), ("deflate, gzip;q=0.5", True), ("*", True), ("gzip;q=0", False), ("gzip; q=0.000", False),
-     ("identity", False), ("", False), ("gzip;q=1.0", True), ("gzip;q=0.001", True)],
-)  # fmt: skip
-def test_compression_is_negotiated(header: str, accepted: bool) -> None:  # noqa: FBT001  # a parameter of the table above
-    """As RFC 9110 has it."""
-    assert _accepts_gzip(header) is accepted
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.described import Facts
-from torchobs.exporter.encoder import END, Style, negotiate, page
+from torchobs.exporter.encoder import END, Style, page
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.limits import Limits
 from torchobs.exporter.scan import EMPTY, Scanner
@@ -500,21 +500,6 @@ def test_the_labels_of_a_series_are_made_once(exporter: Exporter, file: File) ->
     after = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.entries()}
     assert before == after
     assert before
-
-
-@pytest.mark.parametrize(
-    ("accept", "content_type"),
-    [
-        ("", "text/plain; version=0.0.4; charset=utf-8"),
-        ("text/html,*/*;q=0.8", "text/plain; version=0.0.4; charset=utf-8"),
-        ("application/openmetrics-text;version=1.0.0;q=0.8", "application/openmetrics-text; version=1.0.0; charset=utf-8"),
-        ("application/openmetrics-text;version=a.b", "text/plain; version=0.0.4; charset=utf-8"),
-        (";;;,,,=", "text/plain; version=0.0.4; charset=utf-8"),
-    ],
-)
-def test_the_format_is_negotiated(accept: str, content_type: str) -> None:
-    """By prometheus-client's rules; nonsense gets what every reader of the last ten years understands."""
-    assert negotiate(accept).content_type.startswith(content_type)
 
 
 def test_a_header_whose_numbers_no_float_holds_fails_nothing(exporter: Exporter, flight_dir: Path) -> None:

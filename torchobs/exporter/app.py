@@ -15,6 +15,7 @@ from torchobs.exporter.described import NOTHING_LOST, Facts
 from torchobs.exporter.live.site import LivePage
 from torchobs.exporter.scan import EMPTY
 from torchobs.exporter.watch import DEADLINE_S
+from torchobs.exporter.wishes import accepts_gzip
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,7 +63,7 @@ class Site:
         headers = request.headers
         snapshot = await self._watch.fresh(deadline_s=_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
         facts = self.facts(snapshot)
-        compressed = _accepts_gzip(headers.get("accept-encoding", ""))
+        compressed = accepts_gzip(headers.get("accept-encoding", ""))
         page = await self._pages.get(facts, headers.get("accept", ""), compressed=compressed)
         # noted when it is sent, not before: an exporter that leaves waits for pages that arrived
         noted = BackgroundTask(self._note, request, page)
@@ -94,12 +95,3 @@ def _deadline_s(declared: str | None) -> float:
     except ValueError:
         return DEADLINE_S
     return min(DEADLINE_S, max(0.1, timeout_s / 2)) if isfinite(timeout_s) else DEADLINE_S
-
-
-def _accepts_gzip(header: str) -> bool:
-    """Tell whether ``Accept-Encoding`` admits gzip (RFC 9110, section 12.5.3); ``q=0`` refuses it."""
-    for part in header.split(","):
-        coding, _, parameters = part.partition(";")
-        if coding.strip().lower() in {"gzip", "*"}:
-            return parameters.replace(" ", "").rstrip(".0") not in {"q=", "Q="}
-    return False

@@ -12,19 +12,41 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import openmetrics
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.openmetrics.exposition import UNDERSCORES, escape_label_name, escape_metric_name
+from prometheus_client.openmetrics.exposition import (
+    ALLOWUTF8,
+    DOTS,
+    UNDERSCORES,
+    VALUES,
+    escape_label_name,
+    escape_metric_name,
+)
 from prometheus_client.utils import floatToGoString
+
+from torchobs.exporter.wishes import wishes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from prometheus_client.registry import Collector
 
+    from torchobs.exporter.wishes import Wish
+
 _SECOND = 1_000_000_000
 PLAIN_BELOW = 1e6
 """From here on Go writes an exponent."""
 END = "# EOF\n"
 """The last line of a page in OpenMetrics."""
+
+
+_ESCAPINGS = {ALLOWUTF8, UNDERSCORES, DOTS, VALUES}
+_PLAIN, _OPENMETRICS = "text/plain", "application/openmetrics-text"
+_VERSIONS = {
+    _OPENMETRICS: {"": _OPENMETRICS, "1.0.0": f"{_OPENMETRICS};version=1.0.0"},
+    _PLAIN: {"": _PLAIN, "0.0.4": _PLAIN, "1.0.0": f"{_PLAIN};version=1.0.0"},
+    "text/*": {"": _PLAIN},
+    "*/*": {"": _PLAIN},
+}
+"""By media type and version, what prometheus-client is told"""
 
 
 class Style(NamedTuple):
@@ -43,15 +65,24 @@ class Format(NamedTuple):
 
 
 def negotiate(accept: str) -> Format:
-    """Choose by prometheus-client; what it cannot make sense of gets the plain format, as every browser does."""
-    try:
-        foreign, content_type = choose_encoder(accept)
-    except (ValueError, TypeError, LookupError):
-        foreign, content_type = choose_encoder("")
+    """Choose the dearest of the formats that we have; who names none gets the plain one, as every browser does.
+
+    prometheus-client is given nothing but that one: it knows no weights, and takes any version for one that it writes.
+    """
+    foreign, content_type = choose_encoder(next((known for one in wishes(accept) if (known := _known(one))), ""))
     given = foreign.keywords if isinstance(foreign, partial) else {}
     function = foreign.func if isinstance(foreign, partial) else foreign
     is_openmetrics = function is openmetrics.exposition.generate_latest
     return Format(Style(is_openmetrics, given.get("escaping", UNDERSCORES)), content_type, foreign)
+
+
+def _known(wish: Wish) -> str:
+    """Return a format of ours as prometheus-client knows it; empty for one that we do not have, or that is refused."""
+    versions = _VERSIONS.get(wish.what, {})
+    version, escaping = wish.parameters.get("version", ""), wish.parameters.get("escaping", "")
+    if wish.weight <= 0 or version not in versions:
+        return ""
+    return f"{versions[version]};escaping={escaping if escaping in _ESCAPINGS else UNDERSCORES}"
 
 
 def header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
