@@ -6,7 +6,9 @@ needs when a training has just died there.
 
 from __future__ import annotations
 
+import signal
 import sys
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from torchobs import values
 from torchobs._version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 BRIEFS = {
     "run": "Run a training script with torchobs watching it.",
@@ -76,9 +78,10 @@ def _help(arguments: Sequence[str]) -> int:
 
 def _call(name: str, arguments: Sequence[str]) -> int:
     try:
-        module = import_module(f"torchobs.cli.{name}")
         if name == "exporter":
-            module.command.main(list(arguments), prog_name="torchobs exporter")
+            with _sigterm_kept_back():
+                import_module("torchobs.cli.exporter").command.main(list(arguments), prog_name="torchobs exporter")
+        module = import_module(f"torchobs.cli.{name}")
         return int(module.main(arguments) or 0)
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
@@ -86,3 +89,18 @@ def _call(name: str, arguments: Sequence[str]) -> int:
             raise
         sys.stderr.write(f"torchobs {name}: {package} is not installed: pip install 'torchobs[exporter]'\n")
         return 1
+
+
+@contextmanager
+def _sigterm_kept_back() -> Iterator[None]:
+    """Keep SIGTERM until the exporter listens for it.
+
+    The kernel throws a signal that has no handler away when it is for a container's first process. A training that fails at
+    once would end while its sidecar still imports, for 3 s on a tenth of a core; the pod would then stay for the whole of its
+    grace period.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import click
@@ -60,7 +61,7 @@ _PROTECTION = "--web.config.file"
 
 def _protection(args: Sequence[str]) -> list[str]:
     """Return what of arguments that cannot be parsed must not be lost: without it, everyone could ask."""
-    for word, following in zip(args, [*args[1:], ""], strict=True):
+    for word, following in zip_longest(args, args[1:], fillvalue=""):
         flag, equals, path = word.partition("=")
         if flag == _PROTECTION:
             return [f"{_PROTECTION}={path if equals else following}"]
@@ -141,4 +142,5 @@ def _hint(word: str) -> str:
 
 
 def _is_watched() -> bool:
-    return sys.stderr.isatty()
+    """Tell whether a person is there to read a message. In a pod nobody is, though `tty: true` gives it a terminal."""
+    return sys.stderr.isatty() and "KUBERNETES_SERVICE_HOST" not in settings.environment()

@@ -73,7 +73,8 @@ class Directory:
         path = find_existing(self._config.flight_dir, self._config.runtime_dir)
         if path is None:
             self.close()
-            raise FileNotFoundError(f"{self._config.flight_dir or 'the flight directory'} is not there yet")
+            hint = "" if self._config.flight_dir else f" (in a pod: a volume at {KUBERNETES_MOUNT})"
+            raise FileNotFoundError(f"{self._config.flight_dir or 'the flight directory'} is not there yet{hint}")
         if self.fd >= 0 and self._is_still(path):
             return
         self.close()

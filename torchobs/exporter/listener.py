@@ -30,7 +30,10 @@ _BACKLOG = 512
 def bind(address: Address) -> socket.socket:
     """Return a listening socket; an empty host is every interface, IPv4 and IPv6. Raises ``OSError``."""
     if address.host:
-        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        try:
+            family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        except UnicodeError as problem:  # a name with an empty or too long label is asked of nobody
+            raise OSError(errno.EINVAL, "that is no host name") from problem
         return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
         try:

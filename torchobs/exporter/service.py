@@ -149,7 +149,7 @@ class _Service:
             if not self._doors and self._config.mode == "node":
                 return 1
             while not self._leave.is_set():
-                await self._tick()
+                await self._look()
                 await _sleep_until(self._leave, FADED_AFTER_S if self._watch.latest.fading else TICK_S)
             await self._drain()
             return 0
@@ -162,12 +162,23 @@ class _Service:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
         loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # kept back by the program until somebody listens
 
     def _on_signal(self, number: int) -> None:
         # Ctrl-C is a person, who does not want to wait for scrapers
         if self._leave.is_set() or number == signal.SIGINT:
             self._hurry.set()
         self._leave.set()
+
+    async def _look(self) -> None:
+        """Do what is due each second. In a pod no mistake of ours may become a loop of restarts beside the training."""
+        if self._config.mode == "node":
+            await self._tick()  # its trainings start another one
+            return
+        tick = asyncio.ensure_future(self._tick())
+        await asyncio.wait({tick})
+        if (problem := tick.exception()) is not None:
+            _log.error("a look at the ranks failed, and is tried again: %r", problem, exc_info=problem)
 
     async def _tick(self) -> None:
         await self._look_at_web_config()
@@ -336,11 +347,20 @@ class _Service:
                 break
             _log.info("waiting for the final state to be fetched by: %s", ", ".join(waiting))
             await _sleep_until(self._hurry, 0.2)
-            await self._tick()
+            await self._look()
 
     async def _final(self) -> int:
-        """Take the final state, and push it; return its number."""
+        """Take the final state, and push it; return its number.
+
+        When a pod is deleted, SIGTERM comes within milliseconds of the training's end, and whether a rank that fell silent is
+        dead shows after ``FADED_AFTER_S``. One that only lost its lock is not waited for any longer.
+        """
         snapshot = await self._watch.after_now()
+        for _ in range(3):
+            if not snapshot.fading or self._hurry.is_set():
+                break
+            await _sleep_until(self._hurry, FADED_AFTER_S / 2)
+            snapshot = await self._watch.after_now()
         if self._push is not None:
             self._push.look(self._site.facts(snapshot), final=True)
         return snapshot.number

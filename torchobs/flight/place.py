@@ -58,7 +58,7 @@ def candidates(flight_dir: str | None, runtime_dir: str | None) -> list[str]:
         found.append(str(Path(runtime_dir) / "torchobs"))
     if _roomy("/dev/shm"):  # noqa: S108  # tmpfs by design; the directory below it is ours alone
         found.append(f"/dev/shm/{own}")  # noqa: S108  # as above
-    return [*found, str(Path(tempfile.gettempdir()) / own)]
+    return [*found, str(Path(_temporary()) / own)]
 
 
 def open_place(flight_dir: str | None, runtime_dir: str | None) -> Place:
@@ -103,6 +103,13 @@ def control_directory(chosen: str | None, flight_dir: str) -> str:
 def open_directory(path: str) -> int:
     """Open a directory for reading its flight files; a symbolic link is refused. Raises ``OSError``."""
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return "/tmp"  # noqa: S108  # a container's root is read-only: opening it says so, by a name that a person knows
 
 
 def _is_given(path: str, flight_dir: str | None) -> bool:

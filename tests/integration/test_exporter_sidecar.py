@@ -1,0 +1,164 @@
+"""What only a sidecar has to survive: no temp directory, a terminal, signals at the worst moment, our own mistakes."""
+
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.exporters import Client, start_program
+from tests.support import clean_environment, wait_until
+from torchobs.exporter.config import ExporterConfig, Mode
+from torchobs.exporter.listener import bind
+from torchobs.exporter.service import Fleet, serve
+from torchobs.flight import place
+from torchobs.values import Address
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def keeps_back(number: signal.Signals, pid: int) -> bool:
+    """Whether a process has the signal blocked."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def test_a_signal_while_it_loads_is_kept_until_it_listens(start: Start, flight_dir: Path) -> None:
+    """As a container's first process it would never hear of it, and the pod would stay for its whole grace period."""
+    argv = [
+        sys.executable,
+        "-m",
+        "torchobs",
+        "exporter",
+        "--web.listen-address",
+        "127.0.0.1:0",
+        "--flight-dir",
+        str(flight_dir),
+    ]
+    process = start(*argv, env=clean_environment())
+    wait_until(lambda: keeps_back(signal.SIGTERM, process.pid), timeout_s=20, interval_s=0.005)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 0
+
+
+def test_it_needs_no_argument(start: Start, flight_dir: Path, free_port: Callable[[], int]) -> None:
+    """A container without `args`: all that there is to say stands in variables, or is the default."""
+    port = free_port()
+    variables = {"FLIGHT_DIR": str(flight_dir), "WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}"}
+    environ = clean_environment() | {f"TORCHOBS_EXPORTER_{name}": text for name, text in variables.items()}
+    process, client = start(sys.executable, "-m", "torchobs", "exporter", env=environ), Client(f"127.0.0.1:{port}")
+    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=20)
+    assert client.value("torchobs_exporter_config_ok") == 1
+
+
+def test_it_hears_signals_while_it_serves(start: Start, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int]) -> None:
+    """What was kept back is not kept back any more."""
+    program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
+    assert not keeps_back(signal.SIGTERM, program.process.pid)
+
+
+def test_a_terminal_in_a_pod_is_nobody_to_tell(start: Start, flight_dir: Path, free_port: Callable[[], int]) -> None:
+    """A container with `tty: true`: the mistake is a problem that is served, and not the end."""
+    port = free_port()
+    ours, theirs = pty.openpty()
+    argv = [
+        sys.executable,
+        "-m",
+        "torchobs",
+        "exporter",
+        "--web.listen-address",
+        f"127.0.0.1:{port}",
+        "--grace",
+        "soon",
+        "--no",
+    ]
+    environ = {**clean_environment(), "KUBERNETES_SERVICE_HOST": "10.96.0.1", "TORCHOBS_EXPORTER_FLIGHT_DIR": str(flight_dir)}
+    process = start(*argv, stderr=theirs, env=environ)
+    client = Client(f"127.0.0.1:{port}")
+    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=20)
+    assert client.value("torchobs_exporter_config_ok") == 0
+    os.close(theirs)
+    os.close(ours)
+
+
+def _answers(client: Client) -> bool:
+    try:
+        return client.get("/-/ready").status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("mode", ["sidecar", "node"])
+def test_a_mistake_of_ours_ends_no_sidecar(
+    mode: Mode, flight_dir: Path, caplog: pytest.LogCaptureFixture, free_port: Callable[[], int]
+) -> None:
+    """It is logged, and the next look is a new one; a node's exporter ends, for its trainings start another."""
+    asked: list[Fleet] = []
+
+    def finished(fleet: Fleet) -> bool:
+        asked.append(fleet)
+        if len(asked) == 1:
+            raise RuntimeError("a mistake")
+        return True
+
+    config = ExporterConfig(flight_dir=str(flight_dir), listen=(Address("127.0.0.1", free_port()),), mode=mode)
+    if mode == "node":
+        with pytest.raises(RuntimeError, match="a mistake"):
+            serve(config, finished=finished)
+    else:
+        assert serve(config, finished=finished) == 0
+        assert [record.exc_info is not None for record in caplog.records if "a mistake" in record.message] == [True]
+
+
+def test_a_rank_that_was_killed_a_moment_ago_is_not_left_alive(
+    start: Start, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int]
+) -> None:
+    """Both die within milliseconds when a pod is deleted; the scraper's last page has the rank's end all the same."""
+    steps = tmp_path / "steps"
+    with steps.open("w") as out:
+        rank = start(sys.executable, "-m", "tests.rank_process", str(flight_dir), stdout=out, env=clean_environment())
+    program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
+    wait_until(lambda: program.state() == "alive", timeout_s=20)
+    scraper = {"User_Agent": "scraper", "X_Prometheus_Scrape_Timeout_Seconds": "5"}
+    pages = [program.page(**scraper)]
+    rank.kill()
+    rank.wait()  # as kubelet does
+    program.process.send_signal(signal.SIGTERM)
+    while program.process.poll() is None:
+        try:
+            pages.append(program.page(**scraper))
+        except OSError:
+            break
+        time.sleep(0.02)
+    assert 'torchobs_rank_state{job_name="gpt",rank="0",run_id="run-1",state="lost"} 1' in pages[-1]
+    assert program.process.wait(timeout=20) == 0
+
+
+def test_no_place_for_temporary_files_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A root that is read-only has none, and Python then raises; the message of whoever needs one names it instead."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    assert place.candidates(None, None)[-1] == f"/tmp/torchobs-{os.getuid()}"
+
+
+def test_a_host_that_is_no_name_is_as_any_that_cannot_be_listened_on() -> None:
+    """Python refuses a label of 64 characters by an error that is none of the operating system's."""
+    with pytest.raises(OSError, match="no host name"):
+        bind(Address("x" * 64, 0))
+
+
+def test_the_port_is_free_again_when_it_has_left(flight_dir: Path, free_port: Callable[[], int]) -> None:
+    """Kubelet restarts one that a person has ended, on the same port."""
+    port = free_port()
+    config = ExporterConfig(flight_dir=str(flight_dir), listen=(Address("127.0.0.1", port),))
+    assert serve(config, finished=lambda _: True) == 0
+    with socket.create_server(("127.0.0.1", port)):
+        pass
