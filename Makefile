@@ -13,7 +13,7 @@ PROGRAMS := $(CURDIR)/.cache/debian
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 
-.PHONY: help setup demo test lint docs bench scale soak wheel-test test-tools clean
+.PHONY: help setup demo test lint docs bench scale soak wheel-test test-tools kube-test clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -53,6 +53,12 @@ soak: setup ## Half an hour of ranks that start, die and come back: the exporter
 
 wheel-test: setup ## Build sdist and wheel, run the unit tests against the installed wheel
 	tests/wheel.sh $(VENV)
+
+kube-test: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test
+kube-test: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
+kube-test: setup test-tools ## Run Jobs with the sidecar on the cluster of KUBECONFIG (tests/kubernetes/images.sh says what it needs)
+	tests/kubernetes/images.sh $(BIN)/python $$TORCHOBS_TEST_EXPORTER_IMAGE $$TORCHOBS_TEST_TRAINER_IMAGE
+	$(BIN)/pytest -m kubernetes
 
 test-tools: ## Fetch the programs that tests run and this machine lacks (Prometheus, promtool)
 	@tests/tools.sh $(PROGRAMS)

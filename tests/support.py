@@ -19,7 +19,11 @@ NEEDS_MOUNT = "needs a mount namespace it may create"
 NEEDS_CHECKOUT = "needs the source checkout"
 NEEDS_PROGRAM = "needs a program that Debian does not package"
 NEEDS_COMPILER = "needs a C++ compiler"
-UNAVOIDABLE = (NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_MOUNT, NEEDS_CHECKOUT, NEEDS_PROGRAM, NEEDS_COMPILER)
+NEEDS_KUBERNETES = "needs a Kubernetes cluster"
+UNAVOIDABLE = (
+    *(NEEDS_CUDA, NEEDS_MEMORY_CGROUP, NEEDS_MOUNT, NEEDS_CHECKOUT, NEEDS_PROGRAM, NEEDS_COMPILER),
+    NEEDS_KUBERNETES,
+)
 """Beginnings of the only reasons for which a test may be skipped in CI (`tests/skips.py`)."""
 
 FETCHED_BY_MAKE = frozenset({"prometheus", "promtool"})

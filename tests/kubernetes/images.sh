@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# tests/kubernetes/images.sh PYTHON EXPORTER TRAINER: build the two images of tests/e2e/test_kubernetes.py under these names
+# and hand them to the cluster. EXPORTER is what deploy/image makes; TRAINER has torchobs' wheel, and PYTHON's own torch.
+#
+#   TORCHOBS_TEST_BASE_IMAGE   what both are built on, with PYTHON's version; a registry's
+#                              docker.io/library/python:3.11-slim-bookworm, say [made by base.sh, which needs no registry]
+#   TORCHOBS_TEST_LOAD_IMAGES  what hands images to the cluster, their names at its end [nothing]: "kind load docker-image"
+#
+# Needs buildah and root.
+set -euo pipefail
+python=$(realpath -s "${1:?usage: tests/kubernetes/images.sh PYTHON EXPORTER TRAINER}") exporter=${2:?} trainer=${3:?}
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+base=${TORCHOBS_TEST_BASE_IMAGE:-}
+export BUILDAH_ISOLATION=${BUILDAH_ISOLATION:-chroot} STORAGE_DRIVER=${STORAGE_DRIVER:-overlay}
+cd "$(dirname "$0")/../.."
+if [ -z "$base" ]; then
+  base=localhost/torchobs-base:test
+  tests/kubernetes/base.sh "$python" $base
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# pip here has whatever index this machine is told to use; the build needs none then.
+"$python" -m build --wheel --no-isolation --outdir "$work/dist" . > "$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+wheel=$(echo "$work"/dist/torchobs-*.whl)
+"$python" -m pip download -qq --only-binary :all: --dest "$work/dist" "$wheel[exporter]"
+buildah bud -q --build-arg BASE="$base" --build-arg PIP_NO_INDEX=1 -t "$exporter" -f deploy/image/Containerfile "$work" > /dev/null
+
+container=$(buildah from "$base")
+trap 'rm -rf "$work"; buildah rm "$container" > /dev/null' EXIT
+root=$(buildah mount "$container")
+"$python" -m pip install -q --no-warn-conflicts --no-index --find-links "$work/dist" --target "$root/opt/site" "$wheel"
+"$python" -m tests.kubernetes.torch_layer "$root/opt/site"
+buildah run "$container" python3 -c "import sys; sys.exit(sys.version_info[:2] != (${version/./,}))" ||
+  { echo "$base has another Python than $python, whose torch is for $version" >&2; exit 1; }
+buildah config --env PYTHONPATH=/opt/site "$container"
+buildah commit -q "$container" "$trainer" > /dev/null
+
+${TORCHOBS_TEST_LOAD_IMAGES:-true} "$exporter" "$trainer"

@@ -1,0 +1,37 @@
+"""`python -m tests.kubernetes.torch_layer DIR`: copy this environment's torch, and what it requires, into DIR.
+
+An image gets torch so without fetching it a second time. Left out is what only a compiler or torch's own tests read.
+"""
+
+import re
+import shutil
+import sys
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+LEFT_OUT = re.compile(r"torch/(include|test|share)/|torch/bin/(?!torch_shm_manager)|.*\.(a|h|cuh|hpp)$|\.\./")
+
+
+def required(name: str, seen: dict[str, Distribution]) -> dict[str, Distribution]:
+    """`seen` and the distribution of that name, and those that it requires, by name."""
+    if name not in seen:
+        seen[name] = distribution(name)
+        for requirement in map(Requirement, seen[name].requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                required(requirement.name, seen)
+    return seen
+
+
+def copy(found: Distribution, to: Path) -> None:
+    """Copy what was installed of a distribution, with its times: compiled modules are believed by them."""
+    for path in found.files or ():
+        if not LEFT_OUT.match(path.as_posix()):
+            target = to / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path.locate(), target)
+
+
+for one in required("torch", {}).values():
+    copy(one, Path(sys.argv[1]))
