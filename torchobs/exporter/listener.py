@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +26,15 @@ KEEP_ALIVE_S = 75
 
 NEXT_PORTS = 100
 _BACKLOG = 512
+_FILES = 65_536
+
+
+def allow_files() -> None:
+    """Raise the limit of open files: a flight file is one, and so is every connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(address: Address) -> socket.socket:

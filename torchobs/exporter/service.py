@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import resource
 import signal
 import threading
 import time
@@ -54,7 +53,6 @@ RETRY_BIND_S = 5.0
 FLUSH_S = 10.0
 """How long a node's exporter that has done its duty waits for the receiver of the push."""
 
-_FILES = 65_536
 _log = logging.getLogger(__name__)
 
 
@@ -88,7 +86,7 @@ def serve(
     Returns:
         0, or 1 when a node's exporter found nowhere to listen. A sidecar goes on trying.
     """
-    _allow_files()
+    allow_files()
     return asyncio.run(_Service(config, announce, finished).run())
 
 
@@ -392,11 +390,3 @@ def _push_of(config: ExporterConfig) -> Push | None:
 async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(event.wait(), timeout_s)
-
-
-def _allow_files() -> None:
-    """Raise the limit of open files: a flight file is one, and so is every connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
