@@ -27,7 +27,7 @@ from torchobs.exporter.api.app import Api
 from torchobs.exporter.app import Site
 from torchobs.exporter.connections import Connections
 from torchobs.exporter.described import Lost
-from torchobs.exporter.listener import bind, bind_near, serve_on
+from torchobs.exporter.listener import allow_files, bind, bind_near, serve_on
 from torchobs.exporter.named import Named
 from torchobs.exporter.pages import Pages
 from torchobs.exporter.scan import Scanner
