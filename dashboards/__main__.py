@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from dashboards import alerts, percentiles, rules
+from dashboards import alerts, alerts_ranks, alerts_resources, percentiles, rules
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 RUNBOOKS = "https://github.com/torchobs/torchobs/blob/main/docs/runbooks"
@@ -23,7 +23,9 @@ def rendered(runbooks: str = RUNBOOKS) -> dict[str, str]:
     """Return every file by its path under `deploy/`; ``runbooks`` is the URL that alerts link to."""
     return {
         **_dashboards(),
-        "prometheus/rules/torchobs-alerts.yml": rules.render([alerts.anomalies()], runbooks, ALERTS),
+        "prometheus/rules/torchobs-alerts.yml": rules.render(
+            [alerts.anomalies(), alerts_ranks.ranks(), alerts_resources.resources()], runbooks, ALERTS
+        ),
         "prometheus/rules/torchobs-percentiles.yml": rules.render([percentiles.classic()], runbooks, CLASSIC),
         "prometheus/rules-native/torchobs-percentiles.yml": rules.render([percentiles.native()], runbooks, NATIVE),
     }

@@ -7,6 +7,8 @@ from torchobs.catalog import Metric
 ONE_RANK = "run_id, rank, instance"
 """What tells one rank's series from another's: a rank is unique within its target only."""
 BY_RUN = "by (job_name, run_id)"
+BY_RUN_EVERYWHERE = "by (namespace, job_name, run_id)"
+"""For alerts, which come from all of a Prometheus' namespaces."""
 BY_RANK = "by (job_name, run_id, rank, instance)"
 
 

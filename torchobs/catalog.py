@@ -389,6 +389,11 @@ DATA_BATCHES_READY = _gauge(
     "{batch}",
     "Batches that the workers have finished and training has not taken; 0 means that it waits for them.",
 )
+DATA_STARVED = _gauge(
+    "torchobs.data.starved",
+    "",
+    "1 while training waits for data for a fifth of its time or more, judged over a minute and ten steps.",
+)
 DATA_UNPINNED_BATCHES = _counter(
     "torchobs.data.unpinned_batches",
     "{batch}",
@@ -867,6 +872,12 @@ EVENT_WORKER_DIED = Event(
         Attribute("code", "its exit code, 0 for a signal"),
         Attribute("signal", "the signal's name, e.g. SIGKILL: the out-of-memory killer's"),
     ),
+)
+EVENT_STARVED = Event(
+    "torchobs.data.starved",
+    "Training has come to wait for data for a fifth of its time or more.",
+    Severity.WARNING,
+    (Attribute("share", "of the training time of the last minute, or the last ten steps"),),
 )
 EVENT_UNPINNED = Event(
     "torchobs.data.unpinned",

@@ -16,6 +16,7 @@ import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.probes.pinning import PinningWatch, pageable_bytes
+from torchobs.probes.starving import Starving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -191,3 +192,31 @@ def test_pageable_bytes_are_those_of_cpu_tensors_however_nested() -> None:
     assert pageable_bytes(torch.zeros(10, device="meta")) == 0
     assert pageable_bytes([tensor] * 100) == 64 * 40
     assert pageable_bytes([[[[[tensor]]]]]) == 0
+
+
+def test_training_that_waits_for_its_data_is_told(run: Recording) -> None:
+    """A state, and one event when it begins; the clock is the test's."""
+    host, now_s = run.session.host, [0.0]
+    assert host is not None
+    starving = Starving(host, lambda: now_s[0])
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train(batches: Any) -> None:
+        starving.sample()
+        for batch in batches:
+            model(batch).sum().backward()
+            time.sleep(0.002)
+            optimizer.step()
+        host.writer.fold()
+        now_s[0] += 60.0
+        starving.sample()
+        host.writer.publish()
+
+    train(DataLoader(torch.ones(SAMPLES, 8), batch_size=None))  # type: ignore[arg-type]
+    assert run.values()[("torchobs.data.starved",)] == 0
+    for _ in range(2):
+        train(DataLoader(Slow(), batch_size=None))
+    assert run.values()[("torchobs.data.starved",)] == 1
+    (event,) = run.frames("torchobs.data.starved")
+    assert 0.2 <= event["attrs"]["share"] <= 1

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards import alerts, percentiles, rules
+from dashboards import alerts, alerts_ranks, alerts_resources, percentiles, rules
 from dashboards.promql import ONE_RANK
 from tests import promql
 from torchobs import catalog
-from torchobs.catalog import Kind
+from torchobs.catalog import Kind, prometheus_label
 
 RUNBOOKS = "https://example.org/runbooks"
-GROUPS = [group.rendered(RUNBOOKS) for group in (alerts.anomalies(), percentiles.classic(), percentiles.native())]
+SHIPPED = (
+    alerts.anomalies(), alerts_ranks.ranks(), alerts_resources.resources(), percentiles.classic(), percentiles.native(),
+)  # fmt: skip
+GROUPS = [group.rendered(RUNBOOKS) for group in SHIPPED]
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDINGS = [rule for rule in RULES if "record" in rule]
@@ -34,7 +37,7 @@ def test_rules_are_about_metrics_that_are_recorded(rule: dict[str, Any]) -> None
             continue
         metric = BY_NAME[selector.name]
         assert not metric.planned
-        own = {attribute.name: attribute.values for attribute in metric.attributes}
+        own = {prometheus_label(attribute.name): attribute.values for attribute in metric.attributes}
         assert all(set(value.split("|")) <= set(own[label]) for label, value in selector.matchers.items())
 
 
@@ -43,7 +46,7 @@ def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
     """But for a counter that is as young as the rank, which the rule of recent anomalies says so."""
     for selector in promql.selectors(rule["expr"]):
         metric = BY_NAME.get(selector.name)
-        if metric is not None and metric.kind is not Kind.GAUGE and rule.get("record") != alerts.RECENT:
+        if metric is not None and metric.kind in {Kind.COUNTER, Kind.HISTOGRAM} and rule.get("record") != alerts.RECENT:
             assert selector.function in {"rate", "increase", "max_over_time"}
 
 
@@ -87,7 +90,7 @@ def test_alerts_outlast_a_short_sickness_and_come_once_per_run(rule: dict[str, A
     """No `for` that a job's exit could cut short; one alert for a thousand ranks; its labels are the ones its text uses."""
     assert rule["for"] == "0s"
     assert rule["keep_firing_for"] == "10m"
-    assert rule["expr"].startswith("max by (namespace, job_name, run_id) (")
+    assert rule["expr"].startswith(("max by (namespace, job_name, run_id) (", "min by (namespace, job_name, run_id) ("))
     assert "absent" not in rule["expr"]
 
 

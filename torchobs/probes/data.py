@@ -12,6 +12,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
+from torchobs.probes.starving import Starving
 from torchobs.probes.trace import EXHAUSTED, FETCH, FETCHED
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class DataProbe:
         from torch.utils.data import dataloader
 
         self._host, self._grad_enabled = host, torch.is_grad_enabled
+        self._starving = Starving(host)
         base = dataloader._BaseDataLoaderIter
         self._patches = [Patch(base, "__next__", self._watched_next(base.__next__))]
 
@@ -40,6 +42,10 @@ class DataProbe:
         """See :class:`~torchobs.probes.host.Probe`."""
         for patch in self._patches:
             patch.undo()
+
+    def sample(self) -> None:
+        """Judge how long was waited."""
+        self._starving.sample()
 
     def _watched_next(self, original: Any) -> Any:
         fuse, host, cycle, grad_enabled = self._host.fuse(self.name), self._host, self._host.cycle, self._grad_enabled

@@ -1,0 +1,111 @@
+"""Alerts about ranks: failed, hung, slower than they were, slower than the others."""
+
+from __future__ import annotations
+
+from dashboards.alerts import WINDOW
+from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.rules import Alert, Group
+from torchobs import catalog
+
+UNRESPONSIVE_S = 120
+"""A process that is torn down is unresponsive, too: 29 ms for each GiB it has, 11 s with a core dump, as measured."""
+SLOWER = 1.5
+"""Half as long again is a third of the machines' time: worth a look for a run of any length. Means of ten minutes of steps differ
+by far less for reasons that are nobody's fault."""
+BEFORE = "1h"
+
+
+def ranks() -> Group:
+    """Return the rules."""
+    return Group("torchobs.ranks", (_failed(), _hung(), _slowdown(), _straggler()))
+
+
+def _failed() -> Alert:
+    """Not one that Ctrl-C ended: whoever pressed it knows."""
+    reasons = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in {"finished", "interrupted"})
+    failed = select(catalog.RANK_EXIT, f'reason=~"{reasons}"')
+    return Alert(
+        alert="TorchobsRankFailed",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                count {BY_RUN_EVERYWHERE} ({failed} == 1)
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="critical",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} has lost a rank.",
+        description=(
+            '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or vanished (killed, likely out '
+            "of memory). The others wait for them until their collectives time out."
+        ),
+    )
+
+
+def _hung() -> Alert:
+    """Hung is the exporter's word: no step for 20 times the 99th percentile, at least a minute, in no phase that may last."""
+    hung, stopped = (select(catalog.RANK_STATE_SET, f'state="{state}"') for state in ("hung", "unresponsive"))
+    return Alert(
+        alert="TorchobsRankHung",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                count {BY_RUN_EVERYWHERE} (
+                    {hung} == 1
+                  or
+                    {stopped} == 1 and on ({ONE_RANK}) {select(catalog.RANK_PROGRESS_AGE)} > {UNRESPONSIVE_S}
+                )
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="critical",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} does not move.",
+        description='{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.',
+    )
+
+
+def _slowdown() -> Alert:
+    """By the phases' time and the steps, which are there whether histograms are classic or native."""
+
+    def step_s(range_: str, offset: str = "") -> str:
+        time_, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
+        by = "by (namespace, job_name, run_id, rank, instance)"
+        return f"sum {by} (rate({time_}[{range_}]{offset})) / sum {by} (rate({steps}[{range_}]{offset}) > 0)"
+
+    return Alert(
+        alert="TorchobsSlowdown",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                ({step_s(WINDOW)})
+                /
+                ({step_s(BEFORE, f" offset {WINDOW}")})
+                > {SLOWER}
+                and on ({ONE_RANK})
+                time() - {select(catalog.RANK_START_TIME)} > 3600
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="warning",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} has become slow.",
+        description=(
+            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in the hour before, '
+            "evaluation, checkpoints and compilation not counted."
+        ),
+    )
+
+
+def _straggler() -> Alert:
+    slow = select(catalog.RANK_SLOWDOWN)
+    return Alert(
+        alert="TorchobsStraggler",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                avg_over_time({slow}[{WINDOW}]) > {SLOWER}
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="warning",
+        summary="All ranks of training run {{ $labels.run_id }} of {{ $labels.job_name }} wait for one of them.",
+        description=(
+            'In the last 10 minutes the slowest rank took {{ printf "%.1f" $value }} times as long for a step as its peers on '
+            "its machine, waiting for each other not counted."
+        ),
+    )

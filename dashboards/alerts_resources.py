@@ -1,0 +1,143 @@
+"""Alerts about what a training lives on: memory, data, compiled code, a loss scale, GPUs."""
+
+from __future__ import annotations
+
+from dashboards.alerts import MOST_SKIPS, WINDOW
+from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.rules import Alert, Group
+from torchobs import catalog
+
+TIME_TO_ACT_S = 4 * 3600
+"""A trend is followed no further than 60 times as long as it was seen (`torchobs/detect/growth.py`), so that one of four hours
+was seen for four minutes at least; and who is called at night can still let the run reach a checkpoint."""
+MANY_RECOMPILES = 16
+"""Within the window, all functions together. torch gives one function up at 8 (`torch._dynamo.config.recompile_limit`); a model
+with a size that turns out to be dynamic, training and evaluation in it, has a handful in its first minutes."""
+THROTTLED = 0.1
+"""Share of the time. A GPU at its power limit is held down by that all the time, and is meant to be; by heat never."""
+
+
+def resources() -> Group:
+    """Return the rules."""
+    return Group(
+        "torchobs.resources", (_memory(), _data(), _recompiles(), _scaler(), _gpu_fault(), _gpu_throttled())
+    )  # fmt: skip
+
+
+def _memory() -> Alert:
+    return Alert(
+        alert="TorchobsMemoryGrowth",
+        expr=f"""
+            min {BY_RUN_EVERYWHERE} (
+                {select(catalog.MEMORY_TIME_TO_LIMIT)} < {TIME_TO_ACT_S}
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="warning",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} runs out of memory.",
+        description=(
+            "The memory of one of its ranks grows steadily with the steps, and reaches its limit in "
+            "{{ $value | humanizeDuration }}."
+        ),
+    )
+
+
+def _data() -> Alert:
+    time_ = select(catalog.STEP_PHASE_TIME)
+    waiting = select(catalog.STEP_PHASE_TIME, 'phase="data"')
+    by = "by (namespace, job_name, run_id, rank, instance)"
+    return Alert(
+        alert="TorchobsDataStarvation",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                sum {by} (rate({waiting}[{WINDOW}])) / sum {by} (rate({time_}[{WINDOW}]) > 0)
+                and on ({ONE_RANK})
+                min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
+                and on ({ONE_RANK})
+                time() - {select(catalog.RANK_START_TIME)} > 600
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="warning",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} waits for its data.",
+        description="One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches.",
+    )
+
+
+def _recompiles() -> Alert:
+    """Where a function was given up it runs uncompiled from then on, and nothing but a counter says so."""
+    failures = select(catalog.COMPILE_FAILURES, 'reason="recompile_limit"')
+    by = "by (namespace, job_name, run_id, rank, instance)"
+    return Alert(
+        alert="TorchobsRecompileStorm",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                increase({failures}[{WINDOW}]) > 0
+              or
+                sum {by} (increase({select(catalog.COMPILE_RECOMPILES)}[{WINDOW}])) > {MANY_RECOMPILES}
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="warning",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} is compiled again and again.",
+        description=(
+            'In the last 10 minutes one of its ranks had {{ printf "%.0f" $value }} recompilations, or functions that '
+            "torch.compile gave up because of them."
+        ),
+    )
+
+
+def _scaler() -> Alert:
+    return Alert(
+        alert="TorchobsLossScaleStuck",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {select(catalog.AMP_SKIP_STREAK)} >= {MOST_SKIPS}
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="critical",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} makes no steps.",
+        description=(
+            'Its loss scaler has skipped {{ printf "%.0f" $value }} steps in a row: it finds no scale at which the gradients '
+            "are finite."
+        ),
+    )
+
+
+def _gpu_fault() -> Alert:
+    errors = select(catalog.HW_ERRORS, 'error_type=~"xid|ecc_uncorrected"')
+    failed = select(catalog.HW_STATUS, 'hw_state="failed"')
+    return Alert(
+        alert="TorchobsGpuFault",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                increase({errors}[{WINDOW}]) > 0
+              or
+                {failed} == 1
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="critical",
+        summary="A GPU of training run {{ $labels.run_id }} of {{ $labels.job_name }} is faulty.",
+        description=(
+            'It is lost or asks to be replaced, or had {{ printf "%.0f" $value }} errors (XID, or of its memory) in the last '
+            "10 minutes."
+        ),
+    )
+
+
+def _gpu_throttled() -> Alert:
+    held = select(catalog.GPU_THROTTLE_TIME, 'reason="thermal"')
+    return Alert(
+        alert="TorchobsGpuThrottled",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                rate({held}[{WINDOW}]) > {THROTTLED}
+            )
+        """,
+        keep_firing_for=WINDOW,
+        severity="warning",
+        summary="A GPU of training run {{ $labels.run_id }} of {{ $labels.job_name }} is too hot.",
+        description="Its clocks were held down by heat for {{ $value | humanizePercentage }} of the last 10 minutes.",
+    )
