@@ -10,8 +10,7 @@ from torchobs import catalog
 UNRESPONSIVE_S = 120
 """A process that is torn down is unresponsive, too: 29 ms for each GiB it has, 11 s with a core dump, as measured."""
 SLOWER = 1.5
-"""Half as long again is a third of the machines' time: worth a look for a run of any length. Means of ten minutes of steps differ
-by far less for reasons that are nobody's fault."""
+"""Half as long again is a third of the machines' time: worth a look for a run of any length."""
 BEFORE = "1h"
 
 
