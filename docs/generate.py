@@ -23,12 +23,15 @@ HEADINGS = {
     catalog.DISTRIBUTED_WORLD_SIZE: "Distributed training",
     catalog.HW_GPU_UTILIZATION: "GPU hardware",
     catalog.RANK_STATE_SET: "Ranks",
+    catalog.SYSTEM_CPU_TIME: "The machine",
     catalog.OVERHEAD: "torchobs itself",
 }
 """Each heading stands above the metric that begins it, in the catalog's order."""
 
 EXPORTER_S = ("torchobs.exporter.", "torchobs.build.")
 """Beginnings of the names that belong to no rank."""
+HOST_S = ("system.", "torchobs.host.")
+"""And to no exporter: to the machine."""
 
 INTRODUCTION = """\
 <!-- Generated from torchobs/catalog.py by docs/generate.py; `make docs` writes it again. -->
@@ -112,6 +115,8 @@ def _metric(metric: Metric) -> str:
 def _survival(metric: Metric) -> str:
     if metric.name.startswith(EXPORTER_S):
         return "the exporter's own"
+    if metric.name.startswith(HOST_S):
+        return "the machine's"
     return "kept" if metric.survives or metric.kind is not Kind.GAUGE else "ends"
 
 

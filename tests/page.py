@@ -15,8 +15,8 @@ from prometheus_client.samples import Exemplar
 
 from torchobs.catalog import Kind, Metric, prometheus_label
 
-EXPORTER_S = ("torchobs.exporter.", "torchobs.build.")
-"""Beginnings of the names of what the exporter says of itself; everything else is said of a rank."""
+EXPORTER_S = ("torchobs.exporter.", "torchobs.build.", "torchobs.host.", "system.")
+"""Beginnings of the names of what the exporter says of itself and of the machine; everything else is said of a rank."""
 TYPES = {Kind.COUNTER: "counter", Kind.UPDOWN: "gauge", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
 JOB_NAME, RUN_ID = "gpt", "run-1"
 

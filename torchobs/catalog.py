@@ -227,6 +227,45 @@ SAVE_RESULT = Attribute("result", "how the save ended", SAVE_RESULTS)
 WORKER_STATE = Attribute("state", "configured, or alive of these", ("configured", "alive"))
 PROBE = Attribute("probe", "the probe's name")
 
+HOST_COLLECTORS = ("cpu", "memory", "pressure", "disk", "filesystem", "network", "infiniband")
+CPU_MODES = ("user", "nice", "system", "idle", "iowait", "interrupt", "steal")
+THREAD_STATES = ("runnable", "blocked")
+MEMORY_STATES = ("used", "free", "buffers", "cached")
+UNWRITTEN_STATES = ("dirty", "writeback")
+PAGING_STATES = ("used", "free")
+FILESYSTEM_STATES = ("used", "free", "reserved")
+INODE_STATES = ("used", "free")
+INFINIBAND_STATES = ("down", "init", "armed", "active", "active_defer")
+HOST_COLLECTOR = Attribute("collector", "what was to be collected", HOST_COLLECTORS)
+CPU_MODE = Attribute("cpu.mode", "what the processors did", CPU_MODES)
+THREAD_STATE = Attribute("state", "runnable: running or waiting for a processor; blocked: for a disk", THREAD_STATES)
+MEMORY_STATE = Attribute("system.memory.state", "what it is used for; they add up to the total", MEMORY_STATES)
+UNWRITTEN_STATE = Attribute("state", "dirty: to be written; writeback: being written", UNWRITTEN_STATES)
+PAGING_STATE = Attribute("system.paging.state", "whether it is in use", PAGING_STATES)
+SYSTEM_DEVICE = Attribute("system.device", "physical disk, e.g. nvme0n1; 64 at most")
+DISK_DIRECTION = Attribute("disk.io.direction", "read or write", ("read", "write"))
+MOUNTPOINT = Attribute("system.filesystem.mountpoint", "where it is mounted")
+FILESYSTEM_TYPE = Attribute("system.filesystem.type", "its type, e.g. xfs")
+FILESYSTEM_STATE = Attribute("system.filesystem.state", "reserved: free, for root only", FILESYSTEM_STATES)
+INODE_STATE = Attribute("state", "whether there is a file", INODE_STATES)
+NETWORK_INTERFACE = Attribute("network.interface.name", "physical interface, or a container's own, e.g. eth0; 64 at most")
+NETWORK_DIRECTION = Attribute("network.io.direction", "seen from this machine", ("receive", "transmit"))
+INFINIBAND_DEVICE = Attribute("device", "adapter, e.g. mlx5_0")
+INFINIBAND_PORT = Attribute("port", "the adapter's port, from 1; 64 of all adapters at most")
+INFINIBAND_STATE = Attribute("state", "the port's; one is 1, the others 0", INFINIBAND_STATES)
+INFINIBAND_ERROR = Attribute(
+    "error.type",
+    "what went wrong: on the link, up to buffer_overrun; then in connections over it, as an mlx5 adapter counts",
+    ("symbol", "link_recovery", "link_downed", "link_integrity", "receive", "remote_physical", "transmit_discard",
+     "buffer_overrun", "out_of_sequence", "packet_sequence", "ack_timeout", "rnr_retry", "retries_exceeded", "out_of_buffer",
+     "icrc"),
+)  # fmt: skip
+INFINIBAND_CONGESTION = Attribute(
+    "kind",
+    "ecn_marked: packets that a switch marked; cnp_sent, cnp_handled: notifications to and from the other end",
+    ("ecn_marked", "cnp_sent", "cnp_handled"),
+)
+
 # --- progress -----------------------------------------------------------------------------------------------------------------
 STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, those that a loss scaler skipped included.")
 STEP_DURATION = _histogram(
@@ -664,6 +703,105 @@ PROCESS_MAX_FILES = _gauge("torchobs.rank.process.max_fds", "{file}", "File desc
 RANK_INFO = _gauge("torchobs.rank.info", "", "Constant 1; its labels describe the rank.", survives=True)
 WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", "Ranks in the run, as its launcher says.", survives=True)
 
+# --- the machine: OpenTelemetry's names, and what they lack as torchobs.host.* ------------------------------------------------
+SYSTEM_CPU_TIME = _counter(
+    "system.cpu.time", "s", "Time of all processors together, by what they did.", CPU_MODE, integer=False
+)
+SYSTEM_CPU_LOAD = _gauge(
+    "system.cpu.load_average.1m", "{thread}", "Threads that ran, or waited to run or for a disk, averaged over a minute."
+)
+HOST_CPUS = _gauge("torchobs.host.cpus", "{cpu}", "Logical processors that are online.")
+HOST_THREADS = _gauge("torchobs.host.threads", "{thread}", "Threads that run, or wait to run or for a disk.", THREAD_STATE)
+SYSTEM_MEMORY_LIMIT = _updown("system.memory.limit", "By", "The machine's memory.")
+SYSTEM_MEMORY_USAGE = _updown("system.memory.usage", "By", "The machine's memory by what it is used for.", MEMORY_STATE)
+SYSTEM_MEMORY_AVAILABLE = _updown(
+    "system.memory.linux.available", "By", "The kernel's estimate of what could be had without swapping."
+)
+SYSTEM_MEMORY_SHARED = _updown(
+    "system.memory.linux.shared", "By", "Shared memory, files in a tmpfs included; it is among what is cached."
+)
+HOST_MEMORY_UNWRITTEN = _gauge(
+    "torchobs.host.memory.unwritten", "By", "File pages that a disk has not got yet, of checkpoints for instance.",
+    UNWRITTEN_STATE,
+)  # fmt: skip
+HOST_OOM_KILLS = _counter(
+    "torchobs.host.memory.oom_kills", "{process}", "Processes that the kernel killed for memory, in any cgroup."
+)
+SYSTEM_PAGING_USAGE = _updown("system.paging.usage", "By", "The machine's swap space.", PAGING_STATE)
+HOST_PRESSURE_TIME = _counter(
+    "torchobs.host.pressure.time",
+    "s",
+    "Time in which some, or all, of the machine's tasks waited for a resource.",
+    RESOURCE,
+    WAITING,
+    integer=False,
+)
+SYSTEM_DISK_IO = _counter("system.disk.io", "By", "Bytes read from and written to disks.", SYSTEM_DEVICE, DISK_DIRECTION)
+SYSTEM_DISK_OPERATIONS = _counter(
+    "system.disk.operations", "{operation}", "Reads and writes that disks completed.", SYSTEM_DEVICE, DISK_DIRECTION
+)
+SYSTEM_DISK_IO_TIME = _counter(
+    "system.disk.io_time", "s", "Time in which a disk had something to do.", SYSTEM_DEVICE, integer=False
+)
+SYSTEM_DISK_OPERATION_TIME = _counter(
+    "system.disk.operation_time", "s", "Time that a disk's reads and writes took, summed.", SYSTEM_DEVICE, DISK_DIRECTION,
+    integer=False,
+)  # fmt: skip
+SYSTEM_FILESYSTEM_LIMIT = _updown("system.filesystem.limit", "By", "Size of a file system.", MOUNTPOINT, FILESYSTEM_TYPE)
+SYSTEM_FILESYSTEM_USAGE = _updown(
+    "system.filesystem.usage", "By", "Room in a file system by state.", MOUNTPOINT, FILESYSTEM_TYPE, FILESYSTEM_STATE
+)
+SYSTEM_FILESYSTEM_INODES = _updown(
+    "system.filesystem.inodes.usage",
+    "{inode}",
+    "Files in a file system, and how many more there could be.",
+    MOUNTPOINT,
+    FILESYSTEM_TYPE,
+    INODE_STATE,
+)
+HOST_FILESYSTEM_READONLY = _gauge(
+    "torchobs.host.filesystem.readonly",
+    "",
+    "1 if nothing can be written there, as after an error of the disk.",
+    MOUNTPOINT,
+    FILESYSTEM_TYPE,
+)
+SYSTEM_NETWORK_IO = _counter("system.network.io", "By", "Bytes received and transmitted.", NETWORK_INTERFACE, NETWORK_DIRECTION)
+SYSTEM_NETWORK_ERRORS = _counter(
+    "system.network.errors", "{error}", "Errors of receiving and transmitting.", NETWORK_INTERFACE, NETWORK_DIRECTION
+)
+SYSTEM_NETWORK_DROPPED = _counter(
+    "system.network.packet.dropped", "{packet}", "Packets dropped though they had no error.", NETWORK_INTERFACE,
+    NETWORK_DIRECTION,
+)  # fmt: skip
+HOST_INFINIBAND_STATE = _gauge(
+    "torchobs.host.infiniband.state",
+    "",
+    "State of a port, one series per state: down is a matter of the cable, init of the subnet manager.",
+    INFINIBAND_DEVICE,
+    INFINIBAND_PORT,
+    INFINIBAND_STATE,
+)
+HOST_INFINIBAND_RATE = _gauge(
+    "torchobs.host.infiniband.rate", "By/s", "Rate of a port's link as it is at present.", INFINIBAND_DEVICE, INFINIBAND_PORT
+)
+HOST_INFINIBAND_IO = _counter(
+    "torchobs.host.infiniband.io", "By", "Bytes received and transmitted by a port.", INFINIBAND_DEVICE, INFINIBAND_PORT,
+    NETWORK_DIRECTION,
+)  # fmt: skip
+HOST_INFINIBAND_ERRORS = _counter(
+    "torchobs.host.infiniband.errors", "{error}", "Errors of a port, by kind.", INFINIBAND_DEVICE, INFINIBAND_PORT,
+    INFINIBAND_ERROR,
+)  # fmt: skip
+HOST_INFINIBAND_WAIT = _counter(
+    "torchobs.host.infiniband.transmit_wait", "{tick}", "Ticks of the adapter in which a port had data and could not send it.",
+    INFINIBAND_DEVICE, INFINIBAND_PORT,
+)  # fmt: skip
+HOST_INFINIBAND_CONGESTION = _counter(
+    "torchobs.host.infiniband.congestion", "{packet}", "Packets that told of congestion (RoCE).", INFINIBAND_DEVICE,
+    INFINIBAND_PORT, INFINIBAND_CONGESTION,
+)  # fmt: skip
+
 # --- torchobs itself ----------------------------------------------------------------------------------------------------------
 OVERHEAD = _counter("torchobs.overhead", "s", "Time that torchobs itself took in the training thread.", PROBE, integer=False)
 PROBE_ERRORS = _counter("torchobs.probe.errors", "{error}", "Exceptions raised inside a probe; the first disables it.", PROBE)
@@ -716,6 +854,17 @@ EXPORTER_WRITE_ERRORS = _counter(
     "{error}",
     "Writes that failed, as on a full disk.",
     Attribute("what", "what was to be written", ("log", "file_sd", "announcement", "control")),
+)
+EXPORTER_HOST_DURATION = _gauge("torchobs.exporter.host.duration", "s", "Time the last look at the machine took.")
+EXPORTER_HOST_ERRORS = _counter(
+    "torchobs.exporter.host.errors", "{error}", "Times that a collector of the machine's numbers failed.", HOST_COLLECTOR
+)
+EXPORTER_HOST_STUCK = _gauge(
+    "torchobs.exporter.host.stuck",
+    "",
+    "1 while a question has been without an answer for seconds, 0 otherwise: a network file system whose server is gone.",
+    HOST_COLLECTOR,
+    MOUNTPOINT,
 )
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points or spans", ("metrics", "traces"))
 OTLP_RECORDED = _counter(

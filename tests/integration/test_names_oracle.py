@@ -125,7 +125,7 @@ def test_prometheus_names_the_catalog_as_we_do(prometheus: PrometheusServer) -> 
         for one in catalog.METRICS
     ]
     assert send(prometheus, points)
-    names = received(prometheus, '{mark=~"(torchobs|hw)[.].+"}')
+    names = received(prometheus, '{mark=~"(torchobs|hw|system)[.].+"}')
     assert names == {metric.name: expected(metric.prometheus, metric.kind) for metric in catalog.METRICS}
     assert labels_in(prometheus) == {
         prometheus_label(attribute.name) for one in catalog.METRICS for attribute in one.attributes
@@ -134,7 +134,7 @@ def test_prometheus_names_the_catalog_as_we_do(prometheus: PrometheusServer) -> 
 
 def labels_in(prometheus: PrometheusServer) -> set[str]:
     """The labels that the catalog's series have, the mark and what Prometheus needs itself left out."""
-    series = prometheus.get("/api/v1/series", **{"match[]": '{mark=~"(torchobs|hw)[.].+"}'})
+    series = prometheus.get("/api/v1/series", **{"match[]": '{mark=~"(torchobs|hw|system)[.].+"}'})
     return {label for one in series for label in one} - {MARK, "__name__", "le"}
 
 

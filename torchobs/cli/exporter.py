@@ -6,7 +6,7 @@ import platform
 import sys
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -87,9 +87,10 @@ class _Tolerant(click.Command):
 def _options(function: Callable[..., None]) -> Callable[..., None]:
     for option in reversed((*config.OPTIONS, *options.OPTIONS, *_LOG_OPTIONS)):
         variables = [option.variable, *([_FALLBACKS[option.field]] if option.field in _FALLBACKS else [])]
+        bare: dict[str, Any] = {"is_flag": False, "flag_value": option.bare} if option.bare else {}
         function = click.option(
             option.flag, option.field, metavar=option.metavar, envvar=variables, show_envvar=True, help=option.brief,
-            multiple=option.several,
+            multiple=option.several, **bare,
         )(function)  # fmt: skip
     return function
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.routing import BaseRoute
 
+    from torchobs.exporter.host.look import Host
     from torchobs.exporter.otlp.ledger import Counts
     from torchobs.exporter.pages import Page, Pages
     from torchobs.exporter.scan import Snapshot
@@ -40,12 +41,14 @@ class Site:
         self.problems: tuple[str, ...] = ()
         self.pushed: Mapping[str, Counts] | None = None
         self.lost = NOTHING_LOST
+        self.host: Host | None = None
         links = ((telemetry_path, "Metrics"), ("/api/v1/openapi.json", "API"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
         self.live = LivePage(watch, lambda: self.problems, links)
 
     def facts(self, snapshot: Snapshot) -> Facts:
         """Return what a page of that snapshot is made of."""
-        return Facts(snapshot, self._watch.timeouts, self.problems, self.pushed, self.lost)
+        host = self.host.latest if self.host is not None else None
+        return Facts(snapshot, self._watch.timeouts, self.problems, self.pushed, self.lost, host)
 
     def app(self, more: Iterable[BaseRoute] = ()) -> Starlette:
         """Return the application; ``more`` is what else there is on a listener."""
@@ -62,6 +65,8 @@ class Site:
     async def _metrics(self, request: Request) -> Response:
         headers = request.headers
         snapshot = await self._watch.fresh(deadline_s=_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
+        if self.host is not None:
+            await self.host.look()
         facts = self.facts(snapshot)
         compressed = accepts_gzip(headers.get("accept-encoding", ""))
         page = await self._pages.get(facts, headers.get("accept", ""), compressed=compressed)

@@ -8,7 +8,9 @@ from math import isfinite
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from torchobs import values
+from torchobs.catalog import HOST_COLLECTORS
 from torchobs.exporter import pattern, unixsocket
+from torchobs.exporter.host import choice
 from torchobs.exporter.unixsocket import UnixAddress, unix_address_of
 from torchobs.values import Address, Kind
 
@@ -64,6 +66,12 @@ class ExporterConfig:
     """None: where trainers look for commands by themselves"""
     runtime_dir: str | None = None
     """``$XDG_RUNTIME_DIR``"""
+    collect_host: tuple[str, ...] = ()
+    """of ``catalog.HOST_COLLECTORS``; none: nothing of the machine is collected"""
+    host_paths: tuple[str, ...] = ()
+    """directories whose file systems are told of, besides that of the flight files"""
+    procfs: str = "/proc"
+    sysfs: str = "/sys"
     push: PushConfig | None = None
     """None: nothing is pushed over OTLP"""
     problems: tuple[str, ...] = ()
@@ -86,6 +94,8 @@ class Option(NamedTuple):
     kind: Kind
     brief: str
     several: bool = False
+    bare: str | None = None
+    """what it means without a value; None: it needs one"""
 
     @property
     def variable(self) -> str:
@@ -135,11 +145,12 @@ def _hang_timeout(text: str) -> float | None:
     return None if text == "auto" else duration_s(text)
 
 
+_PATH = Kind("a path", lambda text: str(values.PATH.parse(text)))
 _SECONDS = Kind("a duration such as 90s, 5m or 1h30m", duration_s)
 
 OPTIONS = (
     Option(
-        "flight_dir", "--flight-dir", "DIR", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "flight_dir", "--flight-dir", "DIR", _PATH,
         "Directory of the flight files. [default: where trainers of this user, or of this pod, put them]",
     ),
     Option(
@@ -156,11 +167,11 @@ OPTIONS = (
         "Path of the metrics. [default: /metrics]",
     ),
     Option(
-        "web_config_file", "--web.config.file", "FILE", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "web_config_file", "--web.config.file", "FILE", _PATH,
         "TLS, client certificates and passwords, in the format of Prometheus' exporters; read again when it changes.",
     ),
     Option(
-        "file_sd", "--web.file-sd", "FILE", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "file_sd", "--web.file-sd", "FILE", _PATH,
         "Write this exporter's address there for Prometheus' file_sd_configs; %h is the machine's name.",
     ),
     Option(
@@ -207,14 +218,28 @@ OPTIONS = (
         "files with --mode node, else off]",
     ),
     Option(
-        "api_token_file", "--api.token-file", "FILE", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "api_token_file", "--api.token-file", "FILE", _PATH,
         "File with a bearer token: whoever sends it may command, also from other machines. [default: none]",
     ),
     Option(
-        "control_dir", "--control.dir", "DIR", Kind("a path", lambda text: str(values.PATH.parse(text))),
+        "control_dir", "--control.dir", "DIR", _PATH,
         "Directory for commands to the ranks, where they look for them. [default: that of the pod, or control beside the "
         "flight files]",
     ),
+    Option(
+        "collect_host", "--collect.host", "LIST", choice.KIND,
+        f"Collect the machine's numbers, too, where there is no node_exporter: all, or some of {', '.join(HOST_COLLECTORS)}. "
+        "[default: none]",
+        bare=choice.ALL,
+    ),
+    Option(
+        "host_paths", "--collect.host.path", "DIR", _PATH,
+        "Directory of checkpoints, to tell of its file system; may be given several times. That of the flight files is told of "
+        "anyway.",
+        several=True,
+    ),
+    Option("procfs", "--path.procfs", "DIR", _PATH, "Where the machine's /proc is mounted. [default: /proc]"),
+    Option("sysfs", "--path.sysfs", "DIR", _PATH, "Where the machine's /sys is mounted. [default: /sys]"),
 )  # fmt: skip
 
 

@@ -48,6 +48,8 @@ class Facts(NamedTuple):
     pushed: Mapping[str, Counts] | None = None
     """what became of what was to be pushed, by signal; ``None``: nothing is to be"""
     lost: Lost = NOTHING_LOST
+    host: HostFacts | None = None
+    """``None``: nothing of the machine is collected, or nothing yet"""
 
 
 class Said(NamedTuple):
@@ -56,6 +58,16 @@ class Said(NamedTuple):
     metric: Metric
     attributes: Mapping[str, str]
     value: float
+
+
+class HostFacts(NamedTuple):
+    """What there is to say of the machine."""
+
+    said: tuple[Said, ...]
+    own: tuple[Said, ...]
+    """how the collecting went"""
+    booted_ns: int
+    """when the machine's counters were 0, Unix ns"""
 
 
 def of_rank(rank: Rank) -> Iterator[Said]:
@@ -118,6 +130,8 @@ def of_exporter(facts: Facts, dropped: Mapping[str, int]) -> Iterator[Said]:
         yield from _of_run(run)
     for signal, counts in (facts.pushed or {}).items():
         yield from _of_push({"signal": signal}, counts)
+    if facts.host is not None:
+        yield from facts.host.own
 
 
 def _of_push(signal: Mapping[str, str], counts: Counts) -> Iterator[Said]:

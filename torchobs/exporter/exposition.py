@@ -31,9 +31,14 @@ _OM_UNITS = {"s": "seconds", "By": "bytes"}
 class Exposition:
     """Writes the page. One thread at a time."""
 
-    def __init__(self, others: Iterable[str] = (), *, limits: Limits | None = None, created: bool = False) -> None:
-        """``others`` are sample names that the page has from elsewhere; ``created`` adds ``_created`` samples."""
-        self._names = Names(others)
+    def __init__(
+        self, others: Iterable[str] = (), *, limits: Limits | None = None, created: bool = False, host: bool = False
+    ) -> None:
+        """``others`` are sample names that the page has from elsewhere; ``created`` adds ``_created`` samples.
+
+        ``host``: the machine's own metrics are to be on it.
+        """
+        self._names = Names(others, host=host)
         self._limits, self._created = limits or Limits(), created
         self._ranks: dict[tuple[int, str], _RankSeries] = {}
 
@@ -50,6 +55,8 @@ class Exposition:
                 page.put(said.metric, known.prefix(style, said), said.value)
             known.add_to(page, rank, created=self._created)
         for said in described.of_exporter(facts, self._limits.dropped):
+            page.add(said.metric, said.attributes, said.value)
+        for said in facts.host.said if facts.host is not None else ():
             page.add(said.metric, said.attributes, said.value)
         return page.families()
 
@@ -90,7 +97,7 @@ class _Page:
     def add(self, metric: Metric, own: Mapping[str, str], value: float) -> None:
         """Add one sample of a metric of the catalog."""
         family = family_of(metric.name, metric.kind, metric.unit)
-        line = f"{prefix(self.style, sample_name(family), own)}{number(value)}\n"
+        line = f"{prefix(self.style, sample_name(family), labels.of_catalog(own))}{number(value)}\n"
         self.of(family, metric.brief).lines.append(line)
 
     def put(self, metric: Metric, prefix: str, value: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torchobs.catalog import prometheus_label
@@ -28,6 +29,7 @@ _SAID = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id"})
 """Fields of a rank's resource that are labels or series already, or nobody's business; the rest is what the user gave."""
 
 _NUMBER_LIMIT = 1 << 53
+_legacy = lru_cache(256)(prometheus_label)
 
 
 def text(value: object) -> str:
@@ -63,6 +65,11 @@ def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] 
             label = f"key{label}"
         labels[label] = f"{labels[label]};{text(value)}" if label in labels else text(value)
     return {label: value for label, value in labels.items() if value}
+
+
+def of_catalog(attributes: Mapping[str, str]) -> dict[str, str]:
+    """Translate attributes that the catalog describes, which need no more than that."""
+    return {_legacy(name): value for name, value in attributes.items() if value}
 
 
 def of_info(resource: Mapping[str, Any]) -> dict[str, str]:

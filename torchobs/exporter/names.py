@@ -11,6 +11,7 @@ from torchobs.catalog import BY_NAME, Kind, prometheus_name
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
+    from torchobs.catalog import Metric
     from torchobs.flight.series import Series
 
 RANK_METRICS = (
@@ -26,8 +27,18 @@ OWN_METRICS = (
     catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
     catalog.EXPORTER_CONNECTIONS_DROPPED, catalog.EXPORTER_WRITE_ERRORS,
     catalog.OTLP_RECORDED, catalog.OTLP_SENT, catalog.OTLP_DROPPED, catalog.OTLP_QUEUED, catalog.OTLP_FAILURES,
+    catalog.EXPORTER_HOST_DURATION, catalog.EXPORTER_HOST_ERRORS, catalog.EXPORTER_HOST_STUCK,
 )  # fmt: skip
 """What it says of itself."""
+
+HOST_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("torchobs.host."))
+"""What it says of the machine."""
+
+COMMON_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("system."))
+"""What it says of the machine by OpenTelemetry's names, which an application may have taken for its own instruments, too."""
+
+EXPORTER_S = frozenset((*RANK_METRICS, *OWN_METRICS, *HOST_METRICS, *COMMON_METRICS))
+"""What no flight file can say, as no rank does."""
 
 _FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "scrape_samples_scraped",
             "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
@@ -73,26 +84,30 @@ def cumulative(kind: Kind) -> bool:
 class Names:
     """The names in use. Who comes first has the name; what is in the catalog came before everyone."""
 
-    def __init__(self, others: Iterable[str] = ()) -> None:
-        """``others`` are sample names that the page has from elsewhere."""
-        self._fixed: dict[str, Family | None] = dict.fromkeys((*_FOREIGN, *others))
-        for metric in catalog.METRICS:
-            family = family_of(metric.name, metric.kind, metric.unit)
-            self._fixed |= dict.fromkeys(_samples(family), family)
+    def __init__(self, others: Iterable[str] = (), *, host: bool = False) -> None:
+        """``others`` are sample names that the page has from elsewhere; ``host``: it has :data:`COMMON_METRICS`."""
+        self._fixed = frozenset((*_FOREIGN, *others, *_samples_of(set(catalog.METRICS) - set(COMMON_METRICS))))
+        self._common = _samples_of(COMMON_METRICS) if host else {}
         self._claimed: dict[str, Family] = {}
 
     def claim(self, series: Series) -> Family | None:
         """Return the family of a series found in a flight file, or ``None`` when the name is somebody else's."""
         family = family_of(series.name, series.kind, series.unit)
         known = BY_NAME.get(series.name)
-        if known is not None:
+        if known is not None and (known not in COMMON_METRICS or series.scope is None):
             ours = series.scope is None and (known.kind, known.unit) == (series.kind, series.unit)
-            return family if ours and known not in RANK_METRICS and known not in OWN_METRICS else None
+            return family if ours and known not in EXPORTER_S else None
         samples = _samples(family)
-        if any(sample in self._fixed or self._claimed.get(sample, family) != family for sample in samples):
+        if any(self._is_taken(sample, family) for sample in samples):
             return None
         self._claimed |= dict.fromkeys(samples, family)
         return family
+
+    def _is_taken(self, sample: str, family: Family) -> bool:
+        common = self._common.get(sample)
+        if sample in self._fixed or (common is not None and not _are_alike(common, family)):
+            return True
+        return self._claimed.get(sample, family) != family
 
     def keep(self, used: Collection[Family]) -> None:
         """Free the names of all families that are not among ``used``."""
@@ -101,3 +116,15 @@ class Names:
 
 def _samples(family: Family) -> tuple[str, ...]:
     return tuple(family.name + suffix for suffix in _SUFFIXES[family.kind])
+
+
+def _samples_of(metrics: Iterable[Metric]) -> dict[str, Family]:
+    """Return the sample names of those metrics."""
+    families = [family_of(metric.name, metric.kind, metric.unit) for metric in metrics]
+    return {sample: family for family in families for sample in _samples(family)}
+
+
+def _are_alike(one: Family, other: Family) -> bool:
+    """Tell whether both can be on a page as one family."""
+    gauges = {Kind.GAUGE, Kind.UPDOWN}
+    return one.name == other.name and (one.kind is other.kind or {one.kind, other.kind} <= gauges)

@@ -39,7 +39,7 @@ class Pages:
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
         limits = Limits(config.series_limit, config.series_limit_total, config.drop_metrics)
-        self._exposition = Exposition(others, limits=limits, created=config.created_samples)
+        self._exposition = Exposition(others, limits=limits, created=config.created_samples, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
         self._facts = Facts(EMPTY)
         self._pages: dict[tuple[str, bool], asyncio.Future[bytes]] = {}

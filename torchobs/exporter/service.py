@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.host.look import Host
     from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
@@ -129,7 +130,7 @@ class _Service:
         self._address, self._unannounced = "", 0
         self._next_bind_s = 0.0
         self._connections, self._named = Connections(), Named()
-        self._push = _push_of(config)
+        self._push, self._site.host = _push_of(config), _host_of(config)
         self._done = False
         self._leave = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -193,6 +194,8 @@ class _Service:
         self._count_losses()
         if self._push is not None:
             self._site.pushed = self._push.counts
+            if self._push.due and self._site.host is not None:
+                await self._site.host.look()
             self._push.look(self._site.facts(snapshot))
         if self._finished is not None and snapshot.number and self._finished(self._fleet()):
             self._done = True
@@ -373,6 +376,8 @@ class _Service:
             door.remove_name()
             await door.server.shutdown(sockets=[door.bound])
         self._api.close()
+        if self._site.host is not None:
+            self._site.host.close()
         self._watch.close()
         self._pages.close()
         self._gate.close()
@@ -385,6 +390,15 @@ def _push_of(config: ExporterConfig) -> Push | None:
     from torchobs.exporter.otlp.push import Push
 
     return Push(config.push, config)
+
+
+def _host_of(config: ExporterConfig) -> Host | None:
+    """Return what collects the machine's numbers, if any are to be."""
+    if not config.collect_host:
+        return None
+    from torchobs.exporter.host.look import Host
+
+    return Host(config)
 
 
 async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:

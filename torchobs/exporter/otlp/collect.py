@@ -22,7 +22,7 @@ from torchobs.exporter.tracked import HOSTILE
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchobs.exporter.described import Facts
+    from torchobs.exporter.described import Facts, HostFacts
     from torchobs.exporter.otlp.rings import Rings
     from torchobs.exporter.scan import Rank
 
@@ -53,6 +53,7 @@ class Metrics:
         self._delta, self._limit, self._born_ns = delta, series_limit, born_ns
         self._sources: dict[Key, Source] = {}
         self._own = Source(_own_resource(), {}, born_ns, series_limit, known=False)
+        self._host: Source | None = None
 
     def unknown(self, ranks: Iterable[Rank]) -> list[Rank]:
         """Return the ranks of which nothing was collected yet."""
@@ -74,7 +75,14 @@ class Metrics:
             self._sources.pop(key).end(requests, at_ns)
         if own is not None:
             self._own.add_to(requests, (), described.of_exporter(own, {}), at_ns)
+            if own.host is not None:
+                self._add_host(requests, own.host, at_ns)
         return requests.finish()
+
+    def _add_host(self, requests: Requests, host: HostFacts, at_ns: int) -> None:
+        if self._host is None:  # it has counted since it was booted
+            self._host = Source(_host_resource(), {}, host.booted_ns or self._born_ns, self._limit, known=True)
+        self._host.add_to(requests, (), host.said, at_ns)
 
     def _add(self, requests: Requests, rank: Rank, at_ns: int) -> None:
         source = self._sources.get(key_of(rank))
@@ -138,6 +146,21 @@ def _own_resource() -> Resource:
         "service.version": __version__,
         "host.name": socket.gethostname(),
         "process.pid": os.getpid(),
+        "telemetry.sdk.name": values.SCOPE,
+        "telemetry.sdk.language": "python",
+        "telemetry.sdk.version": __version__,
+    }
+    return Resource(attributes=values.key_values(given.items()))
+
+
+def _host_resource() -> Resource:
+    """Return what stands for the machine: of Prometheus' labels it has its own ``job``, and its name for ``instance``."""
+    name = socket.gethostname()
+    given = {
+        "service.name": "torchobs-host",
+        "service.instance.id": name,
+        "host.name": name,
+        "os.type": "linux",
         "telemetry.sdk.name": values.SCOPE,
         "telemetry.sdk.language": "python",
         "telemetry.sdk.version": __version__,

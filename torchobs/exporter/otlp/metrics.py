@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torchobs.catalog import BY_NAME, prometheus_label
 from torchobs.exporter import exemplars, labels
 from torchobs.exporter.exemplars import NONE
-from torchobs.exporter.names import OWN_METRICS, RANK_METRICS, cumulative
+from torchobs.exporter.names import COMMON_METRICS, EXPORTER_S, cumulative
 from torchobs.exporter.otlp.points import Stream
 from torchobs.flight.series import Scope, Series, ValueType
 
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from torchobs.exporter.exemplars import Shown
     from torchobs.exporter.otlp.points import Requests
     from torchobs.flight.points import Value
-
-_OURS = frozenset((*RANK_METRICS, *OWN_METRICS))
-"""Said by the exporter."""
-
 
 _BEFORE_NS = 1_000_000
 """Between a last value and its end: Prometheus tells milliseconds apart."""
@@ -126,7 +122,11 @@ class Source:
 def _is_forged(series: Series) -> bool:
     """Tell whether a file says what only the exporter says, or an application has taken one of our names for its own."""
     known = BY_NAME.get(series.name)
-    return known is not None and series.block >= 0 and (known in _OURS or series.scope is not None)
+    if known is None or series.block < 0:
+        return False
+    if known in COMMON_METRICS:  # names that an application has from OpenTelemetry, as we have
+        return series.scope is None
+    return known in EXPORTER_S or series.scope is not None
 
 
 def _survives(series: Series) -> bool:

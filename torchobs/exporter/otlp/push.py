@@ -66,6 +66,11 @@ class Push:
         """Whether the final state was taken, and all there was is sent or dropped."""
         return not self._final and not any(one.counts.queued for one in self._backlogs.values())
 
+    @property
+    def due(self) -> bool:
+        """Whether what is looked at next will be pushed as metrics."""
+        return "metrics" in self._backlogs and self._clock.now() >= self._next_metrics_s
+
     def look(self, facts: Facts, *, final: bool = False) -> None:
         """Push what is due; ``final``: everything, for the exporter ends. Returns at once."""
         with self._changed:
