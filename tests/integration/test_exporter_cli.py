@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import clean_environment
 from torchobs import _version
+from torchobs.cli import exporter
 from torchobs.exporter import config
 
 WITHOUT = "import sys; sys.modules[{module!r}] = None; from torchobs.cli.__main__ import main; sys.exit(main({arguments!r}))"
@@ -89,6 +90,12 @@ def test_a_person_is_told_what_is_wrong_and_nothing_starts(arguments: tuple[str,
     code, shown = on_a_terminal("exporter", *arguments)
     assert code == 2
     assert said in " ".join(shown.split())
+
+
+def test_without_arguments_everything_is_the_default() -> None:
+    """The first command that the documentation gives."""
+    params = exporter.command.make_context("exporter", []).params
+    assert {value for value in params.values() if value} == set()
 
 
 def test_a_command_that_does_not_exist_is_refused() -> None:

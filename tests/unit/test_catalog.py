@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.semconv._incubating.metrics import hw_metrics
+from opentelemetry.semconv._incubating.metrics import hw_metrics, system_metrics
 
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label, prometheus_name
@@ -81,7 +81,7 @@ def test_no_name_is_another_s_namespace(kind: str) -> None:
     names = [one.name for one in getattr(catalog, kind)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
     assert [(name, other) for name in names for other in names if other.startswith(f"{name}.")] == []
-    assert [name for name in names if not name.startswith(("torchobs.", "hw."))] == []
+    assert [name for name in names if not name.startswith(("torchobs.", "hw.", "system."))] == []
 
 
 def test_prometheus_names_are_unique() -> None:
@@ -112,7 +112,7 @@ def test_suffixes_mean_what_they_say(metric: Metric) -> None:
 @METRICS
 def test_units_are_base_units(metric: Metric) -> None:
     """SI's and bytes, a count of things in braces, or none; an integer is never a number of seconds."""
-    assert metric.unit in {"", "1", "s", "By", "J", "W", "Hz", "Cel"} or (
+    assert metric.unit in {"", "1", "s", "By", "By/s", "J", "W", "Hz", "Cel"} or (
         metric.unit[0] + metric.unit[-1] == "{}" and metric.unit[1:-1].islower()
     )
     assert not (metric.integer and metric.unit == "s")
@@ -163,6 +163,12 @@ def test_labels_are_no_target_s(metric: Metric) -> None:
     assert len(labels) == len(set(labels))
 
 
+OPEN = (
+    *(catalog.PROBE, catalog.DEVICE, catalog.GPU_ID, catalog.SYSTEM_DEVICE, catalog.NETWORK_INTERFACE),
+    *(catalog.INFINIBAND_DEVICE, catalog.INFINIBAND_PORT),
+)
+
+
 @METRICS
 def test_counters_count_over_closed_sets(metric: Metric) -> None:
     """Every series of a counter can exist at 0 from the start, so that `increase()` sees its first event.
@@ -171,18 +177,21 @@ def test_counters_count_over_closed_sets(metric: Metric) -> None:
     """
     for attribute in metric.attributes:
         assert len(attribute.values) == len(set(attribute.values))
-        if metric.kind is Kind.COUNTER and attribute not in (catalog.PROBE, catalog.DEVICE, catalog.GPU_ID):
+        if metric.kind is Kind.COUNTER and attribute not in OPEN:
             assert attribute.values
 
 
+CONVENTIONS = {"hw": hw_metrics, "system": system_metrics}
 _OTEL_KINDS = {Kind.COUNTER: "Counter", Kind.GAUGE: "Gauge", Kind.UPDOWN: "UpDownCounter"}
-HARDWARE = [metric for metric in catalog.METRICS if metric.name.startswith("hw.")]
+COLLECTOR_S = (catalog.SYSTEM_CPU_LOAD, catalog.SYSTEM_FILESYSTEM_INODES)
+"""Of the Collector's hostmetrics receiver: the conventions have no such metric."""
+STANDARD = [metric for metric in catalog.METRICS if metric.name.startswith(("hw.", "system.")) and metric not in COLLECTOR_S]
 
 
-@pytest.mark.parametrize("metric", HARDWARE, ids=lambda metric: metric.name)
-def test_hardware_is_named_as_opentelemetry_names_it(metric: Metric) -> None:
+@pytest.mark.parametrize("metric", STANDARD, ids=lambda metric: metric.name)
+def test_hardware_and_system_are_named_as_opentelemetry_names_them(metric: Metric) -> None:
     """Name, kind and unit are those of the semantic conventions, which come with the SDK."""
-    make = getattr(hw_metrics, f"create_{metric.name.replace('.', '_')}")
+    make = getattr(CONVENTIONS[metric.name.partition(".")[0]], f"create_{metric.name.replace('.', '_')}")
     of_conventions = make(MeterProvider().get_meter("test"), *([[]] if metric.kind is Kind.GAUGE else []))
     assert (of_conventions.name, of_conventions.unit) == (metric.name, metric.unit)
     assert type(of_conventions).__name__.endswith(_OTEL_KINDS[metric.kind])

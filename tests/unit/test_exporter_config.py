@@ -55,6 +55,10 @@ def test_every_option_sets_its_field() -> None:
         "api_socket": ["/run/api.sock"],
         "api_token_file": ["/run/secrets/token"],
         "control_dir": ["/run/control"],
+        "collect_host": ["disk, cpu"],
+        "host_paths": ["/lustre/checkpoints", "/nfs"],
+        "procfs": ["/host/proc"],
+        "sysfs": ["/host/sys"],
     }
     assert given.keys() == {option.field for option in config.OPTIONS}
     assert config.parse(given, "/run/user/1") == ExporterConfig(
@@ -76,6 +80,10 @@ def test_every_option_sets_its_field() -> None:
         api_socket="/run/api.sock",
         api_token_file="/run/secrets/token",
         control_dir="/run/control",
+        collect_host=("cpu", "disk"),
+        host_paths=("/lustre/checkpoints", "/nfs"),
+        procfs="/host/proc",
+        sysfs="/host/sys",
         runtime_dir="/run/user/1",
     )
     assert config.parse({"hang_timeout_s": ["auto"]}).hang_timeout_s is None

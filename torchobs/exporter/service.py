@@ -21,7 +21,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import settings
-from torchobs.exporter import filesd, logs
+from torchobs.exporter import filesd, host, logs
 from torchobs.exporter.api import local
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.app import Site
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     import uvicorn
 
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.exporter.host.look import Host
     from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
@@ -130,7 +129,7 @@ class _Service:
         self._address, self._unannounced = "", 0
         self._next_bind_s = 0.0
         self._connections, self._named = Connections(), Named()
-        self._push, self._site.host = _push_of(config), _host_of(config)
+        self._push, self._site.host = _push_of(config), host.of(config)
         self._done = False
         self._leave = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -390,15 +389,6 @@ def _push_of(config: ExporterConfig) -> Push | None:
     from torchobs.exporter.otlp.push import Push
 
     return Push(config.push, config)
-
-
-def _host_of(config: ExporterConfig) -> Host | None:
-    """Return what collects the machine's numbers, if any are to be."""
-    if not config.collect_host:
-        return None
-    from torchobs.exporter.host.look import Host
-
-    return Host(config)
 
 
 async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:

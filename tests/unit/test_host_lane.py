@@ -1,0 +1,129 @@
+"""A question that is not answered holds nobody up, is asked only once, and is told of."""
+
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.support import wait_until
+from torchobs import catalog
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.described import Said
+from torchobs.exporter.host import filesystem, look
+from torchobs.exporter.host.lane import STUCK_AFTER_S, Lane
+from torchobs.exporter.host.look import KEEP_S, Host
+
+SAID = Said(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1.0)
+
+
+class Server:
+    """A file server: questions hang while it is down."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._up = threading.Event()
+        self._up.set()
+
+    def down(self) -> None:
+        self._up.clear()
+
+    def up(self) -> None:
+        self._up.set()
+
+    def collect(self, path: str = "/lustre/checkpoints") -> Iterable[Said]:
+        """As `filesystem.collect` does."""
+        self.asked += 1
+        assert path == "/lustre/checkpoints"
+        self._up.wait()
+        return (SAID,)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """One that answers in the end, so that no thread outlives its test."""
+    made = Server()
+    yield made
+    made.up()
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    """Seconds, moved by hand."""
+    return [100.0]
+
+
+def test_a_lane_asks_no_second_time_while_it_waits(server: Server, clock: list[float]) -> None:
+    """One thread hangs, not one per scrape; the last answer stands, and after seconds it is called stuck."""
+    lane = Lane(server.collect, lambda: clock[0])
+    lane.begin()
+    first = lane.wait(10)
+    assert first is not None
+    assert first.said == (SAID,)
+    server.down()
+    for _ in range(3):
+        lane.begin()
+        assert lane.wait(0) is first
+    assert (server.asked, lane.is_stuck) == (2, False)
+    clock[0] += STUCK_AFTER_S
+    assert lane.is_stuck
+    server.up()
+    assert wait_until(lambda: lane.wait(0) is not first)
+    assert not lane.is_stuck
+
+
+def test_what_cannot_be_asked_is_an_answer() -> None:
+    """The failure is told once by who asked, and the next question is asked."""
+
+    def fail() -> Iterable[Said]:
+        raise FileNotFoundError(2, "No such file or directory", "/lustre")
+
+    lane = Lane(fail)
+    for _ in range(2):
+        lane.begin()
+        answer = lane.wait(10)
+        assert answer is not None
+        assert (answer.said, type(answer.failure)) == ((), FileNotFoundError)
+
+
+def stuck(host: Host) -> dict[str, float]:
+    """By mount point, of file systems."""
+    assert host.latest is not None
+    return {
+        one.attributes[catalog.MOUNTPOINT.name]: one.value
+        for one in host.latest.own
+        if one.metric is catalog.EXPORTER_HOST_STUCK
+    }
+
+
+def test_a_dead_file_server_holds_up_nothing_and_is_told_of(
+    server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its last numbers stand for a minute, then end; the page says that it is stuck, the log says so once."""
+    monkeypatch.setattr(filesystem, "collect", server.collect)
+    monkeypatch.setattr(look, "find_existing", lambda *_: None)
+    monkeypatch.setattr(look, "LANES_S", 5.0)
+    config = ExporterConfig(collect_host=("filesystem",), host_paths=("/lustre/checkpoints",))
+    host = Host(config, lambda: clock[0])
+    host.take()
+    assert (SAID in host.latest.said, stuck(host)["/lustre"]) == (True, 0.0) if host.latest else False
+    server.down()
+    monkeypatch.setattr(look, "LANES_S", 0.0)
+    for _ in range(3):
+        host.take()
+    clock[0] += STUCK_AFTER_S
+    for _ in range(3):
+        host.take()
+    assert host.latest is not None
+    assert (SAID in host.latest.said, stuck(host)["/lustre"]) == (True, 1.0)
+    clock[0] += KEEP_S
+    host.take()
+    assert SAID not in host.latest.said
+    assert server.asked == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "host: file system of /lustre/checkpoints: no answer for seconds, and it is not asked again until there is one"
+    ]
+    server.up()
+    monkeypatch.setattr(look, "LANES_S", 5.0)
+    host.take()
+    assert (SAID in host.latest.said, stuck(host)["/lustre"]) == (True, 0.0)
+    host.close()
