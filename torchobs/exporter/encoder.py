@@ -7,7 +7,7 @@ labels are made of legacy characters alone, so that a name is never quoted.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import openmetrics
@@ -25,7 +25,7 @@ from prometheus_client.utils import floatToGoString
 from torchobs.exporter.wishes import wishes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client.registry import Collector
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _SECOND = 1_000_000_000
 PLAIN_BELOW = 1e6
 """From here on Go writes an exponent."""
+_PIECE = 64 * 1024
+"""Characters that are encoded at a time: they stay in the processor's cache until they are compressed."""
 END = "# EOF\n"
 """The last line of a page in OpenMetrics."""
 
@@ -64,6 +66,7 @@ class Format(NamedTuple):
     foreign: Callable[[Collector], bytes]
 
 
+@lru_cache(64)  # a scraper says the same every time, and it takes as long as a hundred lines
 def negotiate(accept: str) -> Format:
     """Choose the dearest of the formats that we have; who names none gets the plain one, as every browser does.
 
@@ -118,12 +121,22 @@ def exemplar(labels: Mapping[str, str], value: float, at_ns: int) -> str:
     return f" # {{{pairs}}} {_go(value)} {at_ns // _SECOND}.{at_ns % _SECOND:09d}"
 
 
+def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
+    """Yield the page: what prometheus-client wrote, and our families behind it, some of them at a time."""
+    yield foreign.removesuffix(END.encode()) if style.openmetrics else foreign
+    waiting, size = list[str](), 0
+    for text in families:
+        waiting.append(text)
+        size += len(text)
+        if size >= _PIECE:
+            yield "".join(waiting).encode()
+            waiting, size = [], 0
+    yield "".join([*waiting, END if style.openmetrics else ""]).encode()
+
+
 def page(style: Style, foreign: bytes, families: Iterable[str]) -> bytes:
     """Join what prometheus-client wrote with our families."""
-    ours = "".join(families)
-    if not style.openmetrics:
-        return foreign + ours.encode()
-    return foreign.removesuffix(END.encode()) + ours.encode() + END.encode()
+    return b"".join(pieces(style, foreign, families))
 
 
 def _go(value: float) -> str:

@@ -129,27 +129,25 @@ class _BlockText:
     def __init__(self, series: tuple[Series, ...], entries: Iterable[Labelled | None], style: Style, *, up: bool) -> None:
         self.series, self.style, self.up = series, style, up
         self._written: tuple[Block, Shown, list[_Chunk]] | None = None
+        served = [(index, entry) for index, entry in enumerate(entries) if entry is not None and (up or entry.survives)]
         self._samples: dict[Family, tuple[str, list[str], list[str]]] = {}
-        self._rows = [self._row(entry) if entry is not None and (up or entry.survives) else None for entry in entries]
-        self._gauges = [(Gauges(rows), samples) for rows, samples in self._take_gauges()]
+        for _, entry in served:
+            self._samples.setdefault(entry.family, (entry.brief, [], []))
+        mixed = {entry.family for index, entry in served if not is_gauge(series[index])}
+        self._rows = [self._row(index, entry) for index, entry in served if entry.family in mixed]
+        self._gauges = [*self._columns([(index, entry) for index, entry in served if entry.family not in mixed])]
 
-    def _take_gauges(self) -> Iterator[tuple[list[tuple[int, str]], list[str]]]:
-        """Yield the rows of each family that has gauges alone, and where its lines go; take them from the others."""
-        by_family: dict[int, list[int]] = {}
-        for index, row in enumerate(self._rows):
-            if row is not None:
-                by_family.setdefault(id(row[2]), []).append(index)
-        for rows in by_family.values():
-            if all(is_gauge(self.series[index]) for index in rows):
-                found = [(index, row) for index in rows if (row := self._rows[index]) is not None]
-                yield [(index, row[0]) for index, row in found], found[0][1][2]
-                for index in rows:
-                    self._rows[index] = None
+    def _columns(self, served: Sequence[tuple[int, Labelled]]) -> Iterator[tuple[Gauges, list[str]]]:
+        """Yield the gauges of each family, and where their lines go."""
+        by_family: dict[Family, list[tuple[int, str]]] = {}
+        for index, entry in served:
+            by_family.setdefault(entry.family, []).append((index, Lines(entry, self.style).plain))
+        return ((Gauges(rows), self._samples[family][1]) for family, rows in by_family.items())
 
-    def _row(self, entry: Labelled) -> tuple[str, Lines, list[str], list[str]]:
+    def _row(self, index: int, entry: Labelled) -> tuple[int, str, Lines, list[str], list[str]]:
         lines = Lines(entry, self.style)
-        _, samples, created = self._samples.setdefault(entry.family, (entry.brief, [], []))
-        return lines.plain, lines, samples, samples if self.style.openmetrics else created
+        _, samples, created = self._samples[entry.family]
+        return index, lines.plain, lines, samples, samples if self.style.openmetrics else created
 
     def chunks(self, block: Block, shown: Shown, born_s: float | None) -> list[_Chunk]:
         """Return the lines by family. ``born_s``: when everything began to count, if that shall be said."""
@@ -158,10 +156,10 @@ class _BlockText:
         return self._written[2]
 
     def _write(self, values: Sequence[Value | None], shown: Shown, born_s: float | None) -> list[_Chunk]:
-        for row, value in zip(self._rows, values, strict=True):
-            if row is None or value is None:
+        for index, plain, lines, samples, created in self._rows:
+            value = values[index]
+            if value is None:
                 continue
-            plain, lines, samples, created = row
             text = f"{plain}{number(value)}\n" if plain and value.__class__ is float else lines.of(value, shown)
             if text:
                 samples.append(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import Kind
@@ -34,12 +35,14 @@ class Point(NamedTuple):
 class Columns:
     """The series of one value block, sorted by how their words hold a value, so that most of them take one list to read."""
 
-    __slots__ = ("_floats", "_growing", "_others", "_words", "series")
+    __slots__ = ("_floats", "_growing", "_others", "_pick", "_words", "series")
 
     def __init__(self, series: Sequence[Series] = ()) -> None:
         self.series = tuple(series)
         numbered = list(enumerate(self.series))
-        self._floats = [(index, one.word) for index, one in numbered if one.value_type == ValueType.FLOAT]
+        floats = [(index, one.word) for index, one in numbered if one.value_type == ValueType.FLOAT]
+        self._floats = [index for index, _ in floats]
+        self._pick = itemgetter(*(word for _, word in floats), 0, 0)  # with two more it gives a tuple always
         self._others = [(index, one) for index, one in numbered if one.value_type != ValueType.FLOAT]
         self._growing = [index for index, one in numbered if one.kind in {Kind.COUNTER, Kind.HISTOGRAM}]
         self._words = max((one.word + one.width for one in self.series), default=0)
@@ -50,10 +53,13 @@ class Columns:
         view = memoryview(bytes(words[: there * 8]).ljust(self._words * 8, b"\0"))
         floats: list[float] = list(view.cast("d"))
         found: list[Value | None] = [None] * len(self.series)
-        for index, word in self._floats:
-            value = floats[word]
-            if value - value == 0.0:  # finite: what a NaN or an infinity leaves is a NaN
-                found[index] = value
+        picked = self._pick(floats)[:-2] if self._floats else ()
+        if not self._others and isfinite(sum(picked)):  # all of them are then, and nearly every block is so
+            found[:] = picked
+        else:
+            for index, value in zip(self._floats, picked, strict=True):
+                if value - value == 0.0:  # finite: what a NaN or an infinity leaves is a NaN
+                    found[index] = value
         if self._others:
             ints = view.cast("Q").tolist()
             for index, one in self._others:
