@@ -93,6 +93,16 @@ def test_a_span_is_shown_though_no_counter_has_changed(exporter: Exporter, file:
     assert shown(exporter) == {"0.125": 1}
 
 
+def test_a_ring_full_of_steps_is_read_at_once(exporter: Exporter, file: File) -> None:
+    """As by an exporter that starts late: the newest of them is shown."""
+    for step in range(1, 501):
+        file.step(step, step / 1000)
+        file.span(step, step / 1000)
+    file.save()
+    exporter.scan()
+    assert (shown(exporter), shown(exporter, NORM)) == ({"0.125": 500}, {"1.0": 500})
+
+
 def test_a_norm_that_a_device_delivers_late_finds_its_span(exporter: Exporter, file: File) -> None:
     """Of a step whose span is there, and by the step's own end: it does not take a newer step's place."""
     file.step(1, 0.1, norm=3.0)
@@ -126,6 +136,7 @@ def test_the_trace_is_the_launcher_s(exporter: Exporter, flight_dir: Path) -> No
     [
         {"name": "work"},
         {"k": "span_start"},
+        {"k": "event", "step": 1, "duration_s": 0.1},
         {"span_id": "0123456789abcdef"},
         {"trace_id": "0123456789abcdef" * 2},
         {"flags": 0},

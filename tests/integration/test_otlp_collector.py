@@ -16,7 +16,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 from tests.exporters import start_program
 from tests.otlp import Collector, of_json, pairs_of_json
-from tests.rank_files import live_rank, train
+from tests.rank_files import live_rank, live_span, train
 from tests.support import free_port, wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
@@ -50,20 +50,6 @@ def measure(writer: FlightWriter) -> None:
         latency.record(number * 10.0)
 
 
-def step_span(writer: FlightWriter) -> dict[str, Any]:
-    """The second step's span, as the sampler thread writes it."""
-    header = writer.header
-    now_ns, run = time.time_ns(), identifiers.run_span_id(header)
-    frame = {
-        "k": "span", "name": "torchobs.step", "trace_id": identifiers.trace_id(header), "parent": run, "flags": 1,
-        "span_id": identifiers.step_span_id(run, 2), "t0": now_ns - 100_000_000, "t1": now_ns, "status": "unset",
-        "attrs": {"step": 2, "reason": "slow", "duration_s": 0.1, "grad_norm": 1.0}, "kind": "internal",
-        "scope": ["torchobs", "1.2", None, {"s": 1}],
-    }  # fmt: skip
-    writer.events.append(frame)
-    return frame
-
-
 def work(writer: FlightWriter) -> None:
     """And every part of a span, below the run's."""
     header = writer.header
@@ -94,7 +80,7 @@ def test_the_collector_gets_what_was_recorded(
     }
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
     train(writer, range(1, 4))
-    shown = step_span(writer)
+    shown = live_span(writer, 2)
     exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
     wait_until(lambda: collector.resources("metrics"))
     measure(writer)

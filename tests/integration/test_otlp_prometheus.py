@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from tests.exporters import Service
 from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
-from tests.rank_files import live_rank, train
+from tests.rank_files import live_rank, live_span, train
 from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig, address_of
@@ -31,7 +33,8 @@ def prometheus() -> Iterator[tuple[PrometheusServer, str]]:
     if program is None:
         pytest.skip(f"{NEEDS_PROGRAM}: Prometheus 3 (prometheus or prometheus3), on PATH")
     address = f"127.0.0.1:{free_port()}"
-    with PrometheusServer(program, scrape=[address], arguments=["--web.enable-otlp-receiver"]) as server:
+    arguments = ["--web.enable-otlp-receiver", "--enable-feature=exemplar-storage"]
+    with PrometheusServer(program, scrape=[address], arguments=arguments) as server:
         yield server, address
 
 
@@ -40,6 +43,7 @@ def rank(flight_dir: Path) -> Iterator[FlightWriter]:
     """A living rank that has trained, with instruments of its user."""
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
     train(writer, range(1, 5))
+    live_span(writer, 2)
     meter = FlightMeterProvider(lambda: writer).get_meter("my.package", "1.2")
     meter.create_counter("my.requests", "{request}", "Requests.").add(3, {"http.route": "/ä", "rank": "mine", "none": ""})
     meter.create_up_down_counter("my.level").add(-2, {"flag": True, "n": 1.5})
@@ -75,6 +79,13 @@ def key(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(kept.items()))
 
 
+def exemplars(server: PrometheusServer, selector: str) -> list[tuple[tuple[tuple[str, str], ...], str]]:
+    """The exemplars of each series, as text."""
+    when = {"start": f"{time.time() - 60:.3f}", "end": f"{time.time():.3f}"}
+    found = server.get("/api/v1/query_exemplars", query=selector, **when)
+    return sorted((key(one["seriesLabels"]), json.dumps(one["exemplars"], sort_keys=True)) for one in found)
+
+
 def test_what_is_pushed_is_what_is_scraped(
     prometheus: tuple[PrometheusServer, str], rank: FlightWriter, flight_dir: Path
 ) -> None:
@@ -96,6 +107,7 @@ def test_what_is_pushed_is_what_is_scraped(
         assert len(ours) > 60
         moving = {of for of in ours if dict(of)["__name__"] in MOVING}
         assert {of: theirs[of] for of in theirs.keys() - moving} == {of: ours[of] for of in ours.keys() - moving}
+        assert exemplars(server, pushed) == exemplars(server, scraped) != []
         own = by_labels(server.query('{job="torchobs-exporter"}'))
         names = {dict(of)["__name__"] for of in own} - {"target_info"}
         assert {"torchobs_run_local_ranks", "torchobs_run_step_spread"} <= names

@@ -48,6 +48,15 @@ class Exemplar(NamedTuple):
     text: str
 
 
+class _Observation(NamedTuple):
+    """What a step has added to a histogram. ``at_ns``: the step's end, Unix ns."""
+
+    metric: catalog.Metric
+    step: int
+    value: float
+    at_ns: int
+
+
 Shown = dict[str, dict[int, Exemplar]]
 """By the metric's name and the bucket's index. Never changed, but replaced: who has written it knows by its identity."""
 NONE: Shown = {}
@@ -68,17 +77,19 @@ class Exemplars:
         found = [one for fields in fresh if fields is not None for one in self._observations(fields)]
         if found:
             shown = {name: dict(buckets) for name, buckets in self.shown.items()}
-            for metric, step, value in found:
-                self._put(shown.setdefault(metric.name, {}), metric, step, value)
+            for one in reversed(found):  # the newest first: of a whole ring few are shown
+                self._put(shown.setdefault(one.metric.name, {}), one)
             self.shown = shown
 
-    def _observations(self, fields: Mapping[str, Any]) -> list[tuple[catalog.Metric, int, float]]:
+    def _observations(self, fields: Mapping[str, Any]) -> list[_Observation]:
         """Return what a frame says that its step has added to histograms."""
-        values = self._step(fields) if fields.get("k") == "span" else fields
+        kind = fields.get("k")
+        values = self._step(fields) if kind == "span" else fields if kind == "late" else {}
         step = values.get("step")
         if not _is_whole(step) or step not in self._ends:
             return []
-        return [(metric, step, float(values[key])) for key, metric in _HISTOGRAMS.items() if _is_amount(values.get(key))]
+        amounts = ((metric, values.get(key)) for key, metric in _HISTOGRAMS.items())
+        return [_Observation(metric, step, float(value), self._ends[step]) for metric, value in amounts if _is_amount(value)]
 
     def _step(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the attributes of a step's span, and note its end; nothing for another span, or for a forged one."""
@@ -94,14 +105,14 @@ class Exemplars:
             self._ends.popitem(last=False)
         return values
 
-    def _put(self, buckets: dict[int, Exemplar], metric: catalog.Metric, step: int, value: float) -> None:
-        index, at_ns = bisect_left(metric.bounds, value), self._ends[step]
-        if index in buckets and buckets[index].at_ns > at_ns:
-            return  # Prometheus refuses one that is older than the last
-        span_id = spans.step_span_id(self._run, step)
-        labels = {"trace_id": self._trace_id, "span_id": span_id, "step": str(step)}
-        text = exemplar(labels, value, at_ns)
-        buckets[index] = Exemplar(self._trace_id, span_id, step, value, at_ns, text)
+    def _put(self, buckets: dict[int, Exemplar], seen: _Observation) -> None:
+        index = bisect_left(seen.metric.bounds, seen.value)
+        if index in buckets and buckets[index].at_ns >= seen.at_ns:
+            return  # Prometheus refuses one that is older than the last, too
+        span_id = spans.step_span_id(self._run, seen.step)
+        labels = {"trace_id": self._trace_id, "span_id": span_id, "step": str(seen.step)}
+        text = exemplar(labels, seen.value, seen.at_ns)
+        buckets[index] = Exemplar(self._trace_id, span_id, seen.step, seen.value, seen.at_ns, text)
 
 
 def of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:
@@ -111,7 +122,7 @@ def of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:
     return shown.get(series.name, {}) if ours else {}
 
 
-def _is_amount(value: object) -> bool:
+def _is_amount(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= float_info.max
 
 
