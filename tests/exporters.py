@@ -31,6 +31,15 @@ class Answer:
     body: bytes
 
 
+def state_on(page: str, rank: str = "0") -> str:
+    """A rank's state on a page; empty if it is not served."""
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            if sample.name == "torchobs_rank_state" and sample.labels["rank"] == rank and sample.value == 1:
+                return str(sample.labels["state"])
+    return ""
+
+
 class Client:
     """Asks an exporter; `address` is its `host:port`."""
 
@@ -63,11 +72,7 @@ class Client:
 
     def state(self, rank: str = "0") -> str:
         """A rank's state; empty if it is not served."""
-        for family in text_string_to_metric_families(self.page()):
-            for sample in family.samples:
-                if sample.name == "torchobs_rank_state" and sample.labels["rank"] == rank and sample.value == 1:
-                    return str(sample.labels["state"])
-        return ""
+        return state_on(self.page(), rank)
 
 
 class Service(Client):

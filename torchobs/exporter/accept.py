@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.exporter.connections import Connections
+    from torchobs.exporter.protocol import HttpProtocol
 
 RETRY_S = 0.2
 """Until it is tried again when the kernel has no descriptor or no memory for a connection."""
@@ -54,7 +55,7 @@ class Acceptor:
     def __init__(
         self,
         bound: socket.socket,
-        protocol: Callable[[], asyncio.Protocol],
+        protocol: Callable[[], HttpProtocol],
         context: ssl.SSLContext | None,
         connections: Connections,
     ) -> None:
@@ -67,15 +68,15 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more, and give up those that are being made. Idempotent."""
+        """Accept no more. Idempotent. Whose handshake has begun is served once: a new certificate fails no scrape."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._bound)
-            for arrival in self._arrivals:
-                arrival.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait for the end of those."""
+        """Give up those that are being made still."""
+        for arrival in self._arrivals:
+            arrival.cancel()
         if self._arrivals:
             await asyncio.wait(self._arrivals)
 
@@ -98,7 +99,7 @@ class Acceptor:
         """Close some connections, and try again a little later: the one that waits stays in the kernel's queue."""
         self._connections.dropped["accept"] += 1
         _log.error("cannot accept connections: %s", problem.strerror)
-        self._connections.thin_out(time.monotonic())
+        self._connections.thin_out(time.monotonic(), scrapers=False)
         self._loop.remove_reader(self._bound)
         self._loop.call_later(RETRY_S, self._resume)
 
@@ -107,20 +108,21 @@ class Acceptor:
             self._connections.dropped["crowd"] += 1
             accepted.close()
             return
-        task = self._loop.create_task(self._make(accepted))
+        arrival = Arrival(accepted)
+        self._connections.add(arrival)
+        task = self._loop.create_task(self._make(accepted, arrival))
         self._arrivals.add(task)
         task.add_done_callback(self._arrivals.discard)
 
-    async def _make(self, accepted: socket.socket) -> None:
-        arrival = Arrival(accepted)
-        self._connections.add(arrival)
+    async def _make(self, accepted: socket.socket, arrival: Arrival) -> None:
         # the sweep looks at handshakes as at everything else; this is for when nobody sweeps
         handshake_s = 2 * HEAD_S if self._context is not None else None
         try:
             accepted.setblocking(False)  # noqa: FBT003  # the standard library's only way
-            await self._loop.connect_accepted_socket(
+            _, protocol = await self._loop.connect_accepted_socket(
                 self._protocol, accepted, ssl=self._context, ssl_handshake_timeout=handshake_s
             )
+            protocol.once = self._closed
         except OSError:  # what OpenSSL refuses is one, too: no TLS, a certificate that is none of ours
             if arrival in self._connections:
                 self._connections.dropped["tls" if self._context is not None else "accept"] += 1

@@ -99,21 +99,22 @@ class Connections:
         """Close connections if there are as many as there may be; tell whether there is room for another one."""
         if len(self._all) < self._most:
             return True
-        self.thin_out(now_s)
+        self.thin_out(now_s, len(self._all) - self._most + 1)
         return len(self._all) < self._most
 
-    def thin_out(self, now_s: float) -> None:
-        """Close an eighth of the connections, beginning with those that have waited the longest without a request.
+    def thin_out(self, now_s: float, least: int = 1, *, scrapers: bool = True) -> None:
+        """Close an eighth of the connections, or ``least``, beginning with those that wait the longest without a request.
 
-        Then scrapers between two scrapes; then those that have not fetched their page for so long that no scraper waits.
+        Then, if ``scrapers``, those between two scrapes; then those that have not fetched their page for so long that no
+        scraper waits any more.
         """
         looked = [(self._look(connection, now_s), connection) for connection in self._all]
         ranked = sorted(
             ((busy, idle, -age_s), number, connection)
             for number, ((busy, idle, age_s), connection) in enumerate(looked)
-            if not busy or age_s > HEAD_S
+            if (scrapers and age_s > HEAD_S) or (not busy and (scrapers or not idle))
         )
-        for _, _, connection in ranked[: max(1, len(self._all) // _PART)]:
+        for _, _, connection in ranked[: max(least, len(self._all) // _PART)]:
             self.drop(connection, "crowd")
 
     def _look(self, connection: Connection, now_s: float) -> tuple[bool, bool, float]:

@@ -56,6 +56,8 @@ class HttpProtocol(H11Protocol):
     def __init__(self, server: uvicorn.Server, connections: Connections) -> None:
         super().__init__(server.config, server.server_state, {})
         self.conn = _Bounded(h11.SERVER, MOST_HEAD)
+        self.once = False
+        """whether it is closed after a response"""
         self._connections = connections
         self._of: object = None
         self._body = 0
@@ -79,6 +81,12 @@ class HttpProtocol(H11Protocol):
             super().data_received(piece)
             if self._is_too_much(len(piece)):
                 self._connections.drop(self, "flood")
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        if self.once:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; close the connection if a response is on its way, or was sent, already."""

@@ -1,0 +1,100 @@
+"""TLS that is none, is never finished, is too old, or breaks while it is in force: who is right is served all the while."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.exporters import Service
+from tests.faults.hostile_clients import GOOD, converse, crowd, over_tls
+from tests.support import wait_until
+from tests.web_configs import TLS, certify, outdate
+from torchobs.exporter import connections, service
+from torchobs.exporter.config import ExporterConfig
+
+OK = b"HTTP/1.1 200 OK"
+
+
+@pytest.fixture(autouse=True)
+def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a file is looked at more often."""
+    monkeypatch.setattr(service, "TICK_S", 0.05)
+
+
+@pytest.fixture
+def home(tmp_path: Path, program: Callable[[str], str]) -> Path:
+    """A directory with certificates: the server's, a client's, one that has ended, and a configuration that trusts both."""
+    openssl = program("openssl")
+    trusted = [certify(openssl, tmp_path, "server"), certify(openssl, tmp_path, "client"), outdate(openssl, tmp_path, "late")]
+    (tmp_path / "ca.pem").write_text("".join(one.read_text() for one in trusted[1:]))
+    certify(openssl, tmp_path, "stranger")
+    (tmp_path / "web.yml").write_text(f"{TLS}, client_auth_type: RequireAndVerifyClientCert, client_ca_file: ca.pem}}")
+    return tmp_path
+
+
+@pytest.fixture
+def exporter(home: Path) -> Iterator[Service]:
+    """An exporter that wants a client's certificate."""
+    with Service(ExporterConfig(flight_dir=str(home), web_config_file=str(home / "web.yml"))) as running:
+        yield running
+
+
+def context(home: Path, client: str | None = "client") -> ssl.SSLContext:
+    """Trust in the server, and who one is."""
+    made = ssl.create_default_context(cafile=str(home / "server.pem"))
+    if client is not None:
+        made.load_cert_chain(home / f"{client}.pem", home / f"{client}.key")
+    return made
+
+
+def page(exporter: Service, trust: ssl.SSLContext) -> bytes:
+    """The metrics."""
+    connection = http.client.HTTPSConnection(exporter.address, timeout=10, context=trust)
+    try:
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def test_who_is_not_to_come_in_does_not(exporter: Service, home: Path) -> None:
+    """No certificate, a stranger's, one that ended in 2020, no TLS at all: no word of the metrics, and it is counted."""
+    assert over_tls(exporter.address, context(home)) == OK
+    for client in (None, "stranger", "late"):
+        assert over_tls(exporter.address, context(home, client)) == b""
+    assert len(converse(exporter.address, [GOOD])[0]) < 16, "an alert at most"
+    assert len(converse(exporter.address, [bytes(range(256)) * 4096])[0]) < 16
+    wait_until(lambda: b'torchobs_exporter_connections_dropped_total{reason="tls"} 5' in page(exporter, context(home)))
+
+
+def test_handshakes_that_never_end_keep_nobody_out(exporter: Service, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing, or the half of a first record: closed in their turn when it gets crowded, and after ten seconds anyway."""
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+    trust = context(home)
+    with crowd(exporter.address) as slow:
+        for first in (b"", hello) * 6:
+            slow.come(60, first)
+            assert over_tls(exporter.address, trust) == OK
+        wait_until(lambda: 0 < slow.drip() <= connections.MOST_CONNECTIONS)
+        monkeypatch.setattr(connections, "HEAD_S", 0.2)
+        wait_until(lambda: slow.drip() == 0)
+    assert over_tls(exporter.address, trust) == OK
+
+
+@pytest.mark.parametrize("name", ["server.pem", "server.key", "ca.pem"])
+def test_garbage_in_a_certificate_s_place_changes_nothing(exporter: Service, home: Path, name: str) -> None:
+    """What was in force stays in force, the page says what is wrong, and what is mended is in force again."""
+    trust, right = context(home), (home / name).read_bytes()
+    for garbage in (b"", b"garbage", right[: len(right) // 2]):
+        (home / name).write_bytes(garbage)
+        wait_until(lambda: b"torchobs_exporter_config_ok 0" in page(exporter, trust))
+        assert over_tls(exporter.address, trust) == OK
+        (home / name).write_bytes(right)
+        wait_until(lambda: b"torchobs_exporter_config_ok 1" in page(exporter, trust))
+    (home / name).unlink()
+    wait_until(lambda: b"torchobs_exporter_config_ok 0" in page(exporter, trust))
+    assert over_tls(exporter.address, trust) == OK
