@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.exporters import Client, Service, start_program
-from tests.rank_files import BOOT, Clock, File, live_rank, train
+from tests.rank_files import Clock, File, live_rank, train
 from tests.support import wait_until
+from torchobs import catalog
+from torchobs.catalog import Kind
 from torchobs.exporter import service
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner, Snapshot
 from torchobs.flight import lock, reader
+from torchobs.flight.birth import file_name
+from torchobs.flight.layout import (
+    BLOCK_WORDS,
+    HEADER_SIZE,
+    MAX_READ_SIZE,
+    RECORD_SIZE,
+    SLOT_HEADER,
+    SLOT_SIZE,
+    Region,
+    Span,
+    encode_header,
+    words_crc,
+)
+from torchobs.flight.series import Scope, Series, ValueType, encode
 
 NOBODY = 65534
-Start = Callable[..., subprocess.Popen[str]]
+ROOM = 8 << 20
+"""Bytes that an exporter with little memory has left: half of what the file is."""
 
 
 @pytest.fixture
@@ -49,6 +69,11 @@ def file(flight_dir: Path) -> Iterator[File]:
     made.release()
 
 
+def steps_of(snapshot: Snapshot) -> float | None:
+    """The steps of the first rank."""
+    return next((value for series, value in snapshot.ranks[0].view.points if series.name == catalog.STEPS.name), None)  # type: ignore[return-value]  # a counter
+
+
 def states(snapshot: Snapshot) -> dict[str, str]:
     """State by rank."""
     return {one.rank: one.state for one in snapshot.ranks}
@@ -59,9 +84,7 @@ def steps(client: Client) -> float | None:
     return client.value("torchobs_steps_total", rank="0")
 
 
-def test_a_directory_that_is_made_again_is_followed(
-    flight_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_made_again_is_followed(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deleted, a file in its place, made again by its rank: no scrape fails, and the rank goes on where it was."""
     monkeypatch.setattr(service, "TICK_S", 0.05)
     home = flight_dir / "run"
@@ -75,7 +98,7 @@ def test_a_directory_that_is_made_again_is_followed(
         home.write_text("a file")
         assert exporter.value("torchobs_exporter_config_ok") == 0
         home.unlink()
-        writer.keep_file()
+        writer.check_name()
         train(writer, [4])
         wait_until(lambda: steps(exporter) == 4)
         assert exporter.value("torchobs_exporter_config_ok") == 1
@@ -95,20 +118,21 @@ class _Refusing:
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EIO, errno.ESTALE])
 def test_what_cannot_be_asked_for_at_present_makes_nobody_dead(
-    scanner: Scanner, file: File, clock: Clock, monkeypatch: pytest.MonkeyPatch, number: int
+    scanner: Scanner, flight_dir: Path, file: File, clock: Clock, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """Names, files and locks that cannot be opened: who was alive stays so by its heartbeat, and unresponsive without one."""
     assert states(scanner.scan()) == {"0": "alive"}
     with monkeypatch.context() as failing:
         for module, name in ((reader, "names"), (lock, "_probe"), (lock, "held_here")):
             failing.setattr(module, name, _Refusing(number))
+        (flight_dir / "new").touch()
         clock.seconds = 0.5
         file.step(2, 0.4)
         file.beat(0.5)
         file.save()
         snapshot = scanner.scan()
         assert states(snapshot) == {"0": "alive"}
-        assert snapshot.problems == (os.strerror(number),)
+        assert snapshot.problems == (f"{os.strerror(number)}: {flight_dir}",)
         assert snapshot.ranks[0].view.last_step_ns is not None
         clock.seconds = 5.0
         assert states(scanner.scan()) == {"0": "unresponsive"}
@@ -147,10 +171,103 @@ def test_a_file_that_is_replaced_between_two_reads_is_what_it_is_now(
     file.path.write_bytes(sound)
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="another user's doing takes root")
-def test_a_directory_that_is_shut_for_a_while(start: Start, flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """Mode 000 and back, with an exporter that is not root: what is open is served on, and what is wrong is said."""
+@contextlib.contextmanager
+def powerless() -> Iterator[None]:
+    """Without root's rights over other people's files."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
-def test_memory_that_a_file_asks_for_is_not_given(start: Start, flight_dir: Path, tmp_path: Path) -> None:
-    """placeholder"""
+def test_a_directory_that_is_shut_for_a_while(flight_dir: Path, file: File, clock: Clock) -> None:
+    """Mode 000 and back: what is open is served on, what is wrong is said, and what came meanwhile is found."""
+    if os.geteuid() == 0:
+        for path in (flight_dir, *flight_dir.iterdir()):
+            os.chown(path, NOBODY, NOBODY)
+    writing = os.open(file.path, os.O_RDWR)
+    with powerless():
+        scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock)
+        assert states(scanner.scan()) == {"0": "alive"}
+        flight_dir.chmod(0)
+        file.step(2, 0.08)
+        file.writer.publish()
+        os.pwrite(writing, file.buffer, 0)
+        shut = scanner.scan()
+        assert (states(shut), steps_of(shut)) == ({"0": "alive"}, 2)
+        assert "Permission denied" in shut.problems[0]
+        assert not Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock).scan().ranks, "who comes now sees nothing"
+        flight_dir.chmod(0o700)
+    other = File(flight_dir, rank=1, seed=2).save()
+    os.chown(other.path, *((NOBODY, NOBODY) if os.geteuid() == 0 else (-1, -1)))
+    with powerless():
+        again = scanner.scan()
+        assert (sorted(states(again)), len(again.problems)) == (["0", "1"], 0)
+        scanner.close()
+    os.close(writing)
+
+
+def forged(flight_dir: Path, series: int) -> Path:
+    """A file of 16 MiB, sound to the last CRC, with that many gauges."""
+    blocks, records = -(-series // BLOCK_WORDS) + 1, 1024
+    sizes = {
+        Region.LIVE: 256,
+        Region.BLOCKS: blocks * 2 * SLOT_SIZE,
+        Region.STEPS: records * RECORD_SIZE,
+        Region.EVENTS: 1 << 16,
+    }
+    sizes[Region.SERIES] = MAX_READ_SIZE - HEADER_SIZE - sum(sizes.values())
+    items = {Region.LIVE: 8, Region.SERIES: 1, Region.BLOCKS: 2 * SLOT_SIZE, Region.STEPS: RECORD_SIZE, Region.EVENTS: 64}
+    regions, offset = {}, HEADER_SIZE
+    for region, length in sizes.items():
+        regions[region] = Span(offset, length, items[region])
+        offset += length
+    header = replace(File(flight_dir, rank=1, seed=9).header, file_size=MAX_READ_SIZE, regions=regions)
+    raw = bytearray(MAX_READ_SIZE)
+    raw[:HEADER_SIZE] = encode_header(header)
+    entries = (
+        Series(f"g{n}", Kind.GAUGE, "", "", (), (), ValueType.FLOAT, 1 + n // BLOCK_WORDS, n % BLOCK_WORDS, Scope("x"))
+        for n in range(series)
+    )
+    table = b"".join(encode(one, header.seed) for one in entries)
+    raw[regions[Region.SERIES].offset : regions[Region.SERIES].offset + len(table)] = table
+    words = struct.pack("<512d", *[1.0] * BLOCK_WORDS)
+    slot = SLOT_HEADER.pack(2, len(words), words_crc(2, words, header.seed)) + words
+    for block in range(1, blocks):
+        at = regions[Region.BLOCKS].offset + block * 2 * SLOT_SIZE
+        raw[at : at + len(slot)] = slot
+    path = flight_dir / file_name(header)
+    path.write_bytes(raw)
+    return path
+
+
+def test_a_file_that_asks_for_more_memory_than_there_is(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """It is bad; every scrape is answered, and the sound rank is on each page."""
+    writer = live_rank(flight_dir)
+    train(writer, [1, 2, 3])
+    program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
+    assert program.value("torchobs_steps_total", rank="0") == 3
+    process = psutil.Process(program.process.pid)
+    data = int(
+        next(line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if "VmData" in line).split()[1]
+    )
+    process.rlimit(psutil.RLIMIT_DATA, ((data << 10) + ROOM, -1))
+    hostile = forged(flight_dir, 20_000)
+    seen = [0.0]
+    for step in range(4, 10):
+        train(writer, [step])
+        seen.append(program.value("torchobs_steps_total", rank="0") or 0)
+        time.sleep(0.3)
+    assert seen == sorted(seen)
+    assert program.value("torchobs_exporter_files", status="bad") == 1
+    wait_until(lambda: program.value("torchobs_steps_total", rank="0") == 9)
+    hostile.unlink()
+    train(writer, [10])
+    wait_until(lambda: program.value("torchobs_steps_total", rank="0") == 10)
+    assert "Traceback" not in program.log
+    writer.close()

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
 
 _SETTLED_NS = 1_000_000_000
-"""A directory's mtime has the resolution of a clock tick: one that is younger may hide a change in the same tick."""
+"""A directory's ctime has the resolution of a clock tick: one that is younger may hide a change in the same tick."""
 
 _LIST_ANYWAY = 30
-"""Scans after which the names are read again, whatever the mtime says: a wall clock that jumps could repeat one."""
+"""Scans after which the names are read again, whatever the ctime says: a wall clock that jumps could repeat one."""
 
 
 class ForeignDirectoryError(OSError):
@@ -44,7 +44,7 @@ class Directory:
         self.path = ""
         self.owner: int | None = None
         self._names: list[str] = []
-        self._listed_mtime_ns = -1
+        self._listed_ns = -1
         self._scans = 0
 
     def names(self, wall_ns: int) -> list[str]:
@@ -53,21 +53,28 @@ class Directory:
         With 10^5 names a listing takes 50 ms, so it is not repeated while the directory has not changed.
         """
         self._open()
-        mtime_ns = os.fstat(self.fd).st_mtime_ns
+        changed_ns = os.fstat(self.fd).st_ctime_ns  # moves with mtime, and when the directory is shut
         self._scans += 1
-        settled = abs(wall_ns - mtime_ns) > _SETTLED_NS
-        if not settled or mtime_ns != self._listed_mtime_ns or self._scans >= _LIST_ANYWAY:
-            self._names = reader.names(self.fd)
-            self._listed_mtime_ns = mtime_ns if settled else -1
+        settled = abs(wall_ns - changed_ns) > _SETTLED_NS
+        if not settled or changed_ns != self._listed_ns or self._scans >= _LIST_ANYWAY:
+            self._names = self._listed()
+            self._listed_ns = changed_ns if settled else -1
             self._scans = 0
         return self._names
 
     def close(self) -> None:
         """Let go of the directory. Idempotent."""
         fd, self.fd = self.fd, -1
-        self._listed_mtime_ns = -1
+        self._listed_ns = -1
         if fd >= 0:
             os.close(fd)
+
+    def _listed(self) -> list[str]:
+        try:
+            return reader.names(self.fd)
+        except OSError as problem:
+            problem.filename = self.path
+            raise
 
     def _open(self) -> None:
         path = find_existing(self._config.flight_dir, self._config.runtime_dir)

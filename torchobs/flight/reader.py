@@ -54,8 +54,8 @@ _Slot = tuple[int, bytes]
 """generation, words"""
 _NONE: _Slot = (0, b"")
 _NO_BLOCK = Block()
-MAX_WORDS = 32_768
-"""That series may have: four times what a file of this version has. Series forged to fill 16 MiB would take 80 MB."""
+MAX_WORDS = 16_384
+"""That series may have: twice what a file of this version has. Series forged to fill 16 MiB would take 80 MB, and seconds."""
 MAX_NAMES = 200_000
 MAX_FILES = 4096
 

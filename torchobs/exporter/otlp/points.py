@@ -83,8 +83,8 @@ class Stream:
         self._add(requests, 0, at_ns, filled)
 
     def _add_delta(self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar]) -> None:
-        previous, known, since_ns = self._previous, self._known, self._since_ns or start_ns
-        at_ns = max(at_ns, since_ns)  # the wall clock may have been set back
+        previous, known = self._previous, self._known
+        since_ns = min(self._since_ns or start_ns, at_ns)  # set back, the wall clock must not make all that follows of tomorrow
         self._previous, self._since_ns, self._known = value, at_ns, False
         grown = None if known else _grown(value, previous)
         if grown is not None:
