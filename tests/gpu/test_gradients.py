@@ -149,6 +149,71 @@ def test_a_graph_capture_contains_nothing_of_ours(run: Recording) -> None:
     assert set(delivered(run)) <= {1, 2, 3}
 
 
+def test_a_capture_while_values_are_under_way_is_not_harmed(run: Recording) -> None:
+    """Norms and losses that the sampler waits for while another part of the program is captured, in the default mode.
+
+    In that mode an event that is queried by any thread invalidates the capture; the sampler looks ten times a second.
+    """
+    model = model_of(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch, static = torch.randn(16, 64, device="cuda"), torch.ones(8, device="cuda")
+    for _ in range(3):
+        for _ in range(20):
+            optimizer.zero_grad()
+            backward(model, batch)
+            optimizer.step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            doubled = static * 2
+            time.sleep(0.35)  # three rounds of the sampler
+            doubled += 1
+        graph.replay()
+    torch.cuda.synchronize()
+    assert doubled.tolist() == [3.0] * 8
+    assert set(delivered(run)) == set(range(1, 61))
+    assert run.errors() == []
+
+
+def test_two_streams_deliver_each_its_own(run: Recording) -> None:
+    """Steps in turn on a stream that is busy and on the default one: values come in order, and are right."""
+    model = model_of(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    batch, norms = torch.randn(16, 64, device="cuda"), list[torch.Tensor]()
+    streams: list[Any] = [torch.cuda.default_stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    for number in range(6):
+        stream, other = streams[number % 2], streams[1 - number % 2]
+        stream.wait_stream(other)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)
+            optimizer.zero_grad()
+            backward(model, batch * (number + 1))
+            norms.append(reference(model))
+            optimizer.step()
+    torch.cuda.synchronize()
+    expected = dict(enumerate((norm.item() for norm in norms), 1))
+    assert delivered(run) == pytest.approx(expected, rel=1e-6)
+    assert run.errors() == []
+
+
+def test_nothing_waits_for_the_device_in_a_whole_run(flight_dir: Path) -> None:
+    """From ``init()`` to ``shutdown()``, the sampler's slow looks included: clipping, accumulation, a fused optimizer."""
+    model, batch = model_of(torch.float32), torch.randn(16, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    torch.cuda.synchronize()
+    with no_waiting():
+        for run in recording(flight_dir, level="advanced"):
+            begun = time.monotonic()
+            while time.monotonic() - begun < 2.5:
+                optimizer.zero_grad()
+                backward(model, batch)
+                backward(model, batch)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                time.sleep(0.01)
+            assert run.errors() == []
+
+
 def test_a_large_gradient_is_not_copied(run: Recording) -> None:
     """The allocator's peak over a measured step of 100 million bfloat16 elements grows by a megabyte at most."""
     parameter = nn.Parameter(torch.zeros(100_000_000, device="cuda", dtype=torch.bfloat16))

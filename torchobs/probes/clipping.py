@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchobs.guarding import Fuse
     from torchobs.probes.host import Host
     from torchobs.probes.intercept import Intercepted
+    from torchobs.probes.measuring import Devices
     from torchobs.probes.pace import Pace
 
     Measure = Callable[[list[int], list[Any]], Measurement | None]
@@ -57,8 +58,8 @@ class Clipping:
 class ClipWatch:
     """Wraps clipping. ``measure`` is given gradients' ids and gradients, in steps that are due before anything has changed."""
 
-    def __init__(self, host: Host, pace: Pace, measure: Measure) -> None:
-        self._host, self._pace, self._measure = host, pace, measure
+    def __init__(self, host: Host, pace: Pace, measure: Measure, devices: Devices) -> None:
+        self._host, self._pace, self._measure, self._devices = host, pace, measure, devices
         self._seen: list[Clipping] = []
         self._patches: list[Patch] = []
         self._fsdp: MetaPathFinder | None = None
@@ -188,7 +189,7 @@ class ClipWatch:
             keys, norms = seen.keys_and_results()
             self._pace.spend(seen.spent_ns)
             whole = len(norms) == len(tensors)  # else it was done without foreach
-            made.each = from_norms(self._torch, keys, norms) if whole else self._measure(*_keyed(tensors))
+            made.each = from_norms(self._torch, keys, norms, self._devices) if whole else self._measure(*_keyed(tensors))
         if made.each is not None:
             self._pace.spend(monotonic_ns() - begun_ns)
         self._keep(made)

@@ -1,24 +1,26 @@
-"""Scalars that a device has still to compute: copied without waiting, delivered when they have arrived.
+"""Scalars that a device has still to compute: copied without waiting, delivered when they have arrived (``landing``).
 
-A copy goes into a preallocated pinned ring with ``non_blocking``, an event behind it; the value is read once ``query()`` says
-so. Nothing here ever synchronises, and nothing is taken while the stream is being captured into a graph.
+Nothing here ever synchronises, and nothing is taken while the stream is being captured into a graph.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.probes.landing import Buffer, Cuda
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from torchobs.probes.landing import Device
+
 _SLOTS = 1024
 
 
 class _Pending(NamedTuple):
-    event: Any
     slot: int
     deliver: Callable[[float], None]
 
@@ -26,8 +28,9 @@ class _Pending(NamedTuple):
 class DeviceValues:
     """The pinned ring, made at first use."""
 
-    def __init__(self) -> None:
-        self._ring: torch.Tensor | None = None
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device if device is not None else Cuda()
+        self._ring: Buffer | None = None
         self._pending: deque[_Pending] = deque()
         self._next = 0
         self.dropped = 0
@@ -35,7 +38,7 @@ class DeviceValues:
     def take(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
         """Read a one-element tensor: at once on the CPU, else ``deliver`` is called later, by :meth:`poll`.
 
-        Returns whether the value was or will be delivered; not during graph capture, on a device without events, or with
+        Returns whether the value was or will be delivered; not during graph capture, on a device other than CUDA's, or with
         1,024 values under way.
         """
         if value.device.type == "cpu":
@@ -43,31 +46,26 @@ class DeviceValues:
             return True
         if value.device.type != "cuda":
             return False
-        return self._take_cuda(value, deliver)
+        return self.expect(value, deliver)
 
-    def _take_cuda(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
-        import torch  # torch is optional until training begins
-
-        if torch.cuda.is_current_stream_capturing():
+    def expect(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
+        """Have the value of a device's tensor delivered later. As :meth:`take`."""
+        if self._device.capturing():
             return False
         if len(self._pending) >= _SLOTS:
             self.dropped += 1
             return False
         if self._ring is None:
-            self._ring = torch.empty(_SLOTS, dtype=torch.float64, pin_memory=True)
+            self._ring = Buffer(self._device.empty(_SLOTS))
         slot = self._next
         self._next = (slot + 1) % _SLOTS
-        with torch.no_grad(), torch.cuda.device(value.device):
-            # converted on the device: a copy that has to convert goes through pageable memory, and waits
-            self._ring[slot : slot + 1].copy_(value.detach().reshape(1).double(), non_blocking=True)
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
-            event.record()
-        self._pending.append(_Pending(event, slot, deliver))
+        self._device.send(value.reshape(1), self._ring.expect(slot, 1))
+        self._pending.append(_Pending(slot, deliver))
         return True
 
     def poll(self) -> None:
-        """Deliver what has arrived, oldest first. Any one thread at a time."""
+        """Deliver what has arrived, oldest first, without a CUDA call. Any one thread at a time."""
         pending, ring = self._pending, self._ring
-        while pending and ring is not None and pending[0].event.query():
+        while pending and ring is not None and ring.arrived(pending[0].slot, 1):
             arrived = pending.popleft()
-            arrived.deliver(float(ring[arrived.slot].item()))
+            arrived.deliver(ring.values(arrived.slot, 1)[0])

@@ -57,7 +57,7 @@ class Findings:
     def show(self, pace: Pace, clip: ClipWatch | None, *, now: bool = False) -> None:
         """Take what ended steps left; once a second, and when it is asked for ``now``, make series of the last."""
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
-        self._receive(pace)
+        self._receive()
         time_s = monotonic()
         if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
             return
@@ -73,14 +73,13 @@ class Findings:
             if limit is not None:
                 self._set(metric, limit)
 
-    def _receive(self, pace: Pace) -> None:
+    def _receive(self) -> None:
         last = self._host.cycle.step
         for step in sorted(self._steps):
             parts = self._steps[step]
             if step > last or not all(part.arrived() for part in parts):
                 return
             del self._steps[step]
-            pace.spend_later(sum(part.device_ns for part in parts))
             self._latest = (step, parts)
             if any(part.faults for part in parts):
                 self._tell_faults(step, parts)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.record import Flag
 from torchobs.probes.clipping import ClipWatch
 from torchobs.probes.findings import Findings
-from torchobs.probes.measuring import measure
+from torchobs.probes.measuring import Devices, measure
 from torchobs.probes.norms import largest
 from torchobs.probes.pace import Pace
 from torchobs.probes.underway import UnderWay
@@ -43,7 +43,7 @@ class GradientProbe:
     def __init__(self) -> None:
         self._clip: ClipWatch | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._under_way = UnderWay()
+        self._under_way, self._devices = UnderWay(), Devices()
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
@@ -61,7 +61,7 @@ class GradientProbe:
         host.watched = fuse.guard(self._findings.layers.names.watch)
         self._findings.layers.names.built.install(fuse)
         host.norm_due = 0
-        self._clip = ClipWatch(host, self._pace, self._measure_clipped)
+        self._clip = ClipWatch(host, self._pace, self._measure_clipped, self._devices)
         self._clip.install(fuse)
 
     def remove(self) -> None:
@@ -100,6 +100,7 @@ class GradientProbe:
             return
         host, pace = self._host, self._pace
         clipping = self._clip.take(optimizer, self._grads_of) if self._clip is not None else None
+        pace.spend_later(self._devices.take_ns(self._torch))
         due = pace.is_due(host.cycle.step)
         if clipping is not None:
             self._take_over(clipping, optimizer, due=due)
@@ -111,6 +112,7 @@ class GradientProbe:
 
     def _after_backward(self) -> None:
         optimizer = self._optimizer() if self._optimizer is not None else None
+        self._pace.spend_later(self._devices.take_ns(self._torch))
         if optimizer is not None and self._pace.is_due(self._host.cycle.step):
             self._measure(optimizer, within=True)
         # only now: another probe may have put the next look off, and the next optimizer may have no closure
@@ -130,7 +132,9 @@ class GradientProbe:
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
         suspects = self._findings.suspects
-        made = measure(self._torch, list(map(id, parameters)), gradients, scale, suspects) if parameters else None
+        made = (
+            measure(self._torch, list(map(id, parameters)), gradients, scale, suspects, self._devices) if parameters else None
+        )
         if made is not None:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)
@@ -139,7 +143,7 @@ class GradientProbe:
 
     def _measure_clipped(self, keys: list[int], gradients: list[Any]) -> Measurement | None:
         """Measure what is about to be clipped, or was not computed right for it."""
-        return measure(self._torch, keys, gradients, None, self._findings.suspects)
+        return measure(self._torch, keys, gradients, None, self._findings.suspects, self._devices)
 
     def _take_over(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
         """Clipping has computed this step's norm."""

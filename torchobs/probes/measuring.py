@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from math import hypot, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.probes.landing import Landings
 from torchobs.probes.norms import count_nonfinite, device_norms, host_norms, local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from weakref import ref
+
+    from torchobs.probes.landing import Landing
+
+_MOST_TIMED = 64
+"""Measurements under way whose time is known later; a device that is further behind tells of the last ones"""
 
 
 class Fault(NamedTuple):
@@ -22,29 +29,30 @@ class Fault(NamedTuple):
     infinities: int
 
 
-class Arriving:
-    """Numbers that a CUDA device has still to compute, copied into pinned memory without waiting."""
+class Timing(NamedTuple):
+    """CUDA events around a device's part of a measurement, for the training thread alone (``landing``)."""
 
-    __slots__ = ("_begun", "_done", "_host")
+    begun: Any
+    done: Any
 
-    def __init__(self, torch: Any, vector: Any, begun: Any) -> None:
-        # from torch's own cache of pinned memory, which knows when the copy is done
-        self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-        self._host.copy_(vector, non_blocking=True)
-        self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
-        self._done.record()
 
-    def ready(self) -> bool:
-        """Tell whether they are there."""
-        return bool(self._done.query())
+class Devices:
+    """What measuring on devices needs: where the numbers arrive, and how long it took, for who wants to know."""
 
-    def values(self) -> list[float]:
-        """Return them, once they are."""
-        return list(self._host.tolist())
+    __slots__ = ("landings", "timings")
 
-    def device_ns(self) -> int:
-        """Return the device's time for it."""
-        return int(self._begun.elapsed_time(self._done) * 1e6)
+    def __init__(self) -> None:
+        self.landings = Landings()
+        self.timings: deque[Timing] = deque(maxlen=_MOST_TIMED)
+
+    def take_ns(self, torch: Any) -> int:
+        """Return the devices' time for what they have finished since the last call. In the training thread; never waits."""
+        spent_ns = 0
+        if self.timings and not torch.cuda.is_current_stream_capturing():
+            while self.timings and self.timings[0].done.query():
+                begun, done = self.timings.popleft()
+                spent_ns += int(begun.elapsed_time(done) * 1e6)
+        return spent_ns
 
 
 @dataclass(slots=True)
@@ -59,10 +67,8 @@ class Measurement:
     faults: list[Fault] = field(default_factory=list)
     scale: float = 1.0
     optimizer: ref[Any] | None = None
-    arriving: list[tuple[Arriving, list[int], list[int]]] = field(default_factory=list)
+    arriving: list[tuple[Landing, list[int], list[int]]] = field(default_factory=list)
     """Numbers under way, which gradients their first ones are the norms of, and the next ones the non-finite elements of"""
-    device_ns: int = 0
-    """A device's time for it, once arrived"""
 
     def arrived(self) -> bool:
         """Tell whether all is known."""
@@ -84,8 +90,7 @@ class Measurement:
     def _receive(self) -> None:
         self.norms = self.norms or [0.0] * len(self.keys)
         for numbers, order, counted in self.arriving:
-            *values, scale = numbers.values()
-            self.device_ns += numbers.device_ns()
+            *values, scale = numbers.take()
             self.scale = scale
             for index, value in zip(order, values, strict=False):
                 self.norms[index] = value
@@ -98,7 +103,7 @@ class Measurement:
 
 
 def measure(
-    torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int]
+    torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
 ) -> Measurement | None:
     """Measure them; ``None`` where that cannot be: a graph is being captured, or a device other than CPU and CUDA has them.
 
@@ -122,10 +127,10 @@ def measure(
             ]
             made.scale = 1.0 if scale is None else float(scale)
             return made
-        return _from_devices(torch, made, tensors, by_device, scale, suspects)
+        return _from_devices(torch, made, tensors, by_device, scale, suspects, devices)
 
 
-def from_norms(torch: Any, keys: list[int], norms: list[Any]) -> Measurement | None:
+def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
     """Make one of norms that somebody else has computed, each a tensor without dimensions; all of the same device."""
     made = Measurement(keys, None, 1)
     if not norms[0].is_cuda:
@@ -134,18 +139,17 @@ def from_norms(torch: Any, keys: list[int], norms: list[Any]) -> Measurement | N
     with torch.no_grad(), torch.cuda.device(norms[0].device):
         if torch.cuda.is_current_stream_capturing() or len({norm.device for norm in norms}) > 1:
             return None
-        begun = torch.cuda.Event(enable_timing=True)
-        begun.record()
         same = len({norm.dtype for norm in norms}) == 1
         vector = torch.stack(norms if same else [norm.double() for norm in norms]).double()
-        numbers = Arriving(torch, torch.cat([vector, torch.ones(1, device=vector.device, dtype=vector.dtype)]), begun)
+        numbers = devices.landings.send(torch.cat([vector, torch.ones(1, device=vector.device, dtype=vector.dtype)]))
     made.arriving.append((numbers, list(range(len(norms))), []))
     return made
 
 
 def _from_devices(
-    torch: Any, made: Measurement, tensors: list[Any], by_device: dict[Any, list[int]], scale: Any, suspects: frozenset[int]
-) -> Measurement | None:
+    torch: Any, made: Measurement, tensors: list[Any], by_device: dict[Any, list[int]], scale: Any, suspects: frozenset[int],
+    devices: Devices,
+) -> Measurement | None:  # fmt: skip
     made.norms = [0.0] * len(tensors)
     for device, indices in by_device.items():
         here = [tensors[index] for index in indices]
@@ -165,6 +169,9 @@ def _from_devices(
             more = [(~torch.isfinite(here[place])).sum() for place in counted]
             factor = torch.ones(1, device=device) if scale is None else scale.to(device, non_blocking=True)
             vector = torch.cat([vector, *(number.reshape(1).double() for number in (*more, factor))])
-            numbers = Arriving(torch, vector, begun)
+            numbers = devices.landings.send(vector)
+            done = torch.cuda.Event(enable_timing=True)
+            done.record()
+            devices.timings.append(Timing(begun, done))
         made.arriving.append((numbers, [indices[place] for place in order], [indices[place] for place in counted]))
     return made

@@ -16,7 +16,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.measuring import Measurement, measure
+from torchobs.probes.measuring import Devices, Measurement, measure
 from torchobs.probes.norms import flat
 from torchobs.probes.pace import Pace
 
@@ -43,7 +43,7 @@ class UpdateWatch:
     """Copies, compares, shows."""
 
     def __init__(self, host: Host, layers: Layers) -> None:
-        self._host, self._layers = host, layers
+        self._host, self._layers, self._devices = host, layers, Devices()
         self._pace = Pace(host.settings.overhead_budget * _BUDGETS)
         self._copied: _Copied | None = None
         self._turn = 0
@@ -108,7 +108,9 @@ class UpdateWatch:
         with torch.no_grad():
             views = _views([ref() for ref in parameters])
             copies = [view.clone() for view in views]
-        before = measure(torch, list(range(len(copies))), copies, None, frozenset()) if copies else None
+        self._pace.spend_later(self._devices.take_ns(torch))
+        keys = list(range(len(copies)))
+        before = measure(torch, keys, copies, None, frozenset(), self._devices) if copies else None
         if before is not None:
             self._copied = _Copied(layer, weakref.ref(optimizer), parameters, copies, before)
 
@@ -124,7 +126,7 @@ class UpdateWatch:
                 return
             for copy, view in zip(copied.copies, views, strict=True):
                 copy.sub_(view)
-        change = measure(torch, copied.before.keys, copied.copies, None, frozenset())
+        change = measure(torch, copied.before.keys, copied.copies, None, frozenset(), self._devices)
         if change is not None:
             self._compared.append((copied.layer, copied.before, change))
 

@@ -1,0 +1,145 @@
+"""Where numbers arrive that a device has still to compute: pinned memory, and how it shows that they are there.
+
+Every word holds a signalling NaN before its copy begins, which no arithmetic yields (IEEE 754-2019, 6.2: the NaN that an
+operation delivers is a quiet one): a word that holds something else has arrived. Each word tells for itself, so nothing depends
+on the order in which a device writes, and an aligned one of eight bytes is there as a whole or not at all.
+
+So the sampler thread learns of an arrival without any CUDA call, and it must not make one: while a user's thread captures a
+CUDA graph in the default mode (``capture_error_mode="global"``), an unsafe call in ANY thread invalidates the capture, and
+``cudaEventQuery`` is one (CUDA's documentation of ``cudaThreadExchangeStreamCaptureMode``; torch's own watchdog of NCCL changes
+its thread's mode around it). What the sampler may call: the caching allocator's figures (``memory_stats_as_nested_dict``, the
+memory fraction: host memory under a lock), properties and count of the devices (cached since CUDA was initialised), and NVML,
+which knows nothing of captures. Not events, not ``mem_get_info``, and no release of pinned memory, at which torch records
+events: hence buffers that are lent and come back. What needs such a call is done by the training thread, which knows whether
+it is capturing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+UNSET = 0x7FF4_B5E7_0B5E_7ED1
+_LEAST = 64
+
+
+class Device(Protocol):
+    """What is asked of CUDA, in the training thread."""
+
+    def capturing(self) -> bool:
+        """Tell whether the current stream is being captured into a graph."""
+
+    def empty(self, size: int) -> torch.Tensor:
+        """Return so many float64 of pinned memory."""
+
+    def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy float64 without waiting."""
+
+
+class Cuda:
+    """The real one."""
+
+    def capturing(self) -> bool:
+        """See :class:`Device`."""
+        import torch  # torch is optional until training begins
+
+        return torch.cuda.is_current_stream_capturing()
+
+    def empty(self, size: int) -> torch.Tensor:
+        """See :class:`Device`."""
+        import torch
+
+        return torch.empty(size, dtype=torch.float64, pin_memory=True)
+
+    def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """See :class:`Device`. Converted on the device: a copy that has to convert goes through pageable memory, and waits."""
+        import torch
+
+        with torch.no_grad(), torch.cuda.device(values.device):
+            into.copy_(values.detach().double(), non_blocking=True)
+
+
+class Buffer:
+    """Words of pinned memory."""
+
+    __slots__ = ("_bits", "_numbers", "words")
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        import torch
+
+        self._numbers, self._bits, self.words = numbers, numbers.view(torch.int64), len(numbers)
+
+    def expect(self, begin: int, count: int) -> torch.Tensor:
+        """Return the words that a copy may be sent to."""
+        self._bits[begin : begin + count].fill_(UNSET)
+        return self._numbers[begin : begin + count]
+
+    def arrived(self, begin: int, count: int) -> bool:
+        """Tell whether all of them are there. From any thread."""
+        return UNSET not in self._bits[begin : begin + count].tolist()
+
+    def values(self, begin: int, count: int) -> list[float]:
+        """Return them."""
+        found: list[float] = self._numbers[begin : begin + count].tolist()
+        return found
+
+
+class Landing:
+    """Some numbers on their way."""
+
+    __slots__ = ("_buffer", "_count", "_give")
+
+    def __init__(self, buffer: Buffer, count: int, give: Callable[[tuple[Buffer, int]], None]) -> None:
+        self._buffer: Buffer | None = buffer
+        self._count, self._give = count, give
+
+    def ready(self) -> bool:
+        """Tell whether they are there."""
+        return self._buffer is not None and self._buffer.arrived(0, self._count)
+
+    def take(self) -> list[float]:
+        """Return them, once, when they are there; the memory goes back."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return []
+        found = buffer.values(0, self._count)
+        self._give((buffer, 0))
+        return found
+
+    def __del__(self) -> None:
+        """Nobody wants them any more, and they may still be on their way."""
+        if self._buffer is not None:
+            self._give((self._buffer, self._count))
+
+
+class Landings:
+    """Lends buffers; one for all of a session. ``send`` is for the training thread, what comes back comes from any."""
+
+    def __init__(self, device: Device | None = None) -> None:
+        self._device = device if device is not None else Cuda()
+        self._back: deque[tuple[Buffer, int]] = deque()
+        self._free: dict[int, list[Buffer]] = {}
+
+    def send(self, values: torch.Tensor) -> Landing:
+        """Copy a vector without waiting."""
+        self._collect()
+        count = len(values)
+        words = max(_LEAST, 1 << (count - 1).bit_length())
+        free = self._free.setdefault(words, [])
+        buffer = free.pop() if free else Buffer(self._device.empty(words))
+        self._device.send(values, buffer.expect(0, count))
+        return Landing(buffer, count, self._back.append)
+
+    def _collect(self) -> None:
+        """Take back what is free; a copy that is still on its way would land in the next one's words."""
+        for _ in range(len(self._back)):
+            buffer, awaited = self._back.popleft()
+            if awaited and not buffer.arrived(0, awaited):
+                self._back.append((buffer, awaited))
+            else:
+                self._free.setdefault(buffer.words, []).append(buffer)
