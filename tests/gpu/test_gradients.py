@@ -157,6 +157,7 @@ def test_a_capture_while_values_are_under_way_is_not_harmed(run: Recording) -> N
     model = model_of(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     batch, static = torch.randn(16, 64, device="cuda"), torch.ones(8, device="cuda")
+    doubled = torch.empty_like(static)
     for _ in range(3):
         for _ in range(20):
             optimizer.zero_grad()
@@ -164,7 +165,7 @@ def test_a_capture_while_values_are_under_way_is_not_harmed(run: Recording) -> N
             optimizer.step()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            doubled = static * 2
+            torch.mul(static, 2, out=doubled)
             time.sleep(0.35)  # three rounds of the sampler
             doubled += 1
         graph.replay()
@@ -185,7 +186,7 @@ def test_two_streams_deliver_each_its_own(run: Recording) -> None:
         stream, other = streams[number % 2], streams[1 - number % 2]
         stream.wait_stream(other)
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(10_000_000)
+            torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
             backward(model, batch * (number + 1))
             norms.append(reference(model))
