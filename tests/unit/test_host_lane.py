@@ -1,5 +1,7 @@
 """A question that is not answered holds nobody up, is asked only once, and is told of."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +12,7 @@ from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.described import Said
 from torchobs.exporter.host import filesystem, look
-from torchobs.exporter.host.lane import STUCK_AFTER_S, Lane
+from torchobs.exporter.host.lane import FRESH_S, STUCK_AFTER_S, Lane
 from torchobs.exporter.host.look import KEEP_S, Host
 
 SAID = Said(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1.0)
@@ -59,6 +61,9 @@ def test_a_lane_asks_no_second_time_while_it_waits(server: Server, clock: list[f
     first = lane.wait(10)
     assert first is not None
     assert first.said == (SAID,)
+    lane.begin()
+    assert server.asked == 1  # an answer this young is not asked for again
+    clock[0] += FRESH_S
     server.down()
     for _ in range(3):
         lane.begin()
@@ -71,18 +76,19 @@ def test_a_lane_asks_no_second_time_while_it_waits(server: Server, clock: list[f
     assert not lane.is_stuck
 
 
-def test_what_cannot_be_asked_is_an_answer() -> None:
+def test_what_cannot_be_asked_is_an_answer(clock: list[float]) -> None:
     """The failure is told once by who asked, and the next question is asked."""
 
     def fail() -> Iterable[Said]:
         raise FileNotFoundError(2, "No such file or directory", "/lustre")
 
-    lane = Lane(fail)
+    lane = Lane(fail, lambda: clock[0])
     for _ in range(2):
         lane.begin()
         answer = lane.wait(10)
         assert answer is not None
-        assert (answer.said, type(answer.failure)) == ((), FileNotFoundError)
+        assert (answer.said, type(answer.failure), answer.at_s) == ((), FileNotFoundError, clock[0])
+        clock[0] += FRESH_S
 
 
 def stuck(host: Host) -> dict[str, float]:
@@ -107,6 +113,7 @@ def test_a_dead_file_server_holds_up_nothing_and_is_told_of(
     host.take()
     assert (SAID in host.latest.said, stuck(host)["/lustre"]) == (True, 0.0) if host.latest else False
     server.down()
+    clock[0] += FRESH_S
     monkeypatch.setattr(look, "LANES_S", 0.0)
     for _ in range(3):
         host.take()
@@ -127,3 +134,21 @@ def test_a_dead_file_server_holds_up_nothing_and_is_told_of(
     host.take()
     assert (SAID in host.latest.said, stuck(host)["/lustre"]) == (True, 0.0)
     host.close()
+
+
+HANGING = """
+import threading
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.host import filesystem, look
+filesystem.collect = lambda path: threading.Event().wait()
+host = look.Host(ExporterConfig(collect_host=("filesystem", "cpu"), host_paths=("/lustre",)))
+host.take()
+host.close()
+print(sorted({said.metric.name.partition(".")[2].partition(".")[0] for said in host.latest.said}))
+"""
+
+
+def test_a_dead_file_server_does_not_hold_up_the_exporter_s_end() -> None:
+    """The thread that asks it is left behind, for ever if need be."""
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['cpu', 'host']\n"

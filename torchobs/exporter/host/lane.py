@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 STUCK_AFTER_S = 5.0
 """Nothing that works takes so long."""
 
+FRESH_S = 1.0
+"""An answer this young is not asked for again: several scrapers are no reason to trouble a file server or an adapter more."""
+
 
 class Answer(NamedTuple):
     """What a question has brought, and when."""
@@ -52,9 +55,10 @@ class Lane:
         return self._is_asking() and self._clock() - self._began_s >= STUCK_AFTER_S
 
     def begin(self) -> None:
-        """Ask, unless the answer of the last time is still to come."""
-        if not self._is_asking():
-            self._began_s = self._clock()
+        """Ask, unless the answer of the last time is still to come, or young."""
+        now_s, answer = self._clock(), self._answer
+        if not self._is_asking() and (answer is None or now_s - answer.at_s >= FRESH_S):
+            self._began_s = now_s
             self._thread = threading.Thread(target=self._ask, name="host-lane", daemon=True)
             self._thread.start()
 
