@@ -109,8 +109,8 @@ def long() -> dict[str, Any]:
     del pod["securityContext"]["runAsUser"]
     trainer_of(made)["securityContext"] = trainer_of(made)["securityContext"] | {"runAsUser": 1000}
     pod["volumes"].append({"name": "socket", "emptyDir": {}})
-    exporter_of(made)["volumeMounts"].append({"name": "socket", "mountPath": "/run/torchobs"})
-    exporter_of(made)["env"] = environment(TORCHOBS_EXPORTER_API_SOCKET="/run/torchobs/exporter.sock")
+    exporter_of(made)["volumeMounts"].append({"name": "socket", "mountPath": "/run/exporter"})
+    exporter_of(made)["env"] = environment(TORCHOBS_EXPORTER_API_SOCKET="/run/exporter/api.sock")
     return made
 
 
@@ -131,7 +131,7 @@ class Stage:
 
     def completed(self, name: str) -> list[Pod]:
         """The pods of a Job that has completed."""
-        wait_until(lambda: self.namespace.job_condition(name), timeout_s=120, interval_s=0.3)
+        wait_until(lambda: self.namespace.job_condition(name), timeout_s=120, interval_s=1.0)
         assert self.namespace.job_condition(name) == "Complete"
         return self.namespace.pods(name)
 
@@ -142,7 +142,7 @@ class Stage:
             pods = self.namespace.pods(name)
             return pods[0] if pods and pods[0].ip and get(f"{pods[0].ip}:{PORT}", "/-/ready")[0] else None
 
-        found = wait_until(answering, timeout_s=60, interval_s=0.3)
+        found = wait_until(answering, timeout_s=60, interval_s=1.0)
         assert found is not None
         return found
 
@@ -237,7 +237,7 @@ def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> N
         status, ranks = get(address, "/api/v1/ranks")
         assert (status, json.loads(ranks)["ranks"][0]["state"]) == (200, "alive")
         assert get(address, "/")[0] == 200
-    command = ["torchobs", "stacks", "0", "--socket", "/run/torchobs/exporter.sock"]
+    command = ["torchobs", "stacks", "0", "--socket", "/run/exporter/api.sock"]
     said = stage.namespace.kubectl("exec", pod.name, "-c", "torchobs", "--", *command)
     assert re.search(r'"/script/pod.py", line \d+ in train', said)
     assert pod.content["spec"]["securityContext"].get("runAsUser") is None
@@ -250,12 +250,12 @@ def test_the_first_signal_drains_and_the_second_ends(stage: Stage) -> None:
     assert get(f"{pod.ip}:{PORT}", **seen)[0] == 200
     terminate = ["exec", pod.name, "-c", "torchobs", "--", "sh", "-c", "kill -TERM 1"]
     stage.namespace.kubectl(*terminate)
-    wait_until(lambda: "waiting for the final state" in stage.namespace.logs(pod, "torchobs"), timeout_s=20, interval_s=0.2)
+    wait_until(lambda: "waiting for the final state" in stage.namespace.logs(pod, "torchobs"), timeout_s=20, interval_s=0.5)
     status, page = get(f"{pod.ip}:{PORT}")
     before = value(page, "torchobs_steps_total")
     assert (status, bool(before)) == (200, True)
     stage.namespace.kubectl(*terminate)
-    restarted = wait_until(lambda: _restarted(stage), timeout_s=60, interval_s=0.3)
+    restarted = wait_until(lambda: _restarted(stage), timeout_s=60, interval_s=0.5)
     assert restarted is not None
     assert restarted.container("torchobs")["lastState"]["terminated"]["exitCode"] == 0
     wait_until(lambda: (value(get(f"{pod.ip}:{PORT}")[1], "torchobs_steps_total") or 0) > (before or 0), timeout_s=60)

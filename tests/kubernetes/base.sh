@@ -25,7 +25,7 @@ for program in "${programs[@]}"; do cp -L "$(PATH=/usr/bin:/bin type -P "$progra
 mapfile -t linked < <(find "$root/usr/local" "$root/bin" -type f \( -name '*.so*' -o -perm -u+x \) -print0 |
   xargs -0 ldd 2> /dev/null | grep -oE '/[^ ]+\.so[^ ]*' | sort -u)
 for name in libstdc++.so.6 libgcc_s.so.1 librt.so.1 libdl.so.2 libpthread.so.0 libutil.so.1; do
-  linked+=("$(ldconfig -p | awk -v name="$name" '$1 == name { print $NF; exit }')")
+  linked+=("$(ldconfig -p | awk -v name="$name" '$1 == name && !found++ { print $NF }')")
 done
 for path in "${linked[@]}"; do
   [[ $path = "$root"* || -z $path ]] || install -D -m 755 "$(realpath "$path")" "$root$path"

@@ -96,7 +96,7 @@ def _sigterm_kept_back() -> Iterator[None]:
     """Keep SIGTERM until the exporter listens for it.
 
     The kernel throws a signal that has no handler away when it is for a container's first process. A training that fails at
-    once would end while its sidecar still imports, for 3 s on a tenth of a core; the pod would then stay for the whole of its
+    once would end while its sidecar still imports, for 7 s on a tenth of a core; the pod would then stay for the whole of its
     grace period.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
