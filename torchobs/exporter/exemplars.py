@@ -14,7 +14,6 @@ from sys import float_info
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torchobs import catalog
-from torchobs.exporter.encoder import exemplar
 from torchobs.flight import spans
 from torchobs.flight.events import Tail, fields_of
 from torchobs.flight.layout import Region
@@ -38,14 +37,18 @@ _MOST = 1 << 63
 
 
 class Exemplar(NamedTuple):
-    """One step's observation. ``at_ns``: the step's end, Unix ns; ``text``: what OpenMetrics has behind the bucket's value."""
+    """One step's observation. ``at_ns``: the step's end, Unix ns."""
 
     trace_id: str
     span_id: str
     step: int
     value: float
     at_ns: int
-    text: str
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What OpenMetrics has between the braces."""
+        return {"trace_id": self.trace_id, "span_id": self.span_id, "step": str(self.step)}
 
 
 class _Observation(NamedTuple):
@@ -110,9 +113,7 @@ class Exemplars:
         if index in buckets and buckets[index].at_ns >= seen.at_ns:
             return  # Prometheus refuses one that is older than the last, too
         span_id = spans.step_span_id(self._run, seen.step)
-        labels = {"trace_id": self._trace_id, "span_id": span_id, "step": str(seen.step)}
-        text = exemplar(labels, seen.value, seen.at_ns)
-        buckets[index] = Exemplar(self._trace_id, span_id, seen.step, seen.value, seen.at_ns, text)
+        buckets[index] = Exemplar(self._trace_id, span_id, seen.step, seen.value, seen.at_ns)
 
 
 def of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:

@@ -10,7 +10,7 @@ from prometheus_client.utils import floatToGoString
 
 from torchobs.catalog import BY_NAME, Kind
 from torchobs.exporter import exemplars, labels
-from torchobs.exporter.encoder import number, prefix
+from torchobs.exporter.encoder import exemplar, number, prefix
 from torchobs.exporter.names import cumulative, sample_name
 from torchobs.flight.reader import Distribution
 
@@ -90,9 +90,9 @@ class Lines:
         prefixes, totals = self._prefixes, [*accumulate(value.counts)]
         lines = [f"{first}{number(total)}\n" for first, total in zip(prefixes, totals, strict=False)]
         if shown and self._openmetrics:
-            for index, exemplar in exemplars.of(self._entry.series, shown).items():
+            for index, one in exemplars.of(self._entry.series, shown).items():
                 if value.counts[index]:  # the span can be there before the step is folded
-                    lines[index] = f"{lines[index][:-1]}{exemplar.text}\n"
+                    lines[index] = f"{lines[index][:-1]}{exemplar(one.labels, one.value, one.at_ns)}\n"
         if self._with_sum and value.sum >= 0:
             lines += [f"{prefixes[-2]}{number(totals[-1])}\n", f"{prefixes[-1]}{number(value.sum)}\n"]
         return "".join(lines)
