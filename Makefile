@@ -58,7 +58,7 @@ kube-test: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:te
 kube-test: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
 kube-test: setup test-tools ## Run Jobs with the sidecar on the cluster of KUBECONFIG (tests/kubernetes/images.sh says what it needs)
 	tests/kubernetes/images.sh $(BIN)/python $$TORCHOBS_TEST_EXPORTER_IMAGE $$TORCHOBS_TEST_TRAINER_IMAGE
-	$(BIN)/pytest -m kubernetes
+	$(BIN)/pytest -m kubernetes tests/e2e
 
 test-tools: ## Fetch the programs that tests run and this machine lacks (Prometheus, promtool)
 	@tests/tools.sh $(PROGRAMS)
