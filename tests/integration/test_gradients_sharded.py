@@ -20,7 +20,7 @@ RANKS = 2
 PROGRAM = """
 import json, os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 import torchobs
 from torchobs.flight.record import Flag
@@ -36,6 +36,8 @@ names = ("replicas", "shards") if how == "hsdp" else ("ranks",)
 mesh = init_device_mesh("cpu", (2, 1) if how == "hsdp" else (2,), mesh_dim_names=names)
 if how == "tensor parallel":
     model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+elif how.startswith("fsdp1"):
+    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=how.endswith("original"))
 else:
     fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -44,8 +46,13 @@ for step in range(3):
     optimizer.zero_grad()
     model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
     full = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()]
-    whole.append(sum(float(gradient.double().pow(2).sum()) for gradient in full) ** 0.5)
-    if step == 2 and how != "tensor parallel":  # torch itself cannot clip DTensors and tensors together
+    squares = torch.tensor(sum(float(gradient.double().pow(2).sum()) for gradient in full if gradient is not None))
+    if how.startswith("fsdp1"):
+        dist.all_reduce(squares)
+    whole.append(float(squares) ** 0.5)
+    if step == 2 and how.startswith("fsdp1"):
+        model.clip_grad_norm_(1e-3)
+    elif step == 2 and how != "tensor parallel":  # torch itself cannot clip DTensors and tensors together
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
 run = Recording(session)
@@ -67,7 +74,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("how", ["fsdp", "hsdp", "tensor parallel"])
+@pytest.mark.parametrize("how", ["fsdp", "hsdp", "tensor parallel", "fsdp1", "fsdp1 original"])
 def test_squares_over_the_ranks_add_up_to_the_whole(
     how: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -80,7 +87,8 @@ def test_squares_over_the_ranks_add_up_to_the_whole(
     for step in range(3):
         squares = sum(rank["norms"][step] ** 2 * rank["ranks"] / RANKS for rank in found)
         assert sqrt(squares) == pytest.approx(found[0]["whole"][step], rel=1e-4)
-    assert found[0]["layers"].keys() == {"0", "2", "3"}
+    if how != "fsdp1":  # which has one flat parameter
+        assert {name for rank in found for name in rank["layers"]} == {"0", "2", "3"}
     assert [rank["clipped"] for rank in found] == [[False, False, how != "tensor parallel"]] * RANKS
     assert [rank["ranks"] for rank in found] == [RANKS] * RANKS
     assert [rank["errors"] for rank in found] == [[], []]
