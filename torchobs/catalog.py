@@ -329,7 +329,8 @@ SCALAR_VALUE = _gauge("torchobs.scalar", "", "Last value of each extra number gi
 GRAD_NORM = _gauge(
     "torchobs.grad.norm",
     "",
-    "L2 norm of all gradients before the optimizer's step, unscaled, as the optimizer found them. Finite values only.",
+    "L2 norm of all gradients before the optimizer's step, unscaled, before clipping; as the optimizer found them where compiled"
+    " code has clipped them. Finite values only.",
     survives=True,
 )
 GRAD_NORM_DISTRIBUTION = _histogram(
@@ -367,7 +368,8 @@ GRAD_NONFINITE_STEPS = _counter(
 GRAD_CLIPPED_STEPS = _counter(
     "torchobs.grad.clipped_steps",
     "{step}",
-    "Steps whose gradient was clipped; whether clipping by value had an effect is known of measured steps only.",
+    "Steps whose gradient was clipped; whether clipping by value had an effect is known of measured steps only; what"
+    " compiled code clips is not seen.",
 )
 GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "", "Norm to which gradients are clipped, where they are.")
 GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "", "Size to which gradient elements are clipped, where they are.")
