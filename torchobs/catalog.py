@@ -329,8 +329,8 @@ SCALAR_VALUE = _gauge("torchobs.scalar", "", "Last value of each extra number gi
 GRAD_NORM = _gauge(
     "torchobs.grad.norm",
     "",
-    "L2 norm of all gradients before the optimizer's step, unscaled, before clipping; as the optimizer found them where compiled"
-    " code has clipped them. Finite values only.",
+    "L2 norm of all gradients before the optimizer's step, unscaled, before clipping; as the optimizer found them where"
+    " compiled code has clipped them. Finite values only.",
     survives=True,
 )
 GRAD_NORM_DISTRIBUTION = _histogram(
