@@ -33,7 +33,7 @@ _PIECE = 4 * 1024
 _WRITTEN_AT_ONCE = 64 * 1024
 
 
-class _Bounded(h11.Connection):
+class BoundedConnection(h11.Connection):
     """Ends a request whose body comes in too many pieces."""
 
     chunks = 0
@@ -55,7 +55,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, server: uvicorn.Server, connections: Connections) -> None:
         super().__init__(server.config, server.server_state, {})
-        self.conn = _Bounded(h11.SERVER, MOST_HEAD)
+        self.conn = BoundedConnection(h11.SERVER, MOST_HEAD)
         self.once = False
         """whether it is closed after a response"""
         self._connections = connections
