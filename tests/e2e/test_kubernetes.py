@@ -239,7 +239,7 @@ def test_commands_and_the_page_reach_the_pod_only_from_inside(stage: Stage) -> N
         assert get(address, "/")[0] == 200
     command = ["torchobs", "stacks", "0", "--socket", "/run/exporter/api.sock"]
     said = stage.namespace.kubectl("exec", pod.name, "-c", "torchobs", "--", *command)
-    assert re.search(r'"/script/pod.py", line \d+ in train', said)
+    assert re.search(r'"/script/pod.py", line \d+ in <module>', said)
     assert pod.content["spec"]["securityContext"].get("runAsUser") is None
 
 
