@@ -43,12 +43,12 @@ def state_on(page: str, rank: str = "0") -> str:
 class Client:
     """Asks an exporter; `address` is its `host:port`."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, timeout_s: float = 10.0) -> None:
+        self.address, self._timeout_s = address, timeout_s
 
     def get(self, path: str = "/metrics", method: str = "GET", **headers: str) -> Answer:
         """Send a request of its own connection; `user_agent` is `User-Agent`."""
-        connection = http.client.HTTPConnection(self.address, timeout=10)
+        connection = http.client.HTTPConnection(self.address, timeout=self._timeout_s)
         try:
             connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
             got = connection.getresponse()

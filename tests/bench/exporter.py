@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from tests.bench import exporter_peers
 from tests.bench.fleet import Fleet, Node, flight_directory
 from tests.bench.processes import MIB, available, cpu_s, exporter, rss
-from tests.bench.scraping import SETTLED_S, Scraper, ms, percentile, timed
+from tests.bench.scraping import ACCEPT, SETTLED_S, TIMEOUT_S, Scraper, ms, percentile, timed
 from tests.exporters import Client, Program
 
 RANKS, LINES, BY_DEFAULT = 8, 1250, 300
@@ -128,7 +128,7 @@ def _point(wanted: int, pages: int) -> str:
         scraper.burst(ask)
         before = rss(pid)
         with Fleet(Node(path, ranks, LINES, world=ranks), processes=2, step_s=3600.0) as fleet:
-            size = scraper.burst(ask).sizes[0]
+            size = settle(scraper)
             changed, unchanged, cpu = list[float](), list[float](), list[float]()
             for _ in range(pages):
                 fleet.change()
@@ -138,11 +138,21 @@ def _point(wanted: int, pages: int) -> str:
                 cpu.append(cpu_s(pid) - used)
                 time.sleep(1.5)
                 unchanged += scraper.burst(ask).seconds
-            taken, plain, series = rss(pid), len(program.get(Accept="text/plain").body), lines_of(program)
+            taken, page = rss(pid), Client(program.address, TIMEOUT_S).get(Accept=ACCEPT["openmetrics"]).body
     met = budget(statistics.median(changed) <= HUNDRED_THOUSAND_S) if wanted == 100_000 else ""
     times = (statistics.median(changed), max(changed), statistics.median(unchanged), statistics.median(cpu))
-    sizes = f"{size / MIB:.1f} MiB | {plain / MIB:.1f} MiB | {taken / MIB:,.0f} MiB"
+    series = sum(not line.startswith(b"#") for line in page.splitlines())
+    sizes = f"{size / MIB:.1f} MiB | {len(page) / MIB:.1f} MiB | {taken / MIB:,.0f} MiB"
     return f"| {series:,} | {ranks} | {' | '.join(map(ms, times))} | {sizes} | {(taken - before) / series:,.0f} bytes | {met} |"
+
+
+def settle(scraper: Scraper) -> int:
+    """Scrape until the exporter has found every rank, which its page's size shows; return the size, in bytes as they came."""
+    last, now = 0, 1
+    while abs(now - last) > now / 100:
+        time.sleep(2.5)
+        last, now = now, scraper.burst(["openmetrics"]).sizes[0]
+    return now
 
 
 def memory(effort: Effort) -> Iterator[str]:

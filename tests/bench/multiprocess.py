@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import uvicorn
@@ -49,7 +50,7 @@ def _of_family(family: Metric, children: Mapping[tuple[tuple[str, str], ...], li
 def work(page: Path, rank: str) -> None:
     """Be a rank."""
     found = list(changes(page.read_text(), rank))
-    for number, line in enumerate(["ready\n", *iter(sys.stdin.readline, "")], 1):
+    for number, line in enumerate(chain(["ready\n"], iter(sys.stdin.readline, "")), 1):
         for index, change in enumerate(found):
             change(1.0 / (index + 1.7 * number))
         sys.stdout.write(line)
@@ -60,7 +61,9 @@ def serve(port: int) -> None:
     """Serve all ranks."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]  # it has no types
-    uvicorn.run(make_asgi_app(registry), host="127.0.0.1", port=port, log_level="error", access_log=False)
+    uvicorn.run(
+        make_asgi_app(registry), host="127.0.0.1", port=port, timeout_keep_alive=75, log_level="error", access_log=False
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ class Connection:
 
     def ask(self, selector: selectors.BaseSelector, accept: str) -> None:
         """Send the request, over a new connection if there is none."""
-        if self._socket is None or self._http.our_state is h11.MUST_CLOSE:
+        if self._was_closed():
+            self._close(selector)
+        if self._socket is None:
             self._connect(selector)
         headers = [("Host", self._address), ("Accept", accept), ("Accept-Encoding", "gzip"), ("User-Agent", "Prometheus/3.0"),
                    ("X-Prometheus-Scrape-Timeout-Seconds", "10")]  # fmt: skip
@@ -101,9 +103,21 @@ class Connection:
         if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
             self._http.start_next_cycle()
             return
-        assert self._socket is not None
-        selector.unregister(self._socket)  # it does not keep connections
-        self._socket.close()
+        self._close(selector)  # it does not keep connections
+
+    def _was_closed(self) -> bool:
+        """Tell whether the server has left a connection that nobody used for a while."""
+        if self._socket is None:
+            return False
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+
+    def _close(self, selector: selectors.BaseSelector) -> None:
+        if self._socket is not None:
+            selector.unregister(self._socket)
+            self._socket.close()
         self._socket = None
 
 

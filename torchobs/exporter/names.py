@@ -44,6 +44,9 @@ _FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "
             "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
 """Series that Prometheus makes itself."""
 
+# by name: to look for a metric in a row of them compares all of its fields with all of theirs, for every series
+_COMMON_NAMES, _EXPORTER_S_NAMES = (frozenset(metric.name for metric in metrics) for metrics in (COMMON_METRICS, EXPORTER_S))
+
 _SUFFIXES = {
     Kind.COUNTER: ("", "_total", "_created"),
     Kind.HISTOGRAM: ("", "_bucket", "_sum", "_count", "_created"),
@@ -78,7 +81,7 @@ def sample_name(family: Family) -> str:
 
 def cumulative(kind: Kind) -> bool:
     """Tell whether a value only grows, so that it means something after its process has gone."""
-    return kind in {Kind.COUNTER, Kind.HISTOGRAM}
+    return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # a set would take a hash in Python, for each of 10^6 series
 
 
 class Names:
@@ -94,9 +97,9 @@ class Names:
         """Return the family of a series found in a flight file, or ``None`` when the name is somebody else's."""
         family = family_of(series.name, series.kind, series.unit)
         known = BY_NAME.get(series.name)
-        if known is not None and (known not in COMMON_METRICS or series.scope is None):
+        if known is not None and (series.scope is None or series.name not in _COMMON_NAMES):
             ours = series.scope is None and (known.kind, known.unit) == (series.kind, series.unit)
-            return family if ours and known not in EXPORTER_S else None
+            return family if ours and series.name not in _EXPORTER_S_NAMES else None
         samples = _samples(family)
         if any(self._is_taken(sample, family) for sample in samples):
             return None
