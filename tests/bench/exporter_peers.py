@@ -70,6 +70,7 @@ def _torchobs() -> Iterator[Peer | str]:
 @contextlib.contextmanager
 def _multiprocess() -> Iterator[Peer | str]:
     with flight_directory() as path, exporter(path) as program, Fleet(Node(path, RANKS, LINES)):
+        time.sleep(2.5)  # until the exporter has found all of them
         page = program.page()
     with flight_directory() as home, contextlib.ExitStack() as undo:
         text = home / "page.txt"
@@ -122,7 +123,7 @@ def _node_exporter() -> Iterator[Peer | str]:
         yield "node_exporter: not on PATH"
         return
     port = free_port()
-    process = start(program, f"--web.listen-address=127.0.0.1:{port}")
+    process = start(program, f"--web.listen-address=127.0.0.1:{port}", stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: listens(f"http://127.0.0.1:{port}"), timeout_s=30)
         yield Peer("node_exporter, its own series", process, f"127.0.0.1:{port}", lambda: None)
@@ -143,7 +144,7 @@ def _collector() -> Iterator[Peer | str]:
     with tempfile.TemporaryDirectory() as home, contextlib.ExitStack() as undo:
         config = Path(home, "otelcol.yml")
         config.write_text(yaml.safe_dump(_collector_config(otlp, port if serves else None)))
-        process = start(program, "--config", config)
+        process = start(program, "--config", config, stderr=subprocess.DEVNULL)
         undo.callback(end, process)
         wait_until(lambda: listens(f"http://127.0.0.1:{otlp}"), timeout_s=30)
         path = undo.enter_context(flight_directory())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import selectors
 import socket
 import statistics
@@ -107,12 +108,8 @@ class Connection:
 
     def _was_closed(self) -> bool:
         """Tell whether the server has left a connection that nobody used for a while."""
-        if self._socket is None:
-            return False
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
+        # readable with nothing asked for is the end
+        return self._socket is not None and bool(select.select([self._socket], [], [], 0)[0])
 
     def _close(self, selector: selectors.BaseSelector) -> None:
         if self._socket is not None:
