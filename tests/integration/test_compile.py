@@ -278,7 +278,9 @@ def test_a_long_compilation_is_shown_as_one_and_not_as_a_hang(run: Recording, pa
     found = series(run)
     assert found["torchobs.compile.in_progress",] == 0.0
     compiling = run.values()["torchobs.goodput.time", "compile"]
-    assert compiling == pytest.approx(sum(record.phase_s[7] for record in steps), rel=1e-5)
+    # shown while it lasts, and never taken back: ahead by the moments in which its end was known to one thread only
+    assert compiling == pytest.approx(sum(record.phase_s[7] for record in steps), rel=0.1)
+    assert compiling >= sum(record.phase_s[7] for record in steps) * (1 - 1e-5)
 
 
 def test_a_compilation_in_another_thread_is_not_the_training_s(run: Recording) -> None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torchobs.probes.host import Host
 
 _LONG_NS = 500_000_000
+_LONG_TRACE, _ROUNDS = 256, 10
+"""A boundary takes a microsecond to replay: from that many on, once a second"""
 
 
 class OpenTime:
@@ -26,7 +28,7 @@ class OpenTime:
 
     def __init__(self, host: Host) -> None:
         self._host, self._timeline = host, host.cycle.segments
-        self._ended = False
+        self._ended, self._rounds = False, 0
 
     def sample(self, *, last: bool = False) -> None:
         """Bring the credit up to date. ``last``: the rank ends, and the step in progress with it."""
@@ -35,6 +37,9 @@ class OpenTime:
             self._timeline = cycle.segments
             core.change(forgive)  # hooks were off for a while
         if now_ns - cycle.open_since() < _LONG_NS and not last:
+            return
+        self._rounds += 1
+        if len(cycle.trace) > _LONG_TRACE and self._rounds % _ROUNDS and not last:
             return
         if last:
             self._host.writer.fold()

@@ -303,10 +303,13 @@ class Segments:
 
     def twin(self) -> Segments:
         """Return another timeline in the same state. From any thread: what is copied may change meanwhile."""
-        other = copy(self)
-        other.spent_ns, other._pinned, other._beside = self.spent_ns.copy(), self._pinned.copy(), self._beside.copy()
-        other._undecided, other.evaluations = self._undecided.copy(), deque()
-        return other
+        return copy(self).detached()
+
+    def detached(self) -> Segments:
+        """Share nothing any more with what this is a copy of."""
+        self.spent_ns, self._pinned, self._beside = self.spent_ns.copy(), self._pinned.copy(), self._beside.copy()
+        self._undecided, self.evaluations = self._undecided.copy(), deque()
+        return self
 
     def so_far(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
         """Return the ns spent in each segment if the step ended now, and for how many of them nothing was seen.
