@@ -3,7 +3,7 @@
 # and hand them to the cluster. EXPORTER is what deploy/image makes; TRAINER has torchobs' wheel, and PYTHON's own torch.
 #
 #   TORCHOBS_TEST_BASE_IMAGE   what both are built on, with PYTHON's version; a registry's
-#                              docker.io/library/python:3.11-slim-bookworm, say [made by base.sh, which needs no registry]
+#                              python:3.11-slim-bookworm, say [made by base.sh, which needs no registry]
 #   TORCHOBS_TEST_LOAD_IMAGES  what hands images to the cluster, their names at its end [nothing]: "kind load docker-image"
 #
 # Needs buildah and root.
