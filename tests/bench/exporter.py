@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from tests.bench import exporter_peers
 from tests.bench.fleet import Fleet, Node, flight_directory
-from tests.bench.processes import MIB, available, cpu_s, exporter, rss
+from tests.bench.processes import MIB, available, cpu_s, exporter, leave_in_order, rss
 from tests.bench.scraping import ACCEPT, SETTLED_S, TIMEOUT_S, Scraper, ms, percentile, timed
 from tests.exporters import Client, Program
 
@@ -215,6 +215,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="which ones (default: all)")
     parser.add_argument("--quick", action="store_true", help="a first look: fewer and shorter measurements, no 10^6 series")
     options = parser.parse_args()
+    leave_in_order()
     for part in options.parts:
         print(f"### {part}\n", flush=True)
         for line in PARTS[part](QUICK if options.quick else EFFORT):

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ def exporter(directory: Path, *arguments: str) -> Iterator[Program]:
             yield program
         finally:
             end(program.process)
+
+
+def leave_in_order() -> None:
+    """Have SIGTERM end this program as Ctrl-C does, so that no process that it started stays behind."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -22,7 +22,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.bench.fleet import Fleet, Node, flight_directory
-from tests.bench.processes import MIB, available, cpu_s, exporter, rss
+from tests.bench.processes import MIB, available, cpu_s, exporter, leave_in_order, rss
 from tests.bench.scraping import ms
 from tests.exporters import Client, Program
 from tests.prometheus_server import PrometheusServer, newest_prometheus
@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--exporters", type=int, default=8, help="that share them (default: 8, as one for a node of 125 ranks)")
     parser.add_argument("--series", type=int, default=300, help="of a rank (default: 300, the most a rank has by default)")
     options = parser.parse_args()
+    leave_in_order()
     program = newest_prometheus(2)
     if program is None:
         sys.exit("needs a Prometheus on PATH: apt-get install prometheus")

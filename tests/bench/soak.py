@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.bench.fleet import flight_directory
-from tests.bench.processes import MIB, exporter, footprint
+from tests.bench.processes import MIB, exporter, footprint, leave_in_order
 from tests.bench.scraping import ACCEPT
 from tests.bench.trend import Trend, trend
 from tests.support import clean_environment
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
     parser.add_argument("--seed", type=int, default=1, help="of who dies when (default: 1)")
     options = parser.parse_args()
+    leave_in_order()
     dice = random.Random(options.seed)
     with flight_directory() as path, exporter(path, "--grace", GRACE) as program:
         lives: list[Life] = [Life(path, number, dice) for number in range(RANKS)]
