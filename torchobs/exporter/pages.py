@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from torchobs.exporter import encoder
-from torchobs.exporter.compression import Compressor
+from torchobs.exporter.compression import gzipped
 from torchobs.exporter.described import Facts
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.limits import Limits
@@ -38,7 +38,6 @@ class Pages:
         limits = Limits(config.series_limit, config.series_limit_total, config.drop_metrics)
         self._exposition = Exposition(others, limits=limits, created=config.created_samples, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
-        self._compressor = Compressor()
         self._facts = Facts(EMPTY)
         self._pages: dict[tuple[str, bool], asyncio.Future[bytes]] = {}
 
@@ -54,11 +53,10 @@ class Pages:
         return Page(await asyncio.shield(pages[key]), chosen.content_type, facts.snapshot.number)
 
     def close(self) -> None:
-        """End the threads."""
-        self._thread.submit(self._compressor.close)  # once the last page is made
+        """End the thread."""
         self._thread.shutdown(wait=False)
 
     def _render(self, facts: Facts, chosen: encoder.Format, compressed: bool) -> bytes:  # noqa: FBT001  # run_in_executor takes no keywords
         families = self._exposition.families(facts, chosen.style)
         page = list(encoder.pieces(chosen.style, chosen.foreign(self._registry), families))
-        return self._compressor.gzip(page) if compressed else b"".join(page)
+        return gzipped(page) if compressed else b"".join(page)
