@@ -1,23 +1,25 @@
 """Spikes: what is one, and what the baseline learns from it."""
 
 import random
-from math import inf, isfinite, nan
+from math import exp, inf, isfinite, nan
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchobs.detect.spikes import WARM_UP, judge
+from torchobs.detect.spikes import WARM_UP, judge, skewed_reach
 
 Baseline = tuple[float, float, int]
 FRESH: Baseline = (0.0, 0.0, 0)
 
 
-def feed(values: list[float], baseline: Baseline = FRESH, least_excess: float = 0.25) -> tuple[list[bool], Baseline]:
+def feed(
+    values: list[float], baseline: Baseline = FRESH, least_excess: float = 0.25, *, skewed: bool = False
+) -> tuple[list[bool], Baseline]:
     """Judge the values in turn."""
     verdicts = []
     for value in values:
-        is_spike, *rest = judge(value, *baseline, least_excess)
+        is_spike, *rest = judge(value, *baseline, least_excess, skewed=skewed)
         mean, variance, seen = rest
         baseline = (float(mean), float(variance), int(seen))
         verdicts.append(is_spike)
@@ -108,3 +110,40 @@ def test_the_verdict_of_a_non_finite_value_is_the_caller_s() -> None:
     _, baseline = feed(noise(100, 2.0, 0.1))
     assert not judge(nan, *baseline, 0.25)[0]
     assert judge(inf, *baseline, 0.25)[0]
+
+
+def tail(count: int, deviation: float) -> list[float]:
+    """Log-normal values around 0.1, the same in every run: a loss near its floor, where a few samples make all of it."""
+    chance = random.Random(count)
+    return [0.1 * exp(chance.gauss(0.0, deviation)) for _ in range(count)]
+
+
+def test_the_long_tail_of_a_loss_near_its_floor_is_no_spike() -> None:
+    """A classifier that has learned its task has a batch of tenfold loss now and then, for as long as it trains."""
+    values = tail(5000, 1.0)
+    assert sum(feed(values)[0]) > 5, "the normal limit alone would call them spikes"
+    assert not any(feed(values, skewed=True)[0])
+
+
+def test_a_loss_that_blows_up_from_its_floor_is_a_spike() -> None:
+    """However long the tail: what has left it is found, and is found again."""
+    verdicts, _ = feed([*tail(500, 1.0), *[1000.0] * 5], skewed=True)
+    assert verdicts[-5:] == [True] * 5
+
+
+def test_a_narrow_loss_is_judged_as_if_it_were_normal() -> None:
+    """A language model's loss deviates by a few percent: there both limits are one, and a half more of it is a spike."""
+    assert skewed_reach(2.5, 0.05**2) == pytest.approx(6 * 0.05, rel=0.1)
+    assert feed([*noise(100, 2.5, 0.05), 3.75], skewed=True)[0][-1]
+
+
+@pytest.mark.parametrize(("mean", "variance"), [(0.0, 1.0), (-3.0, 1.0), (2.0, 0.0)])
+def test_a_loss_without_a_logarithm_or_a_spread_has_the_normal_limit_alone(mean: float, variance: float) -> None:
+    """Rewards, likelihoods of densities and constants have no log-normal tail."""
+    assert skewed_reach(mean, variance) == 0.0
+
+
+@given(st.floats(1e-308, 1e308), st.floats(0.0, 1e308))
+def test_the_reach_of_a_tail_is_a_number_whatever_the_baseline(mean: float, variance: float) -> None:
+    """A fold raises at no loss: neither where the variation overflows nor where there is nearly none."""
+    assert skewed_reach(mean, variance) >= 0.0

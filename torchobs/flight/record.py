@@ -170,7 +170,7 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
 
 
 LEAST_LOSS_EXCESS = 0.25
-"""A loss spike is at least a quarter of the usual loss above it, or 0.25 where the loss is near 0."""
+"""A loss spike is at least a quarter of the usual loss above it, or 0.25 where the loss is near 0; beyond the tail as well."""
 
 
 def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
@@ -280,7 +280,7 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
             continue  # a device delivered it after a newer step's
         newest, finite, last, usual = record.step, True, loss, mean
         least = LEAST_LOSS_EXCESS * max(1.0, abs(mean))
-        spike, mean, variance, seen = judge(loss, mean, variance, seen, least)
+        spike, mean, variance, seen = judge(loss, mean, variance, seen, least, skewed=True)
         if spike:
             spikes += 1
             note(found, LOSS_SPIKE, record, loss, usual)
