@@ -5,17 +5,10 @@ from __future__ import annotations
 from dashboards.promql import ONE_RANK, select
 from dashboards.rules import Alert, Group, Recording
 from torchobs import catalog
+from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 
 WINDOW, WINDOW_S = "10m", 600
 """A missed scrape or two does not hide an event, and steps of a minute are still several."""
-LEAST_EXPLOSIONS = 3
-"""One spike that training recovers from is ordinary (ZClip, arXiv:2504.02507, clips them as they come); three are not."""
-LEAST_LOSS_SPIKES = 5
-"""Each one takes the baseline along by a factor of 1.44, so five mean a loss that has nearly doubled and stays up.
-
-The small GPT of `examples/` has 2 when its learning rate is multiplied by 100, which it recovers from, 5 at 300 and 9 at 1000.
-Its gradient norm shows none of it so early in training, when that varies as much by itself.
-"""
 MOST_SKIPS = 20
 """A loss scaler starts at 2^16 and halves at each skip: 16 take it to 1, and a job that starts may need some of them."""
 

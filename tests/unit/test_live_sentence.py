@@ -1,11 +1,14 @@
 """The run's health in a sentence, case by case."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.live import row, run
 from torchobs.catalog import Severity
 from torchobs.detect.stragglers import Slowness
 from torchobs.exporter.live.model import Row
+from torchobs.exporter.live.readings import Readings
 from torchobs.exporter.live.sentence import SLOW, health
 
 EIGHT = [row(rank) for rank in range(8)]
@@ -115,3 +118,53 @@ def test_before_the_first_rank() -> None:
     told = health(None)
     assert "No rank has been seen yet" in told.text
     assert told.level is Severity.INFO
+
+
+def reading(known: Row, metric: str, values: dict[tuple[str, ...], float]) -> Row:
+    """A rank that has these values, too."""
+    return replace(known, readings=Readings({**known.readings._values, metric: values}))
+
+
+def with_anomalies(known: Row, **counts: int) -> Row:
+    """A rank that has had so many of each kind."""
+    return reading(known, "torchobs.anomalies", {(kind,): float(number) for kind, number in counts.items()})
+
+
+def test_a_run_that_ended_after_a_divergence_was_not_all_well() -> None:
+    """Nobody was looking when it happened."""
+    done = with_anomalies(row(0, "finished", reason="finished", loss=7.9e13), loss_spike=109, gradient_explosion=13)
+    told = health(run(done, replace(done, rank="1")))
+    assert told.text.endswith("There have been 13 gradient explosions and 109 loss spikes.")
+    assert told.level is Severity.WARNING
+    (once,) = (health(run(with_anomalies(row(0, "finished", reason="finished"), nonfinite_loss=1))),)
+    assert "1 loss that was not finite." in once.text
+    assert once.level is Severity.WARNING
+
+
+def test_what_a_run_recovered_from_is_said_and_no_reason_to_worry() -> None:
+    """One or two spikes are ordinary; and while it trains, what is over is over."""
+    ended = health(run(with_anomalies(row(0, "finished", reason="finished"), loss_spike=2)))
+    assert (ended.text.endswith("There have been 2 loss spikes."), ended.level) == (True, Severity.INFO)
+    alive = health(run(with_anomalies(row(0), loss_spike=7)))
+    assert (alive.text.endswith("Earlier: 7 loss spikes."), alive.level) == (True, Severity.INFO)
+    assert alive.gist.endswith("Earlier: anomalies.")
+
+
+def test_what_goes_on_is_not_said_to_be_over() -> None:
+    """It is said once, as what it is."""
+    told = health(run(with_anomalies(row(0, anomalies=("loss_spike",)), loss_spike=7)))
+    assert told.text.endswith("The loss has jumped.")
+
+
+def test_gradients_that_a_loss_scaler_skipped_are_its_work() -> None:
+    """It raises its scale until they are not finite."""
+    done = with_anomalies(row(0, "finished", reason="finished"), nonfinite_gradient=4)
+    done = reading(done, "torchobs.amp.steps_skipped", {(): 4.0})
+    assert "not finite" not in health(run(done)).text
+
+
+def test_training_that_waits_for_its_data_is_worth_a_look() -> None:
+    """By the rank's own verdict."""
+    told = health(run(reading(row(0), "torchobs.data.starved", {(): 1.0}), row(1)))
+    assert told.text.endswith("Training waits for its data on rank 0.")
+    assert told.level is Severity.WARNING

@@ -18,6 +18,14 @@ Z_LIMIT = 6.0
 LEARN_LIMIT = 3.0
 """Standard deviations by which one value can move the baseline (Huber's clipping): at the z limit itself the deviation would
 grow by 1.4 with every spike, and the third of a row would be the usual."""
+LEAST_EXPLOSIONS = 3
+"""One that training recovers from is ordinary (ZClip clips them as they come); three are worth a person's time."""
+LEAST_LOSS_SPIKES = 5
+"""Each one takes the baseline along by a factor of 1.44, so five mean a loss that has nearly doubled and stays up.
+
+The small GPT of ``examples/`` has 2 when its learning rate is multiplied by 100, which it recovers from, 5 at 300 and 9 at
+1000. Its gradient norm shows none of it so early in training, when that varies as much by itself.
+"""
 
 
 def skewed_reach(mean: float, variance: float) -> float:

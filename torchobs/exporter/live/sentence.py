@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
+from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.exporter.live import figures
 
 if TYPE_CHECKING:
@@ -31,6 +32,15 @@ _ANOMALIES = {
     "loss_spike": "The loss has jumped",
     "gradient_vanishing": "Gradients vanish",
 }
+_PAST = {
+    "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
+    "nonfinite_gradient": ("gradient that was not finite", "gradients that were not finite"),
+    "gradient_explosion": ("gradient explosion", "gradient explosions"),
+    "loss_spike": ("loss spike", "loss spikes"),
+    "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
+}
+_LEAST = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
+"""From how many on a run that has ended is worth a look; of the other kinds it is one"""
 
 
 class Health(NamedTuple):
@@ -101,6 +111,8 @@ def _notes(run: Run) -> Iterator[_Note]:
         text = f"{_many(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
         yield _Note(Severity.WARNING, text, text)
     yield from _anomalies(run.rows)
+    yield from _past(run.rows)
+    yield from _starved(run.rows)
     yield from _slowest(run.rows)
 
 
@@ -136,6 +148,31 @@ def _anomalies(rows: Sequence[Row]) -> Iterator[_Note]:
             where = "" if len(affected) == sum(row.up for row in rows) else f" on {_ranks(affected).lower()}"
             text = f"{_ANOMALIES[kind]}{where}."
             yield _Note(catalog.ANOMALY_SEVERITY[kind], text, text)
+
+
+def _past(rows: Sequence[Row]) -> Iterator[_Note]:
+    """What there was, for who comes when it is over; a run that goes on may have recovered from it."""
+    ended = not any(row.up for row in rows)
+    active = {kind for row in rows if row.up for kind in row.anomalies}
+    seen = {kind: max((int(row.readings.get(catalog.ANOMALIES, kind) or 0) for row in rows), default=0) for kind in _PAST}
+    if any(row.readings.get(catalog.AMP_STEPS_SKIPPED) for row in rows):
+        del seen["nonfinite_gradient"]  # the loss scaler at work
+    seen = {kind: number for kind, number in seen.items() if number and kind not in active}
+    if not seen:
+        return
+    what = [f"{number:,} {_PAST[kind][number > 1]}" for kind, number in seen.items()]
+    notable = ended and any(number >= _LEAST.get(kind, 1) for kind, number in seen.items())
+    word = "There have been" if ended else "Earlier:"
+    listed = f"{', '.join(what[:-1])} and {what[-1]}" if len(what) > 1 else what[0]
+    yield _Note(Severity.WARNING if notable else Severity.INFO, f"{word} {listed}.", f"{word} anomalies.")
+
+
+def _starved(rows: Sequence[Row]) -> Iterator[_Note]:
+    starved = [row for row in rows if row.up and row.readings.get(catalog.DATA_STARVED)]
+    if starved:
+        where = "" if len(starved) == sum(row.up for row in rows) else f" on {_ranks(starved).lower()}"
+        text = f"Training waits for its data{where}."
+        yield _Note(Severity.WARNING, text, text)
 
 
 def _slowest(rows: Sequence[Row]) -> Iterator[_Note]:
