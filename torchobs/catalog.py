@@ -906,6 +906,10 @@ EVENT_EXCEPTION = Event(
         Attribute("cause.type", "class of the first exception of the chain, if it is a chain"),
         Attribute("cause.location", "file:line where that was raised"),
         Attribute("cause.caller", "innermost file:line of the user's own code in it, where that is another"),
+        Attribute("origin", "which worker or other process raised it, if that was not the rank's own: location is there then"),
+        Attribute("reraised", "file:line of the user's own code in the rank that it came to"),
+        Attribute("cause.origin", "origin of the first exception of the chain"),
+        Attribute("cause.reraised", "reraised of the first exception of the chain"),
         Attribute("thread", "the thread's name, if it is not the main one"),
     ),
 )

@@ -194,14 +194,25 @@ def test_torchelastic_s_error_file_is_written_as_ever(tmp_path: Path, flight_dir
     assert [told["exception.type"] for told in ended.exceptions] == ["builtins.LookupError"]
 
 
+PARENT = """import multiprocessing, torch.multiprocessing, torchobs
+from concurrent.futures import ProcessPoolExecutor
+def load(index):
+    raise LookupError("secret")
+torchobs.init()
+{body}
+"""
 LOADER = """
 from torch.utils.data import DataLoader, Dataset
 import torchobs
 class Broken(Dataset):
+    secrets = {}
+    def look_up(self, index):
+        return self.secrets["secret"]
     def __len__(self):
         return 4
     def __getitem__(self, index):
-        raise LookupError("secret")
+        return self.look_up(index)
+torchobs.init()
 torchobs.init()
 for batch in DataLoader(Broken(), num_workers=1, multiprocessing_context="fork"):
     pass
@@ -209,12 +220,40 @@ for batch in DataLoader(Broken(), num_workers=1, multiprocessing_context="fork")
 
 
 def test_a_loader_worker_s_exception_is_the_rank_s(tmp_path: Path, flight_dir: Path) -> None:
-    """Raised again in the training process, whose line that asked for the batch is told; the worker leaves no file."""
+    """It is told with the worker's own line, and the training process' that asked for the batch; the worker leaves no file."""
     ended = run(tmp_path, flight_dir, LOADER)
     assert (ended.status, ended.reason) == (1, Exit.EXCEPTION)
     (told,) = ended.exceptions
-    assert told["exception.type"] == "builtins.LookupError"
-    assert told["caller"].endswith("train.py:10 in <module>")
+    assert told["exception.type"] == "builtins.KeyError"
+    assert told["location"].endswith("train.py:7 in look_up")
+    assert "caller" not in told
+    assert told["origin"] == "DataLoader worker process 0"
+    assert told["reraised"].endswith("train.py:14 in <module>")
+    assert "cause.type" not in told
+
+
+def test_what_a_spawned_process_raised_is_the_cause(tmp_path: Path, flight_dir: Path) -> None:
+    """Of a parent that has a session of its own; a pool's processes tell it in another way."""
+    ended = run(
+        tmp_path, flight_dir, PARENT.format(body="torch.multiprocessing.start_processes(load, nprocs=1, start_method='fork')")
+    )
+    (told,) = ended.exceptions
+    assert told["exception.type"] == "torch.multiprocessing.spawn.ProcessRaisedException"
+    assert told["cause.type"] == "builtins.LookupError"
+    assert told["cause.location"].endswith("train.py:4 in load")
+    assert told["cause.origin"] == "spawned process 0"
+
+
+@pytest.mark.parametrize(
+    "pool", ["multiprocessing.get_context('fork').Pool(1)", "ProcessPoolExecutor(1, multiprocessing.get_context('fork'))"]
+)
+def test_what_a_pool_s_process_raised_is_the_cause(tmp_path: Path, flight_dir: Path, pool: str) -> None:
+    """Both kinds of pools chain the text of the traceback."""
+    body = f"with {pool} as pool: list(pool.map(load, [1]))"
+    (told,) = run(tmp_path, flight_dir, PARENT.format(body=body)).exceptions
+    assert (told["exception.type"], told["cause.type"]) == ("builtins.LookupError", "builtins.LookupError")
+    assert told["cause.location"].endswith("train.py:4 in load")
+    assert told["cause.origin"] == "a pool's process"
 
 
 NOTEBOOK = """

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BOOT, File, live_rank, train
+from tests.rank_files import BOOT, BORN_WALL_NS, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import inspect
+from torchobs.flight.evidence import named
 from torchobs.flight.layout import Exit, Live
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
@@ -103,6 +104,23 @@ def test_a_rank_that_ran_out_of_memory(tmp_path: Path, capsys: pytest.CaptureFix
     assert "likely killed for memory after step 50" in out
     assert "99 % of its cgroup's memory was taken" in " ".join(out.split())
     assert "rss 3.5 GiB" in out
+
+
+@pytest.mark.parametrize("which", ["file", "directory"])
+def test_a_rank_that_hung_is_told_with_its_stacks(tmp_path: Path, which: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that lie beside the file; empty ones, another rank's, and links are not."""
+    file = dead(tmp_path)
+    file.beat(75.0)
+    file.save()
+    names = [named(file.path.name, "stacks", BORN_WALL_NS // 1_000_000 + at).name for at in (65_000, 66_000, 67_000)]
+    (tmp_path / names[0]).write_text("MainThread")
+    (tmp_path / names[1]).touch()
+    (tmp_path / names[2]).symlink_to(tmp_path / names[0])
+    (tmp_path / named(f"r1-{9:032x}.flight", "stacks", 9).name).write_text("MainThread")
+    (rank,) = document(capsys, file.path if which == "file" else tmp_path)["ranks"]
+    assert (rank["stall"]["seconds"], rank["stall"]["usual_step"], rank["stall"]["hung"]) == (70.0, 0.1, True)
+    assert rank["stall"]["stacks"] == [one["file"] for one in rank["evidence"]] == names[:1]
+    assert "likely hung: no step ended in the last 1 min 10 s" in " ".join(inspected(capsys, tmp_path)[1].split())
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])

@@ -100,9 +100,37 @@ def test_an_explosion_is_told_once_with_its_rate() -> None:
     ]
     values = {(catalog.ANOMALIES, "loss_spike"): 1, (catalog.ANOMALIES, "gradient_explosion"): 3}
     found = told(facts(history, events=events, values=values))
-    assert found["gradient_explosion"].startswith("The gradient norm rose in step 101 to 80, usual was 1; 2 more such steps")
+    assert found["gradient_explosion"].startswith("The gradient norm rose in step 101 to 80, usual was 1; so it did in 2 more")
     assert "had risen 1000-fold" in found["gradient_explosion"]
     assert found["loss_spike"] == "The loss rose in step 101 to 9, usual was 2."
+
+
+def test_what_rose_again_is_counted_among_the_steps_that_were_measured() -> None:
+    """A norm is measured in one step of ten, a loss in each: 12 of the one and 108 of the other are the same divergence."""
+    history = [*steps(100), *(step(n, 9.0, 80.0 if n % 10 == 1 else None) for n in range(101, 231))]
+    events = [
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="loss_spike", value=9.0, baseline=2.0),
+        fact(catalog.EVENT_ANOMALY, 10.1, 101, kind="gradient_explosion", value=80.0, baseline=1.0),
+    ]
+    values = {(catalog.ANOMALIES, "loss_spike"): 109, (catalog.ANOMALIES, "gradient_explosion"): 13}
+    found = told(facts(history, events=events, values=values))
+    assert "; so it did in 12 more of the 12 later steps with a measured gradient norm." in found["gradient_explosion"]
+    assert "; so it did in 108 more of the 129 later steps with a measured loss." in found["loss_spike"]
+    cut = told(facts(history[150:], events=events, values=values))  # the older ones are gone: of how many is not known
+    assert "; so it did in 12 more later steps with a measured gradient norm." in cut["gradient_explosion"]
+
+
+def test_an_exception_of_a_worker_is_told_with_the_worker_and_who_waited_for_it() -> None:
+    """Its place is in the worker's code."""
+    event = fact(
+        catalog.EVENT_EXCEPTION, 5.0, 50, exception__type="builtins.KeyError", location="data.py:7 in load",
+        origin="DataLoader worker process 1", reraised="train.py:10 in main",
+    )  # fmt: skip
+    first = diagnose(facts(steps(50), state="failed", reason="exception", events=[event]))[0]
+    assert first.text == (
+        "Rank 0 ended by KeyError at data.py:7 in load, in DataLoader worker process 1, awaited at train.py:10 in main, after "
+        "step 50."
+    )
 
 
 def test_an_exception_is_told_with_its_place_and_its_root() -> None:

@@ -11,12 +11,14 @@ from torchobs import catalog
 from torchobs.flight.events import plain
 from torchobs.postmortem.compare import compare, typical_phases
 from torchobs.postmortem.diagnosis import diagnose
+from torchobs.postmortem.stall import stall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchobs.postmortem.facts import Fact, Facts, Step
     from torchobs.postmortem.finding import Finding
+    from torchobs.postmortem.stall import Stall
 
 VERSION = 1
 _MEMORY = {
@@ -81,6 +83,8 @@ def rank_document(facts: Facts, options: Options) -> dict[str, Any]:
         "last_seen": facts.last_s,
         "phase": facts.phase,
         "last_step": facts.last_step,
+        "stall": _stall(stall(facts)),
+        "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in facts.left],
         "findings": [_finding(finding) for finding in diagnose(facts)],
         "steps": [_step(step) for step in shown_steps if options.steps],
         "events": [_event(fact) for fact in shown_events if options.events],
@@ -121,6 +125,10 @@ def device_memory(facts: Facts) -> dict[str, dict[str, float]]:
 
 def _finding(finding: Finding) -> dict[str, str]:
     return finding._asdict()
+
+
+def _stall(found: Stall | None) -> dict[str, Any] | None:
+    return None if found is None else found._asdict()
 
 
 def _step(step: Step) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torchobs import catalog
 from torchobs.exporter import states
 from torchobs.postmortem import words
 from torchobs.postmortem.finding import ERROR, INFO, WARNING, Finding
+from torchobs.postmortem.stall import stalled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,7 @@ def ending(facts: Facts) -> Iterator[Finding]:
     """Yield how it ended, or that it has not."""
     if facts.up:
         yield _living(facts)
+        yield from stalled(facts)
         return
     tell = {
         "exception": _exception,
@@ -31,6 +33,7 @@ def ending(facts: Facts) -> Iterator[Finding]:
         "lost": _lost,
     }
     yield tell.get(facts.reason, _finished)(facts)
+    yield from stalled(facts)
     yield from _complaints(facts)
 
 
@@ -74,8 +77,10 @@ def main_exceptions(facts: Facts) -> list[Fact]:
 
 def _raised(fact: Fact, of: str) -> str:
     kind = fact.text("exception.type" if not of else f"{of}type").removeprefix("builtins.") or "an exception"
-    where, caller = (words.place(fact.text(f"{of}{name}")) for name in ("location", "caller"))
-    return f"{kind} at {where or 'an unknown place'}{f', called at {caller}' if caller else ''}"
+    where, caller, came = (words.place(fact.text(f"{of}{name}")) for name in ("location", "caller", "reraised"))
+    origin = fact.text(f"{of}origin")
+    called, elsewhere = f", called at {caller}" if caller else "", f", in {origin}" if origin else ""
+    return f"{kind} at {where or 'an unknown place'}{called}{elsewhere}{f', awaited at {came}' if came else ''}"
 
 
 def _interrupted(facts: Facts) -> Finding:

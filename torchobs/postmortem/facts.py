@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.exporter.states import Memory
+    from torchobs.flight.evidence import Evidence
     from torchobs.flight.layout import Header
     from torchobs.flight.reader import Value, View
     from torchobs.flight.record import StepRecord
@@ -89,6 +90,8 @@ class Facts:
     """oldest first; spans are not among them"""
     values: Mapping[tuple[str, ...], Value]
     """by the series' name and the values of its attributes"""
+    left: tuple[Evidence, ...] = ()
+    """files with something in them that it left beside its flight file"""
 
     @property
     def identity(self) -> tuple[str, str, str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,7 @@ from torchobs.exporter.described import last_memory
 from torchobs.exporter.incarnations import Claim, resolve
 from torchobs.exporter.scan import system_clock
 from torchobs.exporter.tracked import HOSTILE, Tracked, open_tracked
-from torchobs.flight import reader
+from torchobs.flight import evidence, reader
 from torchobs.flight.birth import file_name
 from torchobs.flight.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, decode_header
 from torchobs.flight.reader import FlightFile
@@ -21,9 +22,10 @@ from torchobs.postmortem import words
 from torchobs.postmortem.facts import Facts, events_of, steps_of, values_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.exporter.tracked import Now
+    from torchobs.flight.evidence import Evidence
 
 _FEW = 16
 _STEPS_OF_MANY = 1024
@@ -77,16 +79,22 @@ def facts_of_many(found: Sequence[Found]) -> tuple[list[Facts], list[tuple[str, 
     """Read files; of more than 16 only the last thousand records each. Returns the facts, and what could not be read."""
     limit = _STEPS_OF_MANY if len(found) > _FEW else None
     facts, bad = [], []
+    left = {directory: _left(directory) for directory in {item.path.parent for item in found}}
     for item in found:
         try:
-            facts.append(facts_of(item.path, limit))
+            facts.append(_with(facts_at(item.path, limit), left[item.path.parent]))
         except HOSTILE as problem:
             bad.append((item.path.name, reason(problem)))
     return facts, bad
 
 
-def facts_of(path: Path, limit: int | None = None) -> Facts:
-    """Read one flight file; ``limit``: of its step records only so many.
+def facts_of(path: Path) -> Facts:
+    """Read one flight file, and what lies beside it. Raises as :func:`facts_at`."""
+    return _with(facts_at(path), _left(path.parent))
+
+
+def facts_at(path: Path, limit: int | None = None) -> Facts:
+    """Read one flight file alone; ``limit``: of its step records only so many.
 
     A copy, a truncated file or one behind a link gives what can be had of it, and ``problems`` says what is missing.
     Raises ``OSError`` or :class:`BadFlightFileError` when that is nothing.
@@ -157,6 +165,26 @@ def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str
         events=events_of(tracked.file.events(), header),
         values=values_of(view),
     )
+
+
+def _left(directory: Path) -> dict[str, list[Evidence]]:
+    """Return what ranks have left in a directory beside their flight files, by the name of these; no empty files."""
+    left: dict[str, list[Evidence]] = {}
+    with suppress(OSError):  # a file can be told without what lies beside it
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for one in evidence.names(fd):
+                with suppress(OSError):
+                    evidence.look(fd, one, None)
+                    left.setdefault(one.flight, []).append(one)
+        finally:
+            os.close(fd)
+    return left
+
+
+def _with(facts: Facts, left: Mapping[str, Sequence[Evidence]]) -> Facts:
+    own = sorted(left.get(file_name(facts.header), ()), key=lambda one: (one.kind, one.number))
+    return replace(facts, left=tuple(own))
 
 
 def _found(path: Path, file: FlightFile, now: Now) -> Found:

@@ -155,7 +155,7 @@ def _spikes(facts: Facts) -> Iterator[Finding]:
         if not count or first is None or first.step is None:
             continue
         value, usual = words.number(first.number("value")), words.number(first.number("baseline"))
-        again = f"; {words.several(count - 1, 'more such step')} followed" if count > 1 else ""
+        again = _again(facts, first.step, count - 1, "grad_norm" if kind == "gradient_explosion" else "loss")
         note = _rate_note(facts.steps, _index(facts.steps, first.step))
         known = "" if note == told_of_rate else note
         told_of_rate = note
@@ -163,6 +163,18 @@ def _spikes(facts: Facts) -> Iterator[Finding]:
     count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {words.several(count, 'step')}, and recovered.")
+
+
+def _again(facts: Facts, step: int, more: int, field: str) -> str:
+    """Return in how many later steps it was so, of those in which it was measured: a norm is in fewer of them than a loss."""
+    if not more:
+        return ""
+    later = [each for each in facts.steps if each.step > step]
+    measured = sum(getattr(each, field) is not None for each in later)
+    whole = bool(facts.steps) and facts.steps[0].step <= step + 1 and more <= measured
+    of = f"of the {measured:,} later steps" if whole else "later steps"
+    what = "a measured gradient norm" if field == "grad_norm" else "a measured loss"
+    return f"; so it did in {more:,} more {of} with {what}"
 
 
 def _index(steps: Sequence[Step], number: int) -> int:

@@ -7,7 +7,10 @@ import sysconfig
 import traceback
 from typing import TYPE_CHECKING
 
+from torchobs.probes.retold import retold
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
     from types import TracebackType
 
 _DEEPEST = 100
@@ -19,9 +22,15 @@ def describe(error: BaseException) -> dict[str, str]:
 
     ``caller`` is the innermost line outside of Python's and installed packages' code: an out-of-memory error raised in
     ``torch/nn/functional.py`` has its reason elsewhere. What is not known, or says nothing new, is left out.
+
+    An exception that a data loader's worker has sent is told with the place where the worker raised it (``location``,
+    ``caller``), which worker that was (``origin``), and the user's line that waited for it here (``reraised``).
     """
-    attributes = _located(error, "")
-    first = root_cause(error)
+    attributes, first = _located(error, ""), root_cause(error)
+    elsewhere = retold(first)
+    if elsewhere is not None and (len(elsewhere.chain) > 1 or not elsewhere.same):
+        root = elsewhere.chain[0]
+        return attributes | _named(root.kind, _places(root.frames), "cause.") | {"cause.origin": elsewhere.origin}
     return attributes if first is error else attributes | _located(first, "cause.")
 
 
@@ -44,22 +53,31 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def _located(error: BaseException, prefix: str) -> dict[str, str]:
-    kind = type(error)
-    location, caller = _places(error.__traceback__)
-    found = {f"{prefix}exception.type" if not prefix else f"{prefix}type": f"{kind.__module__}.{kind.__qualname__}"}
-    found[f"{prefix}location"] = location
-    if caller not in {"", location}:
-        found[f"{prefix}caller"] = caller
-    return found
+    kind, elsewhere, here = type(error), retold(error), _places(_frames(error.__traceback__))
+    if elsewhere is None or not elsewhere.same:
+        return _named(f"{kind.__module__}.{kind.__qualname__}", here, prefix)
+    last, came = elsewhere.chain[-1], here[1]
+    found = _named(last.kind, _places(last.frames), prefix) | {f"{prefix}origin": elsewhere.origin}
+    return found | ({f"{prefix}reraised": came} if came else {})
 
 
-def _places(trace: TracebackType | None) -> tuple[str, str]:
-    """Return where it was raised, and the user's own line nearest to that."""
-    location, caller = "unknown", ""
-    libraries = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OWN, "<frozen"})
+def _named(kind: str, places: tuple[str, str], prefix: str) -> dict[str, str]:
+    location, caller = places
+    found = {f"{prefix}type" if prefix else "exception.type": kind, f"{prefix}location": location}
+    return found if caller in {"", location} else {**found, f"{prefix}caller": caller}
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
     for frame, line in traceback.walk_tb(trace):
         code = frame.f_code
-        location = f"{code.co_filename}:{line} in {code.co_name}"
-        if not code.co_filename.startswith(libraries):
+        yield code.co_filename, f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def _places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """Return where it was raised, and the user's own line nearest to that. ``frames``: files and places, the deepest last."""
+    location, caller = "unknown", ""
+    libraries = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OWN, "<frozen"})
+    for file, location in frames:
+        if not file.startswith(libraries):
             caller = location
     return location, caller
