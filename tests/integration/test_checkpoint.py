@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import wait_until
 from tests.training import Recording, loss_of, mlp, recording
 
 if TYPE_CHECKING:
@@ -282,6 +283,8 @@ def test_an_asynchronous_checkpoint_is_there_when_it_is_complete(run: Recording,
         futures[-1].result()
 
     train(save, steps=6)
+    # who waits for a future goes on before the future's callbacks have run, which are in torch's thread
+    wait_until(lambda: len(run.frames("torchobs.checkpoint")) == 5)
     assert alike(checkpoint_s(run)[1:], waited)
     found = saved(run)
     assert found["saved"] == 5
