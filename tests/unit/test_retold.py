@@ -8,7 +8,7 @@ import traceback
 import pytest
 from torch._utils import ExceptionWrapper
 
-from torchobs.probes.raised import describe
+from torchobs.probes.raised import _places, describe
 from torchobs.probes.retold import parse
 
 HEAD = "Traceback (most recent call last):\n"
@@ -115,3 +115,10 @@ def test_a_recursion_s_traceback_is_read_to_its_deepest_frame() -> None:
     (raised,) = parse("".join(traceback.format_exception(caught.value)))
     assert raised.kind == "builtins.ZeroDivisionError"
     assert raised.frames[-1][1].endswith("in down")
+
+
+def test_a_package_of_another_environment_is_not_the_user_s_line() -> None:
+    """Torch may be installed once for many environments."""
+    shared = "/opt/shared/lib/python3/dist-packages/torch/_utils.py"
+    frames = [("/home/me/train.py", "train.py:10 in main"), (shared, "_utils.py:7 in f")]
+    assert _places(frames) == ("_utils.py:7 in f", "train.py:10 in main")

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _DEEPEST = 100
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+"""Of any environment: torch may be in another one than this Python's, by PYTHONPATH or a .pth file."""
 _OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
@@ -78,6 +80,6 @@ def _places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
     location, caller = "unknown", ""
     libraries = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OWN, "<frozen"})
     for file, location in frames:
-        if not file.startswith(libraries):
+        if not file.startswith(libraries) and not any(part in file for part in _INSTALLED):
             caller = location
     return location, caller
