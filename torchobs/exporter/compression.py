@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import ModuleType
 
-library: ModuleType
+compressor: ModuleType
 try:
-    from isal import isal_zlib as library
+    from isal import isal_zlib as compressor
 except ImportError:  # a processor that it does not know
-    library = zlib
+    compressor = zlib
 
 _LEVEL = 1
 """A page is nine tenths repetition: level 1 makes it 8 times smaller; zlib's level 6 takes 2.3 times as long for 9 times."""
@@ -26,5 +26,5 @@ _GZIP = 31
 
 def gzipped(page: Sequence[bytes]) -> bytes:
     """Return the gzip of a page that is given in pieces: one member, for some readers stop after the first."""
-    made = library.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
+    made = compressor.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
     return b"".join([*map(made.compress, page), made.flush()])
