@@ -71,9 +71,9 @@ $(VENV)/bin/python:
 
 # Torch first: whatever the rest would like of it is decided here.
 $(VENV)/.torch-$(TORCH): | $(VENV)/bin/python
-	tests/torch.sh $(BIN)/pip $(TORCH)
+	tests/torch.sh $(BIN)/python $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch-$(TORCH)
-	$(BIN)/pip install -q -e '.[all,dev]'
+	$(BIN)/python tests/install.py -q -e '.[all,dev]'
 	@touch $@

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# tests/torch.sh PIP VERSION: install torch. A version that ends in +cpu is a CPU build: from the configured index if it
-# has one, else from PyTorch's own, since what PyPI has for Linux brings gigabytes of CUDA libraries.
+# tests/torch.sh PYTHON VERSION: install torch for PYTHON. A version that ends in +cpu is a CPU build: from the configured index
+# if it has one, else from PyTorch's own, since what PyPI has for Linux brings gigabytes of CUDA libraries.
 set -euo pipefail
-pip=${1:?usage: tests/torch.sh PIP VERSION}
-version=${2:?usage: tests/torch.sh PIP VERSION}
+python=${1:?usage: tests/torch.sh PYTHON VERSION}
+version=${2:?usage: tests/torch.sh PYTHON VERSION}
+install() { "$python" "${BASH_SOURCE[0]%/*}/install.py" -q "$@"; }
 
 if [ "$(uname)" != Linux ] || [ "$version" = "${version%+cpu}" ]; then
-  exec "$pip" install -q "torch==${version%+cpu}"
+  install "torch==${version%+cpu}"
+  exit
 fi
-"$pip" install -q "torch==$version" 2> /dev/null ||
-  "$pip" install -q "torch==$version" --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu ||
-  "$pip" install -q "torch==${version%+cpu}"
+install "torch==$version" 2> /dev/null ||
+  PIP_RETRIES=1 UV_HTTP_RETRIES=1 install "torch==$version" --extra-index-url https://download.pytorch.org/whl/cpu ||
+  install "torch==${version%+cpu}"
