@@ -2,10 +2,15 @@
 
 It trains a small model, a step every 10 ms, and reads words from its standard input: `sleep` sleeps in Python, `hold` holds
 Python's lock in C for as many seconds as follow, `profile` runs the application's own profiler for a moment, `end` ends it.
+`limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back, `become`
+takes another effective user.
 """
 
 import ctypes
+import os
 import queue
+import resource
+import signal
 import sys
 import threading
 import time
@@ -58,6 +63,12 @@ def main() -> None:
                 nap(float(seconds))
             case ["hold", seconds]:
                 hold(int(seconds))
+            case ["limit", size]:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
+            case ["deadly"]:
+                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            case ["become", uid]:
+                os.seteuid(int(uid))
             case ["profile"]:
                 with profiler.profile():
                     step(model, optimizer)

@@ -1089,6 +1089,18 @@ EVENT_STACKS = Event(
         Attribute("silent_s", "of a rank that was stuck: seconds for which no other thread could run"),
     ),
 )
+LACK = Attribute("detail", "what the system said, or how much room was wanted")
+EVENT_STACKS_FAILED = Event(
+    "torchobs.stacks_failed",
+    "Stacks could not be written down, or not all of them.",
+    Severity.WARNING,
+    (
+        Attribute("cause", "why they were to be", ("asked", "stuck")),
+        Attribute("reason", "why they are not", ("no_room", "not_permitted", "error")),
+        LACK,
+        EVIDENCE,
+    ),
+)
 EVENT_PROFILE_START = Event(
     "torchobs.profile.start",
     "The profiler that somebody asked for has begun.",
@@ -1111,7 +1123,12 @@ EVENT_PROFILE_FAILED = Event(
     "There is no trace for a profile that somebody asked for.",
     Severity.WARNING,
     (
-        Attribute("reason", "why", ("profiler_in_use", "no_step", "too_large", "no_room", "error")),
+        Attribute(
+            "reason",
+            "why",
+            ("profiler_in_use", "no_step", "too_large", "no_room", "not_permitted", "temporary_directory", "error"),
+        ),
+        LACK,
         Attribute("exception.type", "class of the exception, for an error"),
         EVIDENCE,
     ),

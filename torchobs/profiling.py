@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.flight import evidence
 from torchobs.flight.evidence import LIMITS, PROFILE, named
-from torchobs.flight.room import shortage
+from torchobs.flight.room import deadly_limit, shortage
 from torchobs.guarding import Fuse, call
 from torchobs.probes.patching import Patch
 
@@ -38,6 +38,9 @@ MOST_S = 300.0
 
 MOST_GROWTH = 512 << 20
 """Bytes by which the process may grow meanwhile: every operation takes some 500, and a large model has 10^4 in a step."""
+
+PLAIN_SIZE = 1 << 30
+"""Bytes that a trace takes in the temp directory at most: it is twenty to thirty times what it is when it is compressed."""
 
 WRITING_S = 5.0
 """How long the session's end waits for a trace that is being written: somebody asked for it."""
@@ -100,7 +103,7 @@ class Profiles:
             call(Fuse("profile"), self._stop)
             wanted = run.wanted if run is not None else asked[1] if asked is not None else None
             if wanted is not None:
-                self._fail(wanted, "error", trip.exception)
+                self._fail(wanted, "error", exception=trip.exception)
 
     def _advance(self) -> None:
         run = self._run
@@ -168,40 +171,57 @@ class Profiles:
     def _write(self, run: _Run, place: Place, attributes: dict[str, object]) -> None:
         """Write the trace down, in a thread of its own."""
         fuse = Fuse("profile")
-        size = call(fuse, _export, run.profiler, place, run.wanted)
+        done = call(fuse, _export, run.profiler, place, run.wanted)
         os.close(place.fd)
-        if isinstance(size, int):
-            self._host.writer.event(catalog.EVENT_PROFILE_END.name, {**attributes, "size": size})
-        elif fuse.trips:
-            self._fail(run.wanted, "error", fuse.trips[0].exception)
+        if isinstance(done, int):
+            self._host.writer.event(catalog.EVENT_PROFILE_END.name, {**attributes, "size": done})
+        elif done is not None:
+            self._fail(run.wanted, **done)
         else:
-            self._fail(run.wanted, size or "error")
+            self._fail(run.wanted, "error", exception=fuse.trips[0].exception)
 
-    def _fail(self, wanted: Evidence, reason: str, exception: str = "") -> None:
-        attributes = {"reason": reason, "evidence": wanted.id} | ({"exception.type": exception} if exception else {})
+    def _fail(self, wanted: Evidence, reason: str, detail: str = "", exception: str = "") -> None:
+        given = {"reason": reason, "detail": detail, "exception.type": exception, "evidence": wanted.id}
+        attributes = {name: text for name, text in given.items() if text}
         self._host.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes, self._host.cycle.step)
 
 
-def _export(profile: Any, place: Place, wanted: Evidence) -> int | str:
-    """Write the trace; return its size in bytes, or why there is none. Raises what torch or the file system does."""
-    with tempfile.TemporaryDirectory(prefix="torchobs-") as directory:  # on disk: uncompressed it is twenty times the size
-        plain = Path(directory) / "trace.json"
-        profile.export_chrome_trace(str(plain))
-        if shortage(place.fd, LIMITS[PROFILE]) is not None:
-            return "no_room"
+def _export(profile: Any, place: Place, wanted: Evidence) -> int | dict[str, str]:
+    """Write the trace; return its size in bytes, or why there is none, as an event's attributes. Raises what torch does."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="torchobs-", ignore_cleanup_errors=True) as directory:
+            plain = Path(directory) / "trace.json"  # on disk: uncompressed it is twenty times the size
+            if deadly_limit(PLAIN_SIZE):
+                return {"reason": "temporary_directory", "detail": "the size of files is limited (ulimit -f)"}
+            profile.export_chrome_trace(str(plain))
+            if not plain.exists():  # torch has logged why, removed what there was, and raised nothing
+                return {"reason": "temporary_directory", "detail": "torch could not write the trace there"}
+            return _keep(plain, plain.stat().st_size, place, wanted)
+    except OSError as problem:
+        return {"reason": "temporary_directory", "detail": evidence.refusal(problem)["detail"]}
+
+
+def _keep(plain: Path, most: int, place: Place, wanted: Evidence) -> int | dict[str, str]:
+    """Compress a trace into evidence; return as :func:`_export`. ``most``: bytes that it may take."""
+    lack = shortage(place.fd, min(most, LIMITS[PROFILE]))
+    if lack is not None:
+        return {"reason": "no_room", "detail": lack}
+    temporary = None
+    try:
         temporary, fd = evidence.create_unfinished(place)
         try:
             size = _compress(plain, fd)
-        except OSError:
-            evidence.remove(place, temporary)
-            raise
         finally:
             os.close(fd)
-    if size is None:
-        evidence.remove(place, temporary)
-        return "too_large"
-    evidence.finish(place, temporary, wanted)
-    return size
+        if size is not None:
+            evidence.finish(place, temporary, wanted)
+            return size
+    except OSError as problem:
+        if temporary is not None:
+            evidence.remove(place, temporary)
+        return evidence.refusal(problem)
+    evidence.remove(place, temporary)
+    return {"reason": "too_large"}
 
 
 def _compress(plain: Path, fd: int) -> int | None:

@@ -10,30 +10,56 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.flight import evidence
-from torchobs.flight.evidence import STACKS, named
+from torchobs.flight.evidence import END, LIMITS, STACKS, named
+from torchobs.flight.room import shortage
 
 if TYPE_CHECKING:
+    from torchobs.flight.evidence import Evidence
+    from torchobs.flight.place import Place
     from torchobs.probes.host import Host
+
+ROOM = 64 << 10
+"""Bytes that must be free: of a hundred threads, which is all that ``faulthandler`` shows, it takes less."""
 
 
 def write_stacks(host: Host, number: int) -> None:
-    """Write them down as the evidence of that number. Raises ``OSError`` when there is no room."""
+    """Write them down as the evidence of that number; where that cannot be done, an event and the log say why."""
     writer, place = host.writer, host.writer.place
     if place is None:
         return
     done = named(writer.name, STACKS, number)
-    temporary, fd = evidence.create_unfinished(place)
+    refused = _write(host, place, done)
+    event = catalog.EVENT_STACKS if refused is None else catalog.EVENT_STACKS_FAILED
+    writer.event(event.name, {"cause": "asked", **(refused or {}), "evidence": done.id}, host.cycle.step)
+    if refused is not None and host.say is not None:
+        host.say("stacks", f"stacks could not be written to {place.path}: {refused['detail']}")
+
+
+def _write(host: Host, place: Place, done: Evidence) -> dict[str, str] | None:
+    """Return why there are none, as an event's attributes."""
+    if (lack := shortage(place.fd, ROOM)) is not None:
+        return {"reason": "no_room", "detail": lack}
+    temporary = None
     try:
-        os.write(fd, _head(host).encode())
-        faulthandler.dump_traceback(file=fd, all_threads=True)
-        os.ftruncate(fd, min(os.fstat(fd).st_size, evidence.LIMITS[STACKS]))
-    except OSError:
-        evidence.remove(place, temporary)
-        raise
-    finally:
-        os.close(fd)
-    evidence.finish(place, temporary, done)
-    writer.event(catalog.EVENT_STACKS.name, {"cause": "asked", "evidence": done.id}, host.cycle.step)
+        temporary, fd = evidence.create_unfinished(place)
+        try:
+            _fill(fd, _head(host).encode())
+        finally:
+            os.close(fd)
+        evidence.finish(place, temporary, done)
+    except OSError as problem:
+        if temporary is not None:
+            evidence.remove(place, temporary)
+        return evidence.refusal(problem)
+    return None
+
+
+def _fill(fd: int, head: bytes) -> None:
+    """Write it all, to its last line. Raises ``OSError``."""
+    evidence.append(fd, head)
+    faulthandler.dump_traceback(file=fd, all_threads=True)
+    os.ftruncate(fd, min(os.fstat(fd).st_size, LIMITS[STACKS] - len(END)))
+    evidence.append(fd, END)
 
 
 def _head(host: Host) -> str:

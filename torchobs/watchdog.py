@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.flight import evidence
-from torchobs.flight.evidence import STUCK, named
+from torchobs.flight.evidence import END, STUCK, named
+from torchobs.flight.room import deadly_limit
 
 if TYPE_CHECKING:
     from torchobs.flight.evidence import Evidence
+    from torchobs.flight.place import Place
     from torchobs.flight.writer import FlightWriter
 
 SILENCE_S = 3.0
@@ -68,22 +70,28 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._signal = self._fd = -1
         self._handler = b""
+        self._lost = True
+        """There is no file to write into"""
+        self._why_lost = ""
         self._last_ns = 0
         self._own = named(writer.name, STUCK, 0)
         self._libc: Any = None
 
     def sample(self) -> None:
-        """Say that the sampler is at work. The first call sets everything up. Raises ``OSError`` when that cannot be had."""
+        """Say that the sampler is at work. The first call sets everything up. Raises ``OSError`` without a descriptor."""
         if self._thread is None:
             self._thread = threading.current_thread()
             self._begin()
         if self._signal < 0 or self._thread is not threading.current_thread():
             return  # not to be had; or the session's last round, in another thread
+        if deadly_limit(evidence.LIMITS[STUCK]) or (self._lost and not self._renew()):
+            self._disarm()
+            return
         now_ns = time.monotonic_ns()
         if now_ns - self._last_ns > self._silence_ns and self._last_ns:
             self._tell((now_ns - self._last_ns) / 1e9)
         self._last_ns = now_ns
-        if self._is_ours():
+        if self._is_ours() and not self._lost:
             self._set(self._armed)
         else:
             self._disarm()
@@ -115,7 +123,7 @@ class Watchdog:
         self._libc = _library()
         if place is None or number is None or self._libc is None:
             return
-        self._fd = evidence.create(place, self._own.name)
+        self._fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         faulthandler.register(number, file=self._fd, all_threads=True, chain=False)
         self._signal, self._handler = number, self._action(number)
         _alive.add(self)
@@ -123,7 +131,6 @@ class Watchdog:
         how = _Notification(signal=number, how=_SIGEV_THREAD_ID, thread=threading.get_native_id())
         if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(how), ctypes.byref(self._timer)):
             self.forget()
-            evidence.remove(place, self._own.name)
 
     def _set(self, when: _Specification) -> None:
         self._libc.timer_settime(self._timer, 0, ctypes.byref(when), None)
@@ -146,17 +153,59 @@ class Watchdog:
         if place is None:
             return
         size = _size(self._own, place.fd)
-        if size is not None and not size:
-            return  # the file system was full
-        if size is not None:
-            done = named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
-            os.ftruncate(self._fd, min(size, evidence.LIMITS[STUCK]))
+        done = named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
+        refused = self._end(size) if size is not None else None
+        if size:
+            refused = self._keep(place, done, silent_s) or refused
+        if refused is not None:
+            self._fail(refused, done)
+        if size is None or self._lost:
+            self._renew()
+
+    def _keep(self, place: Place, done: Evidence, silent_s: float) -> dict[str, str] | None:
+        """Give what was written its name; return why not, as an event's attributes."""
+        try:
             evidence.finish(place, self._own.name, done)
-            attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
-            self._writer.event(catalog.EVENT_STACKS.name, attributes)
-        fd = evidence.create(place, self._own.name)
+        except OSError as problem:
+            os.ftruncate(self._fd, 0)
+            return evidence.refusal(problem)
+        self._lost = True  # the next ones are another file's
+        attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
+        self._writer.event(catalog.EVENT_STACKS.name, attributes)
+        return None
+
+    def _fail(self, refused: dict[str, str], wanted: Evidence) -> None:
+        self._writer.event(catalog.EVENT_STACKS_FAILED.name, {"cause": "stuck", **refused, "evidence": wanted.id})
+
+    def _end(self, size: int) -> dict[str, str] | None:
+        """Write what complete stacks end with; return why not, as an event's attributes."""
+        try:
+            os.ftruncate(self._fd, min(size, evidence.LIMITS[STUCK] - len(END)))
+            evidence.append(self._fd, END)
+        except OSError as problem:
+            return evidence.refusal(problem)
+        finally:
+            if not size:  # there was room: then nobody had written, as after SIGSTOP
+                os.ftruncate(self._fd, 0)
+        return None
+
+    def _renew(self) -> bool:
+        """Have an empty file for the next time; tell whether there is one. Without it no timer is set. An event says why."""
+        place, self._lost = self._writer.place, True
+        if place is None:
+            return False
+        try:
+            fd = evidence.create(place, self._own.name)
+        except OSError as problem:
+            refused = evidence.refusal(problem)
+            if refused["detail"] != self._why_lost:  # ten times a second, it may be
+                self._why_lost = refused["detail"]
+                self._fail(refused, self._own)
+            return False
         os.dup2(fd, self._fd, inheritable=False)
         os.close(fd)
+        self._lost, self._why_lost = False, ""
+        return True
 
 
 def _size(own: Evidence, directory_fd: int) -> int | None:

@@ -69,24 +69,20 @@ def post(path: Path, what: str, content: object, rank: str | None) -> Any:
 
 
 def evidence(path: Path, href: str, timeout_s: float) -> bytes | None:
-    """Return the evidence as soon as it is there; ``None`` if it is not in time. Raises :class:`RefusedError`."""
+    """Return the evidence as soon as it is there; ``None`` if it is not in time.
+
+    Raises :class:`RefusedError`, also when the rank says that there will be none.
+    """
     deadline_s = time.monotonic() + timeout_s
     while True:
         status, body = _ask(path, "GET", href)
         if status == http.client.OK:
             return body
+        if status == http.client.GONE:
+            raise RefusedError(json.loads(body)["detail"])
         if time.monotonic() > deadline_s:
             return None
         time.sleep(POLL_S)
-
-
-def failure(path: Path, rank: str, evidence_id: str) -> str | None:
-    """Return why there will be no such profile, once the rank has said so."""
-    query = urlencode({"rank": rank, "kind": "torchobs.profile.failed", "limit": 20})
-    status, body = _ask(path, "GET", f"/api/v1/events?{query}")
-    events = json.loads(body)["events"] if status == http.client.OK else []
-    found = [event["attributes"] for event in events if event["attributes"].get("evidence") == evidence_id]
-    return f"{found[0].get('reason')} {found[0].get('exception.type', '')}".strip() if found else None
 
 
 def refused(name: str, why: RefusedError) -> int:

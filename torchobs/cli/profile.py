@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ from torchobs.flight.control import MAX_PROFILE_STEPS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_PIECE_S = 2.0
 _DESCRIPTION = """\
 Profile some steps of a running training with torch.profiler, and save the trace, which chrome://tracing or
 https://ui.perfetto.dev shows. Training goes on meanwhile, somewhat slower."""
@@ -53,15 +51,10 @@ def main(given: Sequence[str]) -> int:
 
 
 def _trace(path: Path, answer: dict[str, str | dict[str, str]], wait_s: float) -> bytes:
-    link, rank = answer["evidence"], str(answer["incarnation"])
+    link = answer["evidence"]
     assert isinstance(link, dict)  # noqa: S101  # the description has it so
-    deadline_s = time.monotonic() + wait_s
-    while time.monotonic() < deadline_s:
-        body = command.evidence(path, link["href"], min(_PIECE_S, wait_s))
-        if body is not None:
-            return body
-        if (why := command.failure(path, rank, link["id"])) is not None:
-            raise command.RefusedError(f"there is no trace: {why}")
+    if (body := command.evidence(path, link["href"], wait_s)) is not None:
+        return body
     raise command.RefusedError(f"there is no trace after {wait_s:g} s: no step has ended, or --wait is too short")
 
 

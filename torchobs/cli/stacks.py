@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchobs.cli import arguments, command
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 _WAIT_S = 5.0
 _DESCRIPTION = """\
@@ -39,14 +40,21 @@ def main(given: Sequence[str]) -> int:
     try:
         path = command.socket_of(options)
         for answer in command.post(path, "/stacks", {}, options.rank)["ranks"]:
-            link = answer["evidence"]
-            body = command.evidence(path, link["href"], _WAIT_S) if link is not None else None
-            if body is None:
-                missing += 1
-                why = answer["refused"] or f"rank {answer['rank']} has not written them down within {_WAIT_S:g} s"
-                sys.stderr.write(f"torchobs stacks: {why}\n")
-            else:
-                sys.stdout.write(f"==> rank {answer['rank']} of {answer['run_id']} <==\n{body.decode(errors='replace')}\n")
+            try:
+                body = _written(path, answer)
+            except command.RefusedError as why:
+                missing += command.refused("stacks", why)
+                continue  # others may have theirs
+            sys.stdout.write(f"==> rank {answer['rank']} of {answer['run_id']} <==\n{body.decode(errors='replace')}\n")
     except command.RefusedError as why:
         return command.refused("stacks", why)
     return int(missing > 0)
+
+
+def _written(path: Path, answer: Mapping[str, Any]) -> bytes:
+    link = answer["evidence"]
+    if link is None:
+        raise command.RefusedError(answer["refused"])
+    if (body := command.evidence(path, link["href"], _WAIT_S)) is None:
+        raise command.RefusedError(f"rank {answer['rank']} has not written them down within {_WAIT_S:g} s")
+    return body

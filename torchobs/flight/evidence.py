@@ -9,6 +9,7 @@ and trusts nothing; whoever asks the exporter for one names it by its :attr:`Evi
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -32,6 +33,14 @@ LIMITS = {STACKS: 1 << 20, STUCK: 1 << 20, PROFILE: 32 << 20}
 """Bytes that a file may have: it lies in memory, and counts for the trainer."""
 KEPT = {STACKS: 8, STUCK: 4, PROFILE: 2}
 """Files of one kind that a rank keeps; the oldest go."""
+
+END = b"\n# end of stacks\n"
+"""The last line of stacks that are complete: ``faulthandler`` writes on when there is no room, and says nothing of it."""
+
+_WHY = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM), "no_room"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "not_permitted"),
+}
 
 _NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile)-([0-9]{1,15})(\.txt|\.json\.gz)")
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -148,12 +157,27 @@ def create_unfinished(place: Place) -> tuple[str, int]:
     return temporary, create(place, temporary)
 
 
+def append(fd: int, data: bytes) -> None:
+    """Write all of it. Raises ``OSError`` where there is no room for it, be it that a part was taken."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
 def finish(place: Place, temporary: str, evidence: Evidence) -> None:
-    """Give the file its name, and remove the oldest of its kind where there are too many. Raises ``OSError``."""
-    os.rename(temporary, evidence.name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+    """Give the file its name, and remove the oldest of its kind where there are too many. Raises ``OSError``.
+
+    What is there is looked up first: where that cannot be seen, nothing more is kept.
+    """
     alike = [one for one in names(place.fd) if (one.flight, one.kind) == (evidence.flight, evidence.kind) and one.number]
-    for one in sorted(alike, key=lambda one: one.number)[: -KEPT[evidence.kind]]:
+    os.rename(temporary, evidence.name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+    for one in sorted({*alike, evidence}, key=lambda one: one.number)[: -KEPT[evidence.kind]]:
         remove(place, one.name)
+
+
+def refusal(problem: OSError) -> dict[str, str]:
+    """Return why something could not be written, as an event's attributes: a word, and the system's own. No path."""
+    number = problem.errno or 0
+    return {"reason": _WHY.get(number, "error"), "detail": os.strerror(number) if number else type(problem).__name__}
 
 
 def remove(place: Place, name: str) -> None:

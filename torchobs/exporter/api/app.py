@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.exporter.api import access, asked, history, openapi, problems, shelf, views
+from torchobs.exporter.api import access, asked, history, openapi, problems, shelf, unwritten, views
 from torchobs.exporter.api.desk import Desk
 from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.shelf import Shelf
@@ -166,7 +166,12 @@ class Api:
 
     async def _download(self, request: Request) -> Response:
         asked.only(request)
-        found = await self._run(self._shelf.find, asked.evidence_id(request))
+        identifier = asked.evidence_id(request)
+        try:
+            found = await self._run(self._shelf.find, identifier)
+        except Problem:
+            await self._say_why(identifier)
+            raise
         headers = {
             **_HEADERS,
             "Content-Length": str(found.size),
@@ -174,6 +179,15 @@ class Api:
             "Content-Security-Policy": "sandbox",
         }
         return StreamingResponse(shelf.read(found), headers=headers, media_type=shelf.media_type(found.evidence))
+
+    async def _say_why(self, identifier: str) -> None:
+        """Raise ``Problem`` if the rank that was asked for that evidence has said that there will be none."""
+        incarnation = await self._run(self._desk.whose, identifier)
+        for rank in (await self._watch.fresh()).ranks:
+            if rank.incarnation == incarnation:
+                said = unwritten.find(await self._read(rank, history.events, []), identifier)
+                if said is not None:
+                    raise unwritten.problem(rank.rank, said)
 
     # -- commands ----------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _FORGOTTEN_S = 3600.0
 """Age of a command of an exporter before this one, after which it is removed."""
 
+MOST_ASKED = 1000
+"""Evidence asked for of which is remembered whose it is to be."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -37,6 +40,7 @@ class Desk:
         self._config, self._shelf = config, shelf
         self._told: set[str] = set()
         self._hung: dict[str, int | None] = {}
+        self._asked: dict[str, str] = {}
         self._cleaned = False
         self.failures = 0
         """commands that could not be written"""
@@ -56,7 +60,7 @@ class Desk:
         if rank.view.live.level == 0:
             raise Problem(409, "rank-off", f"Rank {rank.rank} is at the level off: POST /api/v1/debug/level/basic first.")
         (told,) = self._tell([rank], Command(profile_steps=steps))
-        return {"steps": steps, **told, "evidence": link(evidence.named(_flight(rank), PROFILE, told["command"]))}
+        return {"steps": steps, **told, "evidence": self._wanted(rank, PROFILE, told["command"])}
 
     def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
         """Ask for stacks; of a rank that is stuck there are those it has written down itself. Raises ``Problem``."""
@@ -85,10 +89,21 @@ class Desk:
         """Tell whether :meth:`look` has anything to do."""
         return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._told) for rank in snapshot.ranks)
 
+    def whose(self, identifier: str) -> str | None:
+        """Return the incarnation of the rank that was asked for that evidence, if that was lately, and here."""
+        return self._asked.get(identifier)
+
+    def _wanted(self, rank: Rank, kind: str, number: int) -> dict[str, str]:
+        wanted = evidence.named(_flight(rank), kind, number)
+        self._asked[wanted.id] = rank.incarnation
+        while len(self._asked) > MOST_ASKED:
+            del self._asked[next(iter(self._asked))]
+        return link(wanted)
+
     def _stacks(self, rank: Rank, told: dict[str, Any] | None) -> dict[str, Any]:
         flight = _flight(rank)
         if told is not None:
-            return {**told, "evidence": link(evidence.named(flight, STACKS, told["command"])), "refused": None}
+            return {**told, "evidence": self._wanted(rank, STACKS, told["command"]), "refused": None}
         answer = {**named(rank), "command": None, "refused": None}
         if (stuck := self._shelf.stuck(flight)) is not None:
             return {**answer, "evidence": link(stuck)}

@@ -184,7 +184,7 @@ PATHS: dict[str, dict[str, Operation]] = {
         "get": Operation("events", "Events of all ranks, or one, newest first.", "Events", query=_EVENT_QUERY, refusals=(404,))
     },
     "/evidence": {"get": Operation("listEvidence", "Stacks and traces that ranks have left, newest first.", "EvidenceList")},
-    "/evidence/{id}": {"get": Operation("getEvidence", "One of them, as a file.", "", refusals=(404,))},
+    "/evidence/{id}": {"get": Operation("getEvidence", "One of them, as a file.", "", refusals=(404, 410))},
     "/debug/summary": {"get": Operation("debugSummary", "Levels, anomalies that go on, probes that failed.", "DebugSummary")},
     "/debug/training/summary": {
         "get": Operation("trainingSummary", "Steps, anomalies and their rates, per rank and in all.", "TrainingSummary")
@@ -237,6 +237,7 @@ _WHY = {
     403: "Commands are off here, or the request comes from another site's page.",
     404: "There is no such thing.",
     409: "The rank cannot do that now, or the name fits several.",
+    410: "The rank could not write it.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",
     421: "The Host header names another machine.",
