@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dashboards.alerts import WINDOW
 from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.recent import WINDOW
 from dashboards.rules import Alert, Group
 from torchobs import catalog
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dashboards.alerts import MOST_SKIPS, WINDOW
+from dashboards.alerts import MOST_SKIPS
 from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.recent import WINDOW, name, recent
 from dashboards.rules import Alert, Group
 from torchobs import catalog
 
@@ -15,13 +16,21 @@ MANY_RECOMPILES = 16
 with a size that turns out to be dynamic, training and evaluation in it, has a handful in its first minutes."""
 THROTTLED = 0.1
 """Share of the time. A GPU at its power limit is held down by that all the time, and is meant to be; by heat never."""
+_GIVEN_UP = 'reason="recompile_limit"'
+_GPU_ERRORS = 'error_type=~"xid|ecc_uncorrected"'
 
 
 def resources() -> Group:
     """Return the rules."""
     return Group(
-        "torchobs.resources", (_memory(), _data(), _recompiles(), _scaler(), _gpu_fault(), _gpu_throttled())
-    )  # fmt: skip
+        "torchobs.resources",
+        (
+            recent(catalog.COMPILE_RECOMPILES, born_later=True),
+            recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True),
+            recent(catalog.HW_ERRORS, _GPU_ERRORS),
+            *(_memory(), _data(), _recompiles(), _scaler(), _gpu_fault(), _gpu_throttled()),
+        ),
+    )
 
 
 def _memory() -> Alert:
@@ -66,15 +75,14 @@ def _data() -> Alert:
 
 def _recompiles() -> Alert:
     """Where a function was given up it runs uncompiled from then on, and nothing but a counter says so."""
-    failures = select(catalog.COMPILE_FAILURES, 'reason="recompile_limit"')
     by = "by (namespace, job_name, run_id, rank, instance)"
     return Alert(
         alert="TorchobsRecompileStorm",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                increase({failures}[{WINDOW}]) > 0
+                {name(catalog.COMPILE_FAILURES)} > 0
               or
-                sum {by} (increase({select(catalog.COMPILE_RECOMPILES)}[{WINDOW}])) > {MANY_RECOMPILES}
+                sum {by} ({name(catalog.COMPILE_RECOMPILES)}) > {MANY_RECOMPILES}
             )
         """,
         keep_firing_for=WINDOW,
@@ -106,13 +114,12 @@ def _scaler() -> Alert:
 
 
 def _gpu_fault() -> Alert:
-    errors = select(catalog.HW_ERRORS, 'error_type=~"xid|ecc_uncorrected"')
     failed = select(catalog.HW_STATUS, 'hw_state="failed"')
     return Alert(
         alert="TorchobsGpuFault",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                increase({errors}[{WINDOW}]) > 0
+                {name(catalog.HW_ERRORS)} > 0
               or
                 {failed} == 1
             )

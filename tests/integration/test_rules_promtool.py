@@ -69,7 +69,8 @@ MUTATIONS = [
     (">= 5", ">= 7", "the loss leaps and stays up"),
     ("> 20", "> 2000", "skips nearly every step"),
     ("> 20", "> 10", "of a slow job calibrates"),
-    ("increase(torchobs_amp_steps_skipped_total[10m]) > 0.5", "increase(torchobs_steps_total[10m]) > 0.5", "for a fast job"),
+    ("rank:torchobs_amp_steps_skipped:recent > 0.5", "rank:torchobs_steps:recent > 0.5", "for a fast job"),
+    ("torchobs_amp_steps_skipped_total and on", "torchobs_nothing and on", "every step before the first scrape"),
     ("max by (namespace, job_name, run_id)", "max by (namespace, job_name, run_id, rank)", "explodes on every rank"),
     ("max by (namespace, job_name, run_id)", "sum by (namespace, job_name, run_id)", "explodes on every rank"),
     ("max by (namespace, job_name, run_id)", "max by (job_name, run_id)", "explodes on every rank"),
@@ -78,13 +79,27 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize(("part", "instead", "case"), MUTATIONS)
+LATE = [
+    ("torchobs_compile_recompiles_total and on", "torchobs_nothing and on", "before the first scrape"),
+    ("unless torchobs_compile_failures_total", "and torchobs_compile_failures_total", "between two scrapes"),
+    ("torchobs_rank_start_time_seconds < 600", "torchobs_rank_start_time_seconds < 60000", "before the first scrape"),
+    ("and on (run_id, rank, instance) torchobs_rank_start_time_seconds offset 10m", "", "scraped again after an outage"),
+]
+
+
+@pytest.mark.parametrize(
+    ("alert", "part", "instead", "case"),
+    [
+        *(("TorchobsGradientExplosion", *mutation) for mutation in MUTATIONS),
+        *(("TorchobsRecompileStorm", *mutation) for mutation in LATE),
+    ],
+)
 def test_every_part_of_the_alert_is_needed(
-    program: Callable[[str], str], checkout: Path, tmp_path: Path, part: str, instead: str, case: str
+    program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, part: str, instead: str, case: str
 ) -> None:
     """The cases are able to fail: each part of the rule, made wrong, is noticed by the case that stands for it."""
     rules = (checkout / "deploy" / "prometheus" / "rules" / "torchobs-alerts.yml").read_text()
-    document = yaml.safe_load((checkout / "tests" / "rules" / "TorchobsGradientExplosion.yml").read_text())
+    document = yaml.safe_load((checkout / "tests" / "rules" / f"{alert}.yml").read_text())
     document |= {"rule_files": ["rules.yml"], "tests": [test for test in document["tests"] if case in test["name"]]}
     assert len(document["tests"]) == 1
     (tmp_path / "cases.yml").write_text(yaml.safe_dump(document))

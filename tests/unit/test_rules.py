@@ -9,6 +9,7 @@ import yaml
 
 from dashboards import alerts, alerts_ranks, alerts_resources, percentiles, rules
 from dashboards.promql import ONE_RANK
+from dashboards.recent import RECENT, WINDOW, WINDOW_S
 from tests import promql
 from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
@@ -44,10 +45,10 @@ def test_rules_are_about_metrics_that_are_recorded(rule: dict[str, Any]) -> None
 
 @each_rule
 def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
-    """But for a counter that is as young as the rank, which the rule of recent anomalies says so."""
+    """But for a counter that is as young as the rank, or new, which the rules of what is recent look for."""
     for selector in promql.selectors(rule["expr"]):
         metric = BY_NAME.get(selector.name)
-        if metric is not None and metric.kind in {Kind.COUNTER, Kind.HISTOGRAM} and rule.get("record") != alerts.RECENT:
+        if metric is not None and metric.kind in {Kind.COUNTER, Kind.HISTOGRAM} and not rule.get("record", "").endswith(RECENT):
             assert selector.function in {"rate", "increase", "max_over_time"}
 
 
@@ -62,7 +63,7 @@ def test_joins_tell_ranks_apart(rule: dict[str, Any]) -> None:
 def test_recorded_series_are_named_level_metric_operation(rule: dict[str, Any]) -> None:
     """Prometheus' convention; the metric is one of the catalog's."""
     level, name, operation = rule["record"].split(":")
-    assert level.startswith(("rank_", "run_"))
+    assert level.split("_")[0] in {"rank", "run"}
     assert operation
     assert name in {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS}
 
@@ -114,7 +115,7 @@ def test_the_runbook_s_figures_are_the_rule_s(checkout: Path) -> None:
     """Three explosions, five leaps of the loss, more than twenty skips, ten minutes: said where they are decided."""
     page = " ".join((checkout / "docs" / "runbooks" / "TorchobsGradientExplosion.md").read_text().split())
     assert (spikes.LEAST_EXPLOSIONS, spikes.LEAST_LOSS_SPIKES, alerts.MOST_SKIPS) == (3, 5, 20)
-    assert (alerts.WINDOW, alerts.WINDOW_S) == ("10m", 600)
+    assert (WINDOW, WINDOW_S) == ("10m", 600)
     for words in (
         "at least **three** steps",
         "at least **five** steps",
