@@ -105,6 +105,14 @@ class Meter:
         return timed
 
 
+def empty_hooks() -> list[Any]:
+    """Register optimizer hooks that do nothing; return their handles."""
+    return [
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None),
+        torch_optimizer.register_optimizer_step_post_hook(lambda *_: None),
+    ]
+
+
 class Floor:
     """The least that any such tool does: empty hooks at the same places, and one record per step with its CRC."""
 
