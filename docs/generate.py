@@ -108,7 +108,7 @@ def _metric(metric: Metric) -> str:
     unit = f"`{metric.unit}`" if metric.unit else ""
     return _row(
         f"`{metric.name}`", f"`{metric.prometheus}`", kind, unit, _attributes(metric.attributes),
-        _brief(metric.brief, planned=metric.planned), _survival(metric),
+        metric.brief, _survival(metric),
     )  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _survival(metric: Metric) -> str:
 def _events() -> str:
     def row(event: Event) -> str:
         severity = event.severity.name.lower()
-        return _row(f"`{event.name}`", severity, _attributes(event.attributes), _brief(event.brief, planned=event.planned))
+        return _row(f"`{event.name}`", severity, _attributes(event.attributes), event.brief)
 
     head = "| event | severity | attributes | meaning |\n|---|---|---|---|\n"
     return f"## Events\n\n{head}{''.join(row(event) for event in catalog.EVENTS)}"
@@ -131,7 +131,7 @@ def _events() -> str:
 
 def _spans() -> str:
     def row(span: Span) -> str:
-        return _row(f"`{span.name}`", _attributes(span.attributes), _brief(span.brief, planned=span.planned))
+        return _row(f"`{span.name}`", _attributes(span.attributes), span.brief)
 
     head = "| span | attributes | meaning |\n|---|---|---|\n"
     return f"## Spans\n\n{head}{''.join(row(span) for span in catalog.SPANS)}"
@@ -143,10 +143,6 @@ def _attributes(attributes: tuple[Attribute, ...]) -> str:
 
 def _values(attribute: Attribute) -> str:
     return f" ({', '.join(f'`{value}`' for value in attribute.values)})" if attribute.values else ""
-
-
-def _brief(brief: str, *, planned: bool) -> str:
-    return f"{brief} *Not recorded yet.*" if planned else brief
 
 
 def _row(*cells: str) -> str:

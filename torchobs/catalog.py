@@ -1,10 +1,9 @@
-"""Every metric, event and span of torchobs, described once (DESIGN: names follow OpenTelemetry, units follow UCUM).
+"""Every metric, event and span of torchobs, described once; names follow OpenTelemetry, units UCUM.
 
 Everything else is derived by import: the flight file's series, the exporter's page, the dashboards, the alert rules and
 ``docs/metrics.md``. A dashboard that names an unknown metric is an ``AttributeError``.
 
 Dimensionless gauges that are no ratio have the empty unit, because a gauge with unit ``1`` becomes ``_ratio`` in Prometheus.
-An entry with ``planned=True`` has its name reserved here, and no probe records it in this version.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class Metric:
     bounds: tuple[float, ...] = ()
     integer: bool = False
     survives: bool = False
-    planned: bool = False
 
     @property
     def prometheus(self) -> str:
@@ -70,7 +68,6 @@ class Event:
     brief: str
     severity: Severity
     attributes: tuple[Attribute, ...] = ()
-    planned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,6 @@ class Span:
     name: str
     brief: str
     attributes: tuple[Attribute, ...] = ()
-    planned: bool = False
 
 
 # Powers of two and of four: exact boundaries of base-2 exponential and of Prometheus native histograms, so that both
@@ -143,12 +139,12 @@ def _unit_word(unit: str, words: dict[str, str]) -> str:
     return "" if "{" in unit or "}" in unit else words.get(unit, unit)
 
 
-def _counter(name: str, unit: str, brief: str, *attributes: Attribute, integer: bool = True, planned: bool = False) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, brief, attributes, integer=integer, planned=planned)
+def _counter(name: str, unit: str, brief: str, *attributes: Attribute, integer: bool = True) -> Metric:
+    return Metric(name, Kind.COUNTER, unit, brief, attributes, integer=integer)
 
 
-def _gauge(name: str, unit: str, brief: str, *attributes: Attribute, survives: bool = False, planned: bool = False) -> Metric:
-    return Metric(name, Kind.GAUGE, unit, brief, attributes, survives=survives, planned=planned)
+def _gauge(name: str, unit: str, brief: str, *attributes: Attribute, survives: bool = False) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, brief, attributes, survives=survives)
 
 
 def _updown(name: str, unit: str, brief: str, *attributes: Attribute) -> Metric:

@@ -16,8 +16,6 @@ from tests.promql import filled
 from tests.support import wait_until
 from torchobs import catalog
 
-RECORDED_NOW = [metric for metric in catalog.METRICS if not metric.planned]
-
 
 @pytest.fixture
 def target() -> Iterator[str]:
@@ -26,7 +24,7 @@ def target() -> Iterator[str]:
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = openmetrics_page(RECORDED_NOW, elapsed_s=time.monotonic() - started).encode()
+            body = openmetrics_page(catalog.METRICS, elapsed_s=time.monotonic() - started).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -183,7 +183,7 @@ def test_prometheus_lets_no_attribute_rename_a_series(prometheus: PrometheusServ
 
 @pytest.mark.parametrize("name", ["promtool", "promtool3"])
 def test_promtool_has_no_complaint_about_the_page(name: str, program: Callable[[str], str]) -> None:
-    """`promtool check metrics` on a page of everything, the metrics that are only planned included."""
+    """`promtool check metrics` on a page of everything."""
     text = page(catalog.METRICS)
     checked = subprocess.run([program(name), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
