@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SCALARS = 64
 SPAN_FROM_NS = 100_000_000
+_SEGMENTS = {**{name: index for index, name in enumerate(PHASE_NAMES)}, "rollout": PHASE_NAMES.index("other")}
 
 
 def _never() -> bool:
@@ -80,10 +81,11 @@ def watch(model: Any) -> None:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Name what the ``with`` block does: ``data``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` or ``checkpoint``.
+    """Name what the ``with`` block does: ``data``, ``rollout``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
 
-    Its time counts as that, whatever the hooks see in it. Any other name leaves the step's phases alone. A block of 100 ms
-    or longer is recorded as a span, too.
+    ... or ``checkpoint``. Its time counts as that, whatever the hooks see in it, and that of a ``rollout`` (a reinforcement
+    learner's, played to train on) as ``other``. What follows a block of ``data`` or ``rollout`` is ``forward``, up to the
+    backward pass. Any other name leaves the step's phases alone. A block of 100 ms or longer is recorded as a span, too.
     """
     return contextlib.nullcontext() if _is_compiling() else _Phase(name)
 
@@ -182,12 +184,12 @@ def _watch(host: Host, model: Any) -> None:
 
 
 def _phase_begins(host: Host, name: str, now_ns: int) -> None:
-    if name in PHASE_NAMES:
-        host.cycle.mark(PIN, now_ns, PHASE_NAMES.index(name))
+    if name in _SEGMENTS:
+        host.cycle.mark(PIN, now_ns, _SEGMENTS[name])
 
 
 def _phase_ends(host: Host, name: str, begun_ns: int, now_ns: int, failed: bool) -> None:  # noqa: FBT001  # one call hands on all
-    if name in PHASE_NAMES:
+    if name in _SEGMENTS:
         host.cycle.mark(UNPIN, now_ns)
     if now_ns - begun_ns >= SPAN_FROM_NS and host.span is not None:
         attributes = {"phase": name, "step": host.cycle.step}

@@ -106,6 +106,13 @@ def test_one_slow_step_among_a_hundred_is_not_the_usual() -> None:
     assert states.hang_timeout_s(durations(**{f"b{usual}": 98, f"b{slow}": 2}), SECONDS_BOUNDS) == 20 * 1024.0
 
 
+def test_a_step_that_takes_long_again_and_again_is_no_hang() -> None:
+    """One rollout to hundreds of minibatches is beyond the percentile; twice the longest but one is time enough."""
+    long, usual = SECONDS_BOUNDS.index(128.0), SECONDS_BOUNDS.index(0.125)
+    assert states.hang_timeout_s(durations(**{f"b{usual}": 999, f"b{long}": 1}), SECONDS_BOUNDS) == 60.0
+    assert states.hang_timeout_s(durations(**{f"b{usual}": 998, f"b{long}": 2}), SECONDS_BOUNDS) == 256.0
+
+
 def test_steps_beyond_the_last_bound_count_as_the_longest() -> None:
     """The overflow bucket has no bound of its own."""
     assert states.hang_timeout_s(durations(**{f"b{len(SECONDS_BOUNDS)}": 5}), SECONDS_BOUNDS) == 20 * 5000.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torchobs.probes.segments import (
     BACKWARD,
     CHECKPOINT,
@@ -48,13 +50,60 @@ def test_what_follows_a_step_belongs_to_the_next() -> None:
     assert spent(segments, end)["other"] == 12
 
 
-def test_without_a_loader_the_time_before_backward_is_forward() -> None:
-    """Batches by a plain function cannot be told from the forward pass."""
+def test_without_a_loader_the_time_before_backward_is_other() -> None:
+    """An environment's steps and batches by a plain function cannot be told from the forward pass: nothing is claimed."""
     segments = Segments()
     segments.close(10)
     segments.backward_begins(50)
     segments.turn(OTHER, 70)
-    assert spent(segments, 75) == {"forward": 40, "backward": 20, "other": 5}
+    assert spent(segments, 75) == {"backward": 20, "other": 45}
+
+
+@pytest.mark.parametrize("named", [DATA, OTHER])
+def test_what_was_named_data_or_a_rollout_has_its_forward_passes_behind_it(named: int) -> None:
+    """From its end to the backward, and before every further backward on the same data."""
+    segments = Segments()
+    segments.close(0)
+    segments.pin(named, 0)
+    segments.unpin(500)
+    segments.backward_begins(530)
+    segments.turn(OTHER, 550)
+    assert spent(segments, 550) == {ORDER[named]: 500, "forward": 30, "backward": 20}
+    segments.backward_begins(580)
+    assert spent(segments, 590) == {"forward": 30, "backward": 10}
+
+
+def test_several_steps_on_one_batch_have_a_forward_pass_each() -> None:
+    """An inner loop over a fetched batch: there is no second fetch."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.backward_begins(130)
+    assert spent(segments, 150) == {"forward": 30, "backward": 20}
+
+
+def test_a_fetch_for_an_evaluation_feeds_no_training() -> None:
+    """A validation loader beside a training without one."""
+    segments = Segments()
+    segments.close(0)
+    segments.fetch_begins(2, 0)
+    segments.fetch_ends(10, exhausted=False, gradients=False)
+    segments.fetch_begins(2, 20)
+    segments.fetch_ends(25, exhausted=True, gradients=False)
+    segments.backward_begins(65)
+    assert spent(segments, 80) == {"evaluation": 25, "backward": 15, "other": 40}
+
+
+def test_a_rollout_in_eval_mode_is_no_evaluation() -> None:
+    """Many agents act in eval() mode: the name counts, and so it does for what is around it there."""
+    segments = Segments()
+    segments.close(0)
+    segments.evaluation_begins(7, 10)
+    segments.pin(OTHER, 20)
+    segments.unpin(500)
+    segments.evaluation_ends(7, 510)
+    segments.backward_begins(530)
+    assert spent(segments, 540) == {"other": 500, "forward": 30, "backward": 10}
+    assert not segments.evaluations
 
 
 def test_the_first_boundary_starts_the_clock() -> None:
@@ -174,14 +223,15 @@ def test_phases_nest() -> None:
 def test_a_gan_has_forward_before_each_backward() -> None:
     """After the first optimizer there is no fetch: the time before the second backward is its forward."""
     segments = Segments()
-    segments.close(0)
+    segments.fetch_begins(1, 0)
+    segments.fetch_ends(10, exhausted=False, gradients=True)
     segments.backward_begins(30)
     segments.turn(OTHER, 50)
     segments.turn(OPTIMIZER, 50)
     segments.turn(OTHER, 60)
     segments.backward_begins(90)
     segments.turn(OTHER, 100)
-    assert spent(segments, 100) == {"forward": 60, "backward": 30, "optimizer": 10}
+    assert spent(segments, 100) == {"data": 10, "forward": 50, "backward": 30, "optimizer": 10}
     assert BACKWARD == 2
     assert FORWARD == 1
 
@@ -235,7 +285,7 @@ def test_a_checkpoint_within_an_evaluation_is_a_checkpoint() -> None:
 
 
 def test_a_compilation_interrupts_the_forward_pass() -> None:
-    """What lies before it and behind it is forward, whether or not a loader has given the batch."""
+    """What lies before it and behind it is what it was, whether or not a loader has given the batch."""
     for loader in (True, False):
         segments = Segments()
         segments.close(1000)
@@ -246,9 +296,8 @@ def test_a_compilation_interrupts_the_forward_pass() -> None:
         segments.unpin(5020)
         segments.backward_begins(5040)
         segments.turn(OTHER, 5080)
-        assert spent(segments, 5085) == ({"data": 10} if loader else {}) | {
-            "forward": 30 if loader else 40, "backward": 40, "other": 5, "compile": 4000,
-        }  # fmt: skip
+        before = {"data": 10, "forward": 30, "other": 5} if loader else {"other": 45}
+        assert spent(segments, 5085) == {**before, "backward": 40, "compile": 4000}
 
 
 def test_a_compilation_interrupts_the_backward_pass() -> None:
@@ -259,7 +308,7 @@ def test_a_compilation_interrupts_the_backward_pass() -> None:
     segments.pin(COMPILE, 1020)
     segments.unpin(2020)
     segments.turn(OTHER, 2050)
-    assert spent(segments, 2050) == {"forward": 10, "backward": 40, "compile": 1000}
+    assert spent(segments, 2050) == {"other": 10, "backward": 40, "compile": 1000}
 
 
 def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
@@ -273,7 +322,7 @@ def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
     segments.unpin(1050)
     segments.unpin(1110)
     segments.backward_begins(1130)
-    assert spent(segments, 1130) == {"forward": 30, "compile": 100}
+    assert spent(segments, 1130) == {"other": 30, "compile": 100}
 
 
 def test_a_compilation_within_an_evaluation_is_no_evaluation() -> None:

@@ -184,7 +184,7 @@ OPTIONS = (
     ),
     Option(
         "hang_timeout_s", "--hang-timeout", "DURATION", Kind("auto, or a duration such as 10m", _hang_timeout),
-        "How long a rank may take for a step before it is hung. [default: auto, 20 times its usual step and at least 1m]",
+        "How long a rank may take for a step before it is hung. [default: auto, 20 times its usual step, at least 1m]",
     ),
     Option(
         "mode", "--mode", "[sidecar|node]", Kind("sidecar or node", _mode),

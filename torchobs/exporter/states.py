@@ -31,6 +31,10 @@ LEAST_HANG_S = 60.0
 HANG_FACTOR = 20.0
 """Times the step time's 99th percentile, which the power-of-two buckets overestimate by up to 2."""
 
+LONG_FACTOR = 2.0
+"""Times the longest step but one: where one in hundreds takes minutes (the first minibatch after a rollout), the 99th
+percentile knows nothing of it; and a single one, behind a cold cache, says nothing of the next."""
+
 FIRST_STEP_S = 1800.0
 """Before the first step nothing is learned yet; this is the default timeout of a gloo process group in torch.distributed."""
 
@@ -118,14 +122,15 @@ def ran_out(memory: Memory) -> bool:
 def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> float:
     """Return how long a rank may be without a step: 20 times its step time's 99th percentile, at least 60 s.
 
-    ``durations`` is the histogram of step times, in seconds, over ``bounds``; evaluation and checkpoints are not in it.
+    And at least twice the longest but one. ``durations`` is the histogram of step times, in seconds, over ``bounds``;
+    evaluation and checkpoints are not in it.
     """
     total = sum(durations.counts) if durations else 0
     if not durations or not total:
         return FIRST_STEP_S
-    index = bisect_left(list(accumulate(durations.counts)), 0.99 * total)
-    beyond = durations.greatest or bounds[-1]
-    return max(LEAST_HANG_S, HANG_FACTOR * (bounds[index] if index < len(bounds) else beyond))
+    below, most_s = list(accumulate(durations.counts)), durations.greatest or bounds[-1]
+    usual_s, long_s = ([*bounds, most_s][bisect_left(below, rank)] for rank in (0.99 * total, total - 1))
+    return max(LEAST_HANG_S, HANG_FACTOR * usual_s, LONG_FACTOR * long_s)
 
 
 def _gone(seen: Observation) -> bool:
