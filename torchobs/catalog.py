@@ -827,7 +827,7 @@ EXPORTER_READ_ERRORS = _counter(
     "torchobs.exporter.read_errors",
     "{error}",
     "Flight files that could not be read, by reason.",
-    Attribute("reason", "why", ("header", "io", "kind", "timeout")),
+    Attribute("reason", "why", ("header", "io", "kind", "memory", "timeout")),
 )
 EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s", "Time the last reading of all flight files took.")
 EXPORTER_CONFIG_OK = _gauge("torchobs.exporter.config_ok", "", "0 while a part of the configuration cannot be honoured.")
@@ -838,7 +838,7 @@ EXPORTER_SERIES_DROPPED = _counter(
     "torchobs.exporter.series_dropped",
     "{series}",
     "Series not served, by reason.",
-    Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
+    Attribute("reason", "why", ("limit", "total_limit", "memory", "conflict", "drop_list")),
 )
 EXPORTER_CONNECTIONS_DROPPED = _counter(
     "torchobs.exporter.connections_dropped",

@@ -24,6 +24,8 @@ PORT = 10960
 """9464 is the OpenTelemetry SDK's own and would collide in a pod; 9100-9999 is all taken."""
 
 PREFIX = "TORCHOBS_EXPORTER_"
+_SIZE = re.compile(r"(\d{1,15})(Ki|Mi|Gi)?", re.ASCII)
+_SHIFTS = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
@@ -54,6 +56,8 @@ class ExporterConfig:
     series_limit: int = 20_000
     """series of one rank"""
     series_limit_total: int = 1_000_000
+    memory_limit: int | None = None
+    """bytes; None: the memory cgroup's"""
     """series of all ranks"""
     file_sd: str | None = None
     """where to write what Prometheus' file_sd_configs read"""
@@ -113,6 +117,14 @@ def duration_s(text: str) -> float:
     if not isfinite(total):
         raise ValueError(text)
     return total
+
+
+def size_bytes(text: str) -> int:
+    """Return bytes for ``134217728`` and ``128Mi``, as Kubernetes writes them. Raises ``ValueError`` for anything else."""
+    found = _SIZE.fullmatch(text)
+    if not found:
+        raise ValueError(text)
+    return int(found[1]) << _SHIFTS[found[2] or ""]
 
 
 def address_of(text: str) -> Address:
@@ -205,6 +217,10 @@ OPTIONS = (
     Option(
         "series_limit_total", "--series-limit-total", "NUMBER", values.integer(1),
         "Most series of all ranks together. [default: 1000000]",
+    ),
+    Option(
+        "memory_limit", "--memory-limit", "SIZE", Kind("bytes, such as 134217728 or 128Mi", size_bytes),
+        "Memory to get by with: what does not fit is not served, and counted. [default: the container's limit]",
     ),
     Option(
         "drop_metrics", "--drop-metrics", "REGEX",

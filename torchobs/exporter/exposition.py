@@ -14,7 +14,7 @@ from torchobs.exporter.names import Family, Names, family_of, sample_name
 from torchobs.exporter.series import Labelled, Lines, label
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchobs.catalog import Metric
     from torchobs.exporter.described import Facts, Said
@@ -62,12 +62,15 @@ class Exposition:
 
     def _forget(self, served: Iterable[tuple[int, str]]) -> None:
         gone = self._ranks.keys() - set(served)
-        left = sum(self._ranks.pop(key).size for key in gone)
+        left = [self._ranks.pop(key) for key in gone]
         if gone:
-            if self._limits.give_back(left):  # all of them anew: whoever came last had to stay outside
-                self._limits.give_back(sum(known.size for known in self._ranks.values()))
+            if self._give_back(left):  # all of them anew: whoever came last had to stay outside
+                self._give_back(self._ranks.values())
                 self._ranks.clear()
             self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
+
+    def _give_back(self, ranks: Collection[_RankSeries]) -> bool:
+        return self._limits.give_back(sum(known.size for known in ranks), sum(known.weight for known in ranks))
 
 
 class _Text(NamedTuple):
@@ -186,6 +189,8 @@ class _RankSeries:
         self._texts: dict[tuple[Style, int], _BlockText] = {}
         self._kept: dict[int, Series] = {}
         self._prefixes: dict[tuple[object, ...], str] = {}
+        self.weight = 0
+        """bytes that the lines take"""
 
     @property
     def size(self) -> int:
@@ -233,6 +238,9 @@ class _RankSeries:
             entry = label(series, family, self.identity)
             key = family.name, tuple(sorted(entry.labels.items()))
             if key not in self._taken:
+                if not (size := self._limits.fits(entry)):
+                    return None
+                self.weight += size
                 self._taken.add(key)
                 self._limits.taken += 1
                 return entry

@@ -6,29 +6,36 @@ from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from torchobs import catalog
+from torchobs.exporter.memory import Memory, of_lines
 from torchobs.exporter.names import Family, family_of, sample_name
 from torchobs.exporter.pattern import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torchobs.exporter.series import Labelled
     from torchobs.flight.series import Series
 
+REASONS = catalog.EXPORTER_SERIES_DROPPED.attributes[0].values
 _NAMES = 4096
 
 
 class Limits:
     """What one page may hold. A histogram is one series here, of as many lines as it has buckets."""
 
-    def __init__(self, per_rank: int = 20_000, total: int = 1_000_000, drop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, per_rank: int = 20_000, total: int = 1_000_000, drop: Sequence[str] = (), memory: Memory | None = None
+    ) -> None:
         """``drop`` are patterns (``pattern.compiled``) for the names that samples have on the page."""
-        self.dropped = Counter({"limit": 0, "total_limit": 0, "conflict": 0, "drop_list": 0})
+        self.dropped = Counter(dict.fromkeys(REASONS, 0))
         """series not served, by reason"""
         self.taken = 0
         """series on the page"""
         self._per_rank, self._total = per_rank, total
         self._listed = _listed([compiled(text) for text in drop]) if drop else None
         self._was_full = False
+        self._memory = memory or Memory()
 
     def admits(self, series: Series, in_rank: int) -> bool:
         """Tell whether there is room for one more in a rank that has so many; if not, count it."""
@@ -44,9 +51,19 @@ class Limits:
             return False
         return True
 
-    def give_back(self, number: int) -> bool:
-        """Take back the room of a rank that is gone; tell whether others wait for it."""
+    def fits(self, entry: Labelled) -> int:
+        """Return the bytes that its lines take, 0 when there is no memory for them, which is counted."""
+        size = of_lines(entry.sample, entry.labels.items(), len(entry.buckets) + 2 if entry.buckets else 1)
+        if self._memory.spend(size, own=entry.series.scope is None):
+            return size
+        self.dropped["memory"] += 1
+        self._was_full = True
+        return 0
+
+    def give_back(self, number: int, size: int) -> bool:
+        """Take back the room of a rank that is gone, in series and in bytes; tell whether others wait for it."""
         self.taken -= number
+        self._memory.page -= size
         waiting, self._was_full = self._was_full and number > 0, False
         return waiting
 

@@ -17,6 +17,7 @@ from torchobs.exporter.scan import EMPTY
 
 if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.memory import Memory
 
 
 class Page(NamedTuple):
@@ -30,12 +31,12 @@ class Page(NamedTuple):
 class Pages:
     """Renders pages, and keeps those of the newest facts. To be used in one event loop."""
 
-    def __init__(self, config: ExporterConfig) -> None:
+    def __init__(self, config: ExporterConfig, memory: Memory | None = None) -> None:
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
-        limits = Limits(config.series_limit, config.series_limit_total, config.drop_metrics)
+        limits = Limits(config.series_limit, config.series_limit_total, config.drop_metrics, memory)
         self._exposition = Exposition(others, limits=limits, created=config.created_samples, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
         self._facts = Facts(EMPTY)

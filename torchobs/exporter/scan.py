@@ -13,11 +13,14 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from torchobs import catalog
 from torchobs.exporter.directory import Directory
 from torchobs.exporter.incarnations import resolve
 from torchobs.exporter.joins import Joins
+from torchobs.exporter.memory import Memory
 from torchobs.exporter.tracked import HOSTILE, Now, Tracked, is_passing, open_tracked
 from torchobs.flight.birth import boot_id
 from torchobs.flight.layout import MAX_READ_SIZE
@@ -31,7 +34,9 @@ if TYPE_CHECKING:
     from torchobs.flight.reader import FlightFile, View
 
 STATUSES = ("served", "superseded", "expired", "bad")
-REASONS = ("header", "io", "kind", "timeout")
+REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
+OPENING_S = 1.0
+"""Processor time for new files in one scan: the rest waits for the next, so that no scrape waits for all of them."""
 _RETRY_NS = 5_000_000_000
 _RETRIES_PER_SCAN = 64
 _log = logging.getLogger(__name__)
@@ -102,11 +107,13 @@ _BOOT_ID = boot_id()
 class Scanner:
     """Follows one flight directory."""
 
-    def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock) -> None:
-        self._config, self._clock = config, clock
+    def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, memory: Memory | None = None) -> None:
+        self._config, self._clock, self._memory = config, clock, memory or Memory()
         self._directory = Directory(config)
         self._tracked: dict[str, Tracked] = {}
         self._bad: dict[str, int] = {}
+        self._heavy: dict[str, int] = {}
+        """of those, the bytes that were too many"""
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = 0
@@ -122,6 +129,7 @@ class Scanner:
             self._open_new(names, now)
         for tracked in self._tracked.values():
             self._observe(tracked, now)
+        self._weigh(now)
         ranks, files = self._select(now)
         standings, runs = self._joins.of(ranks, now.monotonic_ns)
         return Snapshot(
@@ -167,6 +175,7 @@ class Scanner:
             self._tracked.pop(name).seal()
         for name in self._bad.keys() - set(names):
             del self._bad[name]
+            self._heavy.pop(name, None)
 
     def _open_new(self, names: list[str], now: Now) -> None:
         for name, tracked in list(self._tracked.items()):
@@ -175,20 +184,30 @@ class Scanner:
             except HOSTILE as problem:
                 if not is_passing(problem):
                     self._tracked.pop(name).seal()  # opened again below, and then served or counted as what it is now
-        for name in names:
-            if name not in self._tracked and name not in self._bad:
-                self._open(name, now)
-        due = [name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns]
-        for name in due[:_RETRIES_PER_SCAN]:
+        new = (name for name in names if name not in self._tracked and name not in self._bad)
+        until_s = time.thread_time() + OPENING_S
+        for name in chain(new, self._due(now)[:_RETRIES_PER_SCAN]):
             self._open(name, now)
+            if time.thread_time() > until_s:
+                break
+
+    def _due(self, now: Now) -> list[str]:
+        """Return the bad files to be tried again; of those that were too large the ones for which there is memory by now."""
+        left = self._memory.most_files - self._memory.files
+        due = (name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns)
+        return [name for name in due if self._heavy.get(name, 0) <= left]
 
     def _open(self, name: str, now: Now) -> None:
         directory = self._directory
         try:
-            tracked = open_tracked(directory.fd, name, directory.owner, now)
+            tracked = open_tracked(directory.fd, name, directory.owner, now, self._memory.most_files / 4)
             self._opened += 1
             self._tracked[name], tracked.opened = tracked, self._opened
             self._bad.pop(name, None)
+            self._heavy.pop(name, None)
+            self._memory.files += tracked.weight
+            if self._memory.files > self._memory.most_files:
+                self._weigh(now)
         except FileNotFoundError:
             self._bad.pop(name, None)  # gone since it was listed
         except HOSTILE as problem:
@@ -196,11 +215,25 @@ class Scanner:
             self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
             _log.warning("flight file not served: %s: %s", name, _words(problem))
 
+    def _weigh(self, now: Now) -> None:
+        """Let go of the heaviest files, of those the newest, until there is memory for the rest."""
+        weights = {name: (tracked.weight, tracked.opened) for name, tracked in self._tracked.items()}
+        total = sum(weight for weight, _ in weights.values())
+        while total > self._memory.most_files:
+            name = max(weights, key=weights.__getitem__)
+            weight, _ = weights.pop(name)
+            total -= weight
+            self._tracked.pop(name).seal()
+            self._bad[name], self._heavy[name] = now.monotonic_ns + _RETRY_NS, weight
+            self._errors["memory"] += 1
+            _log.warning("flight file not served: %s: no memory for the %d KiB that it takes", name, weight >> 10)
+        self._memory.files = total
+
     def _observe(self, tracked: Tracked, now: Now) -> None:
         try:
             tracked.observe(self._directory.fd, now, self._config.hang_timeout_s)
         except HOSTILE as problem:
-            self._errors["io" if isinstance(problem, OSError) else "header"] += 1
+            self._errors[_kind(problem)] += 1
             _log.warning("flight file could not be read again: %s: %s", tracked.name, _words(problem))
         if tracked.up:
             tracked.ended_in = None
@@ -263,6 +296,12 @@ def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | N
     regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= MAX_READ_SIZE
     if not regular or status.st_uid != (status.st_uid if owner is None else owner):
         return "kind"
+    return _kind(problem)
+
+
+def _kind(problem: BaseException) -> str:
+    if isinstance(problem, MemoryError):
+        return "memory"
     return "io" if isinstance(problem, OSError) else "header"
 
 

@@ -28,6 +28,7 @@ from torchobs.exporter.app import Site
 from torchobs.exporter.connections import Connections
 from torchobs.exporter.described import Lost
 from torchobs.exporter.listener import allow_files, bind, bind_near, serve_on
+from torchobs.exporter.memory import Memory
 from torchobs.exporter.named import Named
 from torchobs.exporter.pages import Pages
 from torchobs.exporter.scan import Scanner
@@ -37,6 +38,7 @@ from torchobs.exporter.systemd import inherited
 from torchobs.exporter.unixsocket import UnixAddress, UnixSocket, bind_unix
 from torchobs.exporter.watch import Watch
 from torchobs.exporter.web.gate import Gate
+from torchobs.flight.room import cgroup_limit
 from torchobs.values import Address
 
 if TYPE_CHECKING:
@@ -110,8 +112,9 @@ class _Service:
         self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[Fleet], bool] | None
     ) -> None:
         self._config, self._announce, self._finished = config, announce, finished
-        self._watch = Watch(Scanner(config))
-        self._pages = Pages(config)
+        memory = Memory((config.memory_limit or cgroup_limit()) or math.inf)
+        self._watch = Watch(Scanner(config, memory=memory))
+        self._pages = Pages(config, memory)
         self._scrapers = Scrapers()
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = Gate(config.web_config_file)

@@ -6,14 +6,16 @@ import errno
 import struct
 from contextlib import contextmanager
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.exporter import exemplars, labels, states
 from torchobs.exporter.incarnations import Claim
+from torchobs.exporter.memory import RANK
 from torchobs.flight import lock, reader
 from torchobs.flight.birth import file_name
-from torchobs.flight.layout import BadFlightFileError
+from torchobs.flight.layout import BadFlightFileError, Region
 from torchobs.flight.reader import Distribution, View
 
 if TYPE_CHECKING:
@@ -89,6 +91,11 @@ class Tracked:
     def exemplars(self) -> exemplars.Shown:
         """What its histograms' buckets were filled by."""
         return self._exemplars.shown
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory, about, that it takes."""
+        return 0 if self.retired else RANK + self.file.weight
 
     @property
     def up(self) -> bool:
@@ -187,10 +194,16 @@ class Tracked:
         return now.monotonic_ns - max(0, ago_ns)
 
 
-def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now) -> Tracked:
-    """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open."""
+def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> Tracked:
+    """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open.
+
+    ``most``: bytes that its series table may have, which is read at once; a file that torchobs makes has 450 KiB at most.
+    """
     file = reader.open_file(directory_fd, name, owner)
     try:
+        if (size := file.header.regions[Region.SERIES].length) > most:
+            msg = f"no memory to read its {size >> 10} KiB of names"
+            raise MemoryError(msg)
         if name != file_name(file.header):
             raise BadFlightFileError("a copy: its name is not the one that its header gives")
         return Tracked(file, name, now, owner)

@@ -50,14 +50,18 @@ def cgroup_headroom(membership: str, read: Callable[[str], str]) -> int | None:
     ``membership`` is the text of ``/proc/self/cgroup``. In a container the path in it may not exist below the mount, whose
     root is then the container's own cgroup.
     """
-    found = []
-    for line in membership.splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if line.startswith("0::"):
-            found += _levels(_V2, path, read)
-        elif "memory" in controllers.split(","):
-            found += _levels(_V1, path, read)
+    return min((level.left for level in _all_levels(membership, read)), default=None)
+
+
+def cgroup_limit() -> int | None:
+    """Return the bytes that the tightest memory cgroup of this process may take, v1 or v2; ``None`` without a limit."""
+    found = [level.limit for level in _all_levels(_read("/proc/self/cgroup"), _read)]
     return min(found, default=None)
+
+
+class _Level(NamedTuple):
+    limit: int
+    left: int
 
 
 class _Names(NamedTuple):
@@ -71,14 +75,26 @@ _V2 = _Names("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file ")
 _V1 = _Names("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
 
 
-def _levels(names: _Names, path: str, read: Callable[[str], str]) -> list[int]:
+def _all_levels(membership: str, read: Callable[[str], str]) -> list[_Level]:
+    found = []
+    for line in membership.splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if line.startswith("0::"):
+            found += _levels(_V2, path, read)
+        elif "memory" in controllers.split(","):
+            found += _levels(_V1, path, read)
+    return found
+
+
+def _levels(names: _Names, path: str, read: Callable[[str], str]) -> list[_Level]:
     parts = [part for part in path.split("/") if part and part != ".."]
     found = []
     for depth in range(len(parts) + 1):
         directory = "/".join([names.root, *parts[:depth]])
         limit, usage = _number(read(f"{directory}/{names.limit}")), _number(read(f"{directory}/{names.usage}"))
         if limit is not None and usage is not None and limit < 1 << 62:  # v1 says "no limit" by a number near 2^63
-            found.append(max(limit - usage + _inactive(read(f"{directory}/memory.stat"), names.inactive), 0))
+            left = max(limit - usage + _inactive(read(f"{directory}/memory.stat"), names.inactive), 0)
+            found.append(_Level(limit, left))
     return found
 
 

@@ -1,0 +1,136 @@
+"""An exporter with the memory of a small container: what does not fit is left out and counted, and the kernel kills nobody."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.api import Caller
+from tests.cgroups import inside, memory_cgroup
+from tests.exporters import Program
+from tests.faults.hostile_clients import HEAD, crowd
+from tests.faults.test_exporter_directory import forged
+from tests.rank_files import Clock, File, live_rank, train
+from tests.support import clean_environment, wait_until
+from torchobs.catalog import Kind, Metric
+from torchobs.exporter import scan
+from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.memory import RANK, RESERVED, Memory
+from torchobs.flight import reader
+from torchobs.flight.series import Scope
+from torchobs.flight.table import USER
+
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torchobs.flight.writer import FlightWriter
+
+LIMIT = 96 << 20
+RANKS, SERIES = 24, 400
+OPENMETRICS = "application/openmetrics-text"
+
+
+def rank_with_many_series(directory: Path, rank: int) -> FlightWriter:
+    """A living rank of an application that has put a path into an attribute."""
+    writer = live_rank(directory, rank=rank)
+    metric, scope = Metric("requests", Kind.GAUGE, "", "Requests by path."), Scope("application")
+    for number in range(SERIES):
+        cell = writer.table.open(metric, {"path": f"/{number:04}/{'x' * 60}"}, USER, scope=scope)
+        assert cell is not None, number
+        cell.set(number)
+    train(writer, [1])
+    return writer
+
+
+def shows(program: Program, accept: str, line: str) -> bool:
+    """Whether the page in that format has it."""
+    return line in program.page(Accept=accept)
+
+
+def test_a_small_container_is_enough_for_any_ranks(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """10,000 series with long labels, a forged file of 16 MiB, 4,000 that are none, a crowd, and bodies without end."""
+    writers = [rank_with_many_series(flight_dir, rank) for rank in range(RANKS)]
+    forged(flight_dir, 20_000)
+    for number in range(4_000):
+        os.close(os.open(flight_dir / f"r9-{number:032x}.flight", os.O_CREAT | os.O_WRONLY))
+    port, log = free_port(), tmp_path / "log"
+    argv = (sys.executable, "-m", "torchobs", "exporter", "--web.listen-address", f"127.0.0.1:{port}")
+    with memory_cgroup(LIMIT) as cgroup:
+        with log.open("w") as error:
+            process = start(*inside(cgroup), *argv, "--flight-dir", flight_dir, stderr=error, env=clean_environment())
+        program = Program(process, f"127.0.0.1:{port}", log)
+        wait_until(lambda: process.poll() is None and program.is_ready(), timeout_s=60)
+        with crowd(program.address) as slow:
+            slow.come(300, HEAD + b"X-Slow: ")
+            for step in (2, 3):
+                for writer in writers:
+                    train(writer, [step])
+                refused = Caller(program.address).ask("POST", "/stacks", b"x" * (1 << 20))
+                assert refused.status in {401, 403, 413}
+                for accept in ("text/plain", OPENMETRICS):
+                    newest = f'torchobs_steps_total{{job_name="gpt",rank="{RANKS - 1}",run_id="run-1"}} {step}'
+                    wait_until(partial(shows, program, accept, newest), timeout_s=60)
+        assert sum(program.value("torchobs_rank_up", rank=str(rank)) or 0 for rank in range(RANKS)) == RANKS
+        assert (program.value("torchobs_exporter_series_dropped_total", reason="memory") or 0) > 0
+        assert (program.value("torchobs_exporter_read_errors_total", reason="memory") or 0) > 0
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+    for writer in writers:
+        writer.close()
+
+
+@pytest.fixture
+def files(flight_dir: Path) -> list[File]:
+    """Three ranks, of which the second has many series."""
+    made = [File(flight_dir, seed=1 + rank, rank=rank) for rank in range(3)]
+    metric = Metric("requests", Kind.GAUGE, "", "Requests by path.")
+    for number in range(500):
+        made[1].set(metric, number, Scope("application"), path=str(number))
+    return [file.save() for file in made]
+
+
+def test_the_heaviest_file_is_left_out(flight_dir: Path, files: list[File]) -> None:
+    """Whenever it comes; it is served as soon as there is memory for it."""
+    opened = [reader.open_path(str(file.path)) for file in files]
+    for one in opened:
+        one.read()
+        one.close()
+    assert opened[1].weight > opened[0].weight + 500 * 500
+    clock, memory = Clock(0.1), Memory()
+    memory.most_files = sum(RANK + one.weight for one in opened) - 1.0
+    scanner = scan.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, memory)
+    snapshot = scanner.scan()
+    assert ([rank.rank for rank in snapshot.ranks], snapshot.errors["memory"]) == (["0", "2"], 1)
+    clock.seconds = 6.0
+    assert scanner.scan().errors["memory"] == 1, "it is not read again for nothing"
+    files[0].path.unlink()
+    clock.seconds = 12.0
+    scanner.scan()
+    clock.seconds = 18.0
+    assert [rank.rank for rank in scanner.scan().ranks] == ["1", "2"]
+    scanner.close()
+
+
+def test_new_files_are_opened_some_at_a_time(flight_dir: Path, files: list[File], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many come, no scan takes longer than it may; at the end all are there."""
+    monkeypatch.setattr(scan, "OPENING_S", 0.0)
+    scanner = scan.Scanner(ExporterConfig(flight_dir=str(flight_dir)), Clock(0.1))
+    assert [len(scanner.scan().ranks) for _ in files] == [1, 2, 3]
+    scanner.close()
+
+
+def test_a_little_memory_is_always_given_out() -> None:
+    """Less than what is kept back: the ranks' own lines and a few series, not none at all."""
+    small, large = Memory(48 << 20), Memory(1 << 30)
+    assert 0 < small.most_files < small.most_page < 8 << 20
+    assert large.most_files + large.most_page == pytest.approx((1 << 30) - RESERVED)
+    assert Memory().spend(1 << 50), "without a limit there is none"
