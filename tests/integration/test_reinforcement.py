@@ -136,12 +136,13 @@ def spent(run: Recording) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("loop", [reinforce, dqn])
-def test_acting_does_not_pass_for_a_forward_pass(run: Recording, loop: Callable[..., int]) -> None:
-    """Without a fetch nothing tells where the forward pass begins: none is claimed, and steps are the optimizer's."""
-    assert loop(Cart(), nullcontext) == len(run.steps())
+def test_acting_without_a_name_cannot_be_told_from_the_forward_pass(run: Recording, loop: Callable[..., int]) -> None:
+    """As documented; steps are the optimizer's, however many of the environment there were."""
+    cart = Cart()
+    assert loop(cart, nullcontext) == len(run.steps())
     times = spent(run)
-    assert times["other"] > times["backward"]
-    assert (times["forward"], times["data"], times["evaluation"]) == (0, 0, 0)
+    assert times["forward"] >= cart.spent_s * (ROLLOUT - 1) / ROLLOUT
+    assert (times["data"], times["evaluation"]) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def test_a_plain_step_s_phases_are_where_they_were() -> None:
         ],
     )
     assert second is not None
-    assert [part.phase for part in second[1]] == ["backward", "optimizer"]
-    assert second[1][0].begun_ns == second[0] + 2 * ms
+    assert [part.phase for part in second[1]] == ["forward", "backward", "optimizer"]
+    assert second[1][0].begun_ns == second[0]
 
 
 def test_another_step_has_sums_and_no_boundaries() -> None:

@@ -50,13 +50,13 @@ def test_what_follows_a_step_belongs_to_the_next() -> None:
     assert spent(segments, end)["other"] == 12
 
 
-def test_without_a_loader_the_time_before_backward_is_other() -> None:
-    """An environment's steps and batches by a plain function cannot be told from the forward pass: nothing is claimed."""
+def test_without_a_loader_the_time_before_backward_is_forward() -> None:
+    """An environment's steps and batches by a plain function cannot be told from the forward pass."""
     segments = Segments()
     segments.close(10)
     segments.backward_begins(50)
     segments.turn(OTHER, 70)
-    assert spent(segments, 75) == {"backward": 20, "other": 45}
+    assert spent(segments, 75) == {"forward": 40, "backward": 20, "other": 5}
 
 
 @pytest.mark.parametrize("named", [DATA, OTHER])
@@ -81,7 +81,7 @@ def test_several_steps_on_one_batch_have_a_forward_pass_each() -> None:
     assert spent(segments, 150) == {"forward": 30, "backward": 20}
 
 
-def test_a_fetch_for_an_evaluation_feeds_no_training() -> None:
+def test_a_fetch_for_an_evaluation_is_not_the_training_s() -> None:
     """A validation loader beside a training without one."""
     segments = Segments()
     segments.close(0)
@@ -90,7 +90,7 @@ def test_a_fetch_for_an_evaluation_feeds_no_training() -> None:
     segments.fetch_begins(2, 20)
     segments.fetch_ends(25, exhausted=True, gradients=False)
     segments.backward_begins(65)
-    assert spent(segments, 80) == {"evaluation": 25, "backward": 15, "other": 40}
+    assert spent(segments, 80) == {"evaluation": 25, "forward": 40, "backward": 15}
 
 
 def test_a_rollout_in_eval_mode_is_no_evaluation() -> None:
@@ -296,8 +296,8 @@ def test_a_compilation_interrupts_the_forward_pass() -> None:
         segments.unpin(5020)
         segments.backward_begins(5040)
         segments.turn(OTHER, 5080)
-        before = {"data": 10, "forward": 30, "other": 5} if loader else {"other": 45}
-        assert spent(segments, 5085) == {**before, "backward": 40, "compile": 4000}
+        before = {"data": 10, "forward": 30} if loader else {"forward": 40}
+        assert spent(segments, 5085) == {**before, "backward": 40, "other": 5, "compile": 4000}
 
 
 def test_a_compilation_interrupts_the_backward_pass() -> None:
@@ -308,7 +308,7 @@ def test_a_compilation_interrupts_the_backward_pass() -> None:
     segments.pin(COMPILE, 1020)
     segments.unpin(2020)
     segments.turn(OTHER, 2050)
-    assert spent(segments, 2050) == {"other": 10, "backward": 40, "compile": 1000}
+    assert spent(segments, 2050) == {"forward": 10, "backward": 40, "compile": 1000}
 
 
 def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
@@ -322,7 +322,7 @@ def test_what_hooks_see_within_a_compilation_is_the_compilation() -> None:
     segments.unpin(1050)
     segments.unpin(1110)
     segments.backward_begins(1130)
-    assert spent(segments, 1130) == {"other": 30, "compile": 100}
+    assert spent(segments, 1130) == {"forward": 30, "compile": 100}
 
 
 def test_a_compilation_within_an_evaluation_is_no_evaluation() -> None:

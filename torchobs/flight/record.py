@@ -27,8 +27,7 @@ offset type   field            meaning
 A *plain* step (kind 3), which is nearly every one, holds its boundaries instead of its times, so that the training thread
 computes nothing: ``fetch`` u64 at 32; ``fetched``, ``backward``, ``backward_ends``, ``optimizer`` u64 at 64, each
 CLOCK_MONOTONIC in ns << 4, the low bits the hook's code; ``norm_scale`` f32 at 108; ``begun_ns`` u64, the last step's end,
-at 112. ``fetch`` and ``fetched`` are at 0 ns where nothing was fetched: then what was before the backward pass is ``other``.
-:func:`unpack` makes the same :class:`StepRecord` of both.
+at 112. Without a DataLoader ``fetch`` and ``fetched`` are at 0 ns. :func:`unpack` makes the same :class:`StepRecord` of both.
 
 :func:`fold` is one pure function, used by the sampler thread and by every reader for the records after ``FOLDED_UPTO``, so
 that the view is exact after any crash. Its state is the first ``WORDS`` words of value block 0.
@@ -159,8 +158,8 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
     """Work the times of a plain step out; ``None`` if they are not in order, which only a forger writes."""
     seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, _ = PLAIN.unpack_from(raw)
     fetch, loss, norm, rate, fetched, backward, backward_ends, optimizer = stamps
+    fetch, fetched = (fetch >> 4, fetched >> 4) if fetched >> 4 else (begun_ns, begun_ns)
     backward, backward_ends, optimizer = backward >> 4, backward_ends >> 4, optimizer >> 4
-    fetch, fetched = (fetch >> 4, fetched >> 4) if fetched >> 4 else (backward, backward)
     if not begun_ns <= fetch <= fetched <= backward <= backward_ends <= optimizer <= end_ns:
         return None
     other = fetch - begun_ns + optimizer - backward_ends

@@ -66,9 +66,7 @@ def parts(raw: bytes) -> tuple[int, list[Part]] | None:
     _, _, end_ns, _, _, _, fetch, _, _, _, fetched, backward, backward_ends, optimizer, _, _, _, begun_ns, _ = (
         PLAIN.unpack_from(raw)
     )
-    fetch, fetched, backward, backward_ends, optimizer = (
-        stamp >> 4 for stamp in (fetch, fetched, backward, backward_ends, optimizer)
-    )
-    found = [Part("data", fetch, fetched)] if fetched > fetch else []
-    found += [Part("forward", fetched, backward)] if fetched else []
-    return begun_ns, [*found, Part("backward", backward, backward_ends), Part("optimizer", optimizer, end_ns)]
+    boundaries = [begun_ns if not fetched >> 4 else fetched >> 4, backward >> 4, backward_ends >> 4, optimizer >> 4, end_ns]
+    found = [Part("data", fetch >> 4, fetched >> 4)] if fetched >> 4 else []
+    found += [Part("forward", boundaries[0], boundaries[1]), Part("backward", boundaries[1], boundaries[2])]
+    return begun_ns, [*found, Part("optimizer", boundaries[3], boundaries[4])]

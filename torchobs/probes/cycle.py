@@ -268,21 +268,18 @@ class Cycle:
 
         Plain is one fetch (or none), one backward and one optimizer, in this order.
         """
-        trace, values, segments = self.trace, self.values, self.segments
-        fetches = len(trace) != 3  # noqa: PLR2004  # without a loader
-        if not fetches:
-            trace[:0] = (self._begun_ns << 4 | FETCH, self._begun_ns << 4 | FETCHED) if segments.fed else _NO_FETCH
+        trace, values = self.trace, self.values
+        if len(trace) == 3:  # noqa: PLR2004  # without a loader
+            trace[:0] = _NO_FETCH
         fetch, fetched, backward, backward_ends, optimizer = trace if len(trace) == 5 else _NOT_PLAIN  # noqa: PLR2004  # its boundaries
         codes = (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15)
         if codes != _PLAIN or not self._clean or not self.timed:
-            if not fetches:
-                del trace[:2]
+            del trace[: 2 * (fetched == FETCHED)]
             self.values = Values()
             self._write(now_ns, self._times(now_ns), values)
             return
         trace.clear()
         self.arguments.clear()
-        segments.fed = segments.fed or fetches
         self.step = step = self.step + 1
         self.metered = not step % METER_EVERY
         flags = values.flags

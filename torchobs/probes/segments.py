@@ -1,13 +1,12 @@
 """Where a step's time goes: a timeline cut at the boundaries that the hooks see. Pure: every time is an argument, in ns.
 
-``data`` is a fetch, ``forward`` the time from a fetch to the outermost backward, ``backward`` the outermost backward,
-``optimizer`` from the optimizer's pre to its post hook (inside a closure: forward up to its first backward), ``other`` the time
-between those. Each is measured as an interval of its own.
+``data`` is a fetch, ``forward`` the time from a fetch to the outermost backward (or directly before a backward, where there is
+no fetch), ``backward`` the outermost backward, ``optimizer`` from the optimizer's pre to its post hook (inside a closure:
+forward up to its first backward), ``other`` the time between those. Each is measured as an interval of its own.
 
-Where nothing has shown yet what the data are, no fetch and no phase named ``data`` or ``rollout``, the time before a backward
-is ``other``: environments are stepped, batches made and the model runs there, and nothing that torch lets us see tells one
-from another (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs). Once it has
-shown, further backwards on the same data have their forward pass before them.
+Without a fetch, batches made by a plain function and environments that are stepped are in ``forward`` too: nothing that torch
+lets us see tells them from it (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs).
+The script can name them, ``data`` or ``rollout``; what lies between that and the backward is ``forward`` then.
 
 Evaluation is neither a step nor part of one. It is
 
@@ -63,13 +62,11 @@ class Segments:
 
     __slots__ = (
         "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_loader", "_mark_ns", "_pinned",
-        "_turn", "_undecided", "_window", "_window_loader", "evaluations", "fed", "segment", "spent_ns",
+        "_turn", "_undecided", "_window", "_window_loader", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.segment = NOTHING
-        self.fed = False
-        """Whether it has shown where data come from"""
         self.spent_ns = [0] * 8
         self._mark_ns = self._compiling_ns = 0
         self._pinned: list[int] = []
@@ -146,7 +143,7 @@ class Segments:
         self._evaluating = not gradients
         self._mark_evaluation(now_ns, length, over=exhausted or gradients)
         if not exhausted:
-            self._fetch_ns, self.fed = length, self.fed or gradients
+            self._fetch_ns = length
             return
         if self._evaluating:
             self.spent_ns[EVALUATION] += length
@@ -181,7 +178,7 @@ class Segments:
             return
         before = self.segment
         length = self._cut(now_ns, BACKWARD)
-        if before == OTHER and self.fed:
+        if before in (OTHER, FORWARD):
             self.spent_ns[FORWARD] += length
         elif before != NOTHING:
             self.spent_ns[before] += length
@@ -284,9 +281,7 @@ class Segments:
                 self._take_out(now_ns)
                 self._compiling_ns = 0
             return
-        made = ended in {DATA, OTHER}
-        self.fed = self.fed or made
-        after = self._pinned[-1] if self._pinned else FORWARD if made else OTHER
+        after = self._pinned[-1] if self._pinned else FORWARD if ended in {DATA, OTHER} else OTHER
         self.spent_ns[ended] += self._cut(now_ns, after)
 
     def _take_out(self, now_ns: int) -> None:
