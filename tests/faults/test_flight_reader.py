@@ -22,14 +22,16 @@ EQUAL = [catalog.Metric(f"test.{name}", catalog.Kind.COUNTER, "", "", integer=Tr
 
 
 class Stopped(reader.FlightFile):
-    """A reader that lets the writer run on after every read of a slot and before every read of the ring."""
+    """A reader that lets the writer run on after the read of each slot and before every read of the ring."""
 
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
-    def _slot(self, offset: int) -> tuple[int, bytes]:
-        slot = super()._slot(offset)
+    def _pair(self, offset: int) -> bytes:
+        first = super()._pair(offset)[:SLOT_SIZE]
         self.meanwhile()
-        return slot
+        second = super()._pair(offset)[SLOT_SIZE:]
+        self.meanwhile()
+        return first + second
 
     def _following(self, upto: int) -> Iterator[record.StepRecord]:
         self.meanwhile()

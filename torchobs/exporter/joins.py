@@ -26,6 +26,7 @@ LEAST_STEPS = 16
 """Steps over which a rank is compared: fewer say more of one step than of the rank."""
 WINDOW_NS = 30_000_000_000
 """And at least this long, so that a rank at 1 ms a step is not judged by 16 ms."""
+_PHASE_KEYS = [(phase,) for phase in catalog.PHASES]
 _SAMPLE_NS = 1_000_000_000
 _METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
 
@@ -90,7 +91,8 @@ class _Past:
 
     def add(self, now_ns: int, readings: Readings) -> None:
         steps = _steps(readings)
-        phases = tuple(readings.get(catalog.STEP_PHASE_TIME, phase) or 0.0 for phase in catalog.PHASES)
+        times = readings.of(catalog.STEP_PHASE_TIME)
+        phases = tuple([times.get(key, 0.0) for key in _PHASE_KEYS])
         marks = self._marks
         if marks and steps < marks[-1][1]:
             marks.clear()

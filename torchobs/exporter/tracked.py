@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import struct
 from contextlib import contextmanager
-from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,12 +15,13 @@ from torchobs.exporter.memory import RANK
 from torchobs.flight import lock, reader
 from torchobs.flight.birth import file_name
 from torchobs.flight.layout import BadFlightFileError, Region
-from torchobs.flight.reader import Distribution, View
+from torchobs.flight.reader import Block, Distribution, View
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchobs.flight.reader import FlightFile
+    from torchobs.flight.series import Series
 
 HOSTILE = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
@@ -64,7 +64,7 @@ class Tracked:
         header = file.header
         self.file, self.name, self.header, self.owner = file, name, header, owner
         self.incarnation = header.incarnation.hex()
-        self.rank = labels.identity(header.resource)
+        self.rank, self.info = labels.identity(header.resource), labels.of_info(header.resource)
         self.same_boot = header.boot_id == now.boot_id
         self.view: View = file.read()
         self._exemplars = exemplars.Exemplars(header)
@@ -77,7 +77,8 @@ class Tracked:
         self._sealed = False
         self.ended_in: int | None = None
         """number of the snapshot in which it was first seen to be dead"""
-        self._learned_s = _learned_s(self.view)
+        self._durations = _Durations()
+        self._learned_s = self._durations.timeout_s(self.view)
         self._looked_ns = _NEVER_NS
         self._beat_ns = self._first_beat_ns(now)
 
@@ -165,7 +166,7 @@ class Tracked:
 
     def _read(self, now: Now) -> None:
         before, self.view = self.view.live.heartbeat_ns, self.file.read(final=not self.up)
-        self._learned_s = _learned_s(self.view)
+        self._learned_s = self._durations.timeout_s(self.view)
         beat = self.view.live.heartbeat_ns
         if beat is not None and beat != before:
             # its own time is exact where it compares with ours: both are CLOCK_MONOTONIC, unless a container has one of its own
@@ -220,8 +221,22 @@ def _is_held(directory_fd: int, name: str, *, before: bool) -> bool:
         return before and is_passing(problem)
 
 
-def _learned_s(view: View) -> float:
-    for series, value in chain.from_iterable(block.points() for block in view.blocks):
-        if series.name == catalog.STEP_DURATION.name and isinstance(value, Distribution) and series.bounds:
-            return states.hang_timeout_s(value, series.bounds)
-    return states.FIRST_STEP_S
+class _Durations:
+    """A rank's step times, which are in the fold's own block."""
+
+    __slots__ = ("_index", "_series")
+
+    def __init__(self) -> None:
+        self._series: tuple[Series, ...] = ()
+        self._index: int | None = None
+
+    def timeout_s(self, view: View) -> float:
+        """Return how long the rank may be without a step, as far as it has been learned."""
+        block = view.blocks[0] if view.blocks else Block()
+        if block.series is not self._series:
+            places = (index for index, one in enumerate(block.series) if one.name == catalog.STEP_DURATION.name and one.bounds)
+            self._series, self._index = block.series, next(places, None)
+        value = None if self._index is None else block.values[self._index]
+        if self._index is None or not isinstance(value, Distribution):
+            return states.FIRST_STEP_S
+        return states.hang_timeout_s(value, self._series[self._index].bounds)

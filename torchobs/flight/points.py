@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
-from operator import itemgetter
+from operator import lt
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import Kind
@@ -35,38 +35,44 @@ class Point(NamedTuple):
 class Columns:
     """The series of one value block, sorted by how their words hold a value, so that most of them take one list to read."""
 
-    __slots__ = ("_floats", "_growing", "_others", "_pick", "_words", "series")
+    __slots__ = ("_floats", "_growing", "_others", "_run", "_words", "series")
 
     def __init__(self, series: Sequence[Series] = ()) -> None:
         self.series = tuple(series)
         numbered = list(enumerate(self.series))
-        floats = [(index, one.word) for index, one in numbered if one.value_type == ValueType.FLOAT]
-        self._floats = [index for index, _ in floats]
-        self._pick = itemgetter(*(word for _, word in floats), 0, 0)  # with two more it gives a tuple always
+        self._floats = [(index, one.word) for index, one in numbered if one.value_type == ValueType.FLOAT]
         self._others = [(index, one) for index, one in numbered if one.value_type != ValueType.FLOAT]
         self._growing = [index for index, one in numbered if one.kind in {Kind.COUNTER, Kind.HISTOGRAM}]
         self._words = max((one.word + one.width for one in self.series), default=0)
+        self._run = self._bytes_in_a_row()
 
-    def values(self, words: bytes | bytearray) -> list[Value | None]:
+    def _bytes_in_a_row(self) -> slice | None:
+        """Return where the values are if they are floats in the order of the series, as a writer leaves them."""
+        words = [word for _, word in self._floats]
+        if self._others or not words or words != [*range(words[0], words[0] + len(words))]:
+            return None
+        return slice(words[0] * 8, (words[0] + len(words)) * 8)
+
+    def read(self, words: bytes) -> Block:
         """Return the value of each series; ``None`` where it is absent or its words are not there yet."""
         there = len(words) // 8
-        view = memoryview(bytes(words[: there * 8]).ljust(self._words * 8, b"\0"))
+        if self._run is not None and there >= self._words:
+            run: list[float] = list(memoryview(words)[self._run].cast("d"))
+            if isfinite(sum(run)):  # all of them are then, and nearly every block is so
+                return Block(self.series, run, whole=True)
+        view = memoryview(words.ljust(self._words * 8, b"\0"))
         floats: list[float] = list(view.cast("d"))
         found: list[Value | None] = [None] * len(self.series)
-        picked = self._pick(floats)[:-2] if self._floats else ()
-        if not self._others and isfinite(sum(picked)):  # all of them are then, and nearly every block is so
-            found[:] = picked
-        else:
-            for index, value in zip(self._floats, picked, strict=True):
-                if value - value == 0.0:  # finite: what a NaN or an infinity leaves is a NaN
-                    found[index] = value
-        if self._others:
-            ints = view.cast("Q").tolist()
-            for index, one in self._others:
-                found[index] = _VALUES[one.value_type](ints, floats, one.word, one)
+        for index, word in self._floats:
+            value = floats[word]
+            if value - value == 0.0:  # finite: what a NaN or an infinity leaves is a NaN
+                found[index] = value
+        ints = view.cast("Q").tolist() if self._others else []
+        for index, one in self._others:
+            found[index] = _VALUES[one.value_type](ints, floats, one.word, one)
         if there < self._words:
-            return [found[i] if one.word + one.width <= there else None for i, one in enumerate(self.series)]
-        return found
+            found = [found[i] if one.word + one.width <= there else None for i, one in enumerate(self.series)]
+        return Block(self.series, found, whole=None not in found)
 
     def steps_back(self, before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
         """Tell whether a counter or a bucket went down, or a counter went away. ``before`` may be shorter."""
@@ -77,7 +83,7 @@ class Columns:
             if old is None or old == new:
                 continue
             if isinstance(old, Distribution):
-                if not isinstance(new, Distribution) or any(a < b for a, b in zip(new.counts, old.counts, strict=True)):
+                if not isinstance(new, Distribution) or any(map(lt, new.counts, old.counts)):
                     return True
             elif new is None or isinstance(new, Distribution) or new < old:
                 return True
@@ -89,6 +95,8 @@ class Block(NamedTuple):
 
     series: tuple[Series, ...] = ()
     values: Sequence[Value | None] = ()
+    whole: bool = False
+    """whether it is known that none is absent"""
 
     def points(self) -> Iterator[Point]:
         """Yield those that are there."""

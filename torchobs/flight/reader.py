@@ -172,25 +172,25 @@ class FlightFile:
 
     def _serve(self, slots: dict[int, _Slot], *, final: bool) -> None:
         """Take over what was read, unless a counter would step back: a snapshot is served whole or not at all."""
-        changed = {block for block in slots if self._is_new(block, slots[block])}
-        words = {block: slots[block][1] for block in changed}
+        words = {block: slot[1] for block, slot in slots.items() if self._is_new(block, slot)}
         last_step_ns, upto = None, 0
         if slots[0][0]:
             totals = record.Totals(bytearray(slots[0][1]))
             last_step_ns = self._fold(totals, final=final)
-            words[0], upto = bytes(totals.buffer), totals.ints[record.Word.FOLDED_UPTO]
-        values = {block: self._columns_of(block).values(raw) for block, raw in words.items()}
-        if any(self._columns[block].steps_back(self._block(block).values, new) for block, new in values.items()):
+            upto = totals.ints[record.Word.FOLDED_UPTO]
+            if 0 in words or upto != self._upto:
+                words[0] = bytes(totals.buffer)
+        blocks = {block: self._columns_of(block).read(raw) for block, raw in words.items()}
+        if any(self._columns[block].steps_back(self._block(block).values, new.values) for block, new in blocks.items()):
             self.rejected += 1
             return
-        for block, new in values.items():
-            self._blocks[block] = Block(self._columns[block].series, new)
+        self._blocks.update(blocks)
         self._slots.update(slots)
         self._last_step_ns, self._upto = last_step_ns, upto
 
     def _is_new(self, block: int, slot: _Slot) -> bool:
         more_series = len(self._series.get(block, ())) > len(self._block(block).values)
-        return more_series or slot[0] != self._slots.get(block, _NONE)[0]
+        return more_series or slot is not self._slots.get(block, _NONE)
 
     def _block(self, block: int) -> Block:
         return self._blocks.get(block, _NO_BLOCK)
@@ -259,21 +259,22 @@ class FlightFile:
         offset = self.header.regions[Region.BLOCKS].offset + block * 2 * SLOT_SIZE
         served, least = self._slots.get(block, _NONE), 0 if block else record.WORDS * 8  # a core without totals is forged
         for _ in range(_RETRIES):
-            found = [slot for slot in (self._slot(offset), self._slot(offset + SLOT_SIZE)) if len(slot[1]) >= least]
-            best = max(found, default=_NONE)
-            if best[0] >= max(served[0], 1):
-                return best if best[0] > served[0] else served
+            raw = self._pair(offset)
+            one, other = SLOT_HEADER.unpack_from(raw), SLOT_HEADER.unpack_from(raw, SLOT_SIZE)
+            for (generation, length, crc), at in (
+                ((one, 0), (other, SLOT_SIZE)) if one > other else ((other, SLOT_SIZE), (one, 0))
+            ):
+                if generation < served[0] or not generation:
+                    break
+                if generation == served[0]:  # nothing is newer, and what it says is known
+                    return served
+                words = raw[at + SLOT_HEADER.size : at + SLOT_HEADER.size + length]
+                if _is_length(length, least) and words_crc(generation, words, self.header.seed) == crc:
+                    return generation, words
         return served
 
-    def _slot(self, offset: int) -> _Slot:
-        raw = os.pread(self._fd, SLOT_SIZE, offset)
-        if len(raw) < SLOT_HEADER.size:
-            return _NONE
-        generation, length, crc = SLOT_HEADER.unpack_from(raw)
-        words = raw[SLOT_HEADER.size : SLOT_HEADER.size + length]
-        if length % 8 or length > BLOCK_WORDS * 8 or len(words) != length:
-            return _NONE
-        return (generation, words) if words_crc(generation, words, self.header.seed) == crc else _NONE
+    def _pair(self, offset: int) -> bytes:
+        return os.pread(self._fd, 2 * SLOT_SIZE, offset).ljust(2 * SLOT_SIZE, b"\0")
 
     def _fold(self, core: record.Totals, *, final: bool) -> int | None:
         """Fold what the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
@@ -321,6 +322,10 @@ class FlightFile:
     def _records_at(self, slot: int, many: int) -> bytes:
         span = self.header.regions[Region.STEPS]
         return os.pread(self._fd, many * RECORD_SIZE, span.offset + slot * RECORD_SIZE)
+
+
+def _is_length(length: int, least: int) -> bool:
+    return least <= length <= BLOCK_WORDS * 8 and not length % 8
 
 
 def _says_something(block: Block) -> bool:
