@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
@@ -70,31 +71,46 @@ class HostFacts(NamedTuple):
     """when the machine's counters were 0, Unix ns"""
 
 
+def _states(metric: Metric, *none: str) -> dict[str, tuple[Said, ...]]:
+    """Return what is said in each of a metric's states, of which one is 1 and the others 0; all are 0 in ``none``."""
+    (attribute,) = metric.attributes
+    own = {name: {attribute.name: name} for name in attribute.values}
+    return {
+        state: tuple(Said(metric, own[name], float(name == state)) for name in attribute.values)
+        for state in (*attribute.values, *none)
+    }
+
+
+# the same objects at every scrape: that nothing has changed but numbers is seen without a look at them
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+_STATES, _ENDINGS = _states(catalog.RANK_STATE_SET), _states(catalog.RANK_EXIT, "")
+_UP = {up: Said(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True)}
+
+
 def of_rank(rank: Rank) -> Iterator[Said]:
     """Yield what the exporter says of a rank: its state, how it ended, what describes it."""
     header, live = rank.view.header, rank.view.live
-    yield from _set(catalog.RANK_STATE_SET, {state: float(state == rank.state) for state in catalog.RANK_STATES})
-    yield Said(catalog.RANK_UP, {}, float(rank.up))
+    yield from _STATES[rank.state]
+    yield _UP[rank.up]
     if live.heartbeat_ns:
-        yield Said(catalog.RANK_HEARTBEAT_TIMESTAMP, {}, header.wall_s(live.heartbeat_ns))
+        yield Said(catalog.RANK_HEARTBEAT_TIMESTAMP, _NO_LABELS, header.wall_s(live.heartbeat_ns))
     if rank.progress_age_s is not None:
-        yield Said(catalog.RANK_PROGRESS_AGE, {}, rank.progress_age_s)
-    yield Said(catalog.RANK_START_TIME, {}, header.wall_ns / 1e9)
-    yield Said(catalog.RANK_RESTARTS, {}, labels.number(header.resource, "restart") or 0)
-    reason = ending(rank)
-    yield from _set(catalog.RANK_EXIT, {known: float(known == reason) for known in catalog.EXIT_REASONS})
-    yield Said(catalog.RANK_INFO, labels.of_info(header.resource), 1.0)
+        yield Said(catalog.RANK_PROGRESS_AGE, _NO_LABELS, rank.progress_age_s)
+    yield Said(catalog.RANK_START_TIME, _NO_LABELS, header.wall_ns / 1e9)
+    yield Said(catalog.RANK_RESTARTS, _NO_LABELS, labels.number(header.resource, "restart") or 0)
+    yield from _ENDINGS[ending(rank)]
+    yield Said(catalog.RANK_INFO, rank.info, 1.0)
     world_size = labels.number(header.resource, "world_size")
     if world_size is not None:
-        yield Said(catalog.WORLD_SIZE, {}, world_size)
+        yield Said(catalog.WORLD_SIZE, _NO_LABELS, world_size)
     if rank.standing is not None:
         yield from _of_standing(rank.standing)
 
 
 def _of_standing(standing: Standing) -> Iterator[Said]:
-    yield Said(catalog.RANK_BEHIND, {}, standing.behind)
+    yield Said(catalog.RANK_BEHIND, _NO_LABELS, standing.behind)
     if standing.slowdown is not None:
-        yield Said(catalog.RANK_SLOWDOWN, {}, standing.slowdown)
+        yield Said(catalog.RANK_SLOWDOWN, _NO_LABELS, standing.slowdown)
     yield from _set(catalog.RANK_EXCESS, standing.excess_s)
 
 

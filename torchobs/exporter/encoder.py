@@ -92,14 +92,14 @@ _label_name: Callable[[str, str], str] = lru_cache(1024)(escape_label_name)  # t
 
 
 def header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
-    """Return a family's first lines. ``name`` as OpenMetrics has it, a counter's without ``_total``."""
+    """Return a family's first lines, the last without its end. ``name``: OpenMetrics', a counter's without ``_total``."""
     if style.openmetrics:
         escaped = escape_metric_name(name, style.escaping)
-        lines = f"# HELP {escaped} {_text(brief)}\n# TYPE {escaped} {kind}\n"
-        return f"{lines}# UNIT {escaped} {unit}\n" if unit else lines
+        lines = f"# HELP {escaped} {_text(brief)}\n# TYPE {escaped} {kind}"
+        return f"{lines}\n# UNIT {escaped} {unit}" if unit else lines
     escaped = escape_metric_name(f"{name}_total" if kind == "counter" else name, style.escaping)
     documentation = brief.replace("\\", r"\\").replace("\n", r"\n")
-    return f"# HELP {escaped} {documentation}\n# TYPE {escaped} {kind}\n"
+    return f"# HELP {escaped} {documentation}\n# TYPE {escaped} {kind}"
 
 
 def prefix(style: Style, name: str, labels: Mapping[str, str]) -> str:

@@ -59,5 +59,5 @@ class Pages:
 
     def _render(self, facts: Facts, chosen: encoder.Format, compressed: bool) -> bytes:  # noqa: FBT001  # run_in_executor takes no keywords
         families = self._exposition.families(facts, chosen.style)
-        page = list(encoder.pieces(chosen.style, chosen.foreign(self._registry), families))
+        page = encoder.pieces(chosen.style, chosen.foreign(self._registry), families)
         return gzipped(page) if compressed else b"".join(page)

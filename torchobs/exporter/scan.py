@@ -50,6 +50,8 @@ class Rank:
     run_id: str
     rank: str
     incarnation: str
+    info: Mapping[str, str]
+    """what describes it, as labels: the same object as long as it is the same rank"""
     state: str
     up: bool
     view: View
@@ -272,6 +274,7 @@ class Scanner:
             run_id=run_id,
             rank=rank + suffix,
             incarnation=tracked.incarnation,
+            info=tracked.info,
             state=tracked.state,
             up=tracked.up,
             view=tracked.view,

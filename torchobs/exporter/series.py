@@ -15,11 +15,12 @@ from torchobs.exporter.names import cumulative, sample_name
 from torchobs.flight.reader import Distribution
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torchobs.exporter.encoder import Style
     from torchobs.exporter.exemplars import Shown
     from torchobs.exporter.names import Family
+    from torchobs.flight.points import Value
     from torchobs.flight.series import Series
 
 
@@ -56,11 +57,11 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
 class Lines:
     """The lines of one series in one style: all but their numbers is made once."""
 
-    __slots__ = ("_created", "_entry", "_openmetrics", "_prefixes", "_with_sum", "plain")
+    __slots__ = ("_created", "_entry", "_with_sum", "prefixes")
 
     def __init__(self, entry: Labelled, style: Style) -> None:
         name, bounds = entry.family.name, entry.series.bounds
-        self._entry, self._openmetrics = entry, style.openmetrics
+        self._entry = entry
         # with negative values a sum is no counter: OpenMetrics has neither it nor the count then
         self._with_sum = not (bounds and bounds[0] < 0)
         if entry.buckets:
@@ -68,31 +69,28 @@ class Lines:
             parts += [prefix(style, f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
         else:
             parts = [prefix(style, entry.sample, entry.labels)]
-        self._prefixes = tuple(parts)
-        self.plain = "" if entry.buckets or entry.series.kind is Kind.COUNTER else parts[0]
-        """all but the number, where any finite number will do"""
-        self._created = prefix(style, f"{name}_created", entry.labels) if cumulative(entry.series.kind) else ""
+        self.prefixes = tuple([f"\n{part}" for part in parts])
+        """the lines up to their numbers, each with its line break in front of it"""
+        self._created = f"\n{prefix(style, f'{name}_created', entry.labels)}" if cumulative(entry.series.kind) else ""
 
-    def of(self, value: float | Distribution, shown: Shown = exemplars.NONE) -> str:
-        """Return the lines for a value; none for one that a page cannot show (not finite, or a counter below zero)."""
+    def numbers(self, value: Value | None) -> Sequence[float]:
+        """Return the numbers of the first lines; none for what a page cannot show (not finite, or a counter below zero)."""
         entry = self._entry
         if isinstance(value, Distribution):
-            return self._of_histogram(value, shown) if entry.buckets else ""
-        if entry.buckets or not isfinite(value) or (value < 0 and entry.series.kind is Kind.COUNTER):
-            return ""
-        return f"{self._prefixes[0]}{number(value)}\n"
+            return self._of_histogram(value) if entry.buckets else ()
+        if value is None or entry.buckets or not isfinite(value) or (value < 0 and entry.series.kind is Kind.COUNTER):
+            return ()
+        return (float(value),)
 
     def created(self, born_s: float) -> str:
         """Return the line that says when it began to count, if it counts."""
-        return f"{self._created}{number(born_s)}\n" if self._created else ""
+        return f"{self._created}{number(born_s)}" if self._created else ""
 
-    def _of_histogram(self, value: Distribution, shown: Shown) -> str:
-        prefixes, totals = self._prefixes, [*accumulate(value.counts)]
-        lines = [f"{first}{number(total)}\n" for first, total in zip(prefixes, totals, strict=False)]
-        if shown and self._openmetrics:
-            for index, one in exemplars.of(self._entry.series, shown).items():
-                if value.counts[index]:  # the span can be there before the step is folded
-                    lines[index] = f"{lines[index][:-1]}{exemplar(one.labels, one.value, one.at_ns)}\n"
-        if self._with_sum and value.sum >= 0:
-            lines += [f"{prefixes[-2]}{number(totals[-1])}\n", f"{prefixes[-1]}{number(value.sum)}\n"]
-        return "".join(lines)
+    def exemplars(self, shown: Shown) -> list[tuple[int, str]]:
+        """Return what is behind the numbers of buckets."""
+        found = exemplars.of(self._entry.series, shown) if self._entry.buckets else {}
+        return [(index, exemplar(one.labels, one.value, one.at_ns)) for index, one in found.items()]
+
+    def _of_histogram(self, value: Distribution) -> Sequence[float]:
+        totals = [*map(float, accumulate(value.counts))]
+        return [*totals, totals[-1], value.sum] if self._with_sum and value.sum >= 0 else totals
