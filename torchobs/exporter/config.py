@@ -56,9 +56,9 @@ class ExporterConfig:
     series_limit: int = 20_000
     """series of one rank"""
     series_limit_total: int = 1_000_000
+    """series of all ranks"""
     memory_limit: int | None = None
     """bytes; None: the memory cgroup's"""
-    """series of all ranks"""
     file_sd: str | None = None
     """where to write what Prometheus' file_sd_configs read"""
     drop_metrics: tuple[str, ...] = ()
