@@ -117,6 +117,8 @@ def _call(name: str, function: Callable[..., None], *args: Any) -> None:
 
 
 def _step(host: Host) -> None:
+    if host.cycle.metered or not host.cycle.step:
+        host.loop.note()
     host.cycle.end(time.monotonic_ns())
 
 

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.flight.record import LIVE_PHASES
 from torchobs.guarding import Fuse, call
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Sampler:
         host, writer = self._host, self._host.writer
         host.device.poll()
         phase, since_ns = host.cycle.phase()
-        writer.phase(phase + 1, since_ns)
+        writer.phase(1 + (LIVE_PHASES.index("idle") if host.idle else phase), since_ns)
         for probe, sample in self._samples:
             call(host.fuse(probe), sample)
             self.breathe()

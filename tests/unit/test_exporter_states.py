@@ -43,6 +43,7 @@ def durations(**counts: int) -> Distribution:
         (ALIVE._replace(progress_age_s=1e6, phase="evaluation"), "alive"),
         (ALIVE._replace(progress_age_s=1e6, phase="checkpoint"), "alive"),
         (ALIVE._replace(progress_age_s=1e6, phase="compile"), "alive"),
+        (ALIVE._replace(progress_age_s=1e6, phase="idle"), "alive"),
         (GONE, "lost"),
         (GONE._replace(exit_reason=Exit.FINISHED), "finished"),
         (GONE._replace(exit_reason=Exit.EXIT_CODE, exit_code=0), "finished"),

@@ -86,6 +86,7 @@ def test_without_stacks_it_says_how_to_have_them() -> None:
         (30.0, {"state": "failed", "reason": "interrupted"}, WARNING),
         (600.0, {"state": "failed", "reason": "exception"}, ERROR),
         (600.0, {"phase": "evaluation"}, INFO),
+        (600.0, {"phase": "idle"}, INFO),
         (600.0, {"state": "finished", "reason": "finished"}, None),
         (30.0, {"state": "alive", "reason": "", "up": True}, WARNING),
         (69.0, {"state": "hung", "reason": "", "up": True}, ERROR),
@@ -95,6 +96,17 @@ def test_what_is_long_and_how_bad_it_is(seconds: float, given: dict[str, Any], s
     """A slow batch is nothing, a time that nobody would call a hang yet is worth a look, an evaluation takes what it takes."""
     found = told(quiet(seconds, **given))
     assert (found.severity if found else None) == severity
+
+
+def test_a_rank_that_had_trained_and_did_something_else_did_not_hang() -> None:
+    """A notebook, a server, an upload, killed in the end: how long ago its last step was, and no verdict."""
+    killed = quiet(600.0, phase="idle")
+    text = " ".join(finding.text for finding in diagnose(killed))
+    assert "Rank 0 vanished without a word after step 201, after it had left its training loop: killed" in text
+    assert "No step ended in the last 10 min 0 s, where one usually took 100 ms: it had left its training loop, and did" in text
+    found = stall(killed)
+    assert found is not None
+    assert (found.hung, found.phase) == (False, "idle")
 
 
 def test_a_rank_that_held_the_lock_is_told_however_short_its_silence_seems() -> None:

@@ -38,8 +38,8 @@ percentile knows nothing of it; and a single one, behind a cold cache, says noth
 FIRST_STEP_S = 1800.0
 """Before the first step nothing is learned yet; this is the default timeout of a gloo process group in torch.distributed."""
 
-PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile"})
-"""Phases that may take any time without a step."""
+PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile", "idle"})
+"""Phases that may take any time without a step; who is idle has left its training loop."""
 
 LIVING = frozenset({"alive", "unresponsive", "hung"})
 """The states in which the process is there."""

@@ -81,7 +81,7 @@ class Live:
     HEARTBEAT_NS = 0
     """CLOCK_MONOTONIC of the sampler's last round"""
     PHASE = 1
-    """phase id << 56 | CLOCK_MONOTONIC in µs at which it began (``record.PHASE_NAMES`` gives the names)"""
+    """phase id << 56 | CLOCK_MONOTONIC in µs at which it began (``record.LIVE_PHASES`` gives the names)"""
     STEP_HEAD = 2
     """sequence number of the newest step record"""
     EVENT_HEAD = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchobs.flight.layout import EXIT_SET, Live
-from torchobs.flight.record import PHASE_NAMES
+from torchobs.flight.record import LIVE_PHASES
 
 _MAX_LEVEL = 15
 _MICROSECONDS = (1 << 56) - 1
@@ -30,10 +30,10 @@ def decode(raw: bytes) -> LiveWords:
     words = memoryview(raw.ljust(8 * (Live.LEVEL + 1), b"\0")).cast("Q")
     phase, exit_word, level = words[Live.PHASE], words[Live.EXIT], words[Live.LEVEL]
     heartbeat, code = words[Live.HEARTBEAT_NS], exit_word & 0xFFFFFFFF
-    known, ended = 1 <= phase >> 56 <= len(PHASE_NAMES), bool(exit_word & EXIT_SET)
+    known, ended = 1 <= phase >> 56 <= len(LIVE_PHASES), bool(exit_word & EXIT_SET)
     return LiveWords(
         heartbeat if 0 < heartbeat < 1 << 62 else None,
-        PHASE_NAMES[(phase >> 56) - 1] if known else None,
+        LIVE_PHASES[(phase >> 56) - 1] if known else None,
         (phase & _MICROSECONDS) * 1000 if known else None,
         (exit_word & ~EXIT_SET) >> 32 if ended else None,
         code - (1 << 32) if code >> 31 else code,

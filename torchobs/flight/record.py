@@ -69,11 +69,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
-    "ABSENT_BITS", "CRC", "PHASE_NAMES", "PLAIN", "WORDS", "Anomaly", "Flag", "Kind", "StepRecord", "Totals", "Word", "fold",
-    "fold_late", "pack", "unpack",
+    "ABSENT_BITS", "CRC", "LIVE_PHASES", "PHASE_NAMES", "PLAIN", "WORDS", "Anomaly", "Flag", "Kind", "StepRecord", "Totals",
+    "Word", "fold", "fold_late", "pack", "unpack",
 ]  # fmt: skip
 
 PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
+LIVE_PHASES = (*PHASE_NAMES, "idle")
+"""What the training thread may be at now: idle is to have left its training loop."""
 
 _BODY = struct.Struct("<QQQHHIdddd8fQIIdI")
 PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")

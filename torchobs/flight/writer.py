@@ -177,7 +177,7 @@ class FlightWriter:
         self.memory.word(self._live_at + Live.HEARTBEAT_NS, time.monotonic_ns())
 
     def phase(self, phase_id: int, begun_ns: int) -> None:
-        """Say what the training thread is doing; 0 is nothing, else 1 + the index in ``record.PHASE_NAMES``."""
+        """Say what the training thread is doing; 0 is nothing, else 1 + the index in ``record.LIVE_PHASES``."""
         self.memory.word(self._live_at + Live.PHASE, phase_id << 56 | begun_ns // 1000)
 
     def level(self, level: int) -> None:

@@ -115,6 +115,8 @@ def _out_of_memory(facts: Facts) -> Finding:
 
 
 def _phase(facts: Facts) -> str:
+    if facts.phase == "idle":
+        return ", after it had left its training loop"
     return f", in the phase {facts.phase}" if facts.phase and facts.last_step else ""
 
 

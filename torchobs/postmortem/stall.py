@@ -82,6 +82,8 @@ def _quiet(found: Stall, facts: Facts) -> str:
     usual = f", where one usually took {words.duration(found.usual_step)}" if found.usual_step is not None else ""
     begin = "It likely hung: no" if found.hung and not facts.up else "No"
     head = f"{begin} step ended in the last {words.duration(found.seconds)}{usual}"
+    if found.phase == "idle":
+        return f"{head}: it had left its training loop, and did something else."
     if found.phase is None or found.phase_seconds is None:
         return f"{head}."
     whole = found.phase_seconds >= _ALL_OF_IT * found.seconds
@@ -101,6 +103,8 @@ def _where(found: Stall, facts: Facts) -> str:
         return f"Where its threads were then is written in {words.either(found.stacks)}, beside the flight file."
     if facts.up:
         return "`torchobs stacks` shows where its threads are."
+    if found.phase == "idle":
+        return "That is no hang."
     return "No stacks of that time are here: `torchobs stacks` asks for them while it lasts, and an exporter once a rank hangs."
 
 

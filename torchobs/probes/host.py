@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchobs.guarding import Fuse
 from torchobs.probes.cycle import METER_EVERY
+from torchobs.probes.loop import TrainingLoop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +82,10 @@ class Host:
     """Names given to ``torchobs.log`` so far"""
     thread: int = field(default_factory=get_ident)
     """The training thread: the one that steps optimizers"""
+    loop: TrainingLoop = field(default_factory=TrainingLoop)
+    """The loops that it trains in"""
+    idle: bool = False
+    """Whether it has left them, and does something else"""
     backwards: int = 0
     """1 while a backward pass runs in the training thread"""
     in_closure: bool = False

@@ -1,4 +1,4 @@
-"""Phases: that they are recorded, and evaluation, which is no part of a step.
+"""Phases: that they are recorded, and evaluation, which is no part of a step; and that no training goes on any more.
 
 ``Module.train`` is where ``eval()`` and ``train()`` meet; only the outermost call counts, since it recurses into the children.
 """
@@ -11,9 +11,12 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.detect.idle import idle_from
+from torchobs.flight.totals import DURATION_SUM
 from torchobs.probes.budget import LONG_NS, Budget
 from torchobs.probes.goodput import OpenTime
 from torchobs.probes.patching import Patch
+from torchobs.probes.segments import FORWARD, OTHER
 from torchobs.probes.startup import Startup
 from torchobs.probes.trace import EVAL, TRAIN
 
@@ -65,6 +68,7 @@ class PhaseProbe:
 
     def sample(self) -> None:
         """Write spans of the evaluations that the timeline has found, and look how long the start takes, and what is open."""
+        self._host.idle = self._is_idle()
         self._open.sample(last=self._over)
         self._startup.sample(last=self._over)
         found = self._host.cycle.segments.evaluations
@@ -72,6 +76,17 @@ class PhaseProbe:
             begun_ns, ended_ns = found.popleft()
             if ended_ns - begun_ns >= LONG_NS or self._budget.take(ended_ns):
                 self._host.span(catalog.SPAN_EVALUATION.name, begun_ns, ended_ns, {}, failed=False)
+
+    def _is_idle(self) -> bool:
+        """Tell whether nothing was seen for as long as goodput takes for idle, and the training loop is not running either.
+
+        The stack, 20 µs to look at, is looked at only then: a second stage's loop is noted some steps later.
+        """
+        host = self._host
+        phase, since_ns = host.cycle.phase()
+        patience_s = idle_from(host.writer.table.core.totals.floats[DURATION_SUM + 2])
+        quiet = phase in {FORWARD, OTHER} and monotonic_ns() - since_ns > patience_s * 1e9
+        return quiet and host.loop.left(host.thread)
 
     def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # as above
         now_ns = monotonic_ns()

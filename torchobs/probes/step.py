@@ -108,7 +108,8 @@ class StepProbe:
             if type(rate) is float and not cycle.values.flags & Flag.LEARNING_RATE:
                 cycle.values.learning_rate = rate
                 cycle.values.flags |= 4
-        if cycle.metered:
+        if cycle.metered or not cycle.step:
+            host.loop.note()
             host.spend(self.name, monotonic_ns() - now_ns)
         if cycle.step >= host.norm_due or cycle.step == host.norm_step or closure:
             host.tell(host.before_step, optimizer, closure)

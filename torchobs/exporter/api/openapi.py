@@ -10,7 +10,7 @@ from torchobs._version import __version__
 from torchobs.exporter.api.asked import EVIDENCE, KIND, RANK
 from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.flight.evidence import KINDS
-from torchobs.flight.record import PHASE_NAMES
+from torchobs.flight.record import LIVE_PHASES, PHASE_NAMES
 from torchobs.settings import PROBES
 
 Schema = dict[str, Any]
@@ -71,7 +71,7 @@ SCHEMAS: dict[str, Schema] = {
         state={"enum": list(catalog.RANK_STATES)},
         up={"type": "boolean"},
         level={"enum": [*LEVELS, "unknown"]},
-        phase={"enum": [*PHASE_NAMES, None]},
+        phase={"enum": [*LIVE_PHASES, None]},
         started=_TIME,
         last_step={"oneOf": [_TIME, {"type": "null"}]},
         progress_age_s=_MAYBE,

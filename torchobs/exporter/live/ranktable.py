@@ -83,7 +83,7 @@ def state(row: Row) -> Html:
     """Return the state with its mark, how the rank ended, and what is wrong with its numbers."""
     mark = tag("span", MARKS.get(row.state, "●"), aria_hidden="true")
     details = [row.reason.replace("_", " ")] if row.reason not in {"", row.state} else []
-    details += [row.phase] if row.phase in {"evaluation", "checkpoint", "compile"} else []
+    details += [row.phase] if row.phase in {"evaluation", "checkpoint", "compile", "idle"} else []
     details += [kind.replace("_", " ") for kind in row.anomalies]
     more = tag("span", ", ".join(details), class_="why") if details else EMPTY
     return joined([tag("span", mark, " ", row.state, class_=f"state {row.state}"), " " if details else "", more])

@@ -19,7 +19,7 @@ SLOW = 1.2
 """A rank that takes a fifth longer than its peers is worth a word: it costs the run a sixth of its speed."""
 
 _MOST_NAMED = 4
-_AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling"}
+_AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling", "idle": "Idle"}
 _ENDINGS = {
     "exception": "failed {ago} ago with an exception",
     "exit_code": "failed {ago} ago with an exit status",
