@@ -97,6 +97,10 @@ class Profiles:
 
     def _at_backward(self) -> None:
         """In the training thread, when a backward pass begins. Cannot raise."""
+        if self._host.device.cuda.capturing():  # a profiler that begins or ends waits for the device, which ends the capture
+            if self._host.at_backward is not None:
+                self._host.at_backward(self._at_backward)
+            return
         fuse, asked, run = Fuse("profile"), self._asked, self._run
         call(fuse, self._advance)
         for trip in fuse.trips:

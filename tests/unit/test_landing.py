@@ -8,38 +8,15 @@ import math
 import pytest
 import torch
 
+from tests.slow_device import SlowDevice
 from torchobs.probes.device import DeviceValues
 from torchobs.probes.landing import UNSET, Landings
-
-
-class Slow:
-    """A device that is as late as the test wants. It knows nothing else: an event would be an AttributeError."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.is_capturing = False
-        self.made = 0
-
-    def capturing(self) -> bool:
-        return self.is_capturing
-
-    def empty(self, size: int) -> torch.Tensor:
-        self.made += 1
-        return torch.zeros(size, dtype=torch.float64)
-
-    def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        self.sent.append((values.double(), into))
-
-    def land(self, words: int = 1 << 30) -> None:
-        """The oldest copy, or the first words of it, arrives."""
-        values, into = self.sent.pop(0)
-        into[:words] = values[:words]
 
 
 @pytest.mark.parametrize("value", [2.5, 0.0, -0.0, math.inf, math.nan, 5e-324])
 def test_a_value_is_delivered_when_it_has_landed(value: float) -> None:
     """Whatever it is: a NaN that was computed is a value like any other."""
-    device, found = Slow(), list[float]()
+    device, found = SlowDevice(), list[float]()
     values = DeviceValues(device)
     for _ in range(3):
         assert values.expect(torch.tensor(value, dtype=torch.float64), found.append)
@@ -52,7 +29,7 @@ def test_a_value_is_delivered_when_it_has_landed(value: float) -> None:
 
 def test_values_come_in_order() -> None:
     """One that overtook another waits for it."""
-    device, found = Slow(), list[float]()
+    device, found = SlowDevice(), list[float]()
     values = DeviceValues(device)
     for number in range(3):
         values.expect(torch.tensor(float(number)), found.append)
@@ -68,7 +45,7 @@ def test_values_come_in_order() -> None:
 
 def test_a_full_ring_drops_and_a_capture_takes_nothing() -> None:
     """And no slot is used again before its value was delivered."""
-    device, found = Slow(), list[float]()
+    device, found = SlowDevice(), list[float]()
     values = DeviceValues(device)
     taken = [values.expect(torch.tensor(float(number)), found.append) for number in range(1025)]
     assert taken == [True] * 1024 + [False]
@@ -84,7 +61,7 @@ def test_a_full_ring_drops_and_a_capture_takes_nothing() -> None:
 
 def test_a_vector_is_there_when_all_of_it_is() -> None:
     """In whatever order its words come."""
-    device = Slow()
+    device = SlowDevice()
     landing = Landings(device).send(torch.tensor([1.0, 2.0, math.nan]))
     assert not landing.ready()
     device.sent.insert(0, (device.sent[0][0], device.sent[0][1]))
@@ -98,7 +75,7 @@ def test_a_vector_is_there_when_all_of_it_is() -> None:
 
 def test_memory_is_used_again_but_never_while_a_copy_is_on_its_way() -> None:
     """One that nobody waits for any more would land in the next one's words."""
-    device = Slow()
+    device = SlowDevice()
     landings = Landings(device)
     for _ in range(5):
         landing = landings.send(torch.ones(100))

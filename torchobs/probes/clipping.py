@@ -183,6 +183,8 @@ class ClipWatch:
             if not _SUSPICIOUS < made.total < inf:  # it may have over- or underflowed
                 made.each = self._measure(*_keyed(tensors))
                 made.total = made.each.total() if made.each is not None else made.total
+        elif self._devices.cuda.capturing():
+            return  # held, it would keep the graph's own memory
         else:
             made.total = norm.detach()
         if seen is not None and made.each is None:
@@ -258,7 +260,10 @@ class ClipWatch:
         """Flag the step in progress if the value says so, be it now or when a device has delivered it."""
         cycle = self._host.cycle
         step = cycle.step + 1
-        if isinstance(value, self._torch.Tensor) and not value.is_cpu:
+        is_tensor = isinstance(value, self._torch.Tensor)
+        if is_tensor and not self._devices.cuda.holds(value):
+            return
+        if is_tensor and not value.is_cpu:
             late = cycle.late
             self._host.device.take(value, lambda number: late(step, Flag.CLIPPED, 0.0, 0.0) if clipped(number) else None)
         elif clipped(float(value)):

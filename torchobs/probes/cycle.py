@@ -41,21 +41,29 @@ METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
 
 
+GONE = -1
+
+
 class Values:
     """What was seen of one step, but for its times."""
 
     __slots__ = (
-        "flags", "learning_rate", "loss_base", "loss_sum", "losses", "norm_base", "norm_scale", "norm_squared", "samples",
-        "tokens",
+        "flags", "learning_rate", "loss_base", "loss_sum", "losses", "norm_base", "norm_scale", "norm_squared", "part_of",
+        "samples", "step", "tokens",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.flags = self.losses = self.tokens = self.samples = 0
+        self.step = 0
+        """The first step that was written of them, 0 before, ``GONE`` if none ever is"""
+        self.part_of: Values | None = None
+        """Those that have taken these in"""
         self.loss_sum = self.loss_base = self.norm_squared = self.norm_base = self.learning_rate = 0.0
         self.norm_scale = 1.0
 
     def merge(self, earlier: Values) -> None:
         """Take in what an earlier optimizer of the same step left."""
+        earlier.part_of = self
         self.flags |= earlier.flags
         self.losses += earlier.losses
         self.tokens += earlier.tokens
@@ -64,6 +72,13 @@ class Values:
         self.norm_squared += earlier.norm_squared
         if earlier.flags & Flag.LEARNING_RATE:
             self.learning_rate = earlier.learning_rate
+
+
+def became(whose: Values | int) -> int:
+    """Return the number of the step that :meth:`Cycle.whose` spoke of, 0 while it is not known."""
+    while isinstance(whose, Values) and whose.part_of is not None:
+        whose = whose.part_of
+    return whose.step if isinstance(whose, Values) else whose
 
 
 class _Ended(NamedTuple):
@@ -161,6 +176,13 @@ class Cycle:
     def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
         """Write values of a step that has ended."""
         self._append(step, time.monotonic_ns(), Kind.LATE, flags, 1, 0.0, loss, norm, 0.0, (0.0,) * 8, tokens, samples)
+
+    def whose(self) -> Values | int:
+        """Return the number of the step in progress or, where it shows later whether a step has just ended, its values.
+
+        The number is that of :meth:`became` then. For what a device delivers of this moment.
+        """
+        return self.step + 1 if self._provisional is None else self.values
 
     # -- boundaries --------------------------------------------------------------------------------------------------------
 
@@ -280,8 +302,9 @@ class Cycle:
             return
         trace.clear()
         self.arguments.clear()
-        self.step = step = self.step + 1
-        self.metered = not step % METER_EVERY
+        step = self.step + 1
+        values.step = values.step or step
+        self.step, self.metered = step, not step % METER_EVERY
         flags = values.flags
         self._append_plain(
             step, now_ns, flags, values.losses, fetch, fetched, backward, backward_ends, optimizer, values.loss_sum,
@@ -342,6 +365,7 @@ class Cycle:
         self.trace.clear()
         self.arguments.clear()
         self.segments, self._clean = Segments(), False
+        self.values.step = GONE
         self.values = Values()
         self.values.flags = Flag.UNTIMED
 
@@ -357,8 +381,8 @@ class Cycle:
             self._write(*ended)
 
     def _write(self, now_ns: int, spent: Sequence[int], values: Values) -> None:
-        self.step = step = self.step + 1
-        self.metered = not step % METER_EVERY
+        values.step = step = self.step + 1
+        self.step, self.metered = step, not step % METER_EVERY
         norm = sqrt(values.norm_squared) if values.flags & Flag.GRAD_NORM else 0.0
         phases = tuple([length / 1e9 for length in spent]) if self.timed else _UNTIMED
         self._append(

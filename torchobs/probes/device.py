@@ -29,7 +29,8 @@ class DeviceValues:
     """The pinned ring, made at first use."""
 
     def __init__(self, device: Device | None = None) -> None:
-        self._device = device if device is not None else Cuda()
+        self.cuda = device if device is not None else Cuda()
+        """Everything that is asked of CUDA in the training thread goes there"""
         self._ring: Buffer | None = None
         self._pending: deque[_Pending] = deque()
         self._next = 0
@@ -38,9 +39,11 @@ class DeviceValues:
     def take(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
         """Read a one-element tensor: at once on the CPU, else ``deliver`` is called later, by :meth:`poll`.
 
-        Returns whether the value was or will be delivered; not during graph capture, on a device other than CUDA's, or with
-        1,024 values under way.
+        Returns whether the value was or will be delivered; not during graph capture, on a device other than CUDA's, of
+        a fake tensor, or with 1,024 values under way.
         """
+        if not self.cuda.holds(value):
+            return False
         if value.device.type == "cpu":
             deliver(float(value.item()))
             return True
@@ -50,16 +53,17 @@ class DeviceValues:
 
     def expect(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
         """Have the value of a device's tensor delivered later. As :meth:`take`."""
-        if self._device.capturing():
-            return False
-        if len(self._pending) >= _SLOTS:
-            self.dropped += 1
-            return False
-        if self._ring is None:
-            self._ring = Buffer(self._device.empty(_SLOTS))
-        slot = self._next
-        self._next = (slot + 1) % _SLOTS
-        self._device.send(value.reshape(1), self._ring.expect(slot, 1))
+        with self.cuda.on(value.device):
+            if self.cuda.capturing():
+                return False
+            if len(self._pending) >= _SLOTS:
+                self.dropped += 1
+                return False
+            if self._ring is None:
+                self._ring = Buffer(self.cuda.empty(_SLOTS))
+            slot = self._next
+            self._next = (slot + 1) % _SLOTS
+            self.cuda.send(value.reshape(1), self._ring.expect(slot, 1))
         self._pending.append(_Pending(slot, deliver))
         return True
 

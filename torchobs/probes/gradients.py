@@ -43,13 +43,13 @@ class GradientProbe:
     def __init__(self) -> None:
         self._clip: ClipWatch | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._under_way, self._devices = UnderWay(), Devices()
+        self._under_way = UnderWay()
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
         import torch  # torch is optional until training begins
 
-        self._host, self._torch = host, torch
+        self._host, self._torch, self._devices = host, torch, Devices(host.device.cuda)
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         fixed = host.settings.grad_interval
         self._pace = Pace(host.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
@@ -100,7 +100,7 @@ class GradientProbe:
             return
         host, pace = self._host, self._pace
         clipping = self._clip.take(optimizer, self._grads_of) if self._clip is not None else None
-        pace.spend_later(self._devices.take_ns(self._torch))
+        pace.spend_later(self._devices.take_ns())
         due = pace.is_due(host.cycle.step)
         if clipping is not None:
             self._take_over(clipping, optimizer, due=due)
@@ -112,7 +112,7 @@ class GradientProbe:
 
     def _after_backward(self) -> None:
         optimizer = self._optimizer() if self._optimizer is not None else None
-        self._pace.spend_later(self._devices.take_ns(self._torch))
+        self._pace.spend_later(self._devices.take_ns())
         if optimizer is not None and self._pace.is_due(self._host.cycle.step):
             self._measure(optimizer, within=True)
         # only now: another probe may have put the next look off, and the next optimizer may have no closure
@@ -131,6 +131,7 @@ class GradientProbe:
         parameters = _with_gradient(optimizer)
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
+        scale = scale if isinstance(scale, self._torch.Tensor) else None  # what others call so is something else
         suspects = self._findings.suspects
         made = (
             measure(self._torch, list(map(id, parameters)), gradients, scale, suspects, self._devices) if parameters else None

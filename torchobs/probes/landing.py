@@ -17,10 +17,11 @@ it is capturing.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -28,39 +29,87 @@ UNSET = 0x7FF4_B5E7_0B5E_7ED1
 _LEAST = 64
 
 
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def query(self) -> bool:
+        """Tell whether the device has come to it."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Return how long the device took from here to ``end``, another one, in ms."""
+
+
 class Device(Protocol):
-    """What is asked of CUDA, in the training thread."""
+    """What is asked of CUDA, in the training thread: everything that the probes do there goes through here."""
+
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        """Make a device the current one, whose current stream is meant from here on."""
 
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured into a graph."""
+        """Tell whether the current stream is being captured into a graph. Never the first to touch CUDA."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Tell whether there are numbers in a tensor: a fake one has a shape and a device, and no more."""
+
+    def event(self) -> Event:
+        """Record one, with its time, on the current stream."""
 
     def empty(self, size: int) -> torch.Tensor:
         """Return so many float64 of pinned memory."""
 
     def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy float64 without waiting."""
+        """Copy to float64 without waiting. The values' device is the current one."""
 
 
 class Cuda:
     """The real one."""
 
-    def capturing(self) -> bool:
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
         """See :class:`Device`."""
         import torch  # torch is optional until training begins
 
-        return torch.cuda.is_current_stream_capturing()
+        there: AbstractContextManager[object] = torch.cuda.device(device)
+        return there
 
-    def empty(self, size: int) -> torch.Tensor:
+    def capturing(self) -> bool:
         """See :class:`Device`."""
         import torch
 
-        return torch.empty(size, dtype=torch.float64, pin_memory=True)
+        cuda: Any = torch.cuda  # torch has no types for it
+        return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See :class:`Device`. Whole trainings are run on fakes, to estimate what memory they will need."""
+        import torch
+
+        return type(tensor) is torch.Tensor or getattr(tensor, "fake_mode", None) is None
+
+    def event(self) -> Event:
+        """See :class:`Device`."""
+        import torch
+
+        made: Any = torch.cuda.Event
+        event = made(enable_timing=True)
+        event.record()
+        found: Event = event
+        return found
+
+    def empty(self, size: int) -> torch.Tensor:
+        """See :class:`Device`.
+
+        The CPU has to be named: ``set_default_device("cuda")`` applies to us as well, and only the CPU's memory can be pinned.
+        And memory made in ``inference_mode`` could not be written to outside of it.
+        """
+        import torch
+
+        with torch.inference_mode(mode=False):
+            return torch.empty(size, dtype=torch.float64, device="cpu", pin_memory=True)
 
     def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """See :class:`Device`. Converted on the device: a copy that has to convert goes through pageable memory, and waits."""
         import torch
 
-        with torch.no_grad(), torch.cuda.device(values.device):
+        with torch.no_grad():
             into.copy_(values.detach().double(), non_blocking=True)
 
 
@@ -126,7 +175,7 @@ class Landings:
         self._free: dict[int, list[Buffer]] = {}
 
     def send(self, values: torch.Tensor) -> Landing:
-        """Copy a vector without waiting."""
+        """Copy a vector of the current device without waiting."""
         self._collect()
         count = len(values)
         words = max(_LEAST, 1 << (count - 1).bit_length())

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import weakref
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.record import Flag
+from torchobs.probes.cycle import GONE, became
 
 if TYPE_CHECKING:
     import torch
 
+    from torchobs.probes.cycle import Values
     from torchobs.probes.host import Host
+
+
+class _Later(NamedTuple):
+    """Losses of one step, or of what may turn out to be a part of one: each a list of none until it has arrived."""
+
+    whose: Values | int
+    parts: list[list[float]]
 
 
 class LossProbe:
@@ -27,7 +36,7 @@ class LossProbe:
         self._scaled: weakref.ref[torch.Tensor] | None = None
         self._unscaled: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
-        self._under_way: dict[int, list[list[float]]] = {}
+        self._under_way: list[_Later] = []
         self._base = 0
 
     def install(self, host: Host) -> None:
@@ -58,6 +67,9 @@ class LossProbe:
         # exactly a tensor: a DTensor's value would need a collective, a fake one has none
         if gradients is not None or cycle.log_wins or type(tensors) is not self._tensor or tensors.numel() != 1:
             return
+        if self._scaled is not None and self._host.device.cuda.capturing():
+            self._scaled = self._unscaled = None  # dividing by the scale would become a part of the graph
+            return
         value = tensors if self._scaled is None else self._plain(tensors)
         if not value.is_cpu:
             self._take_later(value.detach(), within=host.in_closure)
@@ -87,7 +99,10 @@ class LossProbe:
 
     def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
         """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
-        parts = self._under_way.setdefault(self._host.cycle.step + 1, [])
+        whose, under_way = self._host.cycle.whose(), self._under_way
+        if not under_way or under_way[-1].whose != whose:
+            under_way.append(_Later(whose, []))
+        parts = under_way[-1].parts
         if within:
             del parts[self._base :]
         else:
@@ -98,11 +113,14 @@ class LossProbe:
 
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""
-        cycle = self._host.cycle
-        for step in sorted(self._under_way):
-            parts = self._under_way[step]
-            if step > cycle.step or not all(parts):
-                return
-            del self._under_way[step]
-            if parts:
+        cycle, under_way = self._host.cycle, self._under_way
+        while under_way:
+            step, count = became(under_way[0].whose), 1
+            while count < len(under_way) and became(under_way[count].whose) == step:
+                count += 1
+            parts = [part for later in under_way[:count] for part in later.parts]
+            if not step or step > cycle.step or not (all(parts) or step == GONE):
+                break
+            del under_way[:count]
+            if parts and step != GONE:
                 cycle.late(step, Flag.LOSS, sum(part[0] for part in parts), 0.0)

@@ -8,13 +8,13 @@ from math import hypot, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.landing import Landings
-from torchobs.probes.norms import count_nonfinite, device_norms, host_norms, local
+from torchobs.probes.norms import count_nonfinite, count_on_device, device_norms, host_norms, local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from weakref import ref
 
-    from torchobs.probes.landing import Landing
+    from torchobs.probes.landing import Device, Event, Landing
 
 _MOST_TIMED = 64
 """Measurements under way whose time is known later; a device that is further behind tells of the last ones"""
@@ -32,27 +32,39 @@ class Fault(NamedTuple):
 class Timing(NamedTuple):
     """CUDA events around a device's part of a measurement, for the training thread alone (``landing``)."""
 
-    begun: Any
-    done: Any
+    begun: Event
+    done: Event
 
 
 class Devices:
     """What measuring on devices needs: where the numbers arrive, and how long it took, for who wants to know."""
 
-    __slots__ = ("landings", "timings")
+    __slots__ = ("cuda", "landings", "timings")
 
-    def __init__(self) -> None:
-        self.landings = Landings()
+    def __init__(self, cuda: Device) -> None:
+        self.cuda, self.landings = cuda, Landings(cuda)
         self.timings: deque[Timing] = deque(maxlen=_MOST_TIMED)
 
-    def take_ns(self, torch: Any) -> int:
+    def take_ns(self) -> int:
         """Return the devices' time for what they have finished since the last call. In the training thread; never waits."""
         spent_ns = 0
-        if self.timings and not torch.cuda.is_current_stream_capturing():
+        if self.timings and not self.cuda.capturing():
             while self.timings and self.timings[0].done.query():
                 begun, done = self.timings.popleft()
                 spent_ns += int(begun.elapsed_time(done) * 1e6)
         return spent_ns
+
+
+class Arriving(NamedTuple):
+    """Numbers under way."""
+
+    numbers: Landing
+    order: list[int]
+    """which gradients the first ones are the norms of"""
+    counted: list[int]
+    """which gradients the next ones are the non-finite elements of"""
+    scaled: bool
+    """whether the last one is the loss scale"""
 
 
 @dataclass(slots=True)
@@ -67,12 +79,11 @@ class Measurement:
     faults: list[Fault] = field(default_factory=list)
     scale: float = 1.0
     optimizer: ref[Any] | None = None
-    arriving: list[tuple[Landing, list[int], list[int]]] = field(default_factory=list)
-    """Numbers under way, which gradients their first ones are the norms of, and the next ones the non-finite elements of"""
+    arriving: list[Arriving] = field(default_factory=list)
 
     def arrived(self) -> bool:
         """Tell whether all is known."""
-        if self.arriving and all(numbers.ready() for numbers, _, _ in self.arriving):
+        if self.arriving and all(one.numbers.ready() for one in self.arriving):
             self._receive()
         return not self.arriving
 
@@ -89,9 +100,10 @@ class Measurement:
 
     def _receive(self) -> None:
         self.norms = self.norms or [0.0] * len(self.keys)
-        for numbers, order, counted in self.arriving:
-            *values, scale = numbers.take()
-            self.scale = scale
+        for numbers, order, counted, scaled in self.arriving:
+            values = numbers.take()
+            if scaled:
+                self.scale = values.pop()
             for index, value in zip(order, values, strict=False):
                 self.norms[index] = value
             elements = dict(zip(counted, values[len(order) :], strict=True))
@@ -105,44 +117,38 @@ class Measurement:
 def measure(
     torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
 ) -> Measurement | None:
-    """Measure them; ``None`` where that cannot be: a graph is being captured, or a device other than CPU and CUDA has them.
+    """Measure them; ``None`` where that cannot be: a graph is being captured, another device than CPU and CUDA has them, fakes.
 
-    ``scale``: the loss scale they still contain, or ``None``. ``suspects``: keys whose non-finite elements a device shall
-    count, which costs two more passes over each; on the CPU they are counted wherever a norm says so.
+    ``scale``: the loss scale they still contain, a tensor, or ``None``. ``suspects``: keys whose non-finite elements a device
+    shall count, which costs six more passes over each; on the CPU they are counted wherever a norm says so.
     """
     keys, tensors, weights, ranks = local(keys, gradients)
     made = Measurement(keys, weights, ranks)
     by_device: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
-    if any(device.type not in {"cpu", "cuda"} for device in by_device):
+    if any(device.type not in {"cpu", "cuda"} for device in by_device) or not all(map(devices.cuda.holds, tensors[:1])):
         return None
+    if scale is not None and scale.is_cpu:
+        made.scale, scale = float(scale), None
     with torch.no_grad():
-        if len(by_device) <= 1 and not (tensors and tensors[0].is_cuda):
-            made.norms = host_norms(tensors)
-            made.faults = [
-                Fault(keys[index], norm, *count_nonfinite(tensors[index]))
-                for index, norm in enumerate(made.norms)
-                if not isfinite(norm)
-            ]
-            made.scale = 1.0 if scale is None else float(scale)
-            return made
         return _from_devices(torch, made, tensors, by_device, scale, suspects, devices)
 
 
 def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
     """Make one of norms that somebody else has computed, each a tensor without dimensions; all of the same device."""
-    made = Measurement(keys, None, 1)
-    if not norms[0].is_cuda:
+    made, first = Measurement(keys, None, 1), norms[0]
+    if first.is_cpu:
         made.norms = [norm.item() for norm in norms]
         return made
-    with torch.no_grad(), torch.cuda.device(norms[0].device):
-        if torch.cuda.is_current_stream_capturing() or len({norm.device for norm in norms}) > 1:
+    if not first.is_cuda or len({norm.device for norm in norms}) > 1:
+        return None
+    with torch.no_grad(), devices.cuda.on(first.device):
+        if devices.cuda.capturing():
             return None
         same = len({norm.dtype for norm in norms}) == 1
-        vector = torch.stack(norms if same else [norm.double() for norm in norms]).double()
-        numbers = devices.landings.send(torch.cat([vector, torch.ones(1, device=vector.device, dtype=vector.dtype)]))
-    made.arriving.append((numbers, list(range(len(norms))), []))
+        numbers = devices.landings.send(torch.stack(norms if same else [norm.double() for norm in norms]))
+    made.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
     return made
 
 
@@ -154,24 +160,48 @@ def _from_devices(
     for device, indices in by_device.items():
         here = [tensors[index] for index in indices]
         if device.type == "cpu":
-            for index, norm in zip(indices, host_norms(here), strict=True):
-                made.norms[index] = norm
+            _measure_here(made, indices, here)
             continue
-        with torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
+        with devices.cuda.on(device):
+            if devices.cuda.capturing():
                 return None
-            begun = torch.cuda.Event(enable_timing=True)
-            begun.record()
-            vector, order = device_norms(here)
-            counted = [
-                place for place in order if made.keys[indices[place]] in suspects and here[place].layout is torch.strided
-            ]
-            more = [(~torch.isfinite(here[place])).sum() for place in counted]
-            factor = torch.ones(1, device=device) if scale is None else scale.to(device, non_blocking=True)
-            vector = torch.cat([vector, *(number.reshape(1).double() for number in (*more, factor))])
-            numbers = devices.landings.send(vector)
-            done = torch.cuda.Event(enable_timing=True)
-            done.record()
-            devices.timings.append(Timing(begun, done))
-        made.arriving.append((numbers, [indices[place] for place in order], [indices[place] for place in counted]))
+            counted = [index for index in indices if made.keys[index] in suspects and tensors[index].layout is torch.strided]
+            made.arriving.append(_send(torch, here, indices, [(index, tensors[index]) for index in counted], scale, devices))
+    if scale is not None and not made.arriving:
+        return _scaled(made, scale, devices)
+    return made
+
+
+def _measure_here(made: Measurement, indices: list[int], tensors: list[Any]) -> None:
+    """Those that the CPU has."""
+    for index, tensor, norm in zip(indices, tensors, host_norms(tensors), strict=True):
+        made.norms[index] = norm
+        if not isfinite(norm):
+            made.faults.append(Fault(made.keys[index], norm, *count_nonfinite(tensor)))
+
+
+def _send(
+    torch: Any, tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]], scale: Any, devices: Devices
+) -> Arriving:
+    """Have the current device compute what is asked of its tensors, which have these indices, and send it."""
+    begun = devices.cuda.event()
+    vector, order = device_norms(tensors)
+    more = [count_on_device(tensor) for _, tensor in counted]
+    if scale is not None:
+        more.append(scale.to(vector.device, non_blocking=True))
+    if more:
+        vector = torch.cat([vector, *(number.reshape(1).double() for number in more)])
+    numbers = devices.landings.send(vector)
+    devices.timings.append(Timing(begun, devices.cuda.event()))
+    return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
+
+
+def _scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | None:
+    """The CPU has the gradients (offloaded ones), a device their scale."""
+    if not scale.is_cuda:
+        return None
+    with devices.cuda.on(scale.device):
+        if devices.cuda.capturing():
+            return None
+        made.arriving.append(Arriving(devices.landings.send(scale.reshape(1)), [], [], scaled=True))
     return made

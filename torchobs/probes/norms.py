@@ -5,7 +5,8 @@ and then of those 6e-8 off (9.5 ms). bfloat16 that way is 1.3e-5 off (6.5 ms), w
 row is unbiased. float16 rows overflow at 65,504 and cost 46 ms; in float32, a million elements at a time, 16 ms. A norm whose
 float32 square may have over- or underflowed is taken again in float64, so that inf or NaN means a gradient that is not
 finite, and 0 one whose elements are all 0. On CUDA ``_foreach_norm`` sums in float64 from the start, for there is no second
-look without waiting; it is bound by memory, not by arithmetic.
+look without waiting: each element is converted in a register (``ForeachReduceOp.cu``), where ``vector_norm`` with a ``dtype``
+makes a copy of the whole (``ReduceOpsUtils.h``, but for 16 bits to float32). A datacentre's GPU is bound by memory there.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from math import inf, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 LARGE = 100_000
 """Elements from which the CPU path takes a norm in two stages."""
 _ROW, _CHUNK = 1000, 1_000_000
+_DEVICE_CHUNK = 1 << 23
+"""Elements of a device's tensor of which there may be a copy: what is launched so often is to be worth it"""
+_DEVICE_LARGE = 1 << 24
+"""Elements from which CUDA's norms are taken apart from those of smaller tensors: a call clears, for each of its tensors, a
+partial sum for each 65,536 elements of the largest one (``kChunkSize``)"""
 TINY = 1e-15
 """A float32 norm below may have lost squares to underflow (they leave the normal range at 1e-38)."""
 
@@ -95,24 +101,50 @@ def device_norms(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
     """Return the norms as one float64 tensor on the tensors' device, and which tensor each is of. Never waits.
 
     A sparse gradient that is not coalesced counts by its values as they are, for coalescing waits for the device: the norm is
-    then approximate.
+    then approximate. One tensor that does not lie densely would have all of its group copied, and so is taken by itself.
     """
     import torch  # torch is optional until training begins
 
-    groups: dict[Any, list[int]] = {}
-    single: list[int] = []
+    groups: dict[Any, list[tuple[int, Any]]] = {}
+    norms: list[Any] = []
+    order: list[int] = []
     easy = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.dtype in easy:
-            groups.setdefault(tensor.dtype, []).append(index)
+        plain = tensor if tensor.layout is torch.strided and tensor.dtype in easy else _plain(torch, tensor)
+        dense = plain if plain.is_contiguous() else flat(plain)
+        if dense is None or dense.dtype not in easy:
+            norms.append(_in_parts(torch, plain))
+            order.append(index)
         else:
-            single.append(index)
-    together: Any = torch._foreach_norm  # torch has no types for it
-    norms: list[Any] = []
-    for indices in groups.values():
-        norms += together([tensors[index] for index in indices], 2.0, dtype=torch.float64)
-    norms += [torch.linalg.vector_norm(_plain(torch, tensors[index]), dtype=torch.float64) for index in single]
-    return torch.stack(norms), [index for indices in groups.values() for index in indices] + single
+            groups.setdefault((dense.dtype, dense.numel() >= _DEVICE_LARGE), []).append((index, dense))
+    for members in groups.values():
+        norms += _together(torch, [dense for _, dense in members])
+        order += [index for index, _ in members]
+    return torch.stack(norms), order
+
+
+def _together(torch: Any, tensors: list[Any]) -> Any:
+    return torch._foreach_norm(tensors, 2.0, dtype=torch.float64)
+
+
+def _in_parts(torch: Any, plain: Any) -> Any:
+    """Return the norm of a tensor that has to be copied for it, a part at a time."""
+    dense = torch.contiguous_format
+    norms = [_together(torch, [part.clone(memory_format=dense)])[0] for part in _chunks(torch, plain, _DEVICE_CHUNK)]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def count_on_device(tensor: Any) -> Any:
+    """Return how many elements are not finite, as a tensor without dimensions. Never waits.
+
+    ``isfinite`` makes a copy of the whole (of the absolute values); a comparison takes a byte for each element.
+    """
+    import torch  # torch is optional until training begins
+
+    counts = []
+    for part in _chunks(torch, _plain(torch, tensor), _DEVICE_CHUNK):
+        counts += [found.sum() for found in (part != part, part == inf, part == -inf)]  # noqa: PLR0124  # a NaN equals nothing
+    return torch.stack(counts).sum()
 
 
 def count_nonfinite(tensor: Any) -> tuple[int, int]:
@@ -120,7 +152,7 @@ def count_nonfinite(tensor: Any) -> tuple[int, int]:
     import torch  # torch is optional until training begins
 
     nans = infinities = 0
-    for part in _chunks(torch, _plain(torch, tensor)):
+    for part in _chunks(torch, _plain(torch, tensor), _CHUNK):
         nans += int(torch.isnan(part).sum())
         infinities += int(torch.isinf(part).sum())
     return nans, infinities
@@ -131,9 +163,16 @@ def largest(gradients: Sequence[Any]) -> Any:
     import torch  # torch is optional until training begins
 
     tensors = [_plain(torch, tensor) for tensor in local([0] * len(gradients), gradients).tensors]
-    maxima = [torch.linalg.vector_norm(tensor, inf).double() for tensor in tensors]
-    device = maxima[0].device if maxima else "cpu"
-    return torch.stack([maximum.to(device) for maximum in maxima]).max() if maxima else torch.zeros(())
+    maxima = [_maximum(torch, tensor) for tensor in tensors]
+    device = next((maximum.device for maximum in maxima if not maximum.is_cpu), None)
+    if device is not None:  # one of the CPU is given as a number, not copied: that would wait
+        maxima = [torch.full((), one.item(), device=device).double() if one.is_cpu else one.to(device) for one in maxima]
+    return torch.stack(maxima).max() if maxima else torch.zeros(())
+
+
+def _maximum(torch: Any, plain: Any) -> Any:
+    parts = [plain] if plain.dtype.itemsize > 1 else _chunks(torch, plain, _DEVICE_CHUNK)
+    return torch.stack([torch.linalg.vector_norm(part, inf) for part in parts]).max().double()
 
 
 def _norm(torch: Any, plain: Any) -> Any:
@@ -144,7 +183,7 @@ def _norm(torch: Any, plain: Any) -> Any:
             return _in_two_stages(torch, dense)
     if plain.dtype in {torch.float32, torch.float64}:
         return norm(plain)
-    return norm(torch.stack([norm(part, dtype=torch.float32) for part in _chunks(torch, plain)]))
+    return norm(torch.stack([norm(part, dtype=torch.float32) for part in _chunks(torch, plain, _CHUNK)]))
 
 
 def _in_two_stages(torch: Any, flat: Any) -> Any:
@@ -160,18 +199,26 @@ def _in_two_stages(torch: Any, flat: Any) -> Any:
 
 def _exact(torch: Any, tensor: Any) -> float:
     """The norm in float64, a chunk at a time: no square of a float32 over- or underflows there."""
-    norms = [torch.linalg.vector_norm(part.double()) for part in _chunks(torch, _plain(torch, tensor))]
+    norms = [torch.linalg.vector_norm(part.double()) for part in _chunks(torch, _plain(torch, tensor), _CHUNK)]
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _chunks(torch: Any, plain: Any) -> list[Any]:
-    """Cut a tensor into views of at most a million elements, which float32 copies of them may be made of."""
+def _chunks(torch: Any, plain: Any, most: int) -> Iterator[Any]:
+    """Cut a tensor into views of at most so many elements, one after the other: what is copied of one is gone at the next."""
     dense = flat(plain)
-    if dense is None and plain.numel() > _CHUNK and plain.dim():
-        return [chunk for part in plain.unbind(0) for chunk in _chunks(torch, part)]
-    parts = [plain] if dense is None else list(dense.split(_CHUNK))
-    # float8 knows no norm, no isnan and no double of its own
-    return [part.float() for part in parts] if plain.dtype.itemsize == 1 else parts
+    if dense is not None:
+        for part in dense.split(most):
+            # float8 knows no norm, no isnan and no double of its own
+            yield part.float() if plain.dtype.itemsize == 1 else part
+    elif len(plain) == 1:
+        yield from _chunks(torch, plain[0], most)
+    else:
+        rows = max(1, most * len(plain) // plain.numel())
+        for part in plain.split(rows):
+            if part.numel() > most:
+                yield from _chunks(torch, part, most)
+            else:
+                yield part.float() if plain.dtype.itemsize == 1 else part
 
 
 def flat(tensor: Any) -> Any:
@@ -190,4 +237,4 @@ def _plain(torch: Any, tensor: Any) -> Any:
         tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
-    return tensor.float() if tensor.dtype.itemsize == 1 and tensor.is_cuda else tensor
+    return tensor

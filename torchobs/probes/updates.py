@@ -43,7 +43,7 @@ class UpdateWatch:
     """Copies, compares, shows."""
 
     def __init__(self, host: Host, layers: Layers) -> None:
-        self._host, self._layers, self._devices = host, layers, Devices()
+        self._host, self._layers, self._devices = host, layers, Devices(host.device.cuda)
         self._pace = Pace(host.settings.overhead_budget * _BUDGETS)
         self._copied: _Copied | None = None
         self._turn = 0
@@ -66,7 +66,14 @@ class UpdateWatch:
         return following if self._copied is not None else max(following, self._pace.due_at)
 
     def before_step(self, optimizer: Any) -> None:
-        """Compare what was copied before this optimizer's last step; copy if it is time. In the training thread."""
+        """Compare what was copied before this optimizer's last step; copy if it is time. In the training thread.
+
+        Nothing of ours may get into a graph that is being captured: each replay would write to memory that has long been
+        somebody else's. And what was copied before it is no use afterwards: replays change the weights unseen.
+        """
+        if self._devices.cuda.capturing():
+            self._copied = None
+            return
         begun_ns, copied = monotonic_ns(), self._copied
         if copied is not None:
             known = copied.optimizer()
@@ -108,7 +115,7 @@ class UpdateWatch:
         with torch.no_grad():
             views = _views([ref() for ref in parameters])
             copies = [view.clone() for view in views]
-        self._pace.spend_later(self._devices.take_ns(torch))
+        self._pace.spend_later(self._devices.take_ns())
         keys = list(range(len(copies)))
         before = measure(torch, keys, copies, None, frozenset(), self._devices) if copies else None
         if before is not None:
@@ -137,8 +144,9 @@ def _views(parameters: list[Any]) -> list[Any]:
     for parameter in parameters:
         data = parameter.detach()
         data = data.to_local() if hasattr(data, "to_local") else data
-        elements = flat(data)
+        # quantised ones (integers) have no norm
+        elements = flat(data) if data.is_floating_point() or data.is_complex() else None
         if elements is not None and elements.numel() and room:
-            found.append(elements[:room])
+            found.append(elements.narrow(0, 0, min(room, elements.numel())))
             room -= found[-1].numel()
     return found

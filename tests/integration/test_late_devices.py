@@ -1,0 +1,270 @@
+"""Whole steps on a CUDA device that is as late as it likes: torch's own optimizers and clipping, on fakes of its tensors.
+
+The fakes know shapes, types and devices, and raise where anything looks at a value; the numbers are put in here, when the test
+wants them to land.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.slow_device import SlowDevice
+from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from torchobs.flight.record import Kind
+from torchobs.probes.amp import AmpProbe
+from torchobs.probes.device import DeviceValues
+from torchobs.probes.gradients import GradientProbe
+from torchobs.probes.loss import LossProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+TENSORS = 3
+
+
+class Late:
+    """A recording whose device is a slow one, with the probes that read devices; the test asks them, not the sampler."""
+
+    def __init__(self, run: Recording) -> None:
+        host, sampler = run.session.host, run.session._sampler
+        assert host is not None
+        assert sampler is not None
+        sampler.stop()
+        self.run, self.host, self.device = run, host, SlowDevice()
+        host.device = DeviceValues(self.device)
+        self.gradients, self.loss, self.amp = GradientProbe(), LossProbe(), AmpProbe()
+        self.probes = (self.gradients, self.loss, self.amp)
+        for probe in self.probes:
+            probe.install(host)
+
+    def look(self) -> None:
+        """What the sampler would do."""
+        self.host.device.poll()
+        for probe in self.probes:
+            probe.sample()
+
+    def late(self, flag: int) -> list[Any]:
+        """The late records with this flag."""
+        self.host.cycle.flush()
+        self.look()
+        return [record for record in self.run.records() if record.kind == Kind.LATE and has(record, flag)]
+
+    def norms(self) -> list[tuple[int, float]]:
+        """The norms that have arrived, by step."""
+        return [(record.step, record.grad_norm) for record in self.late(Flag.GRAD_NORM)]
+
+
+@pytest.fixture
+def late(flight_dir: Path, request: pytest.FixtureRequest) -> Iterator[Late]:
+    """See the class; the level may be the fixture's parameter."""
+    level = getattr(request, "param", "basic")
+    for run in recording(flight_dir, disable_probes="gradients,loss,amp", level=level):
+        found = Late(run)
+        yield found
+        for probe in found.probes:
+            probe.remove()
+
+
+@pytest.fixture
+def parameters() -> Iterator[list[torch.nn.Parameter]]:
+    """Three that a device has, with gradients. Backward passes over fakes need a CUDA build, and are not done here."""
+    with FakeTensorMode(), torch.no_grad():
+        made = [torch.nn.Parameter(torch.empty(10, 20 + index, device="cuda")) for index in range(TENSORS)]
+        for one in made:
+            one.grad = torch.empty_like(one)
+        yield made
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "loop": lambda p: torch.optim.RMSprop(p, lr=0.1, foreach=False),
+}
+
+
+@pytest.mark.parametrize("made", OPTIMIZERS)
+def test_norms_of_steps_land_in_any_order_and_are_written_in_theirs(
+    late: Late, parameters: list[torch.nn.Parameter], made: str
+) -> None:
+    """Nothing is written of a step whose numbers are not all there, nor of one after it; then all of it, exactly."""
+    optimizer = OPTIMIZERS[made](parameters)
+    for _ in range(3):
+        optimizer.step()
+    assert late.norms() == []
+    assert len(late.device.sent) == 3
+    late.device.land_as([3.0, 4.0, 0.0], copy=1)
+    assert late.norms() == []
+    late.device.land_as([6.0, 8.0, 0.0])
+    assert late.norms() == [(1, 10.0), (2, 5.0)]
+    late.device.land_as([math.nan, 1.0, 1.0])
+    assert late.norms() == [(1, 10.0), (2, 5.0), (3, pytest.approx(math.nan, nan_ok=True))]
+
+
+def test_clipping_on_a_device_gives_the_norm_and_says_whether_it_clipped(
+    late: Late, parameters: list[torch.nn.Parameter]
+) -> None:
+    """By its own total, which is a tensor that nobody has looked at."""
+    optimizer = OPTIMIZERS["foreach"](parameters)
+    for _ in range(2):
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    late.look()
+    assert late.norms() == []
+    for copy in list(late.device.sent):
+        late.device.land_as([0.5] * len(copy[0]))
+    assert [step for step, _ in late.norms()] == [1, 2]
+    assert late.run.errors() == []
+
+
+def test_gradients_clipped_by_value_are_looked_at_later(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """Whether any reached the limit is known when the largest has landed."""
+    optimizer = OPTIMIZERS["foreach"](parameters)
+    torch.nn.utils.clip_grad_value_(parameters, 0.5)
+    optimizer.step()
+    sizes = [len(values) for values, _ in late.device.sent]
+    assert sorted(sizes) == [1, TENSORS]
+    late.device.land_as([0.5], copy=sizes.index(1))
+    assert [record.step for record in late.late(Flag.CLIPPED)] == [1]
+
+
+def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(
+    late: Late, parameters: list[torch.nn.Parameter]
+) -> None:
+    """It is one more number of the same copy; what it found to be infinite marks the step when it lands."""
+    optimizer: Any = OPTIMIZERS["fused"](parameters)
+    optimizer.grad_scale, optimizer.found_inf = (torch.empty((), device="cuda") for _ in range(2))
+    optimizer.step()
+    (copy,) = late.device.sent
+    assert len(copy[0]) == TENSORS + 1
+    late.device.land_as([0.0, 6.0, 8.0, 2.0])
+    assert late.norms() == [(1, 5.0)]
+
+
+def test_a_loss_that_never_lands_holds_nobody_up(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """Losses are written in the order of their steps; the norms of the same steps do not wait for them."""
+    optimizer = OPTIMIZERS["foreach"](parameters)
+    for _ in range(2):
+        late.loss._take_later(torch.empty((), device="cuda", dtype=torch.bfloat16), within=False)
+        optimizer.step()
+    sizes = [len(values) for values, _ in late.device.sent]
+    assert sizes == [1, TENSORS, 1, TENSORS]
+    late.device.land_as([1.0] * TENSORS, copy=3)
+    late.device.land_as([9.0], copy=2)
+    late.device.land_as([1.0] * TENSORS, copy=1)
+    assert len(late.norms()) == 2
+    assert late.late(Flag.LOSS) == []
+    late.device.land_as([8.0])
+    assert [(record.step, record.loss) for record in late.late(Flag.LOSS)] == [(1, 8.0), (2, 9.0)]
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """What is asked of torch's kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "aten" and not func.is_view:  # the others ask a fake where it is
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_losses_of_several_optimizers_before_their_cycle_is_known(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """Whether a backward pass after an optimizer's step begins the next one shows later: with a GAN it does not."""
+    optimizers = [OPTIMIZERS["foreach"]([one]) for one in parameters]
+    for _ in range(3):
+        for optimizer in optimizers:
+            late.loss._take_later(torch.empty((), device="cuda"), within=False)
+            optimizer.step()
+    losses = [copy for copy in late.device.sent if copy[0].dtype is torch.float64 and len(copy[0]) == 1]
+    for number, copy in enumerate(losses[::2]):  # each is followed by a norm of one tensor
+        copy[1].put([10.0**number])
+    assert [(record.step, record.loss) for record in late.late(Flag.LOSS)] == [(1, 111.0), (2, 111_000.0), (3, 111_000_000.0)]
+
+
+def test_a_step_that_is_forgotten_forgets_its_loss(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """Where the hooks were off for a while: what comes after is not held up."""
+    optimizer = OPTIMIZERS["foreach"](parameters)
+    optimizer.step()
+    late.loss._take_later(torch.empty((), device="cuda"), within=False)
+    late.host.cycle.restart()
+    for _ in range(2):
+        late.loss._take_later(torch.empty((), device="cuda"), within=False)
+        optimizer.step()
+    for copy in [copy for copy in late.device.sent if len(copy[0]) == 1][1:]:
+        copy[1].put([7.0])
+    late.device.sent[1][1].put([99.0])
+    assert [record.loss for record in late.late(Flag.LOSS)] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("late", ["advanced"], indirect=True)
+def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list[torch.nn.Parameter]) -> None:
+    """A capture begins between two steps, with the weights' copy of level advanced held from the first.
+
+    Launched while the step is captured, the comparison would be a part of the graph, and each replay write to memory that was
+    ours for a step.
+    """
+    optimizer = OPTIMIZERS["foreach"](parameters)
+    late.host.tell(late.host.before_step, optimizer, False)  # noqa: FBT003  # a listener
+    late.host.cycle.optimizer_ends(optimizer, 1)
+    late.host.cycle.flush()
+    late.device.land_as([1.0] * TENSORS)
+    late.gradients.observe()
+    late.host.tell(late.host.before_step, optimizer, False)  # noqa: FBT003  # as above
+    assert late.gradients._updates._copied is not None
+    loss, found_inf = torch.empty((), device="cuda"), torch.empty((), device="cuda")
+    late.device.is_capturing = True
+    with Calls() as seen:
+        late.loss._take_later(loss, within=False)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        its_own = len(seen.names)
+        late.host.tell(late.host.before_step, optimizer, False)  # noqa: FBT003  # as above
+        late.amp._overflows.fused(optimizer, found_inf)
+        assert len(seen.names) == its_own
+    late.device.is_capturing = False
+    assert vars(late.gradients._updates)["_copied"] is None  # replays have changed the weights since
+    assert late.run.errors() == []
+
+
+def test_a_loss_is_not_unscaled_within_a_capture(late: Late) -> None:
+    """Nor is it taken: the division would be a part of the graph."""
+    scaled, scale = torch.ones(()) * 8, torch.full((), 8.0)
+    late.device.is_capturing = True
+    with Calls() as seen:
+        late.loss._note_scaled(torch.ones(()), scaled, scale)
+        del scaled
+        late.loss._take((torch.tensor(2.0),), {})
+    assert "aten.div.Tensor" not in seen.names
+    assert not late.host.cycle.values.losses
+
+
+def test_a_training_on_fakes_is_not_recorded_and_breaks_nothing(flight_dir: Path) -> None:
+    """People run one to learn what memory it will need; norms and losses of the real one that follows are there."""
+    for run in recording(flight_dir, level="advanced"):
+        for where in ("cpu", "cuda"):
+            with FakeTensorMode(), torch.no_grad():
+                made = [torch.nn.Parameter(torch.empty(10, 20, device=where)) for _ in range(TENSORS)]
+                for one in made:
+                    one.grad = torch.empty_like(one)
+                optimizer = torch.optim.AdamW(made, lr=0.1, foreach=True)
+                for _ in range(3):
+                    torch.nn.utils.clip_grad_norm_(made, 1.0)
+                    torch.nn.utils.clip_grad_value_(made, 1.0)
+                    optimizer.step()
+        assert run.errors() == []
+        model = mlp()
+        following = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(3):
+            loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+            following.step()
+        real = run.steps()[-3:]
+        assert all(has(step, Flag.GRAD_NORM) and has(step, Flag.LOSS) for step in real)

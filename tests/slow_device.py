@@ -1,0 +1,97 @@
+"""A device that is as late as a test wants: each copy lands when it is told to, wholly, in part, or never."""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+
+class Words:
+    """Memory as the probes use it, of which no mode of torch's (``FakeTensorMode``) makes anything else."""
+
+    def __init__(self, bits: Any, kind: str) -> None:
+        self._bits, self._kind = bits, kind
+
+    def __len__(self) -> int:
+        return len(self._bits) // 8
+
+    def __getitem__(self, words: slice) -> Words:
+        begin, end, _ = words.indices(len(self))
+        return Words(self._bits[8 * begin : 8 * end], self._kind)
+
+    def view(self, dtype: torch.dtype) -> Words:
+        assert dtype is torch.int64
+        return Words(self._bits, "q")
+
+    def fill_(self, value: int) -> None:
+        self.put([value] * len(self))
+
+    def put(self, values: Sequence[float]) -> None:
+        self._bits.cast(self._kind)[: len(values)] = array(self._kind, values)
+
+    def tolist(self) -> list[float]:
+        found: list[float] = self._bits.cast(self._kind).tolist()
+        return found
+
+
+class Passed:
+    """An event that the device has come to, at once and in no time."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object, /) -> float:
+        assert isinstance(end, Passed)
+        return 0.0
+
+
+class SlowDevice:
+    """See the module. It does nothing else, and what must not be done while a graph is captured fails then."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[torch.Tensor, Any]] = []
+        self.is_capturing = False
+        self.made = 0
+
+    def on(self, device: torch.device) -> AbstractContextManager[object]:
+        assert device.type in {"cpu", "cuda"}
+        return contextlib.nullcontext()
+
+    def capturing(self) -> bool:
+        return self.is_capturing
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        del tensor
+        return True
+
+    def event(self) -> Passed:
+        assert not self.is_capturing
+        return Passed()
+
+    def empty(self, size: int) -> Any:
+        assert not self.is_capturing
+        self.made += 1
+        return Words(memoryview(bytearray(8 * size)), "d")
+
+    def send(self, values: torch.Tensor, into: Any) -> None:
+        assert not self.is_capturing
+        assert len(values) == len(into)
+        self.sent.append((values.detach().double(), into))
+
+    def land(self, words: int = 1 << 30) -> None:
+        """The oldest copy, or the first words of it, arrives."""
+        values, into = self.sent.pop(0)
+        into.put(values.tolist()[:words])
+
+    def land_as(self, numbers: Sequence[float], copy: int = 0) -> None:
+        """One of the copies, of a tensor without values, arrives as these numbers."""
+        values, into = self.sent.pop(copy)
+        assert len(values) == len(numbers)
+        into.put(numbers)

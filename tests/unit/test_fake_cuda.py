@@ -1,0 +1,238 @@
+"""What runs on a CUDA device, on fakes of its tensors: torch's own rules of shapes and types apply, and no value can be had.
+
+A look at a value (``item``, ``nonzero``, a branch on a tensor) is ``DataDependentOutputException``, so that a path that is done
+here synchronises nowhere. What a kernel copies inside does not show, but is known of the two that do (``Allocations``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.slow_device import SlowDevice
+from torchobs.probes.landing import Cuda
+from torchobs.probes.measuring import Devices, Measurement, from_norms, measure
+from torchobs.probes.norms import count_on_device, device_norms, host_norms, largest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MILLION = 1_000_000
+EASY = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+ODD = [torch.complex32, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """The largest result, in bytes, that is no view, and the number of calls.
+
+    ``vector_norm`` copies a tensor into another type first (but 16 bits into float32), ``_foreach_norm`` all of a list of
+    which one does not lie densely.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.largest = self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.calls += func.namespace == "aten"  # the others ask a fake where it is
+        dtype = kwargs.get("dtype")
+        if func is torch.ops.aten.linalg_vector_norm.default and dtype is not None and dtype != args[0].dtype:
+            self.note(args[0].numel() * dtype.itemsize)
+        if func is torch.ops.aten._foreach_norm.Scalar and not all(each.is_contiguous() for each in args[0]):
+            self.note(max(each.numel() for each in args[0]) * dtype.itemsize)
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            for each in result if isinstance(result, (list, tuple)) else [result]:
+                self.note(each.numel() * each.dtype.itemsize if isinstance(each, torch.Tensor) else 0)
+        return result
+
+    def note(self, size: int) -> None:
+        """So many bytes were taken."""
+        self.largest = max(self.largest, size)
+
+
+# complex32 is experimental, says torch; people who use it have gradients of it all the same
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")
+
+
+@pytest.fixture(autouse=True)
+def _fakes() -> Iterator[None]:
+    """All tensors that a test makes are fakes, and need no GPU."""
+    with FakeTensorMode(), torch.no_grad():
+        yield
+
+
+def of(dtype: torch.dtype, *shape: int, device: str = "cuda:0") -> torch.Tensor:
+    """A gradient without values."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def scattered(dtype: torch.dtype, rows: int, columns: int) -> torch.Tensor:
+    """One that does not lie densely: each second element of some memory."""
+    return torch.empty_strided((rows, columns), (2 * columns, 2), dtype=dtype, device="cuda:0")
+
+
+def sparse(dtype: torch.dtype, rows: int, width: int) -> torch.Tensor:
+    """An embedding's gradient, not coalesced."""
+    indices = torch.empty(1, rows, dtype=torch.int64, device="cuda:0")
+    return torch.sparse_coo_tensor(indices, of(dtype, rows, width), (2 * rows, width), check_invariants=False)
+
+
+def test_a_hidden_look_at_a_value_would_show() -> None:
+    """These tests can fail: the norms of the CPU's path are looked at."""
+    with pytest.raises(DataDependentOutputException):
+        host_norms([torch.empty(3)])
+
+
+@pytest.mark.parametrize("dtype", [*EASY, *ODD], ids=str)
+def test_norms_of_every_type_are_float64_on_the_device(dtype: torch.dtype) -> None:
+    """Dense, transposed, not dense, without dimensions: one number for each, and which it is of."""
+    tensors = [of(dtype, 30, 50), of(dtype, 50, 30).t(), scattered(dtype, 30, 50), of(dtype)]
+    vector, order = device_norms(tensors)
+    assert (vector.dtype, vector.device, vector.shape) == (torch.float64, torch.device("cuda:0"), (4,))
+    assert sorted(order) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_norms_of_a_sparse_gradient_are_those_of_its_values(dtype: torch.dtype) -> None:
+    """Coalescing would wait for the device."""
+    vector, order = device_norms([of(dtype, 3), sparse(dtype, 10, 4)])
+    assert (vector.dtype, vector.shape, sorted(order)) == (torch.float64, (2,), [0, 1])
+
+
+@pytest.mark.parametrize("dtype", EASY, ids=str)
+def test_nothing_large_is_copied(dtype: torch.dtype) -> None:
+    """A thousand million elements, transposed or values of a sparse one as well: not a megabyte is taken for them."""
+    tensors = [of(dtype, 1000, MILLION), of(dtype, MILLION, 1000).t(), sparse(dtype, MILLION, 1000), of(dtype, 10)]
+    with Allocations() as seen:
+        device_norms(tensors)
+    assert seen.largest < MILLION
+
+
+@pytest.mark.parametrize("dtype", ODD[3:], ids=str)
+def test_a_type_without_a_norm_is_copied_a_part_at_a_time(dtype: torch.dtype) -> None:
+    """Eight million elements as float32; a million rows that do not lie densely are no million launches."""
+    tensors = [of(dtype, 1000, MILLION), scattered(dtype, MILLION, 50)]
+    with Allocations() as seen:
+        device_norms(tensors)
+    assert seen.largest <= 4 << 23
+    assert seen.calls < 2000
+
+
+def test_one_that_is_not_dense_does_not_have_the_others_copied() -> None:
+    """Each group that is given to one kernel lies densely."""
+    tensors = [of(torch.float32, 1000, MILLION), scattered(torch.float32, 100, 50)]
+    with Allocations() as seen:
+        device_norms(tensors)
+    assert seen.largest < MILLION
+
+
+def test_a_very_large_one_is_taken_apart_from_the_many() -> None:
+    """A call clears a partial sum for each of its tensors and each 65,536 elements of the largest."""
+    calls: list[list[int]] = []
+
+    class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._foreach_norm.Scalar:
+                calls.append([each.numel() for each in args[0]])
+            return func(*args, **(kwargs or {}))
+
+    with Calls():  # type: ignore[no-untyped-call]  # as above
+        _, order = device_norms([of(torch.float32, 1000, MILLION), *(of(torch.float32, 10) for _ in range(9))])
+    assert sorted(map(len, calls)) == [1, 9]
+    assert sorted(order) == list(range(10))
+
+
+@pytest.mark.parametrize("dtype", [*EASY, *ODD], ids=str)
+def test_elements_that_are_not_finite_are_counted_without_a_copy(dtype: torch.dtype) -> None:
+    """A byte for each of eight million elements at a time (and their float32 where the type has no comparison)."""
+    tensor = of(dtype, 100, MILLION)
+    with Allocations() as seen:
+        count = count_on_device(tensor)
+    assert (count.dtype, count.shape) == (torch.int64, ())
+    assert seen.largest <= (4 if dtype.itemsize == 1 else 1) << 23
+
+
+def test_the_largest_element_of_gradients_in_several_places() -> None:
+    """On the CPU, two devices, in float8; only the CPU's is looked at, and a fake has no value to look at."""
+    tensors = [of(torch.bfloat16, 5), of(torch.float8_e5m2, 5), of(torch.float32, 5, device="cuda:1")]
+    found = largest(tensors)
+    assert (found.dtype, found.device, found.shape) == (torch.float64, torch.device("cuda:0"), ())
+
+
+def measured(
+    tensors: list[Any], scale: Any = None, suspects: frozenset[int] = frozenset()
+) -> tuple[Measurement | None, SlowDevice]:
+    """A measurement of these, their numbers being keys, and the device it is under way from."""
+    device = SlowDevice()
+    return measure(torch, list(range(len(tensors))), tensors, scale, suspects, Devices(device)), device
+
+
+def test_a_measurement_arrives_when_all_devices_have_delivered() -> None:
+    """In any order; each with the scale, and what the suspected ones count. Keys follow the tensors."""
+    tensors = [of(torch.float32, 5), of(torch.bfloat16, 5, device="cuda:1"), of(torch.float64, 5), of(torch.float32, 7)]
+    made, device = measured(tensors, of(torch.float32), frozenset({1}))
+    assert made is not None
+    assert not made.arrived()
+    device.land_as([math.nan, 3.0, 8.0], copy=1)  # norm, count, scale
+    assert not made.arrived()
+    device.land_as([16.0, 24.0, 40.0, 8.0])  # of 0, 3 and then 2, by type
+    assert made.arrived()
+    assert made.norms == pytest.approx([16.0, math.nan, 40.0, 24.0], nan_ok=True)
+    assert made.weighted() == pytest.approx([2.0, math.nan, 5.0, 3.0], nan_ok=True)
+    assert [(fault.key, fault.nans, fault.infinities) for fault in made.faults] == [(1, 0, 3)]
+
+
+def test_a_device_that_never_delivers_is_never_waited_for() -> None:
+    """And its memory is not lent again before it has."""
+    made, device = measured([of(torch.float32, 5)])
+    assert made is not None
+    for _ in range(3):
+        assert not made.arrived()
+    assert len(device.sent) == 1
+
+
+def test_what_clipping_computed_is_sent_as_it_is() -> None:
+    """A tensor for each gradient, of one type or several; on a device that nothing is sent from there is nothing."""
+    norms = [of(torch.float32), of(torch.bfloat16)]
+    device = SlowDevice()
+    made = from_norms(torch, [7, 8], norms, Devices(device))
+    assert made is not None
+    device.land_as([3.0, 4.0])
+    assert made.arrived()
+    assert made.total() == 5.0
+    assert from_norms(torch, [7, 8], [of(torch.float32, device="xpu:0")] * 2, Devices(device)) is None
+    assert from_norms(torch, [7, 8], [of(torch.float32), of(torch.float32, device="cuda:1")], Devices(device)) is None
+
+
+def test_nothing_is_launched_while_a_graph_is_captured() -> None:
+    """Neither a norm, nor a count, nor an event, nor a copy."""
+    device = SlowDevice()
+    device.is_capturing = True
+    devices, scale = Devices(device), of(torch.float32)
+    tensors = [of(torch.float32, 5), of(torch.float8_e5m2, 5)]
+    with Allocations() as seen:
+        assert measure(torch, [0, 1], tensors, scale, frozenset({0}), devices) is None
+        assert from_norms(torch, [0], [scale], devices) is None
+        assert devices.take_ns() == 0
+    assert seen.calls == 0
+
+
+def test_fakes_of_a_whole_training_are_not_measured() -> None:
+    """People run one to learn what memory it will need: there is nothing to copy, and nothing fails."""
+    for where in ("cuda:0", "cpu", "xpu:0"):
+        assert measure(torch, [0], [of(torch.float32, 5, device=where)], None, frozenset(), Devices(Cuda())) is None
+
+
+def test_pinned_memory_is_the_cpu_s_whatever_the_default_device_is() -> None:
+    """``set_default_device("cuda")`` holds for our calls, too, and memory of a device cannot be pinned."""
+    with torch.device("cuda"), torch.inference_mode():
+        pinned = Cuda().empty(8)
+    assert (pinned.device.type, pinned.dtype, pinned.shape) == ("cpu", torch.float64, (8,))
+    assert not pinned.is_inference()
