@@ -11,7 +11,7 @@ UNRESPONSIVE_S = 120
 """A process that is torn down is unresponsive, too: 29 ms for each GiB it has, 11 s with a core dump, as measured."""
 SLOWER = 1.5
 """Half as long again is a third of the machines' time: worth a look for a run of any length."""
-BEFORE = "1h"
+BEFORE, COMPARED = "1h", "70m"
 
 
 def ranks() -> Group:
@@ -62,7 +62,10 @@ def _hung() -> Alert:
 
 
 def _slowdown() -> Alert:
-    """By the phases' time and the steps, which are there whether histograms are classic or native."""
+    """By the phases' time and the steps, which are there whether histograms are classic or native.
+
+    Not where another model has come, the next fold or trial: its steps are not those of before.
+    """
 
     def step_s(range_: str, offset: str = "") -> str:
         time_, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
@@ -77,6 +80,8 @@ def _slowdown() -> Alert:
                 /
                 ({step_s(BEFORE, f" offset {WINDOW}")})
                 > {SLOWER}
+                unless on ({ONE_RANK})
+                increase({select(catalog.MODEL_CHANGES)}[{COMPARED}]) > 0
                 and on ({ONE_RANK})
                 time() - {select(catalog.RANK_START_TIME)} > 3600
             )

@@ -272,6 +272,11 @@ STEP_DURATION = _histogram(
 )
 STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", "Time spent in each phase of the steps.", PHASE, integer=False)
 LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", "Unix time at which the last step ended.", survives=True)
+MODEL_CHANGES = _counter(
+    "torchobs.model_changes",
+    "{change}",
+    "Times that training went on with parameters never trained before: the next fold or trial, whose baselines begin anew.",
+)
 LOSS = _gauge(
     "torchobs.loss",
     "",
@@ -1013,6 +1018,12 @@ EVENT_MODEL = Event(
         Attribute("parameters", "elements in its parameters"),
         Attribute("trainable", "of which trained"),
     ),
+)
+EVENT_MODEL_CHANGE = Event(
+    "torchobs.model_change",
+    "Training goes on with parameters never trained before (the next fold, the next trial), and baselines begin anew.",
+    Severity.INFO,
+    (Attribute("changes", "how many there were"), Attribute("steps_before", "steps done before it")),
 )
 EVENT_WORKER_DIED = Event(
     "torchobs.data.worker_died",

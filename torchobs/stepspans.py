@@ -73,6 +73,8 @@ class StepSpans:
         fresh = [entry for entry in taken if entry[0].kind == Kind.STEP]
         if not fresh:
             return
+        if any(record.flags & Flag.NEW_MODEL for record, _ in fresh):
+            self._durations.clear()
         slow_s, interval = slow_from(self._durations), self._interval
         self._kept.extend(fresh)
         self._durations.extend([record.duration_s for record, _ in fresh if not record.flags & Flag.UNTIMED])

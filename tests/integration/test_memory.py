@@ -63,9 +63,9 @@ class Watched:
         self.probe = MemoryProbe(shared=shared, clock=lambda: self.seconds)
         self.probe.install(run.session.host)
 
-    def limit(self, left: float) -> None:
+    def limit(self, left: float, total: float = 64 * 1024**3) -> None:
         """From now on this machine has so many bytes left, and no cgroup."""
-        host, machine = self.run.session.host, Machine(64 * 1024**3, int(left), 0, 0)
+        host, machine = self.run.session.host, Machine(int(total), int(left), 0, 0)
         assert host is not None
         self.probe._limits = Limits(host.writer, lambda: machine, root="/nowhere")
 
@@ -264,7 +264,7 @@ def test_a_leak_is_measured_and_its_end_foretold(watched: Watched, make: Callabl
     step = make()
     if LINUX:
         ctypes.CDLL(None).malloc_trim(0)  # what an earlier test gave back to malloc would be taken again without growing
-    watched.limit(2e9)
+    watched.limit(2e9, total=3e9)
     watched.train(step, 10, 10)
     before = psutil.Process().memory_info().rss
     watched.train(step, LEAST - 11, 10)
@@ -277,3 +277,25 @@ def test_a_leak_is_measured_and_its_end_foretold(watched: Watched, make: Callabl
     assert watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host") == pytest.approx(2e9 / grown, rel=0.15)
     (told,) = watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name)
     assert told["attrs"]["space"] == "host"
+
+
+@pytest.mark.parametrize(("make", "leaks"), [(keeps_arrays, True), (mlp_step, False)])
+def test_a_leak_that_leaves_a_minute_is_told_of_within_half_a_minute(
+    watched: Watched, make: Callable[[], Callable[[], None]], caplog: pytest.LogCaptureFixture, *, leaks: bool
+) -> None:
+    """Four mebibytes a second and room for a minute of it: said in the file, as an event and in the log; else nothing is."""
+    step = make()
+    if LINUX:
+        ctypes.CDLL(None).malloc_trim(0)
+    watched.limit(240 * MIB)
+    for _ in range(LEAST + 2):
+        for _ in range(4):
+            step()
+        watched.probe._look(thorough=False)
+        watched.seconds += 1.0
+    seconds = watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host")
+    told = [frame["attrs"]["space"] for frame in watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name)]
+    said = [record.getMessage() for record in caplog.records if "host memory grows by" in record.getMessage()]
+    assert told == ["host"] * leaks
+    assert len(said) == leaks
+    assert (seconds == pytest.approx(60, rel=0.2)) if leaks else seconds is None

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 class Optimizer:
-    """Anything that can be weakly referenced."""
+    """Anything that can be weakly referenced, and has groups of parameters."""
+
+    param_groups: tuple[dict[str, list[object]], ...] = ()
 
 
 @pytest.fixture

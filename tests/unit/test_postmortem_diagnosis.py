@@ -240,3 +240,19 @@ def test_no_number_is_too_odd(value: float | None) -> None:
     odd = [step(n, value, value, learning_rate=value, duration_s=value) for n in range(1, 60)]
     assert diagnose(facts([*odd, *steps(3)]))
     assert diagnose(facts([*steps(30), *odd]))
+
+
+def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
+    """A second fold begins with a rate and a norm far above those that the first one ended with, and is slower: no findings."""
+    first = [step(number, 0.01, 1e-3, learning_rate=1e-6, duration_s=0.1) for number in range(1, 101)]
+    later = [step(number, 2.0, 1.0, duration_s=0.3, new_model=number == 101) for number in range(101, 112)]
+    lost = step(112, NAN, NAN, duration_s=0.3)
+    event = fact(catalog.EVENT_MODEL_CHANGE, 10.1, 101, changes=1, steps_before=100)
+    found = told(facts([*first, *later, lost], events=[event], values={catalog.MODEL_CHANGES: 1}))
+    assert "slowdown" not in found
+    assert found["nonfinite_loss"] == (
+        "The loss turned NaN in step 112 without a warning in the gradient norm; the learning rate was 0.001."
+    )
+    assert found["model_changes"] == (
+        "It trained 2 models one after the other, the last one from step 101 on: each is judged by its own past."
+    )

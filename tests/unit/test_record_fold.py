@@ -40,7 +40,7 @@ RECORDS = st.lists(
         {
             "delay": st.sampled_from([0, 0, 0, 1, 5]),
             "kind": st.sampled_from([Kind.STEP, Kind.STEP, Kind.LATE]),
-            "flags": st.integers(0, 255),
+            "flags": st.integers(0, 511),
             "loss": NUMBERS,
             "grad_norm": NUMBERS.map(abs),
             "learning_rate": NUMBERS,
@@ -295,3 +295,29 @@ def test_every_series_of_the_fold_has_words_of_its_own() -> None:
         assert catalog.BY_NAME[metric.name] is metric
     assert len(set(taken)) == len(taken)
     assert max(taken) < record.WORDS
+
+
+def test_another_model_has_a_past_of_its_own() -> None:
+    """The first losses and norms of a second fold, far above the converged first one's, are nothing unusual; later ones are."""
+    converged = [{"loss": 0.01 + number % 3 * 1e-4, "grad_norm": 1e-3} for number in range(60)]
+    fresh = [{"loss": 2.0 + number % 3 * 0.01, "grad_norm": 1.0 + number % 3 * 0.01} for number in range(60)]
+    begun = [{**fresh[0], "flags": flights.ALL_VALUES | Flag.NEW_MODEL}, *fresh[1:]]
+    *_, found = fold_steps(*converged, *fresh)
+    assert {anomaly.kind for anomaly in found} == {"loss_spike", "gradient_explosion"}
+    points, found = fold_steps(*converged, *begun)
+    assert found == []
+    assert points[catalog.MODEL_CHANGES.name, ()] == 1
+    points, found = fold_steps(*converged, *begun, {"loss": 9.0, "grad_norm": 50.0})
+    assert {anomaly.kind: anomaly.step for anomaly in found} == {"loss_spike": 121, "gradient_explosion": 121}
+
+
+def test_what_comes_late_of_the_former_model_is_not_the_new_one_s() -> None:
+    """A device delivers the last fold's values when the next one has begun: they do not become what is usual of it."""
+    late = {"kind": Kind.LATE, "step": 1, "loss": 1e6, "grad_norm": 1e6}
+    points, found = fold_steps(
+        {"flags": 0}, {"flags": flights.ALL_VALUES | Flag.NEW_MODEL}, late, *[{"step": number} for number in range(4, 40)]
+    )
+    assert found == []
+    state, _ = folded([numbered([{"delay": 0, "flags": Flag.NEW_MODEL}, {"delay": 5, "kind": Kind.LATE, "loss": 1e6}])])
+    assert state.floats[Word.LOSS_BASELINE] == 0.0 or state.ints[Word.LOSS_BASELINE + 2] == 1
+    assert points[LAST] < 1e6

@@ -53,15 +53,17 @@ class Growth(NamedTuple):
     sustained: bool
 
 
-def grows(points: Sequence[Point]) -> Growth | None:
+def grows(points: Sequence[Point], least_steps: int | None = None, steady: float = STEADY) -> Growth | None:
     """Return the trend over the last two thirds of ``points`` (in order, evenly spaced).
 
-    ``None`` while there is too little to say: fewer than ``LEAST`` points, or hardly a step between them.
+    ``None`` while there is too little to say: fewer than ``LEAST`` points, or hardly a step between them: fewer than
+    ``least_steps``, by default one for every other point. ``steady``: what the last third's growth is of that before, at least.
     """
+    points = list(points)
     third = len(points) // 3
     earlier, last = points[-2 * third : -third], points[-third:]
     looked_at = points[-2 * third :]
-    if len(points) < LEAST or last[-1].step - looked_at[0].step < third:
+    if len(points) < LEAST or last[-1].step - looked_at[0].step < (third if least_steps is None else least_steps):
         return None
     per_step, before, now = (median(_slopes(part) or [0.0]) for part in (looked_at, earlier, last))
     steps, seconds = last[-1].step - looked_at[0].step, last[-1].seconds - looked_at[0].seconds
@@ -71,7 +73,7 @@ def grows(points: Sequence[Point]) -> Growth | None:
         per_step,
         grown / seconds if seconds > 0 else 0.0,
         seconds,
-        sustained=matters and now >= STEADY * before and min(before, now, per_step) >= ALIKE * max(before, now, per_step),
+        sustained=matters and now >= steady * before and min(before, now, per_step) >= ALIKE * max(before, now, per_step),
     )
 
 
@@ -103,6 +105,10 @@ class History:
         if len(self.whole) > MOST:
             self.whole = self.whole[1::2]
             self._every *= 2
+
+    def begin(self) -> None:
+        """Forget the last minutes: another model is trained. The whole run stays, in which models that are kept show."""
+        self.recent = []
 
     def growths(self) -> tuple[Growth | None, Growth | None]:
         """Return the trends of the whole run and of the last minutes, which alone show a fast leak that began late."""

@@ -13,7 +13,7 @@ def series() -> list[tuple[catalog.Metric, dict[str, str], int]]:
         (catalog.SAMPLES, Word.SAMPLES), (catalog.TOKENS, Word.TOKENS), (catalog.GRAD_NORM, Word.GRAD_NORM),
         (catalog.GRAD_NONFINITE_STEPS, Word.NONFINITE_STEPS), (catalog.AMP_STEPS_SKIPPED, Word.STEPS_SKIPPED),
         (catalog.STEP_DURATION, Word.STEP_DURATION), (catalog.GRAD_NORM_DISTRIBUTION, Word.NORM_DISTRIBUTION),
-        (catalog.GRAD_CLIPPED_STEPS, Word.CLIPPED_STEPS),
+        (catalog.GRAD_CLIPPED_STEPS, Word.CLIPPED_STEPS), (catalog.MODEL_CHANGES, Word.MODEL_CHANGES),
     )  # fmt: skip
     several = (
         (catalog.STEP_PHASE_TIME, "phase", catalog.PHASES, Word.PHASE_TIME),

@@ -39,6 +39,7 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly]) 
         return
     ints, floats = totals.ints, totals.floats
     newest, last, low = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS]
+    since = ints[Word.MODEL_STEP]
     active = {kind: is_active(totals, kind) for kind in _KINDS}
     found_here = dict.fromkeys(_KINDS, 0)
     mean, variance, seen = load_baseline(totals, Word.NORM_BASELINE)
@@ -47,7 +48,7 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly]) 
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
             note(found, kind, record, norm, last)
-        else:
+        elif record.step >= since:
             vanished, low = judge_low(norm, mean, variance, seen, low)
             exploded = False
             if norm > 0.0:  # a zero norm has no logarithm and is no explosion

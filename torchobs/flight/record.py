@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,6 +57,7 @@ from torchobs.flight.totals import (
     Totals,
     Word,
     add,
+    begin_model,
     count,
     is_active,
     load_baseline,
@@ -109,6 +111,8 @@ class Flag:
     """the optimizer was given a closure"""
     CLIPPED = 128
     """the gradient was clipped"""
+    NEW_MODEL = 256
+    """parameters that had never been stepped: what was usual before is no measure from here on"""
 
 
 class StepRecord(NamedTuple):
@@ -191,12 +195,21 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
     if not fresh:
         return
     changed, noted, newest = Totals(bytearray(totals.buffer[:SIZE])), list[Anomaly](), fresh[-1].seq
-    fold_late(changed, fresh, noted)
+    for part in _by_model(fresh):
+        if part[0].flags & Flag.NEW_MODEL:
+            begin_model(changed, part[0].step)
+        fold_late(changed, part, noted)
     add(changed, Word.RECORDS_LOST, newest - upto - len(fresh))
     changed.ints[Word.FOLDED_UPTO] = newest
     totals.buffer[:SIZE] = changed.buffer
     if found is not None:
         found += noted
+
+
+def _by_model(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
+    """Cut the records so that none but the first of each part begins a model."""
+    cuts = [index for index, record in enumerate(records) if index and record.flags & Flag.NEW_MODEL]
+    return [records[begin:end] for begin, end in pairwise([0, *cuts, len(records)])] if cuts else [records]
 
 
 def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:

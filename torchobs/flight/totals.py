@@ -44,7 +44,10 @@ class Word:
     ANOMALIES = 32
     ACTIVE = 40
     LOSS_BASELINE = 48
+    MODEL_STEP = 51
+    """the first step of the model at hand; 0: the first model's"""
     NORM_BASELINE = 52
+    MODEL_CHANGES = 55
     LOW_NORMS = 56
     """measured steps in a row whose norm was vanishing"""
     LAST_CLIPPED = 57
@@ -109,6 +112,18 @@ def load_baseline(totals: Totals, at: int) -> tuple[float, float, int]:
 def store_baseline(totals: Totals, at: int, mean: float, variance: float, seen: int) -> None:
     """Keep them."""
     totals.floats[at], totals.floats[at + 1], totals.ints[at + 2] = mean, variance, seen
+
+
+def begin_model(totals: Totals, step: int) -> None:
+    """Forget what was usual: another model is trained from that step on; what comes late of earlier ones is not its."""
+    ints = totals.ints
+    ints[Word.MODEL_CHANGES] += 1
+    ints[Word.MODEL_STEP] = ints[Word.LOSS_STEP] = ints[Word.GRAD_NORM_STEP] = step
+    ints[Word.LOW_NORMS] = 0
+    for baseline in (Word.LOSS_BASELINE, Word.NORM_BASELINE):
+        store_baseline(totals, baseline, 0.0, 0.0, 0)
+    for kind in range(len(catalog.ANOMALY_KINDS)):
+        totals.floats[Word.ACTIVE + kind] = 0.0
 
 
 def note(found: list[Anomaly], kind: int, record: StepRecord, value: float, baseline: float) -> None:

@@ -40,6 +40,8 @@ class Step(NamedTuple):
     tokens: int
     skipped: bool
     clipped: bool
+    new_model: bool = False
+    """the first of a model: what was before is no measure of it"""
 
 
 class Fact(NamedTuple):
@@ -170,6 +172,11 @@ def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
     return tuple(_step([record, *late.get(record.step, ())], header) for record in ended)
 
 
+def model_begins(steps: Sequence[Step], end: int) -> int:
+    """Return the index of the first step, of those that are there, of the model that was trained in ``steps[end]``."""
+    return next((index for index in range(min(end, len(steps) - 1), 0, -1) if steps[index].new_model), 0)
+
+
 def _step(parts: Sequence[StepRecord], header: Header) -> Step:
     first, flags = parts[0], 0
     for part in parts:
@@ -187,6 +194,7 @@ def _step(parts: Sequence[StepRecord], header: Header) -> Step:
         tokens=sum(part.tokens for part in parts),
         skipped=bool(flags & Flag.SKIPPED),
         clipped=bool(flags & Flag.CLIPPED),
+        new_model=bool(flags & Flag.NEW_MODEL),
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs.flight.norms import LEAST_NORM_EXCESS
 from torchobs.postmortem import words
+from torchobs.postmortem.facts import model_begins
 from torchobs.postmortem.finding import ERROR, INFO, WARNING, Finding
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _nonfinite_loss(facts: Facts, onset: int) -> Finding:
 
 def _cause(steps: Sequence[Step], onset: int) -> str:
     """Return what the gradient did before the loss went."""
-    step, before = steps[onset], steps[max(0, onset - _BEFORE) : onset]
+    step, before = steps[onset], steps[max(model_begins(steps, onset), onset - _BEFORE) : onset]
     odd = next(
         (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
     )
@@ -98,11 +99,12 @@ def _cause(steps: Sequence[Step], onset: int) -> str:
 
 def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
     """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times its median of before."""
-    for index in range(max(0, end - _BEFORE), end + 1):
+    begin = model_begins(steps, end)
+    for index in range(max(begin, end - _BEFORE), end + 1):
         norm = steps[index].grad_norm if index < len(steps) else None
         if norm is None or not isfinite(norm):
             continue
-        earlier = [item.grad_norm for item in steps[max(0, index - _BASELINE) : index] if item.grad_norm is not None]
+        earlier = [item.grad_norm for item in steps[max(begin, index - _BASELINE) : index] if item.grad_norm is not None]
         usual = median(earlier) if len(earlier) >= _LEAST_BASELINE and all(map(isfinite, earlier)) else 0.0
         if usual > 0 and norm / usual >= exp(LEAST_NORM_EXCESS):
             return Rise(steps[index].step, usual, norm)
@@ -111,12 +113,12 @@ def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
 
 def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
     """Return the step of the last 50 up to ``end`` in which the learning rate leapt to where it had never been."""
-    highest, found = 0.0, None
-    for index, step in enumerate(steps[: end + 1]):
+    highest, found, begin = 0.0, None, model_begins(steps, end)
+    for index, step in enumerate(steps[begin : end + 1], begin):
         rate = step.learning_rate
         if rate is None or not isfinite(rate):
             continue
-        if index >= max(_LEAST_BASELINE, end - _BEFORE) and highest > 0 and rate >= _RATE_ROSE * highest:
+        if index >= max(begin + _LEAST_BASELINE, end - _BEFORE) and highest > 0 and rate >= _RATE_ROSE * highest:
             found = Rise(step.step, highest, rate)
         highest = max(highest, rate)
     return found

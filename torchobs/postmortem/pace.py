@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.postmortem import words
+from torchobs.postmortem.facts import model_begins
 from torchobs.postmortem.finding import INFO, WARNING, Finding
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def pace(facts: Facts) -> Iterator[Finding]:
     yield from _waited(facts)
     yield from _grew(facts)
     yield from _recompiled(facts)
+    yield from _changed(facts)
     yield from _unseen(facts)
 
 
@@ -53,7 +55,8 @@ def _unsaved(facts: Facts) -> Iterator[Finding]:
 
 def _slowed(facts: Facts) -> Iterator[Finding]:
     """Yield that the last steps were slow, and which phase it was."""
-    timed = [step for step in facts.steps if step.duration_s is not None]
+    latest = facts.steps[model_begins(facts.steps, len(facts.steps)) :]
+    timed = [step for step in latest if step.duration_s is not None]
     earlier, last = timed[:-_LAST], timed[-_LAST:]
     if len(earlier) < _LEAST_EARLIER:
         return
@@ -104,6 +107,16 @@ def _recompiled(facts: Facts) -> Iterator[Finding]:
         last = facts.told(catalog.EVENT_COMPILE_FAILED)[-1]
         text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
         yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
+
+
+def _changed(facts: Facts) -> Iterator[Finding]:
+    """Yield that several models were trained one after the other, whose losses and step times are not comparable."""
+    changes = int(facts.value(catalog.MODEL_CHANGES) or 0)
+    if changes:
+        last = facts.told(catalog.EVENT_MODEL_CHANGE)[-1:]
+        began = f", the last one from step {last[0].step:,} on" if last and last[0].step is not None else ""
+        text = f"It trained {changes + 1:,} models one after the other{began}: each is judged by its own past."
+        yield Finding(INFO, "model_changes", text)
 
 
 def _unseen(facts: Facts) -> Iterator[Finding]:

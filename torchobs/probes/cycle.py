@@ -14,6 +14,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.record import Flag, Kind
+from torchobs.probes.models import Models
 from torchobs.probes.segments import COMPILE, OTHER, Segments
 from torchobs.probes.trace import (
     BACKWARD_BEGINS,
@@ -94,7 +95,7 @@ class Cycle:
 
     __slots__ = (
         "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_compiling_ns", "_members", "_provisional", "_seen",
-        "arguments", "direct", "log_wins", "metered", "segments", "sole", "step", "timed", "trace", "values",
+        "arguments", "direct", "log_wins", "metered", "models", "segments", "sole", "step", "timed", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -112,6 +113,7 @@ class Cycle:
         self.log_wins = False
         self.metered = False
         """Whether this step's hooks measure their own time."""
+        self.models = Models()
         self.sole = 0
         """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
         self._append, self._append_plain = writer.append, writer.append_plain
@@ -268,6 +270,8 @@ class Cycle:
             self._commit()
         elif self._provisional is not None:
             self._go_on(self._provisional)
+        if self.models.begins(optimizer, self.step):
+            self.values.flags |= Flag.NEW_MODEL
 
     def optimizer_ends(self, optimizer: object, now_ns: int) -> None:
         """It has stepped, or the loss scaler skipped it."""

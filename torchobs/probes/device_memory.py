@@ -9,6 +9,8 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.detect.growth import Point
+from torchobs.detect.rush import Rush
 from torchobs.probes.allocators import used_devices
 from torchobs.probes.growth import Floor, GrowthGauges, Judged
 from torchobs.probes.oom import OomObserver
@@ -16,6 +18,7 @@ from torchobs.probes.oom import OomObserver
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchobs.detect.growth import Growth
     from torchobs.probes.allocators import DeviceMemory
     from torchobs.probes.host import Host
 
@@ -44,7 +47,7 @@ class DeviceMemoryProbe:
         # what a device in use by now has gone through was before our time; all of one that comes later is in it
         self._devices = {memory.device: _Device(host, memory, before=memory) for memory in self._look()}
         self._gauges = GrowthGauges(host, "device")
-        self._rounds = 0
+        self._rounds, self._model = 0, host.cycle.models.changes
         self._oom.install(host)
 
     def remove(self) -> None:
@@ -63,14 +66,24 @@ class DeviceMemoryProbe:
         step, now = self._host.cycle.step, self._clock()
         for device in self._devices.values():
             device.show()
-        self._gauges.show([device.judge(step, now) for device in self._devices.values()])
+            device.point(step, now)
+        self._show_growth()
+
+    def _show_growth(self) -> None:
+        self._gauges.show([device.judge() for device in self._devices.values()])
 
     def _see(self) -> None:
-        self._rounds = 0
+        self._rounds, cycle, changed = 0, self._host.cycle, False
+        if self._model != cycle.models.changes:
+            self._model = cycle.models.changes
+            for device in self._devices.values():
+                device.begin()
         for memory in self._look():
             if memory.device not in self._devices:
                 self._devices[memory.device] = _Device(self._host, memory)
-            self._devices[memory.device].see(memory)
+            changed = self._devices[memory.device].see(memory, cycle.step, self._clock()) or changed
+        if changed:
+            self._show_growth()
 
 
 class _Device:
@@ -79,15 +92,21 @@ class _Device:
     def __init__(self, host: Host, memory: DeviceMemory, before: DeviceMemory | None = None) -> None:
         table, device = host.writer.table, {"device": memory.device}
         self._table, self._attributes, self._memory = table, device, memory
-        self._floor = Floor()
+        self._floor, self._rush = Floor(), Rush()
+        self._trends: tuple[Growth | None, Growth | None] = (None, None)
         self._peak, self._seen_peak = memory.allocated, before.peak if before else None
         self._counters = [
             (table.cell(catalog.MEMORY_ALLOC_RETRIES, device), _Total(before.retries if before else 0)),
             (table.cell(catalog.MEMORY_OOMS, device), _Total(before.ooms if before else 0)),
         ]
 
-    def see(self, memory: DeviceMemory) -> None:
-        """Take in a look.
+    def begin(self) -> None:
+        """Another model is trained from here on."""
+        self._floor.begin()
+        self._rush.begin()
+
+    def see(self, memory: DeviceMemory, step: int, now: float) -> bool:
+        """Take in a look; tell whether it is to be said at once.
 
         The allocator's peak is a peak of ours if it has moved: what it stood at before our time was not seen by us, and one
         that went down was reset by its user, so that it has been reached since.
@@ -97,11 +116,18 @@ class _Device:
         self._peak = max(self._peak, memory.allocated)
         if memory.peak is not None and memory.peak != self._seen_peak:
             self._peak, self._seen_peak = max(self._peak, memory.peak), memory.peak
+        limit, used = memory.limit, memory.allocated
+        return limit is not None and self._rush.see(Point(step, now, used), limit - used, limit)
 
-    def judge(self, step: int, now: float) -> Judged:
+    def point(self, step: int, now: float) -> None:
+        """Make a point of what was seen since the last one."""
+        self._trends = self._floor.point(step, now)
+
+    def judge(self) -> Judged:
         """Return the trend and the bytes left."""
-        trends, limit = self._floor.point(step, now), self._memory.limit
-        return Judged(trends[0], trends, None if limit is None else limit - self._memory.allocated)
+        rush, limit = self._rush.growth, self._memory.limit
+        left = None if limit is None else limit - self._memory.allocated
+        return Judged(rush or self._trends[0], (*self._trends, rush), left)
 
     def show(self) -> None:
         """Set the gauges, count on."""

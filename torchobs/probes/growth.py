@@ -32,6 +32,10 @@ class Floor:
         """Take in a look."""
         self._least = min(self._least, used)
 
+    def begin(self) -> None:
+        """Another model is trained from here on."""
+        self._history.begin()
+
     def point(self, step: int, seconds: float) -> tuple[Growth | None, Growth | None]:
         """Make a point of the looks since the last one; return the trends of the whole run and of the last minutes."""
         if self._least < inf:
@@ -44,7 +48,7 @@ class Judged(NamedTuple):
     """What grows by how much, the trends that run against a limit, and the bytes left to it."""
 
     growth: Growth | None
-    trends: tuple[Growth | None, Growth | None]
+    trends: tuple[Growth | None, ...]
     left: float | None
 
     def time_to_limit_s(self) -> float | None:
@@ -73,4 +77,7 @@ class GrowthGauges:
         if near and not self._alarmed:
             attributes = {**self._attributes, "per_step": per_step, "time_to_limit": seconds}
             self._host.writer.event(catalog.EVENT_MEMORY_GROWTH.name, attributes, self._host.cycle.step)
+            if self._host.say is not None:
+                what = f"{self._attributes['space']} memory grows by {per_step / 2**20:.3g} MiB a step"
+                self._host.say("memory growth", f"{what}, and would reach its limit in {seconds:.0f} s")
         self._alarmed = near

@@ -64,6 +64,8 @@ class Limits:
         self._due = 0.0
         self.left: float | None = None
         """Bytes to the nearest limit"""
+        self.total: float | None = None
+        """That limit"""
         self.grouped: float | None = None
         """Bytes that count towards it, if it is the cgroup's"""
 
@@ -78,7 +80,7 @@ class Limits:
         for room in rooms:
             self._show(room)
         nearest = min(rooms, default=None)
-        self.left = nearest.left if nearest else None
+        self.left, self.total = (nearest.left, nearest.total) if nearest else (None, None)
         self.grouped = nearest.total - nearest.left if nearest and nearest.limit == "cgroup" else None
         delays = [(room.left - (1 - NEAR) * room.total) / FASTEST for room in rooms]
         self._due = time.monotonic() + min([LONGEST_S, *delays])

@@ -14,6 +14,8 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.detect.growth import Point
+from torchobs.detect.rush import Rush
 from torchobs.probes.growth import Floor, GrowthGauges, Judged
 from torchobs.probes.limits import Limits
 from torchobs.probes.process import Process
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.catalog import Metric
+    from torchobs.detect.growth import Growth
     from torchobs.probes.host import Host
+
+    Trends = tuple[Growth | None, Growth | None]
 
 SHARED = "/dev/shm"  # noqa: S108  # looked at, not written to
 FULL, ROOM_AGAIN = 0.9, 0.8
@@ -45,7 +50,10 @@ class MemoryProbe:
         self._host = host
         self._process = Process()
         self._limits = Limits(host.writer, self._process.machine, self._root)
-        self._anonymous, self._grouped = Floor(), Floor()
+        self._anonymous, self._grouped, self._rush = Floor(), Floor(), Rush()
+        self._own: Trends = (None, None)
+        self._against: Trends = (None, None)
+        self._model = host.cycle.models.changes
         self._gauges = GrowthGauges(host, "host")
         self._shares_memory = sys.platform == "linux" and os.path.ismount(self._shared)
         self._limits.look(thorough=True)  # counters exist at 0 from here on
@@ -77,20 +85,38 @@ class MemoryProbe:
 
     def _look(self, *, thorough: bool) -> None:
         self._limits.look(thorough=thorough)
-        self._anonymous.see(self._process.resident().anonymous)
-        if self._limits.grouped is not None:
-            self._grouped.see(self._limits.grouped)
+        own, limits = self._process.resident().anonymous, self._limits
+        self._anonymous.see(own)
+        if limits.grouped is not None:
+            self._grouped.see(limits.grouped)
+        self._look_ahead(own if limits.grouped is None else limits.grouped)
         if self._shares_memory:
             self._look_at_shared(show=thorough)
+
+    def _look_ahead(self, used: float) -> None:
+        """Say at once if what is in use will soon be all there is."""
+        cycle, limits = self._host.cycle, self._limits
+        if self._model != cycle.models.changes:
+            self._model = cycle.models.changes
+            for past in (self._anonymous, self._grouped, self._rush):
+                past.begin()
+        point = Point(cycle.step, self._clock(), used)
+        if limits.left is not None and limits.total is not None and self._rush.see(point, limits.left, limits.total):
+            self._show_growth()
 
     def _judge(self) -> None:
         """Judge the trend of the process's own pages; against a cgroup's limit, that of the whole cgroup.
 
         Pages that a DataLoader's worker copies, because it counted a reference in them, show in the cgroup alone.
         """
-        step, now, limits = self._host.cycle.step, self._clock(), self._limits
-        own, grouped = self._anonymous.point(step, now), self._grouped.point(step, now)
-        self._gauges.show([Judged(own[0], own if limits.grouped is None else grouped, limits.left)])
+        step, now = self._host.cycle.step, self._clock()
+        self._own, grouped = self._anonymous.point(step, now), self._grouped.point(step, now)
+        self._against = self._own if self._limits.grouped is None else grouped
+        self._show_growth()
+
+    def _show_growth(self) -> None:
+        rush = self._rush.growth
+        self._gauges.show([Judged(rush or self._own[0], (*self._against, rush), self._limits.left)])
 
     def _show_pss(self) -> None:
         shows, self._shows_pss = self._shows_pss, self._host.level >= _ADVANCED

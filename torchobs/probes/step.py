@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
+from torchobs.probes.models import ModelChanges
 from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, STEP_BEGINS
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class StepProbe:
 
         self._host, self._cycle = host, host.cycle
         fuse = host.fuse(self.name)
+        self._changes = ModelChanges(host)
         self._backward.install(host, fuse)
         self._handles = [
             register_optimizer_step_pre_hook(self._plain_before(fuse)),
@@ -56,6 +58,10 @@ class StepProbe:
             handle.remove()
         self._handles = []
         self._backward.remove()
+
+    def sample(self) -> None:
+        """Tell of another model."""
+        self._changes.sample()
 
     def _plain_before(self, fuse: Fuse) -> Callable[..., None]:
         """Return the pre hook: what nearly every step needs, in place, as in the data probe; anything else is ``_before``.
