@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import http.client
 import shutil
 import ssl
@@ -272,6 +273,43 @@ def test_a_changed_file_is_in_force_without_a_restart(serve: Callable[[str], Ser
     assert served.service.value("torchobs_exporter_config_ok") == 1
     served.write(f"{TLS}}}")
     wait_until(lambda: served.secure_status() == 200)
+
+
+MISTAKES = {
+    "the key of another": (
+        "tls_server_config: {cert_file: server.pem, key_file: client.key}",
+        "client.key are no certificate and its key",
+    ),
+    "half a file": (f"{TLS}, min_version: TLS13}}"[:-20], "expected"),
+    "no key": ("tls_server_config: {cert_file: server.pem, key_file: lost.key}", "lost.key"),
+    "a certificate that is none": ("tls_server_config: {cert_file: server.key, key_file: server.key}", "server.key and server.key are no"),
+    "no text": ("\0", "no YAML"),
+    "removed": (None, "No such file"),
+}
+"""By its name, what the file is changed to, and a word of what is said about it."""
+
+
+@pytest.mark.parametrize("before", [USERS, f"{TLS}}}"], ids=["passwords", "TLS"])
+def test_a_change_that_cannot_be_is_none(serve: Callable[[str], Served], caplog: pytest.LogCaptureFixture, before: str) -> None:
+    """What was in force is in force all the while; the log and the page say what is wrong; what is mended is taken."""
+    served = serve(before)
+
+    def page() -> bytes:
+        if before == USERS:
+            assert served.get().status == 401
+            return served.get(password=PASSWORD).body
+        with contextlib.closing(served.secure()) as connection:
+            connection.request("GET", "/metrics")
+            return connection.getresponse().read()
+
+    for name, (text, words) in MISTAKES.items():
+        caplog.clear()
+        served.path.unlink() if text is None else served.write(text)
+        wait_until(lambda: b"torchobs_exporter_config_ok 0" in page())
+        wait_until(lambda: "stays in force" in caplog.text)
+        assert words in caplog.text, name
+        served.write(before)
+        wait_until(lambda: b"torchobs_exporter_config_ok 1" in page())
 
 
 def test_a_renewed_certificate_is_presented(serve: Callable[[str], Served], program: Callable[[str], str]) -> None:

@@ -334,6 +334,55 @@ def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file:
     assert counts.sent == counts.recorded > 20
 
 
+def partly(rejected: int) -> Answer:
+    """A success that is not one for so many points."""
+    answer = ExportMetricsServiceResponse()
+    answer.partial_success.rejected_data_points = rejected
+    return Answer(200, {"Content-Type": "application/x-protobuf"}, answer.SerializeToString())
+
+
+FLAPPING = (
+    Answer(503), Answer(200, {}, b"<html>Welcome</html>"), Answer(429, {"Retry-After": "soon"}), partly(3), Answer(400),
+    Answer(200, {"Content-Encoding": "gzip"}, b"\x1f\x8bno gzip"), Answer(503, {"Retry-After": "31536000"}),
+    Answer(200, {"Content-Length": "1000"}, b"the connection stays open"), partly(10**9), Answer(hold_s=60.0), partly(-5),
+    Answer(200, {"Content-Length": "no number"}), Answer(502, {}, b"\xff" * 100_000), Answer(413),
+)  # fmt: skip
+
+
+def test_a_receiver_that_flaps_loses_nothing_uncounted(flight_dir: Path, file: File) -> None:
+    """Whatever it answers, in turn: each batch is sent, rejected in part, or refused, and is none of them twice."""
+    with (
+        Receiver(Misbehaving(*FLAPPING)) as receiver,
+        Pushing(flight_dir, only_metrics(receiver, timeout_s=0.3), Fast(1000.0)) as pushing,
+    ):
+        for second in range(1, 12):
+            file.set(user("my.c"), 1, USER)
+            file.beat(second)
+            file.save()
+            pushing.look(second, wait=False)
+            wait_until(lambda: pushing.push.settled and pushing.push._facts is None, timeout_s=SOON_S)
+            assert balanced(pushing.push.counts["metrics"])
+        counts = pushing.push.counts["metrics"]
+    assert len(receiver.requests) > len(FLAPPING)
+    of_batch = {request.body: len([*points([request])]) for request in receiver.requests}
+    assert counts.recorded == sum(of_batch.values())
+    assert counts.dropped == {"overflow": 0, "shutdown": 0, **refused_and_rejected(receiver.requests, of_batch)}
+    came = [one.point.as_int for one in points(receiver.requests) if one.metric.name == "my.c"]
+    assert (came, came[-1]) == (sorted(came), 11)
+
+
+def refused_and_rejected(requests: list[Request], of_batch: dict[bytes, int]) -> dict[str, int]:
+    """What those answers make of these requests: of one that is sent again, the last one says."""
+    said: dict[bytes, Answer] = {}
+    for number, request in enumerate(requests):
+        said[request.body] = FLAPPING[number] if number < len(FLAPPING) else Answer()
+    refused = [of_batch[body] for body, answer in said.items() if answer.status in {400, 413}]
+    rejected = [of_batch[body] for body, answer in said.items() if answer == partly(10**9)]
+    assert refused
+    assert rejected
+    return {"refused": sum(refused), "rejected": 3 + sum(rejected)}
+
+
 def test_ten_minutes_without_a_receiver(flight_dir: Path, file: File) -> None:
     """Nobody listens for ten minutes (scaled): what was recorded is sent when it is back, or counted as dropped."""
     port, clock = free_port(), Fast(120.0)

@@ -130,6 +130,8 @@ def test_tls_trusts_whom_it_is_told_to_and_shows_its_own_certificate(
             pushing.look(1.0, wait=False)
             wait_until(lambda: pushing.push.counts["metrics"].sent and pushing.push.counts["traces"].failures)
             assert pushing.push.counts["traces"].sent == 0
+        counts = pushing.push.counts["traces"]
+        assert counts.recorded == counts.dropped["shutdown"] > 0
         assert [*points(receiver.taken)]
         anonymous = PushConfig(metrics=to(receiver, certificate=str(server)))
         with Pushing(flight_dir, anonymous) as pushing:

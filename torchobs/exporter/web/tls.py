@@ -41,8 +41,7 @@ def context(tls: Tls, directory: Path) -> ssl.SSLContext:
     """Return a server's context. Raises :class:`WebConfigError`."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # a password of "" instead of none: OpenSSL would ask for one on the terminal
-        made.load_cert_chain(directory / tls.cert_file, directory / tls.key_file, password="")
+        _load(made, tls, directory)
         _verify_clients(made, tls, directory)
         _limit(made, tls)
     except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
@@ -61,6 +60,16 @@ def notes(tls: Tls) -> tuple[str, ...]:
     if tls.client_auth_type == "RequestClientCert":
         found.append("client_auth_type RequestClientCert: no certificate is asked for, as none would be verified")
     return tuple(found)
+
+
+def _load(made: ssl.SSLContext, tls: Tls, directory: Path) -> None:
+    """Load the server's certificate and key. Raises :class:`WebConfigError`, which names both: OpenSSL does not say which."""
+    try:
+        # a password of "" instead of none: OpenSSL would ask for one on the terminal
+        made.load_cert_chain(directory / tls.cert_file, directory / tls.key_file, password="")
+    except (OSError, ValueError) as problem:
+        msg = f"tls_server_config: {tls.cert_file} and {tls.key_file} are no certificate and its key: {_words(problem)}"
+        raise WebConfigError(msg) from None
 
 
 def _verify_clients(made: ssl.SSLContext, tls: Tls, directory: Path) -> None:
@@ -95,4 +104,5 @@ def _limit(made: ssl.SSLContext, tls: Tls) -> None:
 def _words(problem: OSError | ValueError) -> str:
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{problem.strerror}: {problem.filename}"
-    return str(getattr(problem, "reason", None) or getattr(problem, "strerror", None) or problem)
+    reason = getattr(problem, "reason", None)  # of OpenSSL, as KEY_VALUES_MISMATCH
+    return reason.lower().replace("_", " ") if isinstance(reason, str) else getattr(problem, "strerror", None) or str(problem)
