@@ -242,10 +242,10 @@ def spans(requests: list[Request]) -> list[Any]:
 
 
 class Collector:
-    """A real OpenTelemetry Collector, which writes all it gets to a file."""
+    """A real OpenTelemetry Collector, which listens on an address of this machine and writes all it gets to a file."""
 
-    def __init__(self, program: str, start: Callable[..., subprocess.Popen[str]], home: Path) -> None:
-        self.http, self.grpc = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    def __init__(self, program: str, start: Callable[..., subprocess.Popen[str]], home: Path, host: str = "127.0.0.1") -> None:
+        self.http, self.grpc = (f"http://{host}:{free_port()}" for _ in range(2))
         self._out = home / "collected.json"
         listen = {name: {"endpoint": url.removeprefix("http://")} for name, url in (("http", self.http), ("grpc", self.grpc))}
         pipeline = {"receivers": ["otlp"], "exporters": ["file"]}

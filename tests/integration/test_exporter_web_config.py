@@ -282,7 +282,10 @@ MISTAKES = {
     ),
     "half a file": (f"{TLS}, min_version: TLS13}}"[:-20], "expected"),
     "no key": ("tls_server_config: {cert_file: server.pem, key_file: lost.key}", "lost.key"),
-    "a certificate that is none": ("tls_server_config: {cert_file: server.key, key_file: server.key}", "server.key and server.key are no"),
+    "a certificate that is none": (
+        "tls_server_config: {cert_file: server.key, key_file: server.key}",
+        "server.key and server.key are no",
+    ),
     "no text": ("\0", "no YAML"),
     "removed": (None, "No such file"),
 }
