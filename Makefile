@@ -60,7 +60,7 @@ kube-test: setup test-tools ## Run Jobs with the sidecar on the cluster of KUBEC
 	tests/kubernetes/images.sh $(BIN)/python $$TORCHOBS_TEST_EXPORTER_IMAGE $$TORCHOBS_TEST_TRAINER_IMAGE
 	$(BIN)/pytest -m kubernetes tests/e2e
 
-test-tools: ## Fetch the programs that tests run and this machine lacks (Prometheus, promtool)
+test-tools: ## Fetch the programs that tests run and this machine lacks (Prometheus, promtool, node_exporter)
 	@tests/tools.sh $(PROGRAMS)
 
 clean: ## Remove the environment, caches and build output

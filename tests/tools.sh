@@ -33,4 +33,5 @@ provide() { # program package
 
 provide prometheus prometheus
 provide promtool prometheus
+provide prometheus-node-exporter prometheus-node-exporter
 command -v chromium > /dev/null || give_up chromium "not unpacked, for it depends on much" chromium

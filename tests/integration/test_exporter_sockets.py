@@ -16,7 +16,7 @@ import pytest
 
 from tests.exporters import Service
 from tests.prometheus_server import PrometheusServer
-from tests.support import clean_environment, wait_until
+from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import USERS
 from torchobs.exporter import service, systemd
 from torchobs.exporter.config import ExporterConfig, address_of
@@ -156,6 +156,30 @@ def test_a_socket_of_systemd_s_is_served(start: Callable[..., subprocess.Popen[s
         asking.sendall(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n")
         assert b"200 OK" in asking.recv(65536)
     assert (tmp_path / "error").read_text().count("listening on") == 1
+
+
+def test_curl_asks_by_what_systemd_has_opened(
+    start: Callable[..., subprocess.Popen[str]], program: Callable[[str], str], flight_dir: Path, path: Path
+) -> None:
+    """A port and a Unix socket of the real systemd's, the first question to which starts it; the socket stays systemd's."""
+    curl, port = program("curl"), free_port()
+    exporter = (sys.executable, "-m", "torchobs", "exporter", "--web.systemd-socket=true")
+    listen = ("-l", f"127.0.0.1:{port}", "-l", str(path))
+    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir)}
+    kept = [f"--setenv={name}" for name in environ]
+    running = start(program("systemd-socket-activate"), *kept, *listen, *exporter, env=environ)
+    wait_until(path.exists)
+
+    def said(*arguments: str) -> str:
+        argv = (curl, "--silent", "--noproxy", "*", "--max-time", "30", "--compressed", *arguments)
+        return subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+
+    for asked in (("--unix-socket", str(path), "http://localhost/metrics"), (f"http://127.0.0.1:{port}/metrics",)):
+        assert "torchobs_exporter_config_ok 1.0" in said(*asked)
+        assert said("--header", "Accept: application/openmetrics-text", *asked).endswith("# EOF\n")
+    running.terminate()
+    assert running.wait(timeout=20) == 0
+    assert path.exists()
 
 
 def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: Path, program: Callable[[str], str]) -> None:
