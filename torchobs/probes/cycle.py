@@ -40,8 +40,6 @@ _LONG_TRACE = 4096
 _TRAINING = frozenset({FETCH, BACKWARD_BEGINS, STEP_BEGINS, CLOSURE_BEGINS})
 METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
-
-
 GONE = -1
 
 
@@ -113,8 +111,7 @@ class Cycle:
         self.log_wins = False
         self.metered = False
         """Whether this step's hooks measure their own time."""
-        self.models = Models()
-        self.sole = 0
+        self.models, self.sole = Models(), 0
         """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
         self._append, self._append_plain = writer.append, writer.append_plain
         self._begun_ns = self._compiling_ns = 0
