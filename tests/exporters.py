@@ -140,5 +140,5 @@ def start_program(
     with log.open("w") as error:
         process = start(*argv, stderr=error, env={**clean_environment(), **environ})
     program = Program(process, f"127.0.0.1:{port}", log)
-    wait_until(program.is_ready, timeout_s=20)
+    wait_until(program.is_ready, timeout_s=60)
     return program

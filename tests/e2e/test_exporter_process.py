@@ -57,6 +57,7 @@ def last(steps: Path) -> int:
     return int(steps.read_text().splitlines()[-1])
 
 
+@pytest.mark.serial
 def test_a_killed_rank_is_shown_within_two_seconds_with_its_last_step(
     exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_killed_rank_is_shown_within_two_seconds_with_its_last_step(
     assert (program.state("1"), program.value("torchobs_rank_up", rank="1")) == ("alive", 1)
 
 
+@pytest.mark.serial
 def test_a_stopped_rank_is_unresponsive_until_it_goes_on(
     exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_stopped_rank_is_unresponsive_until_it_goes_on(
     wait_until(lambda: program.state() == "alive", timeout_s=3)
 
 
+@pytest.mark.serial
 def test_a_death_is_seen_though_nobody_scrapes(
     exporter: Callable[..., Program], rank: Callable[..., tuple[subprocess.Popen[str], Path]]
 ) -> None:
@@ -136,7 +139,7 @@ def test_nobody_scraped_nobody_is_waited_for(exporter: Callable[..., Program]) -
     program = exporter()
     program.page(User_Agent="curl/8")
     program.process.terminate()
-    assert program.process.wait(timeout=3) == 0, program.log
+    assert program.process.wait(timeout=10) == 0, program.log
 
 
 def test_a_second_signal_ends_the_wait(exporter: Callable[..., Program]) -> None:
@@ -148,7 +151,7 @@ def test_a_second_signal_ends_the_wait(exporter: Callable[..., Program]) -> None
     assert program.process.poll() is None, "a scraper was seen: it is waited for"
     assert program.get().status == 200, "and served meanwhile"
     program.process.terminate()
-    assert program.process.wait(timeout=3) == 0
+    assert program.process.wait(timeout=10) == 0
 
 
 def test_the_wait_for_scrapers_has_an_end(exporter: Callable[..., Program]) -> None:
@@ -165,7 +168,7 @@ def test_ctrl_c_does_not_wait_for_scrapers(exporter: Callable[..., Program]) -> 
     program = exporter()
     program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
     program.process.send_signal(signal.SIGINT)
-    assert program.process.wait(timeout=3) == 0
+    assert program.process.wait(timeout=10) == 0
 
 
 def test_a_sidecar_starts_whatever_is_wrong_with_its_configuration(
