@@ -133,4 +133,5 @@ def test_a_little_memory_is_always_given_out() -> None:
     small, large = Memory(48 << 20), Memory(1 << 30)
     assert 0 < small.most_files < small.most_page < 8 << 20
     assert large.most_files + large.most_page == pytest.approx((1 << 30) - RESERVED)
+    assert Memory(1 << 30, pushes=True).most_files < large.most_files
     assert Memory().spend(1 << 50), "without a limit there is none"

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-RESERVED = 56 << 20
+RESERVED = 48 << 20
 """Bytes for everything else: 26 MiB at rest, a file of 16 MiB being read, the API, the live page, a crowd of connections."""
+
+PUSH = 16 << 20
+"""Bytes that the push takes beside that: its queue, the libraries. Each series takes nearly as much again as with its file."""
 
 RANK = 120 << 10
 """Bytes for a rank without series: 27 KiB for its file, 92 KiB for what the exporter says of it, in two formats."""
 
-SERIES = 1200
+SERIES = 600
 """Bytes for a series on the page, beside its lines"""
 
 LINE = 560
@@ -34,10 +37,10 @@ class Memory:
 
     __slots__ = ("files", "most_files", "most_page", "page")
 
-    def __init__(self, limit: float = inf) -> None:
-        """``limit``: bytes, for everything. However little it is, a sixth of it is given out."""
-        room = max(limit - RESERVED, limit / 6)
-        self.most_files, self.most_page = 0.4 * room, 0.6 * room
+    def __init__(self, limit: float = inf, *, pushes: bool = False) -> None:
+        """``limit``: bytes, for everything. However little it is, a sixth of it is given out. ``pushes``: over OTLP."""
+        room = max(limit - RESERVED - PUSH * pushes, limit / 6)
+        self.most_files, self.most_page = (0.22 if pushes else 0.4) * room, 0.6 * room
         """bytes that flight files and lines may take: of what a series takes a third is its file's"""
         self.files = 0
         """bytes that the flight files in use take"""

@@ -112,7 +112,7 @@ class _Service:
         self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[Fleet], bool] | None
     ) -> None:
         self._config, self._announce, self._finished = config, announce, finished
-        memory = Memory((config.memory_limit or cgroup_limit()) or math.inf)
+        memory = Memory(config.memory_limit or cgroup_limit() or math.inf, pushes=config.push is not None)
         self._watch = Watch(Scanner(config, memory=memory))
         self._pages = Pages(config, memory)
         self._scrapers = Scrapers()
