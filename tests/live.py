@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from torchobs.detect.stragglers import Slowness
 from torchobs.exporter.live.model import Row, Run
-from torchobs.exporter.live.pace import Pace
 from torchobs.exporter.live.readings import Readings
+from torchobs.flight.pace import Pace
 
-PACE = Pace(steps=64, step_s=0.5, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02), per_s=1.9, tokens_per_s=31_000.0, samples_per_s=None)
+PACE = Pace(
+    steps=64, step_s=0.5, mean_s=0.52, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02), window_s=33.0, per_s=1.9, tokens_per_s=31_000.0,
+    samples_per_s=None,
+)  # fmt: skip
 
 
 def row(  # each is what some test is about

@@ -61,7 +61,7 @@ def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int
             tensor on a device is copied without waiting.
         tokens: tokens trained on since the last call, on this rank.
         samples: samples, likewise.
-        total_steps: steps that the run will take; once is enough.
+        total_steps: steps that this process will take (going on from a checkpoint: those to come); once is enough.
         scalars: other numbers by name; each is a gauge, the first 64 names count. What is no number is left out.
     """
     if not _is_compiling():

@@ -23,7 +23,7 @@ from tests.rank_files import Clock, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
-from torchobs.cli.live import Screen, frame, rate, slowdowns
+from torchobs.cli.live import Screen, frame, slowdowns
 from torchobs.cli.paint import Paint
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner
@@ -230,7 +230,7 @@ def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
     slow = [step._replace(phase_s={**step.phase_s, "data": 0.0850}) for step in seen[1].steps]
     found = slowdowns([seen[0], seen[1]._replace(steps=slow), seen[2]])
     assert [round(found[one.rank.incarnation], 2) for one in seen] == [0.67, 2.0, 0.67]
-    assert rate(seen[0].steps) == pytest.approx(10.0)
+    assert [one.pace.per_s for one in seen if one.pace] == pytest.approx([10.0] * len(seen))
     for file in files:
         file.release()
 

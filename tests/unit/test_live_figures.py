@@ -13,9 +13,7 @@ from torchobs.exporter.live.history import BUCKETS, KEPT, Values, curve, heights
 from torchobs.exporter.live.html import Html, exact, joined, named, tag, text
 from torchobs.exporter.live.links import choice_of, query_of
 from torchobs.exporter.live.model import Choice
-from torchobs.exporter.live.pace import pace
 from torchobs.flight.layout import Header
-from torchobs.flight.record import Flag, Kind, StepRecord
 
 NAN, INF = math.nan, math.inf
 
@@ -130,35 +128,6 @@ def test_values_are_kept_for_as_long_as_the_ring_keeps_them() -> None:
         values.append(step, float(step))
     kept = list(values)
     assert (len(kept), kept[0], kept[-1]) == (KEPT, (2 * KEPT, 2.0 * KEPT), (3 * KEPT - 1, 3.0 * KEPT - 1))
-
-
-def record(seq: int, *, end_s: float, duration_s: float = 0.5, flags: int = 0, **fields: object) -> StepRecord:
-    """A step's record."""
-    phases = (0.1,) * 5 + (0.0,) * 3
-    made = StepRecord(seq, seq, round(end_s * 1e9), Kind.STEP, flags, 0, duration_s, 0.0, 0.0, 0.0, phases, 10, 1, 1.0)
-    return made._replace(**fields)  # type: ignore[arg-type]  # what a test wants
-
-
-def test_the_pace_is_that_of_the_clock() -> None:
-    """What lies between two steps counts for the speed, and not for the step time."""
-    found = pace([record(1, end_s=1.0), record(2, end_s=1.5), record(3, end_s=4.0)])
-    assert found is not None
-    assert (found.steps, found.step_s) == (3, 0.5)
-    assert (found.per_s, found.tokens_per_s) == pytest.approx((2 / 3, 20 / 3))
-    assert found.shares == pytest.approx((0.2,) * 5)
-
-
-def test_no_pace_of_what_has_no_time() -> None:
-    """The first step's start is unknown, and times that are no times are forged."""
-    forged = [
-        record(2, end_s=2.0, duration_s=NAN),
-        record(3, end_s=3.0, duration_s=-1.0),
-        record(4, end_s=4.0, phase_s=(INF,) * 8),
-    ]
-    assert pace([record(1, end_s=1.0, flags=Flag.UNTIMED), record(9, end_s=1.0, kind=Kind.LATE), *forged]) is None
-    (only,) = [pace([record(1, end_s=1.0)])]
-    assert only is not None
-    assert only.per_s is None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torchobs import catalog
 from torchobs.cli.paint import STATE_COLOURS
 from torchobs.cli.table import Column, table
 from torchobs.detect import stragglers
+from torchobs.flight.pace import time_left_s
 from torchobs.flight.reader import Distribution
 from torchobs.postmortem import words
 from torchobs.postmortem.compare import in_order, typical_phases
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
     from torchobs.cli.paint import Paint
     from torchobs.exporter.scan import Rank
+    from torchobs.flight.pace import Pace
     from torchobs.flight.reader import Value
     from torchobs.postmortem.facts import Step
 
 Values = dict[tuple[str, ...], "Value"]
 
-_RATED = 20
 _CURVE_ROWS = 4
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
@@ -41,6 +42,13 @@ class Seen(NamedTuple):
 
     rank: Rank
     steps: Sequence[Step]
+    pace: Pace | None = None
+
+    @property
+    def speed(self) -> Pace | None:
+        """Its pace while it trains."""
+        trains = self.rank.state == "alive" and self.rank.view.live.phase != "idle"
+        return self.pace if trains and self.pace and self.pace.per_s else None
 
 
 class Screen(NamedTuple):
@@ -70,12 +78,6 @@ def slowdowns(seen: Sequence[Seen]) -> dict[str, float]:
     """Return each rank's own step time over that of its peers, by incarnation (``detect.stragglers``, over the last steps)."""
     typical = {one.rank.incarnation: in_order(typical_phases(one.steps)) for one in seen if one.steps}
     return {name: slowness.factor for name, slowness in stragglers.compare(typical).items()}
-
-
-def rate(steps: Sequence[Step]) -> float | None:
-    """Return steps per second over the last twenty."""
-    taken = [step.duration_s for step in steps[-_RATED:] if step.duration_s is not None]
-    return len(taken) / sum(taken) if sum(taken) > 0 else None
 
 
 def _run(run: Sequence[Seen], paint: Paint, room: int, first: int, now: str, *, curves: bool) -> Iterator[str]:
@@ -117,8 +119,10 @@ def _progress(run: Sequence[Seen]) -> str:
     total = _number(values_of(first.rank.view), catalog.TOTAL_STEPS)
     if not total or not first.steps:
         return ""
-    left, speed = max(0.0, total - first.steps[-1].step), rate(first.steps)
-    time_left = f", {words.duration(left / speed)} left" if speed and first.rank.up and left else ""
+    values = values_of(first.rank.view)
+    aside_s = sum(_number(values, catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
+    left_s = time_left_s(first.speed, first.steps[-1].step, total, aside_s)
+    time_left = "" if left_s is None else f", {words.duration(left_s)} left"
     return f"  step {first.steps[-1].step:,} of {total:,.0f}{time_left}"
 
 
@@ -143,14 +147,13 @@ def _row(one: Seen, slow: Mapping[str, float]) -> list[str]:
     rank, steps, values = one.rank, one.steps, values_of(one.rank.view)
     last = steps[-1] if steps else None
     shares = _shares(typical_phases(steps))
-    speed = rate(steps) if rank.up else None
     stretch = slow.get(rank.incarnation)
     norm = next((step.grad_norm for step in reversed(steps) if step.grad_norm is not None), None)
     return [
         rank.rank,
         rank.state,
         f"{last.step}" if last else "-",
-        "-" if speed is None else f"{speed:.3g}",
+        words.rate(one.speed.per_s if one.speed else None),
         words.number(last.loss if last else None),
         words.number(norm),
         *shares,

@@ -132,6 +132,7 @@ def _rank(facts: Facts, options: Options, paint: Paint, *, alone: bool) -> Itera
         yield paint("yellow", words.cut(f"{problem} ({facts.source})", paint.width))  # in this order: the path may be long
     parts = (
         (f"Last steps{of}", _steps(facts, options, paint.width)),
+        (f"Speed{of}", _speed(facts, paint.width)),
         (f"Course{of}", _course(facts, paint)),
         (f"Time{of}", shares(facts.by_attribute(catalog.GOODPUT_TIME), paint.width)),
         (f"Phases of a step{of}", shares(facts.by_attribute(catalog.STEP_PHASE_TIME), paint.width)),
@@ -159,6 +160,15 @@ def _steps(facts: Facts, options: Options, width: int) -> list[str]:
         for step in shown
     ]  # fmt: skip
     return table(_STEP_COLUMNS, rows, width) if rows else []
+
+
+def _speed(facts: Facts, width: int) -> list[str]:
+    pace = facts.pace
+    if pace is None or pace.per_s is None:
+        return []
+    rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))
+    told = [f"{words.rate(per_s)} {what}/s" for what, per_s in rates if per_s]
+    return flow([*told, f"over {words.several(pace.steps, 'step')} ({words.duration(pace.window_s)})"], width)
 
 
 def _course(facts: Facts, paint: Paint) -> list[str]:

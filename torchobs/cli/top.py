@@ -16,8 +16,9 @@ from torchobs.cli.screen import QUIT, Terminal
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner
 from torchobs.exporter.tracked import HOSTILE
+from torchobs.flight.pace import RECORDS, pace
 from torchobs.postmortem import words
-from torchobs.postmortem.facts import Step, steps_of
+from torchobs.postmortem.facts import steps_of
 
 if TYPE_CHECKING:
     import argparse
@@ -39,7 +40,7 @@ examples:
 
 Columns: fwd, bwd, opt are the shares of a typical step; slow is the rank's own step time over the others' (1.00×: as fast)."""
 
-_CURVE, _OF_MANY, _MANY = 400, 60, 16
+_CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
 _LARGEST_SHARE = 0.1
 """Of a core, beside the training: hundreds of ranks are looked at less often."""
 
@@ -73,15 +74,16 @@ def look(scanner: Scanner) -> tuple[list[Seen], str]:
     """Return every rank with its last steps, and what to say if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
-    return [Seen(rank, _steps(scanner, rank, limit)) for rank in snapshot.ranks], _note(snapshot)
+    return [_seen(scanner, rank, limit) for rank in snapshot.ranks], _note(snapshot)
 
 
-def _steps(scanner: Scanner, rank: Rank, limit: int) -> tuple[Step, ...]:
+def _seen(scanner: Scanner, rank: Rank, limit: int) -> Seen:
     try:
         with scanner.flight_file(rank.incarnation) as file:
-            return steps_of(file.steps(limit), file.header)
+            records = file.steps(limit)
+            return Seen(rank, steps_of(records, file.header), pace(records))
     except HOSTILE:
-        return ()  # it is going, or was replaced: the next look says what is there
+        return Seen(rank, ())  # it is going, or was replaced: the next look says what is there
 
 
 def _note(snapshot: Snapshot) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.events import plain
+from torchobs.flight.pace import speed
 from torchobs.postmortem.compare import compare, typical_phases
 from torchobs.postmortem.diagnosis import diagnose
 from torchobs.postmortem.stall import stall
@@ -86,6 +87,7 @@ def rank_document(facts: Facts, options: Options) -> dict[str, Any]:
         "stall": _stall(stall(facts)),
         "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in facts.left],
         "findings": [_finding(finding) for finding in diagnose(facts)],
+        "speed": speed(facts.pace),
         "steps": [_step(step) for step in shown_steps if options.steps],
         "events": [_event(fact) for fact in shown_events if options.events],
         "goodput": facts.by_attribute(catalog.GOODPUT_TIME),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.states import Memory
     from torchobs.flight.evidence import Evidence
     from torchobs.flight.layout import Header
+    from torchobs.flight.pace import Pace
     from torchobs.flight.reader import Value, View
     from torchobs.flight.record import StepRecord
 
@@ -92,6 +93,8 @@ class Facts:
     """oldest first; spans are not among them"""
     values: Mapping[tuple[str, ...], Value]
     """by the series' name and the values of its attributes"""
+    pace: Pace | None = None
+    """of its latest steps"""
     left: tuple[Evidence, ...] = ()
     """files with something in them that it left beside its flight file"""
 

@@ -17,6 +17,7 @@ from torchobs.exporter.tracked import HOSTILE, Tracked, open_tracked
 from torchobs.flight import evidence, reader
 from torchobs.flight.birth import file_name
 from torchobs.flight.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, decode_header
+from torchobs.flight.pace import pace
 from torchobs.flight.reader import FlightFile
 from torchobs.postmortem import words
 from torchobs.postmortem.facts import Facts, events_of, steps_of, values_of
@@ -147,7 +148,7 @@ def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str
     header, view, up = tracked.header, tracked.view, tracked.up
     memory, live = last_memory(view), view.live
     state, why = (tracked.state, "") if up else states.ending(live.exit_reason, live.exit_code, memory)
-    begun_ns = live.phase_begun_ns
+    begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
     return Facts(
         source=words.clean(source),
         problems=problems,
@@ -161,9 +162,10 @@ def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str
         last_s=header.wall_s(live.heartbeat_ns or header.monotonic_ns),
         phase=live.phase,
         phase_begun_s=None if begun_ns is None else header.wall_s(begun_ns),
-        steps=steps_of(tracked.file.steps(limit), header),
+        steps=steps_of(records, header),
         events=events_of(tracked.file.events(), header),
         values=values_of(view),
+        pace=pace(records),
     )
 
 

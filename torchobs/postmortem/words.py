@@ -9,6 +9,8 @@ from itertools import pairwise
 from math import inf, isfinite, isnan, log
 from typing import TYPE_CHECKING
 
+from torchobs.flight.pace import in_figures
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -105,6 +107,11 @@ def duration(seconds: float | None) -> str:
     if abs(seconds) < 0.9995:  # noqa: PLR2004  # from there on 1,000 ms would be shown
         return f"{1e3 * seconds:.3g} ms" if seconds else "0"
     return f"{seconds:.3g} s" if seconds < _MINUTE else _long(seconds)
+
+
+def rate(per_s: float | None) -> str:
+    """Return how many there are in a second."""
+    return "-" if per_s is None else in_figures(per_s)
 
 
 def _long(seconds: float) -> str:

@@ -153,7 +153,8 @@ class Api:
         asked.only(request, ("last",))
         last = asked.integer(request, "last", 100, history.MOST_STEPS)
         rank = asked.one_rank(await self._watch.fresh(), request.path_params["rank"])
-        return _json({**views.named(rank), "steps": await self._read(rank, partial(history.steps, last=last), [])})
+        nothing: dict[str, Any] = {"speed": None, "steps": []}
+        return _json({**views.named(rank), **await self._read(rank, partial(history.steps, last=last), nothing)})
 
     async def _layers(self, request: Request) -> Response:
         asked.only(request)

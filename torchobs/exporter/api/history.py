@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.exporter.api.problems import bad
 from torchobs.exporter.api.views import instant, named, wall_ns
+from torchobs.flight.pace import RECORDS, pace, speed
 from torchobs.flight.record import PHASE_NAMES, Flag, Kind
 
 if TYPE_CHECKING:
@@ -74,15 +75,18 @@ def page(found: Iterable[Dated], before: Position | None, limit: int) -> dict[st
     return {"events": [one.event for one in taken], "next": taken[-1].position.cursor() if more else None}
 
 
-def steps(file: FlightFile, rank: Rank, last: int) -> list[dict[str, Any]]:
-    """Return the last steps, oldest first, each with what was delivered after its end."""
-    records = file.steps(last * LATE_FACTOR)
+def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
+    """Return the last steps, oldest first, each with what was delivered after its end; and how fast they were."""
+    records = file.steps(max(last * LATE_FACTOR, RECORDS))
     ended = [record for record in records if record.kind == Kind.STEP][-last:]
     late: dict[int, list[StepRecord]] = {}
     for record in records:
         if record.kind == Kind.LATE:
             late.setdefault(record.step, []).append(record)
-    return [_step(record, late.get(record.step, ()), rank) for record in ended]
+    return {
+        "speed": speed(pace(records)),
+        "steps": [_step(record, late.get(record.step, ()), rank) for record in ended],
+    }
 
 
 def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank) -> Dated:

@@ -99,7 +99,14 @@ SCHEMAS: dict[str, Schema] = {
         step={"type": ["integer", "null"]},
         attributes={"type": "object"},
     ),
-    "Steps": _object(**_NAMED, steps=_list(_ref("Step"))),
+    "Steps": _object(**_NAMED, speed={"oneOf": [_ref("Speed"), {"type": "null"}]}, steps=_list(_ref("Step"))),
+    "Speed": _object(
+        steps_per_s={**_NUMBER, "description": "of the clock, as rate() over the counters has it"},
+        tokens_per_s=_MAYBE,
+        samples_per_s=_MAYBE,
+        steps={**_COUNT, "description": "that this is the speed of"},
+        window_s={**_NUMBER, "description": "from the end of the first of them to the end of the last"},
+    ),
     "Step": _object(
         step=_COUNT,
         ended=_TIME,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import isfinite
 
+from torchobs.flight.pace import in_figures
+
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
 _PLAIN_LEAST, _PLAIN_MOST = 1e-3, 1e6
 _PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -75,7 +77,7 @@ def rate(value: float | None, what: str = "") -> str:
     """Return a rate per second: ``1.92/s``, ``45,300 tokens/s``."""
     if value is None:
         return NONE
-    text = f"{value:,.{max(0, 3 - _whole_digits(value))}f}"
+    text = in_figures(value)
     return f"{text} {what}/s" if what else f"{text}/s"
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.exporter.live import happenings
 from torchobs.exporter.live.history import KEPT, Curve, History, curve
-from torchobs.exporter.live.pace import Pace, pace
 from torchobs.exporter.tracked import HOSTILE
+from torchobs.flight.pace import RECORDS as LATEST
+from torchobs.flight.pace import Pace, pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from torchobs.exporter.watch import Scan
     from torchobs.flight.reader import FlightFile
 
-RECORDS = 2048
-"""Records that a look reads of all ranks together, at least 32 and at most 256 of each; one takes 2 µs to decode."""
+RECORDS = 16_384
+"""Records that a look reads of all ranks together, at least 32 of each; one takes 2 µs to decode. Beyond 64 ranks those that
+are not looked at closely have a pace over fewer steps."""
 
 EVENTS_S = 0.2
 """Time that a look may spend on event rings, of which one takes up to 5 ms; those left over are next look's."""
@@ -63,7 +65,7 @@ class Gatherer:
         began = self._clock()
         chosen = list(dict.fromkeys(focused))[:MOST_HISTORIES]
         self._forget({rank.incarnation for rank in snapshot.ranks}, chosen)
-        limit = min(256, max(32, RECORDS // max(1, len(snapshot.ranks))))
+        limit = min(LATEST, max(32, RECORDS // max(1, len(snapshot.ranks))))
         for rank in snapshot.ranks:
             self._look(scan, rank, limit, focused=rank.incarnation in chosen)
         self._look_at_events(scan, sorted(snapshot.ranks, key=lambda rank: (rank.incarnation not in chosen, rank.up)))
@@ -87,7 +89,7 @@ class Gatherer:
             return
         try:
             with scan.flight_file(rank.incarnation) as file:
-                self._paces[rank.incarnation] = core, pace(file.latest(limit))
+                self._paces[rank.incarnation] = core, pace(file.latest(LATEST if focused else limit))
                 if focused:
                     self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
         except HOSTILE:

@@ -12,6 +12,7 @@ from torchobs.exporter import described, labels
 from torchobs.exporter.live import happenings
 from torchobs.exporter.live.gather import Curves
 from torchobs.exporter.live.readings import Reader
+from torchobs.flight.pace import time_left_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from torchobs.detect.stragglers import Slowness
     from torchobs.exporter.live.gather import Details
     from torchobs.exporter.live.happenings import Happening
-    from torchobs.exporter.live.pace import Pace
     from torchobs.exporter.live.readings import Readings
     from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.flight.pace import Pace
 
 PER_PAGE = 50
 MOST_EVENTS = 100
@@ -112,6 +113,18 @@ class Row:
     def steps(self) -> int:
         """Steps done."""
         return int(self.readings.get(catalog.STEPS) or 0)
+
+    @property
+    def speed(self) -> Pace | None:
+        """Its pace while it trains: nobody who has ended, hangs or does something else has a speed."""
+        trains = self.state == "alive" and self.phase != "idle"
+        return self.pace if trains and self.pace and self.pace.per_s else None
+
+    @property
+    def left_s(self) -> float | None:
+        """How long its steps will still take; ``None``: that is not known."""
+        aside = [self.readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint")]
+        return time_left_s(self.speed, self.steps, self.readings.get(catalog.TOTAL_STEPS) or 0, sum(aside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +240,7 @@ def model(
         layers=_layers(focus.readings, choice.layers) if focus else (),
         evidence=tuple(islice((Evidence(*(one[name] for name in Evidence._fields)) for one in evidence), MOST_EVIDENCE)),
         total_steps=total or None,
-        left_s=_left_s(run, total) if run and total else None,
+        left_s=max((left_s for row in rows if (left_s := row.left_s) is not None), default=None),
         now_s=now_s,
     )
 
@@ -297,11 +310,6 @@ def _memory(readings: Readings) -> tuple[float | None, float | None]:
         shares = [value / limits[device] for device, value in allocated.items() if limits.get(device)]
         return sum(allocated.values()), max(shares, default=None)
     return readings.get(catalog.MEMORY_HOST_RSS), max(readings.of(catalog.MEMORY_HOST_UTILIZATION).values(), default=None)
-
-
-def _left_s(run: Run, total: int) -> float | None:
-    paces = [row.pace.per_s for row in run.rows if row.up and row.pace and row.pace.per_s]
-    return max(0, total - run.steps) / min(paces) if paces else None
 
 
 def _events(rows: Iterable[Row], details: Details) -> tuple[Happening, ...]:

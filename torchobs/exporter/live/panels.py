@@ -36,20 +36,22 @@ def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
     yield "Step", exact(f"{steps:,}", steps), bar
     if model.left_s is not None:
         yield "Time left", tag("span", figures.span(model.left_s)), tag("span", "at the present speed")
-    pace = focus.pace
-    if pace is not None and pace.per_s is not None and focus.up:
-        work = [figures.rate(pace.tokens_per_s, "tokens")] * bool(pace.tokens_per_s)
-        work += [figures.rate(pace.samples_per_s, "samples")] * bool(pace.samples_per_s)
-        yield (
-            "Speed",
-            exact(figures.rate(pace.per_s, "steps"), pace.per_s),
-            tag("span", ", ".join(work[:1]), " on this rank" if work else ""),
-        )
+    yield from _speed(focus)
     goodput = focus.readings.of(catalog.GOODPUT_TIME)
     if sum(goodput.values()):
         productive = goodput.get(("productive",), 0.0) / sum(goodput.values())
         yield "Goodput", exact(figures.share(productive), productive), tag("span", "of the time since the start")
     yield from _rate(focus.readings)
+
+
+def _speed(focus: Row) -> Iterator[tuple[str, Html, Html]]:
+    pace = focus.speed
+    if pace is None:
+        return
+    work = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
+    parts = [joined([exact(figures.rate(value, what), value), " on this rank, "]) for value, what in work if value]
+    over = tag("span", f"over {figures.took(pace.window_s)}, {pace.steps:,} steps")
+    yield "Speed", exact(figures.rate(pace.per_s, "steps"), pace.per_s), joined([*parts[:1], over])
 
 
 def _rate(readings: Readings) -> Iterator[tuple[str, Html, Html]]:

@@ -86,7 +86,7 @@ def _head(run: Run) -> _Note:
     word = _activity(run, up)
     here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
     ranks = f"{len(up):,} of {_many(run.expected, 'rank')} alive{here}"
-    paces = [row.pace.per_s for row in up if row.pace and row.pace.per_s]
+    paces = [row.speed.per_s for row in up if row.speed and row.speed.per_s]
     speed = f"{figures.rate(min(paces)).removesuffix('/s')} steps/s" if paces and run.steps else ""
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     return _Note(Severity.INFO, f"{word}: {_listed([ranks, step, _loss(run, 'loss'), speed])}.", f"{word}, {ranks}.")
