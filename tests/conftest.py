@@ -11,7 +11,7 @@ import pytest
 
 from tests import support
 
-pytest_plugins = ["pytester", "tests.skips"]
+pytest_plugins = ["pytester", "tests.scanners", "tests.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,6 +21,9 @@ from torchobs.exporter.service import Fleet, serve
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+EXPORTER = (sys.executable, "-m", "torchobs", "exporter")
+"""The real program, as far as its options."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -136,7 +139,7 @@ def start_program(
     start: Callable[..., subprocess.Popen[str]], log: Path, port: int, *arguments: str, **environ: str
 ) -> Program:
     """Start the real program on a port of 127.0.0.1, and wait until it is ready."""
-    argv = [sys.executable, "-m", "torchobs", "exporter", "--web.listen-address", f"127.0.0.1:{port}", *arguments]
+    argv = [*EXPORTER, "--web.listen-address", f"127.0.0.1:{port}", *arguments]
     with log.open("w") as error:
         process = start(*argv, stderr=error, env={**clean_environment(), **environ})
     program = Program(process, f"127.0.0.1:{port}", log)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.exporters import Program, start_program
+from tests.exporters import EXPORTER, Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, wait_until
@@ -191,7 +191,7 @@ def test_a_sidecar_without_its_port_waits_for_it(start: Start, tmp_path: Path, f
         log = tmp_path / "log"
         with log.open("w") as error:
             arguments = ["--flight-dir", str(flight_dir), "--web.listen-address", f"127.0.0.1:{port}"]
-            process = start(sys.executable, "-m", "torchobs", "exporter", *arguments, stderr=error, env=clean_environment())
+            process = start(*EXPORTER, *arguments, stderr=error, env=clean_environment())
         wait_until(lambda: "cannot listen" in log.read_text(), timeout_s=20)
     wait_until(Program(process, f"127.0.0.1:{port}", log).is_ready, timeout_s=20)
 

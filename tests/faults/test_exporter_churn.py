@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.exporters import Service
 from tests.rank_files import BOOT, Clock, File, live_rank, train
+from tests.scanners import scanner_of
 from torchobs.exporter import service
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.scan import Scanner
 
 CHURN_S = 3.0
 
@@ -132,7 +132,7 @@ def test_a_hundred_thousand_names_do_not_hold_up_a_scrape(flight_dir: Path) -> N
         os.close(os.open(flight_dir / f"r{number}-{number:032x}.flight", os.O_CREAT | os.O_WRONLY))
     file = File(flight_dir, rank=0, seed=1).save().hold()
     clock = Clock(0.1)
-    scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock)
+    scanner = scanner_of(flight_dir, clock)
     began = time.perf_counter()
     snapshot = scanner.scan()
     assert time.perf_counter() - began < 2.0, "the deadline of a scrape"
@@ -152,7 +152,7 @@ def test_the_rank_of_a_full_scan_is_not_crowded_out_by_garbage(flight_dir: Path)
         (flight_dir / f"r{number}-{number:032x}.flight").touch()
     file = File(flight_dir, rank=0, seed=1, boot=BOOT).save().hold()
     clock = Clock(0.1)
-    scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock)
+    scanner = scanner_of(flight_dir, clock)
     snapshot = scanner.scan()
     assert (len(snapshot.ranks), snapshot.files["bad"], snapshot.errors["header"]) == (1, 500, 500)
     clock.seconds = 6.0

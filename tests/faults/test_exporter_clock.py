@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File
+from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.exporter import encoder
-from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.described import Facts
 from torchobs.exporter.encoder import Style
 from torchobs.exporter.exposition import Exposition
@@ -38,9 +39,8 @@ def clock() -> Clock:
 @pytest.fixture
 def scanner(flight_dir: Path, clock: Clock) -> Iterator[Scanner]:
     """Of the flight directory."""
-    made = Scanner(ExporterConfig(flight_dir=str(flight_dir), grace_s=GRACE_S), clock)
-    yield made
-    made.close()
+    with closing(scanner_of(flight_dir, clock, grace_s=GRACE_S)) as made:
+        yield made
 
 
 @pytest.fixture

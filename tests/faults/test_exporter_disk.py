@@ -6,12 +6,11 @@ import errno
 import http.client
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.api import Caller
-from tests.exporters import Program, Service
+from tests.exporters import EXPORTER, Program, Service
 from tests.faults.test_flight_full import mounted
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, wait_until
@@ -41,7 +40,7 @@ def test_a_full_disk_costs_no_scrape(
     arguments = ("--web.listen-address", f"127.0.0.1:{port}", "--flight-dir", flight_dir, "--api.socket", socket,
                  "--web.file-sd", full / "sd.json", "--control.dir", full / "control")  # fmt: skip
     logging = ("sh", "-c", f'exec "$@" 2> "{full}"/log', "sh")
-    process = start(*prefix, *logging, sys.executable, "-m", "torchobs", "exporter", *arguments, env=clean_environment())
+    process = start(*prefix, *logging, *EXPORTER, *arguments, env=clean_environment())
     program = Program(process, f"127.0.0.1:{port}", tmp_path / "nothing")
     wait_until(lambda: process.poll() is None and program.is_ready(), timeout_s=20)
     wait_until(lambda: errors(program, "log") >= 1 and errors(program, "file_sd") >= 1)

@@ -14,14 +14,13 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rank_files import Clock, File
+from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.exporter import encoder
-from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.described import Facts
 from torchobs.exporter.encoder import Style
 from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.scan import Scanner
 from torchobs.flight.layout import BLOCK_WORDS, HEADER_SIZE, SLOT_HEADER, SLOT_SIZE, Live, Region, words_crc
 from torchobs.flight.series import Scope, Series, ValueType, encode
 
@@ -96,7 +95,7 @@ def test_a_page_with_hostile_series_parses(series: list[Series], words: list[int
         file.step(1, 0.1)
         plant(file, series, words)
         file.save().hold()
-        scanner = Scanner(ExporterConfig(flight_dir=home), Clock(0.2))
+        scanner = scanner_of(home, Clock(0.2))
         exposition, facts = Exposition(), Facts(scanner.scan())
         page, classic = (
             encoder.page(Style(is_openmetrics), foreign, exposition.families(facts, Style(is_openmetrics)))
@@ -140,7 +139,7 @@ def test_exemplars_of_hostile_spans_lie_in_their_buckets(frames: list[tuple[int,
         if isinstance(head, int) and 0 <= head < 1 << 64:
             file.memory.word(HEADER_SIZE // 8 + Live.EVENT_HEAD, head)
         file.save().hold()
-        scanner = Scanner(ExporterConfig(flight_dir=home), Clock(0.2))
+        scanner = scanner_of(home, Clock(0.2))
         style = Style(openmetrics=True)
         page = encoder.page(style, encoder.END.encode(), Exposition().families(Facts(scanner.scan()), style)).decode()
         file.release()
@@ -164,6 +163,6 @@ def test_a_lock_that_is_none_is_not_held(flight_dir: Path, raw: bytes) -> None:
     """Whatever is in it: the kernel alone knows who holds it."""
     file = File(flight_dir).save()
     file.lock_path.write_bytes(raw)
-    scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)), Clock(1.0))
+    scanner = scanner_of(flight_dir, Clock(1.0))
     assert [rank.state for rank in scanner.scan().ranks] == ["lost"]
     scanner.close()

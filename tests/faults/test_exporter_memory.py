@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.api import Caller
 from tests.cgroups import inside, memory_cgroup
-from tests.exporters import Program
+from tests.exporters import EXPORTER, Program
 from tests.faults.hostile_clients import HEAD, crowd
 from tests.faults.test_exporter_directory import forged
 from tests.rank_files import Clock, File, live_rank, train
@@ -62,7 +61,7 @@ def test_a_small_container_is_enough_for_any_ranks(
     for number in range(4_000):
         os.close(os.open(flight_dir / f"r9-{number:032x}.flight", os.O_CREAT | os.O_WRONLY))
     port, log = free_port(), tmp_path / "log"
-    argv = (sys.executable, "-m", "torchobs", "exporter", "--web.listen-address", f"127.0.0.1:{port}")
+    argv = (*EXPORTER, "--web.listen-address", f"127.0.0.1:{port}")
     with memory_cgroup(LIMIT) as cgroup:
         with log.open("w") as error:
             process = start(*inside(cgroup), *argv, "--flight-dir", flight_dir, stderr=error, env=clean_environment())

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.rank_files import BORN_NS, Clock, File, S
+from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.catalog import PHASES
-from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.joins import Together, whole_norm
-from torchobs.exporter.scan import Scanner, Snapshot
+from torchobs.exporter.scan import Snapshot
 from torchobs.flight.record import Flag
 from torchobs.flight.record import Kind as RecordKind
 
@@ -32,7 +32,7 @@ class Node:
         ]
         self.clock = Clock()
         self.steps = [0] * ranks
-        self.scanner = Scanner(ExporterConfig(flight_dir=str(directory)), self.clock)
+        self.scanner = scanner_of(directory, self.clock)
 
     def train(self, times: Sequence[Sequence[float]], steps: int, norms: Sequence[float] | None = None) -> Snapshot:
         """Let every rank take steps of such phases within ten seconds, and look."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.rank_files import BOOT, Clock, File
-from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner
 from torchobs.exporter.watch import Scan, Watch
 from torchobs.flight.layout import Region
@@ -19,14 +17,6 @@ from torchobs.flight.layout import Region
 def clock() -> Clock:
     """Ten seconds after the files are born."""
     return Clock(10.0)
-
-
-@pytest.fixture
-def scanner(flight_dir: Path, clock: Clock) -> Iterator[Scanner]:
-    """Of the flight directory."""
-    made = Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock)
-    yield made
-    made.close()
 
 
 def latest(scanner: Scan, incarnation: str, limit: int) -> list[int]:

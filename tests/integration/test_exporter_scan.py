@@ -8,26 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.rank_files import BOOT, Clock, File
-from torchobs import catalog
+from tests.scanners import scanner_of, states, steps
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.directory import Directory, ForeignDirectoryError, accepted_owner
-from torchobs.exporter.scan import Scanner, Snapshot
+from torchobs.exporter.scan import Scanner
 from torchobs.flight.layout import Exit
 from torchobs.flight.place import KUBERNETES_MOUNT
-
-
-@pytest.fixture
-def clock() -> Clock:
-    """The exporter's clocks: `clock.seconds` after the files are born."""
-    return Clock()
-
-
-@pytest.fixture
-def scanner(flight_dir: Path, clock: Clock) -> Iterator[Scanner]:
-    """A scanner of the flight directory."""
-    made = Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -43,19 +29,6 @@ def rank(flight_dir: Path) -> Iterator[Callable[..., File]]:
     yield make
     for file in made:
         file.release()
-
-
-def states(snapshot: Snapshot) -> dict[str, str]:
-    """State by rank."""
-    return {rank.rank: rank.state for rank in snapshot.ranks}
-
-
-def steps(snapshot: Snapshot) -> dict[str, object]:
-    """Steps by rank."""
-    return {
-        rank.rank: next(value for series, value in rank.view.points if series.name == catalog.STEPS.name)
-        for rank in snapshot.ranks
-    }
 
 
 def test_a_living_rank_is_served_up_to_its_last_step(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
@@ -120,7 +93,7 @@ def test_a_rank_without_steps_for_too_long_is_hung_until_it_steps(
 
 def test_the_hang_timeout_can_be_given(flight_dir: Path, rank: Callable[..., File], clock: Clock) -> None:
     """`--hang-timeout` replaces what is learned."""
-    scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir), hang_timeout_s=3.0), clock)
+    scanner = scanner_of(flight_dir, clock, hang_timeout_s=3.0)
     file = rank()
     clock.seconds = 4.0
     file.beat(4.0)
@@ -204,7 +177,7 @@ def test_an_exporter_that_starts_again_serves_the_same(
     dead.save().release()
     clock.seconds = 2.0
     before = scanner.scan()
-    again = Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock)
+    again = scanner_of(flight_dir, clock)
     after = again.scan()
     assert (states(after), steps(after)) == (states(before), steps(before))
     again.close()
@@ -239,7 +212,7 @@ def test_a_file_of_an_earlier_boot_is_dead_and_expires_by_the_wall_clock(
     file.save()
     for seconds, expected in ((10.0, {"0": "lost"}), (400.0, {})):
         clock.seconds = seconds
-        scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock)
+        scanner = scanner_of(flight_dir, clock)
         assert states(scanner.scan()) == expected
         scanner.close()
 
@@ -389,7 +362,7 @@ def test_garbage_written_over_a_served_file_changes_nothing_that_was_served(
 def test_a_directory_that_is_not_there_yet_is_waited_for(flight_dir: Path, clock: Clock) -> None:
     """No scan fails; the problem is named while it lasts."""
     path = flight_dir / "later"
-    scanner = Scanner(ExporterConfig(flight_dir=str(path)), clock)
+    scanner = scanner_of(path, clock)
     assert scanner.scan().problems == (f"{path} is not there yet",)
     path.mkdir()
     file = File(path).save().hold()
@@ -410,7 +383,7 @@ def test_a_file_in_the_directory_s_place_is_a_problem_and_no_failure(flight_dir:
     for make in (Path.touch, lambda path: path.symlink_to("/dev/shm")):
         path = flight_dir / f"wrong-{len(list(flight_dir.iterdir()))}"
         make(path)
-        scanner = Scanner(ExporterConfig(flight_dir=str(path)), clock)
+        scanner = scanner_of(path, clock)
         snapshot = scanner.scan()
         assert len(snapshot.problems) == 1
         assert not snapshot.ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exporters import Client, start_program
+from tests.exporters import EXPORTER, Client, start_program
 from tests.support import clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig, Mode
 from torchobs.exporter.listener import bind
@@ -33,17 +33,8 @@ def keeps_back(number: signal.Signals, pid: int) -> bool:
 
 def test_a_signal_while_it_loads_is_kept_until_it_listens(start: Start, flight_dir: Path) -> None:
     """As a container's first process it would never hear of it, and the pod would stay for its whole grace period."""
-    argv = [
-        sys.executable,
-        "-m",
-        "torchobs",
-        "exporter",
-        "--web.listen-address",
-        "127.0.0.1:0",
-        "--flight-dir",
-        str(flight_dir),
-    ]
-    process = start(*argv, env=clean_environment())
+    arguments = ("--web.listen-address", "127.0.0.1:0", "--flight-dir", str(flight_dir))
+    process = start(*EXPORTER, *arguments, env=clean_environment())
     wait_until(lambda: keeps_back(signal.SIGTERM, process.pid), timeout_s=20, interval_s=0.005)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 0
@@ -54,7 +45,7 @@ def test_it_needs_no_argument(start: Start, flight_dir: Path, free_port: Callabl
     port = free_port()
     variables = {"FLIGHT_DIR": str(flight_dir), "WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}"}
     environ = clean_environment() | {f"TORCHOBS_EXPORTER_{name}": text for name, text in variables.items()}
-    process, client = start(sys.executable, "-m", "torchobs", "exporter", env=environ), Client(f"127.0.0.1:{port}")
+    process, client = start(*EXPORTER, env=environ), Client(f"127.0.0.1:{port}")
     wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=20)
     assert client.value("torchobs_exporter_config_ok") == 1
 
@@ -69,19 +60,9 @@ def test_a_terminal_in_a_pod_is_nobody_to_tell(start: Start, flight_dir: Path, f
     """A container with `tty: true`: the mistake is a problem that is served, and not the end."""
     port = free_port()
     ours, theirs = pty.openpty()
-    argv = [
-        sys.executable,
-        "-m",
-        "torchobs",
-        "exporter",
-        "--web.listen-address",
-        f"127.0.0.1:{port}",
-        "--grace",
-        "soon",
-        "--no",
-    ]
+    arguments = ("--web.listen-address", f"127.0.0.1:{port}", "--grace", "soon", "--no")
     environ = {**clean_environment(), "KUBERNETES_SERVICE_HOST": "10.96.0.1", "TORCHOBS_EXPORTER_FLIGHT_DIR": str(flight_dir)}
-    process = start(*argv, stderr=theirs, env=environ)
+    process = start(*EXPORTER, *arguments, stderr=theirs, env=environ)
     client = Client(f"127.0.0.1:{port}")
     wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=20)
     assert client.value("torchobs_exporter_config_ok") == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exporters import Service
+from tests.exporters import EXPORTER, Service
 from tests.prometheus_server import PrometheusServer
 from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import USERS
@@ -163,7 +163,7 @@ def test_curl_asks_by_what_systemd_has_opened(
 ) -> None:
     """A port and a Unix socket of the real systemd's, the first question to which starts it; the socket stays systemd's."""
     curl, port = program("curl"), free_port()
-    exporter = (sys.executable, "-m", "torchobs", "exporter", "--web.systemd-socket=true")
+    exporter = (*EXPORTER, "--web.systemd-socket=true")
     listen = ("-l", f"127.0.0.1:{port}", "-l", str(path))
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir)}
     kept = [f"--setenv={name}" for name in environ]

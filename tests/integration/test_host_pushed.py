@@ -11,6 +11,7 @@ from tests.exporters import Service
 from tests.otlp import Receiver, Request, Seen, points, to
 from tests.rank_files import Clock, File
 from tests.recorded import unpack
+from tests.scanners import scanner_of
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
@@ -22,7 +23,7 @@ from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.host import look
 from torchobs.exporter.otlp.collect import Metrics
 from torchobs.exporter.otlp.options import PushConfig
-from torchobs.exporter.scan import EMPTY, Scanner, Snapshot
+from torchobs.exporter.scan import EMPTY, Snapshot
 from torchobs.flight.series import Scope
 
 BOOTED_NS, BORN_NS, NOW_NS = (seconds * 10**9 for seconds in (1_000_000_000, 1_100_000_000, 1_100_000_060))
@@ -104,7 +105,7 @@ def snapshot(flight_dir: Path) -> Snapshot:
     file.set(catalog.HOST_OOM_KILLS, 7.0)
     file.set(catalog.SYSTEM_MEMORY_LIMIT, 8.0)
     file.save()
-    scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)), Clock())
+    scanner = scanner_of(flight_dir, Clock())
     found = scanner.scan()
     scanner.close()
     return found

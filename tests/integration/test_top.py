@@ -20,13 +20,12 @@ from typing import Any
 import pytest
 
 from tests.rank_files import Clock, File, live_rank, train
+from tests.scanners import scanner_of
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.live import Screen, frame, slowdowns
 from torchobs.cli.paint import Paint
-from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.scan import Scanner
 
 HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 PROGRAM = (sys.executable, "-m", "torchobs", "top")
@@ -89,11 +88,6 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
     yield start
     for one in started:
         one.close()
-
-
-def scanned(directory: Path, clock: Clock) -> Scanner:
-    """A scanner by the test's clock."""
-    return Scanner(ExporterConfig(flight_dir=str(directory)), clock)
 
 
 def ranks(directory: Path, count: int, **given: Any) -> list[File]:
@@ -193,7 +187,7 @@ def test_in_a_pipe_it_prints_one_look(flight_dir: Path) -> None:
 def test_every_width_holds_the_state_and_the_step(tmp_path: Path, width: int) -> None:
     """What matters less goes first; no name commands the terminal."""
     files = ranks(tmp_path, 3, job_name=HOSTILE)
-    seen, _ = top.look(scanned(tmp_path, Clock(10.0)))
+    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
     lines = frame(seen, Paint(width), Screen(24), "12:00:00")
     assert max(map(len, lines)) <= width
     assert [line.split()[:3] for line in lines[-3:]] == [[str(n), "alive", "100"] for n in range(3)]
@@ -207,7 +201,7 @@ def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int
     """And the others by moving down; a look is never higher than the window."""
     files = ranks(tmp_path, 40)
     files[17].release()
-    scanner = scanned(tmp_path, Clock(12.0))
+    scanner = scanner_of(tmp_path, Clock(12.0))
     for file in files:
         if file is not files[17]:
             file.beat(12.0)
@@ -226,7 +220,7 @@ def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int
 def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
     """Its own step time is twice its peers'; each of these has one peer that is as fast, and one that is not."""
     files = ranks(tmp_path, 3)
-    seen, _ = top.look(scanned(tmp_path, Clock(10.0)))
+    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
     slow = [step._replace(phase_s={**step.phase_s, "data": 0.0850}) for step in seen[1].steps]
     found = slowdowns([seen[0], seen[1]._replace(steps=slow), seen[2]])
     assert [round(found[one.rank.incarnation], 2) for one in seen] == [0.67, 2.0, 0.67]
@@ -241,7 +235,7 @@ def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:
     other = File(tmp_path, seed=9, rank=0, run_id="two")
     other.beat(10.0)
     files.append(other.save().hold())
-    seen, _ = top.look(scanned(tmp_path, Clock(10.0)))
+    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
     lines = frame(seen, Paint(100), Screen(40), "12:00:00")
     assert [line.split()[1] for line in lines if line.startswith("gpt")] == ["one", "two"]
     for file in files:
@@ -265,7 +259,7 @@ def test_a_look_at_more_ranks_costs_no_more_for_each(tmp_path: Path) -> None:
         directory = tmp_path / str(count)
         directory.mkdir()
         files = ranks(directory, count)
-        scanner = scanned(directory, Clock(10.0))
+        scanner = scanner_of(directory, Clock(10.0))
         top.look(scanner)
         made = 0
 
