@@ -21,7 +21,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import settings
-from torchobs.exporter import filesd, host, logs
+from torchobs.exporter import filesd, garbage, host, logs
 from torchobs.exporter.api import local
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.app import Site
@@ -89,7 +89,8 @@ def serve(
         0, or 1 when a node's exporter found nowhere to listen. A sidecar goes on trying.
     """
     allow_files()
-    return asyncio.run(_Service(config, announce, finished).run())
+    with garbage.survivors_kept():
+        return asyncio.run(_Service(config, announce, finished).run())
 
 
 class _Door(NamedTuple):
