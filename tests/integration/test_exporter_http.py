@@ -15,8 +15,8 @@ from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs.exporter import listener, service
-from torchobs.exporter.app import _deadline_s
 from torchobs.exporter.config import ExporterConfig, address_of
+from torchobs.exporter.metricspage import _deadline_s
 from torchobs.exporter.watch import DEADLINE_S
 from torchobs.flight.layout import Exit
 from torchobs.flight.writer import FlightWriter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,7 @@ def wishes(header: str) -> list[Wish]:
     return sorted(map(_wish, header.split(",", _MOST)[:_MOST]), key=lambda one: -one.weight)
 
 
+@lru_cache(64)  # as with `encoder.negotiate`
 def accepts_gzip(header: str) -> bool:
     """Tell whether ``Accept-Encoding`` admits gzip: by its name, which beats the ``*`` for all that have none."""
     weights = {one.what: one.weight for one in wishes(header)}
