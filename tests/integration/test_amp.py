@@ -467,6 +467,27 @@ def test_float16_training_without_a_scaler_is_told_once(run: Recording, caplog: 
     ]
 
 
+def test_a_scaler_that_went_with_its_function_was_there(run: Recording) -> None:
+    """The rank's last look comes after ``main()`` has returned: a float16 run with a scaler is not told that it had none."""
+
+    def main() -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for _ in range(autocast.UNSCALED_STEPS + 1):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = loss_of(model)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    main()
+    gc.collect()
+    assert autocasts(run.look()) == {("cpu", "float16")}
+    assert run.frames("torchobs.amp.unscaled") == []
+
+
 def test_float16_evaluation_is_no_training_without_a_scaler(run: Recording) -> None:
     """Under no_grad there is nothing to scale."""
     model = mlp()

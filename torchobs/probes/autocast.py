@@ -79,7 +79,7 @@ class AutocastWatch:
             self._patch = None  # not before it is undone: the sampler thread arms it again
 
     def observe(self, *, scaled: bool) -> None:
-        """Show what was seen; look again. ``scaled``: a loss scaler is at work. For the sampler thread."""
+        """Show what was seen; look again. ``scaled``: a loss scaler has been at work. For the sampler thread."""
         for seen in sorted(self._seen.copy()):
             self._show(seen.device, seen.dtype)
         in_float16 = any(seen.training and seen.dtype == "float16" for seen in self._seen.copy())

@@ -43,12 +43,9 @@ class Scales:
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.seen = False
+        """Whether an enabled scaler has been at work; it may have gone since, with the function that trained."""
         self._scalers = Indexed(len(catalog.SCALER.values), self._make)
-
-    @property
-    def seen(self) -> bool:
-        """Whether an enabled scaler is at work."""
-        return bool(self._scalers.living())
 
     def _make(self, index: int) -> _Scaler:
         table, attributes = self._host.writer.table, {"scaler": str(index)}
@@ -57,6 +54,7 @@ class Scales:
 
     def updated(self, scaler: Any) -> None:
         """Note that an enabled scaler has been at work; copy its values if that is due."""
+        self.seen = True
         state = self._scalers.of(scaler)
         if state is None or not state.due:
             return
