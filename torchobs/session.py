@@ -11,18 +11,20 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchobs import catalog, identity, process, settings
+from torchobs import catalog, identity, process, settings, values
 from torchobs._version import __version__
 from torchobs.afterimport import after_import, cancel
+from torchobs.children import Children, described, make_way
 from torchobs.command import Commands
 from torchobs.flight.clean import clean
 from torchobs.flight.layout import Exit
 from torchobs.flight.place import control_directory, open_place
 from torchobs.flight.writer import FlightWriter, open_writer
-from torchobs.guarding import Fuse, call
+from torchobs.guarding import Fuse, call, settle
 from torchobs.probes.cycle import Cycle
 from torchobs.probes.device import DeviceValues
 from torchobs.probes.dynamo import DynamoRules
@@ -57,6 +59,8 @@ class Session:
 
     def __init__(self) -> None:
         self.settings: Settings = settings.Settings()
+        self.given: dict[str, str] = {}
+        """The arguments of ``init()`` that decided, as text"""
         self.identity: Identity | None = None
         self.host: Host | None = None
         self.pid = os.getpid()
@@ -71,6 +75,7 @@ class Session:
         self._slow: list[tuple[str, Callable[[], None]]] = []
         self.run: RunSpan | None = None
         self._commands: Commands | None = None
+        self._children: Children | None = None
 
     def __enter__(self) -> Session:  # noqa: PYI034  # typing.Self needs Python 3.11
         """Return the session."""
@@ -80,7 +85,7 @@ class Session:
         """Shut down; an exception on its way out is recorded, not swallowed."""
         del kind, trace
         if error is not None and self.active:
-            call(Fuse("exits"), self._exits.passes, error)
+            settle(Fuse("exits"), self._exits.passes, error)
         self.close()
 
     @property
@@ -97,7 +102,7 @@ class Session:
         """Create the flight file, start the sampler, install the probes. Raises ``OSError`` when there is no place or room."""
         self.settings, self.identity = chosen, who
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
-        resource = who.described() | _versions() | of_launcher(chosen)
+        resource = who.described() | _versions() | of_launcher(chosen) | described()
         try:
             writer = open_writer(place, resource, chosen.file_size)
         except OSError:
@@ -113,7 +118,7 @@ class Session:
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = Commands(host, self._switches, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
-        self._slow.append(("otel", self.run.sample))
+        self._slow += [("otel", self.run.sample), ("children", partial(make_way, host))]
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
         self._sampler = Sampler(host, self._samples, self._slow)
@@ -121,6 +126,8 @@ class Session:
         if self._exits.name not in chosen.disable_probes:
             self._switches.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
+        self._children = Children(init, self.given | {"run_id": who.run_id}, writer.header.incarnation.hex())
+        call(Fuse("children"), self._children.install)
         self._sampler.start()
         if chosen.exporter:
             self._ensure_exporter()
@@ -165,7 +172,7 @@ class Session:
         global _current  # noqa: PLW0603  # the one session of the process
         with _lock:
             if self.run is not None and self.active:
-                call(Fuse("otel"), self.run.observe, 1.0)
+                settle(Fuse("otel"), self.run.observe, 1.0)
             host, self.host = self.host, None
             if _current is self:
                 _current = None
@@ -176,17 +183,19 @@ class Session:
                 self._farewell.cancel()
             if self._sampler is not None:
                 self._sampler.stop()
-            call(Fuse("shutdown"), self._finish, host)
+            settle(Fuse("shutdown"), self._finish, host)
 
     def _remove_hooks(self, host: Host) -> None:
         if self._torch is not None:
             cancel(self._torch)
-        call(Fuse("cycle"), host.cycle.flush)  # while phases are still recorded
+        settle(Fuse("cycle"), host.cycle.flush)  # while phases are still recorded
         if self._switches is not None:
             self._switches.remove_all()
-        call(Fuse("dynamo"), self._dynamo.remove)
+        if self._children is not None:
+            settle(Fuse("children"), self._children.remove)
+        settle(Fuse("dynamo"), self._dynamo.remove)
         if self.run is not None:
-            call(Fuse("otel"), self.run.remove)
+            settle(Fuse("otel"), self.run.remove)
         for fuse in host.fuses.values():
             fuse.blown = True  # a hook that somebody else still holds does nothing
 
@@ -229,6 +238,7 @@ def init(**overrides: object) -> Session:
         if inherited is not None and inherited.host is not None:
             inherited._remove_hooks(inherited.host)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
         _current = session
+        session.given = {name: values.as_text(getattr(chosen, name)) for name, value in overrides.items() if value is not None}
         call(Fuse("init"), _set_level, chosen)
         fuse = Fuse("init")
         call(fuse, _begin, session, chosen, list(problems))

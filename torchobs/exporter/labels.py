@@ -25,7 +25,7 @@ _DESCRIBED = (
     "python_version",
     "torchobs_version",
 )
-_SAID = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id"})
+_SAID = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", "launched_by"})
 """Fields of a rank's resource that are labels or series already, or nobody's business; the rest is what the user gave."""
 
 _NUMBER_LIMIT = 1 << 53

@@ -43,6 +43,8 @@ class FlightWriter:
         self.header = header
         self.memory = memory
         self._born = born
+        self.hidden = False
+        """Whether it shall have no name; set back, :meth:`check_name` gives it one again"""
         self._live_at = regions[Region.LIVE].offset // 8
         self._steps_at, self._mask = regions[Region.STEPS].offset, regions[Region.STEPS].count - 1
         self._sequence = count(1)
@@ -207,7 +209,7 @@ class FlightWriter:
         Raises ``OSError`` when it cannot be recreated; the old map goes on being written, unseen.
         """
         born = self._born
-        if born is None:
+        if born is None or self.hidden:
             return False
         file_is_there, lock_is_there = (
             _has_name(born, born.name, born.inode),
@@ -221,6 +223,13 @@ class FlightWriter:
         self._born = relock(born) if file_is_there else self._move(born)
         lock.release(born.lock_fd)
         return True
+
+    def hide(self) -> None:
+        """Take the file's name away, and its lock's: nobody shall see it, for now."""
+        self.hidden = True
+        if self._born is not None:
+            for name in (self._born.name, lock_name(self._born.name)):
+                _unlink(self._born, name)
 
     def _move(self, born: Born) -> Born:
         """Make the file again and store into it from now on."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.flight.layout import Exit
-from torchobs.guarding import call
+from torchobs.guarding import call, settle
 from torchobs.probes.patching import Patch
 from torchobs.probes.raised import describe
 from torchobs.process import exit_status
@@ -48,12 +48,12 @@ class ExitProbe:
         before, before_thread, before_exit = sys.excepthook, threading.excepthook, sys.exit
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            call(fuse, self.raised, error, fatal=not hasattr(sys, "ps1"))  # with a prompt, the process goes on
+            settle(fuse, self.raised, error, fatal=not hasattr(sys, "ps1"))  # with a prompt, the process goes on
             before(kind, error, trace)
 
         def thread_excepthook(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None and args.exc_type is not SystemExit:
-                call(fuse, self.raised, args.exc_value, thread=args.thread.name if args.thread else "unknown")
+                settle(fuse, self.raised, args.exc_value, thread=args.thread.name if args.thread else "unknown")
             before_thread(args)
 
         def exit(status: Any = None, /) -> None:  # noqa: A001  # it stands for sys.exit

@@ -33,7 +33,7 @@ _OWN = (
     "run_id", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "restart", "launcher", "script",
     "torch_version",
 )  # fmt: skip
-_LEFT_OUT = frozenset({"trace_id", "pid"})
+_LEFT_OUT = frozenset({"trace_id", "pid", "launched_by"})
 
 
 def key_values(attributes: Iterable[tuple[str, object]]) -> list[KeyValue]:

@@ -1,0 +1,94 @@
+"""A signal's handler that raises is the user's, also when it breaks into our code."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchobs import guarding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class TimeIsUpError(Exception):
+    """What the user's time limit raises."""
+
+
+def limit(signum: int, frame: object) -> None:
+    """The user's handler."""
+    raise TimeIsUpError(signum, frame is not None)
+
+
+class Limits:
+    """Other things that may be a handler."""
+
+    def method(self, signum: int, frame: object) -> None:
+        """A bound method."""
+        limit(signum, frame)
+
+    def __call__(self, signum: int, frame: object) -> None:
+        """An object."""
+        limit(signum, frame)
+
+
+HANDLERS = (limit, Limits().method, Limits(), functools.partial(limit))
+
+
+@pytest.fixture(params=HANDLERS, ids=["function", "method", "object", "partial"])
+def handled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """SIGUSR1 is handled so."""
+    before = signal.signal(signal.SIGUSR1, request.param)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def interrupted() -> None:
+    """Code of ours into which the signal breaks."""
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def wrong() -> None:
+    """Code of ours with a mistake."""
+    raise TimeIsUpError
+
+
+@pytest.mark.usefixtures("handled")
+@pytest.mark.parametrize("use", [lambda fuse: fuse.guard(interrupted)(), lambda fuse: guarding.call(fuse, interrupted)])
+def test_what_a_handler_raises_in_our_code_passes(use: Callable[[guarding.Fuse], None]) -> None:
+    """The user's time limit works wherever it strikes, and no probe is switched off for it."""
+    fuse = guarding.Fuse("probe")
+    with pytest.raises(TimeIsUpError):
+        use(fuse)
+    assert (fuse.blown, fuse.trips) == (False, [])
+
+
+@pytest.mark.usefixtures("handled")
+def test_the_same_exception_of_our_own_goes_no_further() -> None:
+    """It is not the class that decides."""
+    fuse = guarding.Fuse("probe")
+    guarding.call(fuse, wrong)
+    assert fuse.blown
+    assert [trip.exception for trip in fuse.trips] == ["TimeIsUpError"]
+
+
+def test_the_end_is_written_though_workers_die_meanwhile() -> None:
+    """Each one's signal breaks in; the work is begun anew until it is done."""
+    left = [3]
+    done = []
+
+    def work() -> None:
+        if left[0]:
+            left[0] -= 1
+            signal.raise_signal(signal.SIGUSR1)
+        done.append(True)
+
+    before = signal.signal(signal.SIGUSR1, limit)
+    try:
+        guarding.settle(guarding.Fuse("exits"), work)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert done == [True]
