@@ -478,7 +478,7 @@ def test_a_scaler_that_went_with_its_function_was_there(run: Recording) -> None:
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = loss_of(model)
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
 

@@ -28,6 +28,13 @@ def test_a_healthy_run_that_finished_has_one_sentence() -> None:
     assert only.severity == "info"
 
 
+def test_a_run_without_a_step_is_told_what_is_seen() -> None:
+    """A loop that updates parameters by hand looks like that; the sentence says how it would be seen."""
+    (only,) = diagnose(facts([], state="finished", reason="finished"))
+    hint = "no optimizer of torch's stepped (a loop that has none is seen by torchobs.step())."
+    assert only.text.endswith(f", without a step: {hint}")
+
+
 def test_a_loss_that_turned_nan_is_told_with_the_gradient_before_it_and_the_rate() -> None:
     """The step, what the gradient norm did before, the learning rate, and how much was wasted."""
     history = [*steps(808), step(809, 2.0, 40.0), step(810, 3.0), step(811, 4.0), *(step(n, NAN, NAN) for n in range(812, 822))]
