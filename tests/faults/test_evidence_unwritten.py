@@ -120,7 +120,7 @@ def test_a_full_file_system(rank: Rank) -> None:
         assert "make room where its flight file is" in refused.json["detail"]
         assert "the file system has 0 bytes left" in refused.json["detail"]
     rank.say("hold", 4)
-    (told,) = wait_until(lambda: [one for one in rank.events("torchobs.stacks_failed") if one["cause"] == "stuck"])
+    told, *_ = wait_until(lambda: [one for one in rank.events("torchobs.stacks_failed") if one["cause"] == "stuck"])
     assert (told["reason"], told["detail"]) == ("no_room", "No space left on device")
     assert rank.kept() == kept
     assert rank.unfinished() == []
