@@ -1,15 +1,21 @@
 """Fixtures for every test: a clean environment, programs from PATH, children that do not outlive their test."""
 
+from __future__ import annotations
+
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests import support
+
+if TYPE_CHECKING:
+    from tests.training import Recording
 
 pytest_plugins = ["pytester", "tests.scanners", "tests.skips"]
 
@@ -67,6 +73,14 @@ def flight_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="torchobs-test-", dir=shm if shm.is_dir() else None))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A session that records every step with its norm; no probe may have failed by its end."""
+    from tests.training import recording  # it imports torch, which most tests of the exporter do without
+
+    yield from recording(flight_dir)
 
 
 @pytest.fixture

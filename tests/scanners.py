@@ -1,4 +1,4 @@
-"""Scanners of flight files by a clock that the test moves, and what their snapshots say."""
+"""Flight files and their scanners by a clock that the test moves, and what the snapshots say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.rank_files import Clock
+from tests.rank_files import Clock, File
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner, Snapshot
@@ -33,6 +33,15 @@ def scanner(flight_dir: Path, clock: Clock) -> Iterator[Scanner]:
     """A scanner of the flight directory."""
     with closing(scanner_of(flight_dir, clock)) as made:
         yield made
+
+
+@pytest.fixture
+def file(flight_dir: Path) -> Iterator[File]:
+    """A living rank's file, not written yet."""
+    made = File(flight_dir).hold()
+    made.beat(1.0)
+    yield made
+    made.release()
 
 
 def states(snapshot: Snapshot) -> dict[str, str]:

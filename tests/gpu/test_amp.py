@@ -10,23 +10,16 @@ import torch
 from torch.amp import GradScaler
 
 from tests import support
-from tests.training import Flag, Recording, has, mlp, recording
+from tests.training import Flag, Recording, has, mlp
 from torchobs.flight.record import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
 STREAK, SKIPPED = ("torchobs.amp.skip_streak",), ("torchobs.amp.steps_skipped",)
 OVERFLOWS = [False, False, False, True, True, False, True, False, True, True]
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 @contextlib.contextmanager

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from tests import support
-from tests.training import Recording, recording
+from tests.training import Recording
 from torchobs.probes.pinning import PinningWatch, pageable_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def test_pinned_memory_and_the_device_s_own_are_not_pageable() -> None:

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording of every step's norm."""
-    yield from recording(flight_dir)
-
-
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
     """Any synchronisation of the device is an error."""

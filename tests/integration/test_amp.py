@@ -24,17 +24,11 @@ from torchobs.probes.overflows import Overflows
 from torchobs.probes.scales import Scales
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 STREAK = ("torchobs.amp.skip_streak",)
 SKIPPED = ("torchobs.amp.steps_skipped",)
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def overflow(model: torch.nn.Module) -> None:

@@ -34,12 +34,6 @@ class Sleepy:
         return {"state": 1}
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
-
-
 def train(between: Callable[[int], None], steps: int = 3) -> None:
     """Train, doing something after every step but the last."""
     model = mlp()

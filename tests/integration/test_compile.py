@@ -40,12 +40,6 @@ def _compiler_as_new() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
-
-
 def series(run: Recording) -> dict[tuple[str, ...], float]:
     """The compiler's series, after the sampler has seen all there is."""
     assert run.session.host is not None

@@ -55,12 +55,6 @@ class Deadly(Slow):
         return super().__getitem__(index)
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
-
-
 def train(batches: Any) -> float:
     """Train on every batch; return the seconds that it waited for them."""
     model = mlp()

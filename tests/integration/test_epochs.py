@@ -19,16 +19,10 @@ from torchobs import process
 from torchobs.flight import reader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 NAP_S = 0.12
 BATCHES = 3
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def loader() -> Any:

@@ -20,15 +20,6 @@ DURATION, NORM = "torchobs_step_duration_seconds_bucket", "torchobs_grad_norm_di
 
 
 @pytest.fixture
-def file(flight_dir: Path) -> Iterator[File]:
-    """A living rank's file, not written yet."""
-    made = File(flight_dir).hold()
-    made.beat(1.0)
-    yield made
-    made.release()
-
-
-@pytest.fixture
 def exporter(flight_dir: Path) -> Iterator[Exporter]:
     """An exporter of the flight directory."""
     made = Exporter(flight_dir)

@@ -82,15 +82,6 @@ def exporter(flight_dir: Path) -> Iterator[Exporter]:
     made.close()
 
 
-@pytest.fixture
-def file(flight_dir: Path) -> Iterator[File]:
-    """A living rank's file, not written yet."""
-    made = File(flight_dir).hold()
-    made.beat(1.0)
-    yield made
-    made.release()
-
-
 def user(name: str, kind: Kind = Kind.COUNTER, unit: str = "", brief: str = "", bounds: tuple[float, ...] = ()) -> Metric:
     """A user's instrument."""
     return Metric(name, kind, unit, brief, bounds=bounds)

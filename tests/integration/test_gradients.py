@@ -19,14 +19,8 @@ from torchobs.flight import reader
 from torchobs.flight.control import LEVELS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording of every step's norm."""
-    yield from recording(flight_dir)
 
 
 def shown(run: Recording) -> dict[tuple[str, ...], Any]:

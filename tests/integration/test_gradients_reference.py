@@ -10,20 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training import Recording, recording
+from tests.training import Recording
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
 STEPS = 4
 LARGE = 40_000_000
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording of every step's norm."""
-    yield from recording(flight_dir)
 
 
 def reference(parameters: Any) -> float:

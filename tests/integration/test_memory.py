@@ -32,12 +32,6 @@ LINUX = sys.platform == "linux"
 WAITING = "held = b'x' * (64 << 20); print(flush=True); input()"
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
-
-
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Threads that spin for each other make small steps take seconds where others work."""

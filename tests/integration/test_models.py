@@ -7,21 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.training import Flag, Recording, has, recording
+from tests.training import Flag, Recording, has
 from torchobs import catalog
 from torchobs.probes.models import LEAST_STEPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
+    from collections.abc import Callable
 
 STEPS = 150
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def fit(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> float:

@@ -14,7 +14,7 @@ from torchobs.flight.record import Kind
 from torchobs.probes import optimizer as probe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
 RATE, DECAY, MOMENTUM, BETA2 = (
@@ -23,12 +23,6 @@ RATE, DECAY, MOMENTUM, BETA2 = (
         catalog.LEARNING_RATE, catalog.OPTIMIZER_WEIGHT_DECAY, catalog.OPTIMIZER_MOMENTUM, catalog.OPTIMIZER_BETA2,
     )
 )  # fmt: skip
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def train(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 3) -> None:

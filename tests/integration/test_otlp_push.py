@@ -41,15 +41,6 @@ def receiver() -> Iterator[Receiver]:
         yield made
 
 
-@pytest.fixture
-def file(flight_dir: Path) -> Iterator[File]:
-    """A living rank's file, not written yet."""
-    made = File(flight_dir).hold()
-    made.beat(1.0)
-    yield made
-    made.release()
-
-
 def balanced(counts: Counts) -> bool:
     """Whether nothing is missing from the books."""
     return counts.recorded == counts.sent + sum(counts.dropped.values()) and counts.queued == 0

@@ -16,13 +16,12 @@ from torch.distributions import Categorical
 from torch.nn.functional import smooth_l1_loss
 
 import torchobs
-from tests.training import Recording, recording
+from tests.training import Recording
 from torchobs.flight.record import PHASE_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
 ROLLOUT = 20
 
@@ -50,12 +49,6 @@ class Cart:
         self.state = (0.9 * self.state + 0.1 * (action.item() - 0.5)).detach()
         self.spent_s += time.monotonic() - begun
         return 1.0 - float(self.state.abs().max())
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A session."""
-    yield from recording(flight_dir)
 
 
 def network(outputs: int) -> torch.nn.Sequential:

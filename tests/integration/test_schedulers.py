@@ -21,16 +21,10 @@ from torchobs.flight import reader
 from torchobs.probes import schedulers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 STEPS = (catalog.SCHEDULER_STEPS.name,)
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 class Overriding(lrs.LRScheduler):

@@ -29,12 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
-
-
 def surface() -> dict[str, Any]:
     """Everything of torch, sys and threading that a session touches."""
     from torch._dynamo import trace_rules

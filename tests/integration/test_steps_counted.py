@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
-
-
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> tuple[list[float], list[float]]:
     """Train plainly; return the losses and the reference norms."""
     losses, norms = [], []

@@ -18,16 +18,10 @@ from torchobs.flight import reader, spans
 from torchobs.flight.record import Flag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331"
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def train(steps: int, during: Callable[[int], None] = lambda _: None) -> None:

@@ -13,22 +13,15 @@ import torch
 
 import torchobs
 from tests import support
-from tests.training import Recording, recording
+from tests.training import Recording
 from torchobs.flight import reader
 from torchobs.integrations.batches import samples_in, tokens_in
 from torchobs.integrations.hooks import Hooks, scalars, tell_trainer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 EXTRAS = ("lightning", "transformers", "accelerate", "instrumentor")
-
-
-@pytest.fixture
-def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording."""
-    yield from recording(flight_dir)
 
 
 def events(run: Recording, name: str) -> list[dict[str, Any]]:
