@@ -25,7 +25,7 @@ from torchobs.flight.table import USER
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torchobs.flight.writer import FlightWriter
@@ -52,8 +52,15 @@ def shows(program: Program, accept: str, line: str) -> bool:
     return line in program.page(Accept=accept)
 
 
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A small container's."""
+    with memory_cgroup(LIMIT) as path:
+        yield path
+
+
 def test_a_small_container_is_enough_for_any_ranks(
-    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
+    cgroup: Path, start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
     """10,000 series with long labels, a forged file of 16 MiB, 4,000 that are none, a crowd, and bodies without end."""
     writers = [rank_with_many_series(flight_dir, rank) for rank in range(RANKS)]
@@ -62,27 +69,24 @@ def test_a_small_container_is_enough_for_any_ranks(
         os.close(os.open(flight_dir / f"r9-{number:032x}.flight", os.O_CREAT | os.O_WRONLY))
     port, log = free_port(), tmp_path / "log"
     argv = (*EXPORTER, "--web.listen-address", f"127.0.0.1:{port}")
-    with memory_cgroup(LIMIT) as cgroup:
-        with log.open("w") as error:
-            process = start(*inside(cgroup), *argv, "--flight-dir", flight_dir, stderr=error, env=clean_environment())
-        program = Program(process, f"127.0.0.1:{port}", log)
-        wait_until(lambda: process.poll() is None and program.is_ready(), timeout_s=60)
-        with crowd(program.address) as slow:
-            slow.come(300, HEAD + b"X-Slow: ")
-            for step in (2, 3):
-                for writer in writers:
-                    train(writer, [step])
-                refused = Caller(program.address).ask("POST", "/stacks", b"x" * (1 << 20))
-                assert refused.status in {401, 403, 413}
-                for accept in ("text/plain", OPENMETRICS):
-                    newest = f'torchobs_steps_total{{job_name="gpt",rank="{RANKS - 1}",run_id="run-1"}} {step}'
-                    wait_until(partial(shows, program, accept, newest), timeout_s=60)
-        assert sum(program.value("torchobs_rank_up", rank=str(rank)) or 0 for rank in range(RANKS)) == RANKS
-        assert (program.value("torchobs_exporter_series_dropped_total", reason="memory") or 0) > 0
-        assert (program.value("torchobs_exporter_read_errors_total", reason="memory") or 0) > 0
-        assert process.poll() is None
-        process.kill()
-        process.wait()
+    with log.open("w") as error:
+        process = start(*inside(cgroup), *argv, "--flight-dir", flight_dir, stderr=error, env=clean_environment())
+    program = Program(process, f"127.0.0.1:{port}", log)
+    wait_until(lambda: process.poll() is None and program.is_ready(), timeout_s=60)
+    with crowd(program.address) as slow:
+        slow.come(300, HEAD + b"X-Slow: ")
+        for step in (2, 3):
+            for writer in writers:
+                train(writer, [step])
+            refused = Caller(program.address).ask("POST", "/stacks", b"x" * (1 << 20))
+            assert refused.status in {401, 403, 413}
+            for accept in ("text/plain", OPENMETRICS):
+                newest = f'torchobs_steps_total{{job_name="gpt",rank="{RANKS - 1}",run_id="run-1"}} {step}'
+                wait_until(partial(shows, program, accept, newest), timeout_s=60)
+    assert sum(program.value("torchobs_rank_up", rank=str(rank)) or 0 for rank in range(RANKS)) == RANKS
+    assert (program.value("torchobs_exporter_series_dropped_total", reason="memory") or 0) > 0
+    assert (program.value("torchobs_exporter_read_errors_total", reason="memory") or 0) > 0
+    assert process.poll() is None
     for writer in writers:
         writer.close()
 
