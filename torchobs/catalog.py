@@ -348,6 +348,12 @@ GRAD_LAYER_NORM = _gauge(
     "torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient, of this rank's part where parameters are sharded.", LAYER
 )
 GRAD_LAYERS_FOLDED = _gauge("torchobs.grad.layers_folded", "{layer}", "Layers without series of their own: they are 'other'.")
+GRAD_UNMOVED_LAYERS = _gauge(
+    "torchobs.grad.unmoved_layers",
+    "{layer}",
+    "Layers that have learned nothing for a while: gradients too small to move a weight, or nothing but zeros coming in.",
+    survives=True,
+)
 GRAD_ZERO = _gauge("torchobs.grad.zero", "1", "Share of the parameters' gradients whose every element is exactly zero.")
 PARAM_LAYER_NORM = _gauge(
     "torchobs.param.layer.norm", "", "L2 norm of a layer's weights (of their first 8 million). From level advanced on.", LAYER
@@ -1001,6 +1007,18 @@ EVENT_NONFINITE_GRADIENT = Event(
         Attribute("layers_affected", "in how many"),
         Attribute("elements", "how many elements, where they were counted"),
         Attribute("kinds", "nan, inf or both"),
+    ),
+)
+EVENT_UNMOVED_LAYERS = Event(
+    "torchobs.grad.unmoved",
+    "Layers learn nothing: the gradient vanishes on its way to them, or the units before a layer are dead.",
+    Severity.WARNING,
+    (
+        Attribute("layers", "which, the first eight in the model's order"),
+        Attribute("layers_affected", "how many"),
+        Attribute("layers_measured", "of how many"),
+        Attribute("cause", "why", ("vanishing", "dead_units")),
+        Attribute("at", "of the layers whose gradient is lost the one nearest to the loss, or the first that only zeros reach"),
     ),
 )
 EVENT_PROBE_DISABLED = Event(

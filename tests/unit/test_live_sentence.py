@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.live import row, run
+from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.stragglers import Slowness
 from torchobs.exporter.live.model import Row
@@ -66,6 +67,11 @@ def but(*others: Row) -> list[Row]:
         (
             but(row(3, slow=Slowness(1.42, 0))),
             training(8) + "Rank 3 is 1.4 times slower than the others in data.",
+            Severity.WARNING,
+        ),
+        (
+            [replace(row(0), readings=Readings({catalog.GRAD_UNMOVED_LAYERS.name: {(): 12.0}}))],
+            "Starting: 1 of 1 rank alive, no step yet. 12 layers learn nothing: hardly any gradient reaches them.",
             Severity.WARNING,
         ),
         (

@@ -263,3 +263,22 @@ def test_what_an_earlier_model_did_is_no_measure_of_a_later_one() -> None:
     assert found["model_changes"] == (
         "It trained 2 models one after the other, the last one from step 101 on: each is judged by its own past."
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"layers": ["a", "b", "c", "d"], "layers_affected": 12, "layers_measured": 25, "cause": "vanishing", "at": "l"},
+            "12 of 25 layers learned nothing (a, b, c and 9 more): the gradient vanishes on its way back to l.",
+        ),
+        (
+            {"layers": ["a", "b"], "layers_affected": 2, "layers_measured": 3, "cause": "dead_units", "at": "b"},
+            "2 of 3 layers learned nothing (a, b): nothing but zeros comes into b, the units before it are dead.",
+        ),
+    ],
+)
+def test_layers_that_learned_nothing_are_named(given: dict[str, object], said: str) -> None:
+    """How many, which, and why."""
+    told_of = fact(catalog.EVENT_UNMOVED_LAYERS, 5.0, 200, **given)
+    assert told(facts(steps(300), events=[told_of]))["unmoved_layers"] == said

@@ -50,6 +50,7 @@ def numerics(facts: Facts) -> Iterator[Finding]:
         yield from _spikes(facts)
     yield from _layers(facts)
     yield from _vanished(facts)
+    yield from _unmoved(facts)
     yield from _scaler(facts)
     yield from _scheduler(facts)
 
@@ -216,6 +217,19 @@ def _vanished(facts: Facts) -> Iterator[Finding]:
         zeros = f" At the end {words.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
         text = f"The gradient norm was vanishingly small, or zero, in {words.several(count, 'step')} of those measured.{zeros}"
         yield Finding(WARNING, "gradient_vanishing", text)
+
+
+def _unmoved(facts: Facts) -> Iterator[Finding]:
+    """Yield which layers have learned nothing, as it was told last."""
+    for fact in facts.told(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
+        count, of = int(fact.number("layers_affected") or 0), int(fact.number("layers_measured") or 0)
+        names, at = _named(fact), fact.text("at")
+        more = f" and {count - len(names):,} more" if count > len(names) else ""
+        why = f"nothing but zeros comes into {at}, the units before it are dead"
+        if fact.text("cause") != "dead_units":
+            why = f"the gradient vanishes on its way back to {at}"
+        text = f"{count:,} of {of:,} layers learned nothing ({', '.join(names)}{more}): {why}."
+        yield Finding(WARNING, "unmoved_layers", text)
 
 
 def _scaler(facts: Facts) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.probes.layers import WIDER, Layers
+from torchobs.probes.unmoved import UnmovedLayers
 
 if TYPE_CHECKING:
     from torchobs.flight.table import Cell
@@ -30,6 +31,7 @@ class Findings:
     def __init__(self, host: Host) -> None:
         self._host, table = host, host.writer.table
         self.layers = Layers(table, 0, host.breathe)
+        self._unmoved, self._model = UnmovedLayers(host, self.layers), host.cycle.models.changes
         self.suspects: frozenset[int] = frozenset()
         """Parameters whose gradient was not finite lately: a device counts their elements"""
         self._suspected = 0
@@ -63,8 +65,10 @@ class Findings:
             return
         self._shown_s = time_s
         step, parts = self._latest
+        self._begin_model()
         if not self.layers.show(parts, step, now=now):
             return
+        self._unmoved.look(parts, step)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
         for metric, limit in (
@@ -72,6 +76,14 @@ class Findings:
         ):
             if limit is not None:
                 self._set(metric, limit)
+
+    def _begin_model(self) -> None:
+        """Forget the former model's layers, if there is another one now."""
+        changes = self._host.cycle.models.changes
+        if self._model != changes:
+            self._model = changes
+            self.layers.begin_model()
+            self._unmoved.begin()
 
     def _receive(self) -> None:
         last = self._host.cycle.step

@@ -58,6 +58,14 @@ class Layer:
             bounded = min(norm, LEAP * self.usual) if self.seen > 1 and self.usual else norm
             self.usual += (bounded - self.usual) * max(_SMOOTHING, 1.0 / self.seen)
 
+    def begin_model(self) -> bool:
+        """Forget its past and the parameters that are gone; tell whether any are left."""
+        self.usual, self.seen, self.anomalous = 0.0, 0, 0
+        alive = {key: parameter for key, known in self.parameters.items() if (parameter := known()) is not None}
+        self.parameters = {key: self.parameters[key] for key in alive}
+        self.size = sum(parameter.numel() for parameter in alive.values())
+        return bool(alive)
+
 
 def choose(layers: Iterable[Layer], room: int) -> list[Layer]:
     """Return the layers that get a series each: at most a quarter of the room for anomalies, the rest for size."""
@@ -127,6 +135,12 @@ class Layers:
         if self._zero is not None and count:
             self._zero.set(zeros / count)
         return True
+
+    def begin_model(self) -> None:
+        """Another model is trained: forget the layers of those that are gone, and what was usual in the others."""
+        self._plans.clear()
+        self._layers = {name: layer for name, layer in self._layers.items() if layer.begin_model()}
+        self._choose()
 
     def note_faults(self, measurement: Measurement, step: int) -> list[Layer]:
         """Return the layers whose gradients were not finite, in the parameters' order; they are anomalous now."""

@@ -45,7 +45,7 @@ METRICS = (
     catalog.MEMORY_TIME_TO_LIMIT, catalog.MEMORY_GROWTH_PER_STEP, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
-    catalog.DATA_STARVED,
+    catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS,
 )  # fmt: skip
 """What is read of a rank."""
 

@@ -112,6 +112,7 @@ def _notes(run: Run) -> Iterator[_Note]:
         yield _Note(Severity.WARNING, text, text)
     yield from _anomalies(run.rows)
     yield from _past(run.rows)
+    yield from _unmoved(run.rows)
     yield from _starved(run.rows)
     yield from _slowest(run.rows)
 
@@ -165,6 +166,15 @@ def _past(rows: Sequence[Row]) -> Iterator[_Note]:
     word = "There have been" if ended else "Earlier:"
     listed = f"{', '.join(what[:-1])} and {what[-1]}" if len(what) > 1 else what[0]
     yield _Note(Severity.WARNING if notable else Severity.INFO, f"{word} {listed}.", f"{word} anomalies.")
+
+
+def _unmoved(rows: Sequence[Row]) -> Iterator[_Note]:
+    """Whether or not the run has ended: what it has learned is the less for it."""
+    layers = max((int(row.readings.get(catalog.GRAD_UNMOVED_LAYERS) or 0) for row in rows), default=0)
+    if layers:
+        text = f"{_many(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing: hardly any gradient reaches them."
+        text = text.replace("reaches them", "reaches it") if layers == 1 else text
+        yield _Note(Severity.WARNING, text, text)
 
 
 def _starved(rows: Sequence[Row]) -> Iterator[_Note]:
