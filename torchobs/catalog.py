@@ -947,7 +947,12 @@ EVENT_ANOMALY = Event(
     "torchobs.anomaly",
     "A step was judged anomalous.",
     Severity.WARNING,
-    (ANOMALY_KIND, Attribute("value", "what was seen"), Attribute("baseline", "what was usual")),
+    (
+        ANOMALY_KIND,
+        Attribute("value", "what was seen"),
+        Attribute("baseline", "what was usual"),
+        Attribute("left_out", "how many of the kind before it have no event: of many on end, one in ten minutes has"),
+    ),
 )
 EVENT_SCHEDULER_MISUSED = Event(
     "torchobs.scheduler.misused",

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.detect.ration import Ration
 from torchobs.flight.record import LIVE_PHASES
 from torchobs.guarding import Fuse, call
 
@@ -42,7 +43,7 @@ class Sampler:
         self._host, self._samples, self._slow = host, samples, slow
         host.say, host.breathe = self.say, self.breathe
         self._stop = threading.Event()
-        self._own = Fuse("sampler")
+        self._own, self._ration = Fuse("sampler"), Ration()
         self._shown: dict[str, int] = {}
         self._spoken: dict[str, float] = {}
         now = self._breathed = time.monotonic()
@@ -105,10 +106,14 @@ class Sampler:
     def _tell_anomalies(self) -> None:
         writer = self._host.writer
         found, writer.anomalies = writer.anomalies, []
-        for anomaly in found[:100]:  # a run that has gone to NaN has one in every step
-            attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline}
-            writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
-            self._host.anomalous.append(anomaly.step)
+        now = time.monotonic()
+        for anomaly in found:
+            omitted = self._ration.take(anomaly.kind, now)
+            if omitted is not None:
+                more = {"left_out": omitted} if omitted else {}
+                attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline} | more
+                writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
+        self._host.anomalous.extend(anomaly.step for anomaly in found[:100])
         if found:
             first = found[0]
             self.say(

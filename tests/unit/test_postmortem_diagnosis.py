@@ -35,6 +35,19 @@ def test_a_run_without_a_step_is_told_what_is_seen() -> None:
     assert only.text.endswith(f", without a step: {hint}")
 
 
+SINCE_WHEN = "The loss turned NaN in step 100, where 2.5 was usual. It trained on for 9,900 steps with it."
+GONE = "The loss has been NaN since step 9,000 or before: older steps are gone from the file."
+
+
+@pytest.mark.parametrize(("counted", "said"), [(9_901, SINCE_WHEN), (500, GONE), (30_000, GONE)])
+def test_a_loss_that_turned_nan_long_ago_is_dated_by_its_event(counted: int, said: str) -> None:
+    """The steps of that time are gone from the file; a NaN that had recovered in between is not taken for the beginning."""
+    history = [step(number, NAN, NAN) for number in range(9_000, 10_001)]
+    event = fact(catalog.EVENT_ANOMALY, 10.1, 100, kind="nonfinite_loss", value=NAN, baseline=2.5)
+    found = told(facts(history, events=[event], values={(catalog.ANOMALIES, "nonfinite_loss"): counted}))
+    assert found["nonfinite_loss"] == said
+
+
 def test_a_loss_that_turned_nan_is_told_with_the_gradient_before_it_and_the_rate() -> None:
     """The step, what the gradient norm did before, the learning rate, and how much was wasted."""
     history = [*steps(808), step(809, 2.0, 40.0), step(810, 3.0), step(811, 4.0), *(step(n, NAN, NAN) for n in range(812, 822))]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _BEFORE = 50
 """Steps before a loss went wrong in which its cause is looked for."""
 _BASELINE = 200
+_ALL_SINCE = 0.99
+"""The last steps may be counted, and not be in the file, or the other way round."""
 _LEAST_BASELINE = 10
 _RATE_ROSE = 2.0
 """A learning rate that at least doubles in one step, to what it never was: schedules move by a few per cent."""
@@ -71,13 +73,29 @@ def _nonfinite_loss(facts: Facts, onset: int) -> Finding:
     first = all(before.loss is None for before in steps[:onset])
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
     if first and step.step > 1:
-        text = f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
-        return Finding(ERROR, "nonfinite_loss", text)
+        return Finding(ERROR, "nonfinite_loss", _long_ago(facts, step, name))
     if first:
         return Finding(ERROR, "nonfinite_loss", f"The loss was {name} from the first step on{_with_rate(step)}.")
     text, note = f"The loss turned {name} in step {step.step:,}{_cause(steps, onset)}", _rate_note(steps, onset)
     text += "." if note else f"{_with_rate(step)}."
     return Finding(ERROR, "nonfinite_loss", f"{text}{note}{_afterwards(steps, onset)}")
+
+
+def _long_ago(facts: Facts, step: Step, name: str) -> str:
+    """Return since when, where the steps of that time are gone."""
+    first = _began(facts)
+    if first is None or first.step is None:
+        return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
+    usual, wasted = words.number(first.number("baseline")), words.several(facts.last_step - first.step, "step")
+    return f"The loss turned {name} in step {first.step:,}, where {usual} was usual. It trained on for {wasted} with it."
+
+
+def _began(facts: Facts) -> Fact | None:
+    """Return the first event of a loss that was not finite, if as many were so as steps have been since: all of them."""
+    told = (fact for fact in facts.told(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
+    first, count = next(told, None), facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0
+    since = facts.last_step - first.step + 1 if first is not None and first.step is not None else 0
+    return first if _ALL_SINCE * count <= since <= count / _ALL_SINCE else None
 
 
 def _cause(steps: Sequence[Step], onset: int) -> str:
