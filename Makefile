@@ -17,7 +17,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint docs bench scale soak wheel-test test-tools kube-test clean
+.PHONY: help setup demo test lint docs bench gpu scale soak wheel-test test-tools kube-test clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,10 @@ docs: setup ## Write the generated pages, rules and dashboards again
 
 bench: setup ## What torchobs costs per training step, as a table
 	$(BIN)/python -m tests.bench.overhead
+
+gpu: ## On a machine with a GPU, with a CUDA build of torch: the tests that need one, and what torchobs costs there
+	$(MAKE) setup TORCH=$(TORCH:+cpu=)
+	$(BIN)/python -m tests.gpu
 
 scale: setup test-tools ## A thousand ranks, their exporters and a real Prometheus for ten minutes: no missed scrape
 	$(BIN)/python -m tests.bench.scale

@@ -76,6 +76,8 @@ class Session:
         self.run: RunSpan | None = None
         self._commands: Commands | None = None
         self._children: Children | None = None
+        self._inherited: Session | None = None
+        """A parent's, in a forked child: kept, for torch records CUDA events when pinned memory is freed, which no child may"""
 
     def __enter__(self) -> Session:  # noqa: PYI034  # typing.Self needs Python 3.11
         """Return the session."""
@@ -237,6 +239,7 @@ def init(**overrides: object) -> Session:
         inherited, session = _current, Session()
         if inherited is not None and inherited.host is not None:
             inherited._remove_hooks(inherited.host)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
+            session._inherited = inherited  # noqa: SLF001  # as above
         _current = session
         session.given = {name: values.as_text(getattr(chosen, name)) for name, value in overrides.items() if value is not None}
         call(Fuse("init"), _set_level, chosen)

@@ -1,0 +1,41 @@
+"""What needs a CUDA device: ``python -m tests.gpu`` (or ``make gpu``) runs all of it and measures what torchobs costs there.
+
+Some four minutes on one GPU, half of them the benchmark; ``pytest tests/gpu`` alone takes one to two. Any CUDA build of torch
+that torchobs supports will do, in the environment that it is in: ``pip install -e '.[dev]'`` leaves torch as it is.
+
+* ``test_gradients``: norms of every type equal a float64 reference; no synchronisation in a whole run
+  (``set_sync_debug_mode("error")``); two streams; no copy of a large gradient; elements that are not finite.
+* ``test_losses``: the loss of every step, the first ones, accumulated and scaled ones included.
+* ``test_graphs``: captured steps (whole ones, graphed callables, ``mode="reduce-overhead"``) hold nothing of ours, and end
+  with the same weights as without us.
+* ``test_amp``, ``test_memory``, ``test_data``: loss scalers, the allocator and its end, pinned batches.
+* ``test_gpu_hardware``: NVML's figures of the GPU that torch uses.
+* ``test_programs``: whole programs: a default device, workers, a fork, an end without ``shutdown()``, a device that is not the
+  current one, a profile with kernels in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Any synchronisation of the device that torch knows of is an error, also in another thread.
+
+    Moving a model there is one. torch warns that it does not know of all, which a person who reads this does by now.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,26 +9,17 @@ import torch
 from torch.amp import GradScaler
 
 from tests import support
+from tests.gpu import no_waiting
 from tests.training import Flag, Recording, has, mlp
 from torchobs.flight.record import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
 STREAK, SKIPPED = ("torchobs.amp.skip_streak",), ("torchobs.amp.steps_skipped",)
 OVERFLOWS = [False, False, False, True, True, False, True, False, True, True]
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Any synchronisation of the device is an error, and moving a model there is one."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def arrived(run: Recording) -> Mapping[tuple[str, ...], Any]:

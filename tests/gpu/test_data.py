@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests import support
+from tests.gpu import no_waiting
 from tests.training import Recording
 from torchobs.probes.pinning import PinningWatch, pageable_bytes
 
@@ -35,10 +36,7 @@ def test_a_loader_that_does_not_pin_is_hinted_at(run: Recording, *, pinned: bool
     probe.begun(iterator)
     probe.observe()
     assert "_next_data" in vars(iterator)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         next(iterator)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert "_next_data" not in vars(iterator)
     assert len(run.frames("torchobs.data.unpinned")) == (not pinned)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,24 +11,14 @@ import torch
 from torch import nn
 
 from tests import support
+from tests.gpu import no_waiting
 from tests.training import Flag, Recording, has, recording
 from torchobs.flight.record import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Any synchronisation of the device is an error."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def model_of(dtype: torch.dtype) -> Any:
@@ -47,6 +36,16 @@ def reference(model: Any) -> torch.Tensor:
     """The float64 norm, left on the device."""
     squares = [p.grad.double().pow(2).sum() for p in model.parameters()]
     return torch.stack(squares).sum().sqrt()
+
+
+class Still(torch.optim.Optimizer):
+    """One that changes nothing, whatever its gradients are."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it has no closure
+        assert closure is None
 
 
 def delivered(run: Recording) -> dict[int, float]:
@@ -225,3 +224,57 @@ def test_a_large_gradient_is_not_copied(run: Recording) -> None:
     assert torch.cuda.max_memory_allocated() - before < 1_000_000
     optimizer.step()
     assert run.errors() == []
+
+
+def test_elements_that_are_not_finite_are_counted_without_a_copy(run: Recording) -> None:
+    """Of 100 million bfloat16 elements: the peak grows by what eight million comparisons take, in each of the steps."""
+    parameter = nn.Parameter(torch.zeros(100_000_000, device="cuda", dtype=torch.bfloat16))
+    optimizer = Still([parameter])
+    parameter.grad = torch.full_like(parameter, 0.5)
+    parameter.grad[:5] = float("nan")
+    parameter.grad[-2:] = float("-inf")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        with no_waiting():
+            optimizer.step()
+        torch.cuda.synchronize()
+        time.sleep(0.3)  # three rounds of the sampler
+    assert torch.cuda.max_memory_allocated() - before < 20_000_000
+    delivered(run)
+    assert run.values()["torchobs.grad.nonfinite_elements",] >= 7
+
+
+def test_gradients_of_all_kinds_at_once(run: Recording) -> None:
+    """Sparse, complex, float8, transposed, scattered ones in one optimizer; a norm for each, and none is waited for."""
+    torch.manual_seed(0)
+    made = [torch.randn(30, 40, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.complex64)]
+    made += [torch.randn(40, 30, device="cuda").t(), torch.randn(30, 80, device="cuda")[:, ::2]]
+    made += [torch.randn(30, 40, device="cuda").to(torch.float8_e5m2)]
+    indices = torch.tensor([[0, 3, 5]], device="cuda")
+    sparse = torch.sparse_coo_tensor(indices, torch.randn(3, 8, device="cuda"), (10, 8)).coalesce()
+    wide = [each.abs().double() if each.is_complex() else each.to(torch.float64) for each in [*made, sparse.values()]]
+    expected = math.sqrt(sum(float(each.pow(2).sum()) for each in wide))
+    parameters = [nn.Parameter(torch.zeros_like(each), requires_grad=each.dtype.itemsize > 1) for each in made]
+    parameters.append(nn.Parameter(torch.zeros(10, 8, device="cuda")))
+    for parameter, gradient in zip(parameters, [*made, sparse], strict=True):
+        parameter.grad = gradient
+    optimizer = Still(parameters)
+    with no_waiting():
+        for _ in range(2):
+            optimizer.step()
+    assert delivered(run) == pytest.approx(dict.fromkeys((1, 2), expected), rel=1e-6)
+
+
+def test_the_default_device_is_no_matter(flight_dir: Path) -> None:
+    """``set_default_device("cuda")``: memory that is pinned is the CPU's all the same."""
+    with torch.device("cuda"):
+        for run in recording(flight_dir, level="advanced"):
+            model = model_of(torch.float32)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            for _ in range(3):
+                optimizer.zero_grad()
+                backward(model, torch.randn(16, 64))
+                optimizer.step()
+            assert set(delivered(run)) == {1, 2, 3}

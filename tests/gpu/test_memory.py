@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import support
+from tests.gpu import no_waiting
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.probes.device_memory import DeviceMemoryProbe
@@ -73,11 +74,8 @@ def test_the_gauges_are_the_allocator_s_figures(run: Recording, probe: DeviceMem
     """To the byte, without a synchronisation."""
     held = [torch.ones(MIB, device="cuda") for _ in range(8)]
     del held[::2]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         probe.observe()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     figures = torch.cuda.memory_stats(0)
     assert shown(run, catalog.MEMORY_DEVICE_ALLOCATED) == torch.cuda.memory_allocated(0) >= 16 * MIB
     assert shown(run, catalog.MEMORY_DEVICE_RESERVED) == torch.cuda.memory_reserved(0)

@@ -1,0 +1,199 @@
+"""What torchobs costs on a CUDA device: ``python -m tests.bench.gpu``.
+
+For each training and level: the device's time for a step with and without torchobs, by CUDA events around blocks of steps
+taken in turn; our own code's time in the training thread (as ``tests.bench.overhead`` takes it); and what the norms take of the
+device's memory at its peak. The steps with torchobs run under ``set_sync_debug_mode("error")``, as do ``init()`` and
+``shutdown()``: a synchronisation of ours, in any thread, switches a probe off, and that ends the benchmark. Two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+import torchobs
+from tests.bench.overhead import in_situ, meter_alone
+from tests.bench.workloads import cnn, compiled, gpt, mlp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WORKLOADS: dict[str, tuple[Callable[..., Iterator[None]], int]] = {
+    "mlp": (mlp, 1000),
+    "cnn": (cnn, 300),
+    "gpt": (gpt, 100),
+    "gpt-85m": (functools.partial(gpt, large=True), 30),
+    "compiled": (compiled, 1000),
+}
+"""Name → (training, steps per block)."""
+LEVELS = ("basic", "advanced", "extreme")
+BLOCKS = 5
+WARM_UP = 10
+
+
+class Block(NamedTuple):
+    """Some steps: their mean, by the device's clock and by the host's, and the most memory that was allocated."""
+
+    device_ms: float
+    host_ms: float
+    peak: int
+
+
+class Gpu:
+    """The device's clock, and its memory."""
+
+    name = "cuda"
+
+    def block(self, training: Iterator[None], steps: int, *, watched: bool = False) -> Block:
+        """Run so many steps; wait for the device before and after, and if ``watched`` at no other time."""
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._settle()
+        with self.no_waiting() if watched else contextlib.nullcontext():
+            begun_s = perf_counter()
+            begun.record()
+            for _ in range(steps):
+                next(training)
+            done.record()
+        torch.cuda.synchronize()
+        host_ms = (perf_counter() - begun_s) * 1000 / steps
+        return Block(begun.elapsed_time(done) / steps, host_ms, torch.cuda.max_memory_allocated())
+
+    def _settle(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    @contextlib.contextmanager
+    def no_waiting(self) -> Iterator[None]:
+        """Any synchronisation is an error."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that it does not know of all of them
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    def describe(self) -> str:
+        """Say what it is."""
+        return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+
+
+class Processor:
+    """The same of the CPU, which is its own host and keeps no peaks: to try this program where there is no GPU."""
+
+    name = "cpu"
+
+    def block(self, training: Iterator[None], steps: int, *, watched: bool = False) -> Block:
+        """Run so many steps."""
+        del watched
+        begun_s = perf_counter()
+        for _ in range(steps):
+            next(training)
+        took_ms = (perf_counter() - begun_s) * 1000 / steps
+        return Block(took_ms, took_ms, 0)
+
+    def no_waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is waited for."""
+        return contextlib.nullcontext()
+
+    def describe(self) -> str:
+        """Say what it is."""
+        return platform.machine()
+
+
+class Result(NamedTuple):
+    """One training at one level."""
+
+    plain: list[Block]
+    observed: list[Block]
+    bookkeeping_us: float
+    norms_us: float
+    interval: float
+
+    def ratio(self, which: str) -> float:
+        """The median of the blocks' ratios, each with its neighbour."""
+        pairs = zip(self.observed, self.plain, strict=True)
+        return float(statistics.median(getattr(one, which) / getattr(other, which) for one, other in pairs))
+
+    def row(self, name: str, level: str) -> str:
+        """Render it as a row of the table."""
+        step_ms = statistics.median(one.host_ms for one in self.plain)
+        share = (self.bookkeeping_us + self.norms_us) / 1000 / step_ms
+        more = max(one.peak for one in self.observed) - max(one.peak for one in self.plain)
+        ours = f"{self.bookkeeping_us:.0f} µs | {self.norms_us:.0f} µs | {self.interval:.0f}"
+        return (
+            f"| {name} | {level} | {step_ms:.2f} ms | {ours} | {share:.2%} "
+            f"| {self.ratio('device_ms') - 1:+.2%} | {self.ratio('host_ms') - 1:+.2%} | {more / 2**20:+.1f} MiB |"
+        )
+
+
+def measure(device: Any, training: Iterator[None], steps: int, blocks: int, level: str, directory: Path) -> Result:
+    """Measure one training at one level."""
+    plain, observed = [], []
+    for _ in range(blocks):
+        plain.append(device.block(training, steps))
+        with device.no_waiting():
+            session = torchobs.init(flight_dir=directory, level=level)
+            for _ in range(max(WARM_UP, steps // 4)):  # learns the cycle and the interval
+                next(training)
+        observed.append(device.block(training, steps, watched=True))
+        failed = [probe for probe, fuse in session.host.fuses.items() if fuse.errors] if session.host is not None else ["init"]
+        with device.no_waiting():
+            torchobs.shutdown()
+        if failed:
+            sys.exit(f"switched off: {', '.join(failed)}")
+    alone, (meter, interval, _) = meter_alone(training, steps), in_situ(training, steps, directory, level)
+    return Result(plain, observed, meter.ours_us - alone.ours_us, meter.norms_us, interval)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", help=f"which ones: {', '.join(WORKLOADS)} (default: all)")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS, help="debug levels (default: all)")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"blocks with and without torchobs (default: {BLOCKS})")
+    parser.add_argument("--steps", type=int, help="steps in a block (default: the workload's)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this where there is no GPU")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.workloads) - set(WORKLOADS)):
+        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"no CUDA device, or no build of torch for one: this is torch {torch.__version__}")
+    device = Gpu() if options.device == "cuda" else Processor()
+    print(f"{device.describe()}, torch {torch.__version__}, Python {platform.python_version()}\n")
+    print(
+        "| training | level | step | bookkeeping | norms, mean | every n-th | all, of the step | device | wall | peak memory |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name in options.workloads or WORKLOADS:
+        _print(device, name, options)
+
+
+def _print(device: Any, name: str, options: argparse.Namespace) -> None:
+    """Print a training's rows."""
+    shm = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
+    make, default_steps = WORKLOADS[name]
+    training, steps = make(device=device.name), options.steps or default_steps
+    try:
+        device.block(training, max(WARM_UP, steps // 4))
+        for level in options.levels:
+            print(measure(device, training, steps, options.blocks, level, directory).row(name, level), flush=True)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

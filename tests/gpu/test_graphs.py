@@ -1,0 +1,122 @@
+"""CUDA graphs: what is captured holds nothing of ours, so that replays compute what they would without us."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import support
+from tests.training import recording
+from torchobs.flight.record import Flag
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
+
+
+def model_of() -> nn.Sequential:
+    """The same model every time, on the device."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8)).cuda()
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    """The same batches every time."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    return [torch.randn(16, 64, device="cuda", generator=generator) for _ in range(count)]
+
+
+def captured_whole(pause_s: float) -> list[torch.Tensor]:
+    """Forward, backward, clipping and step in one graph, as torch's notes on CUDA graphs have it; return the weights."""
+    model, static = model_of(), torch.zeros(16, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(static).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in batches(12):
+            static.copy_(batch)
+            step()
+            time.sleep(pause_s)  # rounds of the sampler, which choose layers whose weights are copied
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        step()
+    held = [torch.full((1 << 16,), 7.0, device="cuda") for _ in range(64)]  # takes the place of what was freed
+    for batch in batches(10):
+        static.copy_(batch)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(bool((one == 7.0).all()) for one in held)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def graphed_callables(pause_s: float) -> list[torch.Tensor]:
+    """A model whose forward and backward pass are graphs, and its optimizer's step is not."""
+    del pause_s
+    model = model_of()
+    graphed: Any = torch.cuda.make_graphed_callables(model, (torch.randn(16, 64, device="cuda"),))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    for batch in batches(10):
+        optimizer.zero_grad(set_to_none=True)
+        graphed(batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    torch.cuda.synchronize()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def reduced_overhead(pause_s: float) -> list[torch.Tensor]:
+    """``mode="reduce-overhead"``: graphs that torch makes and manages by itself, whose outputs it writes anew at each call."""
+    del pause_s
+    torch.compiler.reset()
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    loss_of = torch.compile(lambda batch: model(batch).square().mean(), mode="reduce-overhead")
+    for batch in batches(12):
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(batch).backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def observed(flight_dir: Path, train: Callable[[float], list[torch.Tensor]]) -> list[torch.Tensor]:
+    """The weights after a training at level advanced, everything measured as often as can be."""
+    weights: list[torch.Tensor] = []
+    for run in recording(flight_dir, level="advanced", overhead_budget=0.2):
+        weights = train(0.3)
+        run.look()
+        assert [record.step for record in run.records() if record.flags & Flag.GRAD_NORM]
+    return weights
+
+
+@pytest.mark.parametrize("train", [captured_whole, graphed_callables])
+def test_replays_compute_what_they_would_without_us(flight_dir: Path, train: Callable[[float], list[torch.Tensor]]) -> None:
+    """To the bit, and no memory but their own is written to."""
+    plain = train(0.0)
+    weights = observed(flight_dir, train)
+    assert all(torch.equal(one, other) for one, other in zip(plain, weights, strict=True))
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason=support.NEEDS_COMPILER)
+def test_graphs_of_the_compiler_s_own(flight_dir: Path) -> None:
+    """As above; whatever is kept of a loss does not keep the compiler from using its memory again."""
+    pytest.importorskip("triton", reason=support.NEEDS_COMPILER)
+    plain = reduced_overhead(0.0)
+    weights = observed(flight_dir, reduced_overhead)
+    assert all(torch.allclose(one, other, rtol=1e-5) for one, other in zip(plain, weights, strict=True))
