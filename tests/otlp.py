@@ -25,6 +25,7 @@ from tests.rank_files import BORN_WALL_NS, Clock, S
 from tests.support import free_port, wait_until
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.described import Facts
+from torchobs.exporter.otlp.ledger import Counts
 from torchobs.exporter.otlp.options import PushConfig, Target
 from torchobs.exporter.otlp.push import Push
 from torchobs.exporter.scan import Scanner
@@ -192,6 +193,17 @@ class Pushing:
 def to(receiver: Receiver, **given: Any) -> Target:
     """The target that a receiver is, by a path that a signal would choose."""
     return Target(receiver.url + given.pop("path", "/v1/metrics"), **given)
+
+
+def only_metrics(receiver: Receiver, **given: Any) -> PushConfig:
+    """Metrics to that receiver."""
+    target = {name: given.pop(name) for name in ("path", "gzip", "headers", "timeout_s") if name in given}
+    return PushConfig(metrics=to(receiver, **target), **given)
+
+
+def balanced(counts: Counts) -> bool:
+    """Whether nothing is missing from the books."""
+    return counts.recorded == counts.sent + sum(counts.dropped.values()) and counts.queued == 0
 
 
 def attributes(pairs: Any) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Fixtures of the tests in which several parts run together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.otlp import Receiver
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -20,3 +22,10 @@ def golden(pytestconfig: pytest.Config) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"`pytest --update-golden` writes {name} again"
 
     return compare
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """Of OTLP, one that takes everything."""
+    with Receiver() as made:
+        yield made

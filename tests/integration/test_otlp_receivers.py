@@ -1,0 +1,207 @@
+"""Receivers that refuse, hang, flap or are away: what may be sent again is, and what is lost is counted."""
+
+from __future__ import annotations
+
+from email.utils import formatdate
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+
+from tests.otlp import Answer, Fast, Pushing, Receiver, Request, balanced, only_metrics, points
+from tests.rank_files import File, S
+from tests.support import free_port, wait_until
+from torchobs.catalog import Kind, Metric
+from torchobs.exporter.otlp.options import PushConfig, Target
+from torchobs.flight.series import Scope
+
+USER, CALLS = Scope("my.package", "1.0"), Metric("my.c", Kind.COUNTER, "", "A user's instrument.")
+SOON_S = 30.0
+
+
+class Misbehaving:
+    """Answers by a list, then takes everything."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self._answers = iter(answers)
+
+    def __call__(self, _: Request) -> Answer:
+        """The next answer."""
+        return next(self._answers, Answer())
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_what_may_be_sent_again_is(flight_dir: Path, file: File, status: int) -> None:
+    """The same request, once more; the failure is counted, nothing is dropped."""
+    file.save()
+    with (
+        Receiver(Misbehaving(Answer(status), Answer(status))) as receiver,
+        Pushing(flight_dir, only_metrics(receiver), Fast(100.0)) as pushing,
+    ):
+        pushing.look(1.0, wait=False)
+        wait_until(lambda: pushing.push.settled, timeout_s=SOON_S)
+        counts = pushing.push.counts["metrics"]
+    assert counts.failures == 2
+    assert counts.sent == counts.recorded > 20
+    assert [request.body for request in receiver.requests] == [receiver.taken[0].body] * 3
+
+
+@pytest.mark.parametrize("status", [301, 400, 401, 404, 413, 500])
+def test_what_is_refused_is_dropped_and_counted(
+    flight_dir: Path, file: File, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Any other error would be the same the next time; what the receiver says of it is on the log, as one line."""
+    file.save()
+    answer = Answer(status, {"Location": "http://example.org"}, b"no\nsuch tenant")
+    with Receiver(lambda _: answer) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
+        pushing.look(1.0)
+        counts = pushing.push.counts["metrics"]
+    assert len(receiver.requests) == 1
+    assert counts.dropped["refused"] == counts.recorded > 20
+    assert balanced(counts)
+    assert f"{status}" in caplog.text
+    assert "no such tenant" in caplog.text
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+def test_a_receiver_may_say_when_to_come_again(flight_dir: Path, file: File, as_date: bool) -> None:  # noqa: FBT001  # a case
+    """In seconds or as a date; no attempt is made before."""
+    file.save()
+    clock = Fast(20.0)
+
+    first: list[Request] = []
+
+    def later(request: Request) -> Answer:
+        if first:
+            return Answer()
+        first.append(request)
+        after = formatdate(clock.wall_ns() / S + 12, usegmt=True) if as_date else "12"
+        return Answer(503, {"Retry-After": after})
+
+    with Receiver(later) as receiver, Pushing(flight_dir, only_metrics(receiver), clock) as pushing:
+        pushing.look(1.0, final=False)
+        wait_until(lambda: receiver.taken, timeout_s=SOON_S)
+    assert (receiver.taken[0].at_s - first[0].at_s) * 20.0 >= 9.0
+
+
+def test_what_a_receiver_rejects_in_part_is_counted(flight_dir: Path, file: File) -> None:
+    """Partial success is success, and is not sent again."""
+    file.save()
+    answer = ExportMetricsServiceResponse()
+    answer.partial_success.rejected_data_points = 3
+    answer.partial_success.error_message = "too old"
+    said = Answer(200, {"Content-Type": "application/x-protobuf"}, answer.SerializeToString())
+    with Receiver(lambda _: said) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
+        pushing.look(1.0)
+        counts = pushing.push.counts["metrics"]
+    assert counts.dropped["rejected"] == 3
+    assert counts.sent == counts.recorded - 3
+    assert len(receiver.requests) == 1
+
+
+@pytest.mark.parametrize("answer", [Answer(hold_s=60.0), Answer(drip=True)], ids=["silent", "by single bytes"])
+def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file: File, answer: Answer) -> None:
+    """Also one that keeps the connection busy; then the request is sent again."""
+    file.save()
+    with (
+        Receiver(Misbehaving(answer)) as receiver,
+        Pushing(flight_dir, only_metrics(receiver, timeout_s=0.3), Fast(50.0)) as pushing,
+    ):
+        pushing.look(1.0, wait=False)
+        wait_until(lambda: pushing.push.settled, timeout_s=SOON_S)
+        counts = pushing.push.counts["metrics"]
+    assert counts.failures >= 1
+    assert counts.sent == counts.recorded > 20
+
+
+def partly(rejected: int) -> Answer:
+    """A success that is not one for so many points."""
+    answer = ExportMetricsServiceResponse()
+    answer.partial_success.rejected_data_points = rejected
+    return Answer(200, {"Content-Type": "application/x-protobuf"}, answer.SerializeToString())
+
+
+FLAPPING = (
+    Answer(503), Answer(200, {}, b"<html>Welcome</html>"), Answer(429, {"Retry-After": "soon"}), partly(3), Answer(400),
+    Answer(200, {"Content-Encoding": "gzip"}, b"\x1f\x8bno gzip"), Answer(503, {"Retry-After": "31536000"}),
+    Answer(200, {"Content-Length": "1000"}, b"the connection stays open"), partly(10**9), Answer(hold_s=60.0), partly(-5),
+    Answer(200, {"Content-Length": "no number"}), Answer(502, {}, b"\xff" * 100_000), Answer(413),
+)  # fmt: skip
+
+
+def test_a_receiver_that_flaps_loses_nothing_uncounted(flight_dir: Path, file: File) -> None:
+    """Whatever it answers, in turn: each batch is sent, rejected in part, or refused, and is none of them twice."""
+    with (
+        Receiver(Misbehaving(*FLAPPING)) as receiver,
+        Pushing(flight_dir, only_metrics(receiver, timeout_s=0.3), Fast(1000.0)) as pushing,
+    ):
+        for second in range(1, 12):
+            file.set(CALLS, 1, USER)
+            file.beat(second)
+            file.save()
+            pushing.look(second, wait=False)
+            wait_until(lambda: pushing.push.settled and pushing.push._facts is None, timeout_s=SOON_S)
+            assert balanced(pushing.push.counts["metrics"])
+        counts = pushing.push.counts["metrics"]
+    assert len(receiver.requests) > len(FLAPPING)
+    of_batch = {request.body: len([*points([request])]) for request in receiver.requests}
+    assert counts.recorded == sum(of_batch.values())
+    assert counts.dropped == {"overflow": 0, "shutdown": 0, **refused_and_rejected(receiver.requests, of_batch)}
+    came = [one.point.as_int for one in points(receiver.requests) if one.metric.name == "my.c"]
+    assert (came, came[-1]) == (sorted(came), 11)
+
+
+def refused_and_rejected(requests: list[Request], of_batch: dict[bytes, int]) -> dict[str, int]:
+    """What those answers make of these requests: of one that is sent again, the last one says."""
+    said: dict[bytes, Answer] = {}
+    for number, request in enumerate(requests):
+        said[request.body] = FLAPPING[number] if number < len(FLAPPING) else Answer()
+    refused = [of_batch[body] for body, answer in said.items() if answer.status in {400, 413}]
+    rejected = [of_batch[body] for body, answer in said.items() if answer == partly(10**9)]
+    assert refused
+    assert rejected
+    return {"refused": sum(refused), "rejected": 3 + sum(rejected)}
+
+
+def test_ten_minutes_without_a_receiver(flight_dir: Path, file: File) -> None:
+    """Nobody listens for ten minutes (scaled): what was recorded is sent when it is back, or counted as dropped."""
+    port, clock = free_port(), Fast(120.0)
+    file.set(CALLS, 0, USER)
+    file.save()
+    target = Target(f"http://127.0.0.1:{port}/v1/metrics")
+    config = PushConfig(metrics=target, interval_s=10.0, queue_bytes=40_000)
+    with Pushing(flight_dir, config, clock) as pushing:
+        added = 0
+        while clock.now() < 600.0:
+            file.set(CALLS, 1, USER)
+            added += 1
+            file.save()
+            pushing.look(1.0, final=False, wait=False)
+            assert pushing.push.counts["metrics"].queued * 20 < 40_000
+            wait_until(lambda: pushing.push._facts is None)
+        down = pushing.push.counts["metrics"]
+        with Receiver(port=port) as receiver:
+            pushing.look(1.0, wait=False)
+            wait_until(lambda: pushing.push.settled, timeout_s=SOON_S)
+            counts = pushing.push.counts["metrics"]
+    assert down.sent == 0
+    assert down.failures > 5
+    assert down.dropped["overflow"] > 0
+    assert counts.queued == 0
+    assert counts.sent + sum(counts.dropped.values()) == counts.recorded
+    assert counts.sent == len([*points(receiver.taken)])
+    last = [one.point.as_int for one in points(receiver.taken) if one.metric.name == "my.c"]
+    assert last[-1] == added
+    assert last == sorted(last)
+
+
+def test_what_is_left_at_the_end_is_counted(flight_dir: Path, file: File) -> None:
+    """An exporter that must go drops what it could not send, and says so."""
+    file.save()
+    with Receiver(lambda _: Answer(503)) as receiver, Pushing(flight_dir, only_metrics(receiver)) as pushing:
+        pushing.look(1.0, wait=False)
+        wait_until(lambda: receiver.requests)
+        pushing.push.close()
+        counts = pushing.push.counts["metrics"]
+    assert counts.dropped["shutdown"] == counts.recorded > 20
+    assert balanced(counts)

@@ -1,0 +1,163 @@
+"""Spans over OTLP: each once, the run's with its events, also that of a killed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.otlp import Pushing, Receiver, attributes, balanced, spans, to
+from tests.rank_files import BORN_WALL_NS, File, S
+from tests.support import wait_until
+from torchobs.exporter.otlp.options import PushConfig
+from torchobs.flight import spans as identifiers
+from torchobs.flight.layout import Exit
+
+
+def frame(number: int, begun_s: float, ended_s: float, **more: object) -> dict[str, object]:
+    """A user's span, as the tracer writes it."""
+    return {
+        "k": "span", "name": f"work {number}", "trace_id": "a" * 32, "span_id": f"{number:016x}", "flags": 1, "kind": "client",
+        "t0": BORN_WALL_NS + round(begun_s * S), "t1": BORN_WALL_NS + round(ended_s * S), "status": "unset",
+        "attrs": {}, "events": [], "links": [], "scope": ["my.package", "1.0", "", {"x": [1]}],
+    } | more  # fmt: skip
+
+
+def run_span(file: File, **more: object) -> dict[str, object]:
+    """The span of the run."""
+    header = file.header
+    identity = {"trace_id": identifiers.trace_id(header), "span_id": identifiers.run_span_id(header)}
+    more = {"k": "span_start", "name": "torchobs.run", "t0": BORN_WALL_NS, "scope": ["torchobs", None, None, {}]} | more
+    return {**identity, "flags": 1, "kind": "internal", **more}
+
+
+def only_traces(receiver: Receiver) -> PushConfig:
+    """Spans to that receiver."""
+    return PushConfig(traces=to(receiver, path="/v1/traces"))
+
+
+def test_spans_are_what_the_ring_holds_each_of_them_once(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Identifiers, times, attributes, events, links, status, scope; unsampled ones stay where they are."""
+    full = frame(
+        1, 0.1, 0.2, parent="b" * 16, remote=True, state="v=1", status="error", description="broken",
+        attrs={"a": 1, "b": [1, "x"], "c": {"d": None}}, dropped=[1, 2, 3], cut=4,
+        events=[[BORN_WALL_NS, "e", {"k": True}, 5]], links=[["c" * 32, "d" * 16, 1, "w=2", {"l": 2.5}, 6]],
+    )  # fmt: skip
+    for fields in (run_span(file), full, frame(2, 0.2, 0.3, flags=0), frame(3, 0.3, 0.4)):
+        file.writer.events.append(fields)
+    file.save()
+    with Pushing(flight_dir, only_traces(receiver)) as pushing:
+        pushing.look(1.0)
+        pushing.look(1.1)
+        file.writer.events.append(frame(4, 0.4, 0.5))
+        file.save()
+        pushing.look(1.2)
+        assert balanced(pushing.push.counts["traces"])
+    found = spans(receiver.taken)
+    assert [span.name for span in found] == ["work 1", "work 3", "work 4"]
+    span = found[0]
+    assert (span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex()) == ("a" * 32, f"{1:016x}", "b" * 16)
+    assert (span.kind, span.trace_state, span.flags) == (3, "v=1", 0x301)
+    assert (span.start_time_unix_nano, span.end_time_unix_nano) == (BORN_WALL_NS + S // 10, BORN_WALL_NS + S // 5)
+    assert attributes(span.attributes) == {"a": 1, "b": [1, "x"], "c": {"d": None}, "torchobs.cut": 4}
+    assert (span.dropped_attributes_count, span.dropped_events_count, span.dropped_links_count) == (1, 2, 3)
+    assert (span.status.code, span.status.message) == (2, "broken")
+    (event,), (link,) = span.events, span.links
+    assert (event.name, event.time_unix_nano, attributes(event.attributes)) == ("e", BORN_WALL_NS, {"k": True})
+    assert (link.trace_id.hex(), link.span_id.hex(), link.trace_state) == ("c" * 32, "d" * 16, "w=2")
+    assert (attributes(link.attributes), link.dropped_attributes_count) == ({"l": 2.5}, 6)
+    (scope,) = {(of.scope.name, of.scope.version) for of in receiver.taken[0].traces.resource_spans[0].scope_spans}
+    assert scope == ("my.package", "1.0")
+
+
+def test_the_run_s_span_comes_with_its_events(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """When the rank has ended: as it says itself, with all that happened in it as events."""
+    file.writer.events.append(run_span(file, parent="e" * 16))
+    event = {"k": "event", "t": file.header.monotonic_ns + S, "name": "torchobs.anomaly", "attrs": {"kind": "x"}, "step": 3}
+    file.writer.events.append(event)
+    file.save()
+    with Pushing(flight_dir, only_traces(receiver)) as pushing:
+        pushing.look(1.0)
+        ended = {"k": "span", "t1": BORN_WALL_NS + 2 * S, "status": "ok", "attrs": {}, "parent": "e" * 16}
+        file.writer.events.append(run_span(file, **ended))
+        file.writer.exit(Exit.FINISHED, 0)
+        file.save().release()
+        assert not receiver.taken
+        pushing.look(4.0)
+        pushing.look(5.0)
+    (run,) = spans(receiver.taken)
+    assert (run.name, run.parent_span_id.hex(), run.status.code) == ("torchobs.run", "e" * 16, 1)
+    assert run.end_time_unix_nano == BORN_WALL_NS + 2 * S
+    (seen,) = run.events
+    assert (seen.name, seen.time_unix_nano) == ("torchobs.anomaly", BORN_WALL_NS + S)
+    assert attributes(seen.attributes) == {"kind": "x", "step": 3}
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_killed_run_has_a_span(flight_dir: Path, receiver: Receiver, file: File, announced: bool) -> None:  # noqa: FBT001  # a case
+    """Its end is its last heartbeat, and an error; also where the ring has written over its beginning."""
+    if announced:
+        file.writer.events.append(run_span(file))
+        file.writer.events.append(frame(9, 0.5, 0.0) | {"k": "span_start"})
+    file.beat(1.5)
+    file.save()
+    with Pushing(flight_dir, only_traces(receiver)) as pushing:
+        pushing.look(1.6)
+        file.release()
+        pushing.look(4.0)
+    *others, run = spans(receiver.taken)
+    assert [span.name for span in others] == (["work 9"] if announced else [])
+    for span in (*others, run):
+        assert span.end_time_unix_nano == BORN_WALL_NS + round(1.5 * S)
+        assert (span.status.code, span.status.message) == (2, "the rank ended before it: lost")
+    assert run.span_id.hex() == identifiers.run_span_id(file.header)
+    assert run.trace_id.hex() == identifiers.trace_id(file.header)
+
+
+def test_an_exporter_that_starts_again_sends_the_same_spans(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """What is still in the ring comes twice, as what it is: no identifier is new."""
+    for number in range(1, 6):
+        file.writer.events.append(frame(number, 0.1, 0.2))
+    file.save()
+    for _ in range(2):
+        with Pushing(flight_dir, only_traces(receiver)) as pushing:
+            pushing.look(1.0)
+    first, second = ([span.span_id for span in spans([request])] for request in receiver.taken)
+    assert first == second
+
+
+HOSTILE: tuple[dict[str, object], ...] = (
+    {"trace_id": "zz"}, {"span_id": 5}, {"trace_id": "A" * 32}, {"t0": -1, "t1": 1 << 80}, {"attrs": [1]},
+    {"events": [7, [None]]},
+    {"links": [[], "x", ["a" * 32]]}, {"scope": "x"}, {"dropped": ["a", -1, 1 << 40]}, {"name": None}, {"flags": "x"},
+    {"parent": "short"}, {"status": {}}, {"attrs": {"deep": [[[[[[[[[[[[1]]]]]]]]]]]], "nan": "NaN", "huge": 1 << 100}},
+)  # fmt: skip
+
+
+def test_no_frame_stops_the_others(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Whatever a file says: what can be sent is."""
+    for number, wrong in enumerate(HOSTILE, 100):
+        file.writer.events.append(frame(number, 0.1, 0.2) | wrong)
+    file.writer.events.append(frame(1, 0.1, 0.2))
+    file.save()
+    with Pushing(flight_dir, only_traces(receiver)) as pushing:
+        pushing.look(1.0)
+        assert balanced(pushing.push.counts["traces"])
+    assert "work 1" in [span.name for span in spans(receiver.taken)]
+
+
+def test_a_ring_that_fills_is_read_before_its_time(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """No span is written over unread, though the next reading is far."""
+    file.save()
+    config = PushConfig(traces=to(receiver, path="/v1/traces"), span_delay_s=3600.0)
+    with Pushing(flight_dir, config) as pushing:
+        pushing.look(1.0, final=False)
+        for number in range(1, 2001):
+            file.writer.events.append(frame(number, 0.1, 0.2, attrs={"text": "x" * 100}))
+            if number % 100 == 0:
+                file.save()
+                pushing.look(1.0 + number / 1000, final=False)
+                wait_until(lambda: pushing.push._facts is None)
+        wait_until(lambda: len(spans(receiver.taken)) > 1800)
+    numbers = [int(span.name.split()[1]) for span in spans(receiver.taken)]
+    assert numbers == [*range(1, len(numbers) + 1)]
