@@ -19,13 +19,15 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import Clock, File, live_rank, train
+from tests.rank_files import BORN_NS, Clock, File, live_rank, train
 from tests.scanners import scanner_of
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
-from torchobs.cli.live import Screen, frame, slowdowns
+from torchobs.cli.live import Screen, Seen, frame, slowdowns
 from torchobs.cli.paint import Paint
+from torchobs.flight.record import LIVE_PHASES
+from torchobs.postmortem.facts import Step
 
 HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 PROGRAM = (sys.executable, "-m", "torchobs", "top")
@@ -227,6 +229,36 @@ def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
     assert [one.pace.per_s for one in seen if one.pace] == pytest.approx([10.0] * len(seen))
     for file in files:
         file.release()
+
+
+def slowed(one: Seen, by_s: float) -> list[Step]:
+    """The same steps, with a forward pass that takes so much longer."""
+    return [step._replace(phase_s={**step.phase_s, "forward": 0.1 + by_s}) for step in one.steps]
+
+
+def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:
+    """A thousandth more or less, as in every look: nobody reads a table that is in another order every second."""
+    files = ranks(tmp_path, 12)
+    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
+    for turn in (5, 7):
+        uneven = [one._replace(steps=slowed(one, 1e-4 * (turn * at % 12))) for at, one in enumerate(seen)]
+        lines = frame(uneven, Paint(100), Screen(10), "12:00:00")
+        shown = [line.split()[0] for line in lines if line[:4].strip().isdigit()]
+        assert len(shown) >= 3
+        assert shown == [str(at) for at in range(len(shown))]
+    for file in files:
+        file.release()
+
+
+def test_who_is_at_something_that_takes_its_time_is_said_to_be(tmp_path: Path) -> None:
+    """Whoever has left the training loop, or evaluates: no step is missing."""
+    (file,) = ranks(tmp_path, 1)
+    file.writer.phase(1 + LIVE_PHASES.index("idle"), BORN_NS)
+    file.save()
+    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
+    row = frame(seen, Paint(100), Screen(24), "12:00:00")[-1]
+    assert row.split()[1:5] == ["alive,", "idle", "100", "-"]
+    file.release()
 
 
 def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torchobs import catalog
 from torchobs.cli.paint import STATE_COLOURS
 from torchobs.cli.table import Column, table
 from torchobs.detect import stragglers
+from torchobs.exporter.states import PATIENT_PHASES
 from torchobs.flight.pace import time_left_s
 from torchobs.flight.reader import Distribution
 from torchobs.postmortem import words
@@ -89,7 +90,9 @@ def _run(run: Sequence[Seen], paint: Paint, room: int, first: int, now: str, *, 
     fits = len(ordered) <= room
     begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
     shown = ordered[begin : begin + (room if fits else room - 1)]
-    heading, *lines = table(_COLUMNS, [_row(one, slow) for one in shown], paint.width)
+    rows = [_row(one, slow) for one in shown]
+    columns = _COLUMNS if any(row[-1] for row in rows) else _COLUMNS[:-1]  # no anomalies: room for the phases
+    heading, *lines = table(columns, [row[: len(columns)] for row in rows], paint.width)
     yield paint("dim", heading)
     for one, line in zip(shown, lines, strict=True):
         colour = "" if one.rank.state == "alive" and not _active(one) else STATE_COLOURS.get(one.rank.state, "")
@@ -101,7 +104,8 @@ def _run(run: Sequence[Seen], paint: Paint, room: int, first: int, now: str, *, 
 
 
 def _trouble(one: Seen, slow: Mapping[str, float]) -> tuple[bool, bool, float]:
-    return one.rank.state in _FINE, not _active(one), -slow.get(one.rank.incarnation, 1.0)
+    # rounded, so that equals keep their places from look to look
+    return one.rank.state in _FINE, not _active(one), -max(1.0, round(slow.get(one.rank.incarnation, 1.0), 1))
 
 
 def _heading(run: Sequence[Seen], paint: Paint, now: str) -> str:
@@ -119,11 +123,16 @@ def _progress(run: Sequence[Seen]) -> str:
     total = _number(values_of(first.rank.view), catalog.TOTAL_STEPS)
     if not total or not first.steps:
         return ""
-    values = values_of(first.rank.view)
-    aside_s = sum(_number(values, catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
-    left_s = time_left_s(first.speed, first.steps[-1].step, total, aside_s)
+    left_s = max((left_s for one in run if (left_s := _left_s(one)) is not None), default=None)
     time_left = "" if left_s is None else f", {words.duration(left_s)} left"
     return f"  step {first.steps[-1].step:,} of {total:,.0f}{time_left}"
+
+
+def _left_s(one: Seen) -> float | None:
+    values = values_of(one.rank.view)
+    aside_s = sum(_number(values, catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
+    done, total = _number(values, catalog.STEPS), _number(values, catalog.TOTAL_STEPS)
+    return time_left_s(one.speed, int(done or 0), total or 0, aside_s)
 
 
 def _curves(run: Sequence[Seen], paint: Paint) -> list[str]:
@@ -151,7 +160,7 @@ def _row(one: Seen, slow: Mapping[str, float]) -> list[str]:
     norm = next((step.grad_norm for step in reversed(steps) if step.grad_norm is not None), None)
     return [
         rank.rank,
-        rank.state,
+        _state(rank),
         f"{last.step}" if last else "-",
         words.rate(one.speed.per_s if one.speed else None),
         words.number(last.loss if last else None),
@@ -161,6 +170,12 @@ def _row(one: Seen, slow: Mapping[str, float]) -> list[str]:
         "-" if stretch is None else f"{stretch:.2f}×",
         _anomalies(values),
     ]
+
+
+def _state(rank: Rank) -> str:
+    """Return the state, and what a living rank does that takes its time and is no step."""
+    phase = rank.view.live.phase
+    return f"{rank.state}, {phase}" if rank.state == "alive" and phase in PATIENT_PHASES else rank.state
 
 
 def _shares(phases: Mapping[str, float]) -> list[str]:

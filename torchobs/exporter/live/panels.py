@@ -35,7 +35,7 @@ def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
     bar = joined([charts.meter(steps / total), f"{figures.share(min(steps / total, 1.0))} of {total:,}"]) if total else EMPTY
     yield "Step", exact(f"{steps:,}", steps), bar
     if model.left_s is not None:
-        yield "Time left", tag("span", figures.span(model.left_s)), tag("span", "at the present speed")
+        yield "Time left", tag("span", figures.span(model.left_s)), tag("span", _at_what_speed(focus))
     yield from _speed(focus)
     goodput = focus.readings.of(catalog.GOODPUT_TIME)
     if sum(goodput.values()):
@@ -44,13 +44,18 @@ def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
     yield from _rate(focus.readings)
 
 
+def _at_what_speed(focus: Row) -> str:
+    aside = any(focus.readings.get(catalog.GOODPUT_TIME, state) for state in ("evaluation", "checkpoint"))
+    return "with evaluations and checkpoints as so far" if aside else "at the present speed"
+
+
 def _speed(focus: Row) -> Iterator[tuple[str, Html, Html]]:
     pace = focus.speed
     if pace is None:
         return
     work = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
-    parts = [joined([exact(figures.rate(value, what), value), " on this rank, "]) for value, what in work if value]
-    over = tag("span", f"over {figures.took(pace.window_s)}, {pace.steps:,} steps")
+    parts = [joined([exact(figures.rate(value, what), value), " on this rank, over its "]) for value, what in work if value]
+    over = tag("span", f"{'' if parts else 'over its '}last {pace.steps:,} steps ({figures.took(pace.window_s)})")
     yield "Speed", exact(figures.rate(pace.per_s, "steps"), pace.per_s), joined([*parts[:1], over])
 
 

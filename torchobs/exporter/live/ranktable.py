@@ -13,6 +13,7 @@ from torchobs.exporter.live.html import EMPTY, Html, exact, joined, named, tag
 from torchobs.exporter.live.links import link, table
 from torchobs.exporter.live.model import PER_PAGE
 from torchobs.exporter.live.sentence import SLOW
+from torchobs.exporter.states import PATIENT_PHASES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -83,7 +84,7 @@ def state(row: Row) -> Html:
     """Return the state with its mark, how the rank ended, and what is wrong with its numbers."""
     mark = tag("span", MARKS.get(row.state, "●"), aria_hidden="true")
     details = [row.reason.replace("_", " ")] if row.reason not in {"", row.state} else []
-    details += [row.phase] if row.phase in {"evaluation", "checkpoint", "compile", "idle"} else []
+    details += [row.phase] if row.phase in PATIENT_PHASES else []
     details += [kind.replace("_", " ") for kind in row.anomalies]
     more = tag("span", ", ".join(details), class_="why") if details else EMPTY
     return joined([tag("span", mark, " ", row.state, class_=f"state {row.state}"), " " if details else "", more])
