@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.postmortems import START_S, fact, facts, step, steps
+from tests.postmortems import PHASES, START_S, fact, facts, step, steps
 from torchobs import catalog
 from torchobs.catalog import RANK_STATES
 from torchobs.exporter.states import Memory
@@ -33,6 +33,15 @@ def test_a_run_without_a_step_is_told_what_is_seen() -> None:
     (only,) = diagnose(facts([], state="finished", reason="finished"))
     hint = "no optimizer of torch's stepped (a loop that has none is seen by torchobs.step())."
     assert only.text.endswith(f", without a step: {hint}")
+
+
+def test_a_step_that_took_very_long_is_told_though_the_run_went_on() -> None:
+    """A stopped process, a file system that came back: the long step of a run that finished; an evaluation is none."""
+    stood = step(150, duration_s=160.1, phase_s={**PHASES, "forward": 160.0})
+    evaluated = step(160, duration_s=300.0)
+    history = [*steps(149), stood, *steps(300)[150:159], evaluated, *steps(300)[160:]]
+    text = told(facts(history, state="finished", reason="finished"))["held_up"]
+    assert text == "Step 150 took 2 min 40 s, where 100 ms was usual, most of it in the phase forward."
 
 
 SINCE_WHEN = "The loss turned NaN in step 100, where 2.5 was usual. It trained on for 9,900 steps with it."

@@ -12,7 +12,7 @@ from torchobs.flight.evidence import PROFILE, STACKS, STUCK, Evidence, named
 from torchobs.flight.reader import Distribution
 from torchobs.postmortem.diagnosis import diagnose
 from torchobs.postmortem.document import Options, rank_document
-from torchobs.postmortem.facts import Facts
+from torchobs.postmortem.facts import Facts, last_phase
 from torchobs.postmortem.finding import ERROR, INFO, WARNING, Finding
 from torchobs.postmortem.stall import stall
 
@@ -116,6 +116,14 @@ def test_a_rank_that_held_the_lock_is_told_however_short_its_silence_seems() -> 
     assert found.severity == ERROR
     assert "It ended with Python's lock held in native code, in the phase other: for seconds at least, where" in found.text
     assert left(STUCK, None).name in found.text
+
+
+def test_a_phase_of_before_the_last_step_is_not_where_it_stopped() -> None:
+    """The sampler thread wrote it, and could not write another: the training thread took the lock right after its step."""
+    before, since = START_S + 19.9, START_S + 20.1
+    assert last_phase("data", before, steps(200)) == (None, None)
+    assert last_phase("forward", since, steps(200)) == ("forward", since)
+    assert last_phase("data", before, []) == ("data", before)
 
 
 def test_before_the_first_step_only_half_an_hour_is_long() -> None:

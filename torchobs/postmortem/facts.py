@@ -28,6 +28,10 @@ _FAR = 1 << 62
 _NAMES = ("NaN", "Infinity", "-Infinity")
 
 
+_CLOCKS_DIFFER_S = 0.001
+"""One is in microseconds, and both are seen through a clock's pair of readings."""
+
+
 class Step(NamedTuple):
     """One step with everything that was delivered for it. Times in seconds, ``end_s`` Unix; ``None`` where unknown."""
 
@@ -64,6 +68,16 @@ class Fact(NamedTuple):
         if isinstance(value, str) and value in _NAMES:
             return float(value)
         return float(value) if isinstance(value, (int, float)) and abs(value) < float(_FAR) ** 4 else None
+
+
+def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) -> tuple[str | None, float | None]:
+    """Return what the rank was doing at last, and since when; ``None`` twice where that was written before its last step ended.
+
+    The sampler thread writes it, ten times a second, the training thread a step's end: one that takes Python's lock right
+    after a step leaves the phase of a step before.
+    """
+    stale = begun_s is not None and bool(steps) and begun_s < steps[-1].end_s - _CLOCKS_DIFFER_S
+    return (None, None) if stale else (phase, begun_s)
 
 
 @dataclass(frozen=True, slots=True)

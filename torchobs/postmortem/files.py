@@ -20,7 +20,7 @@ from torchobs.flight.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileErro
 from torchobs.flight.pace import pace
 from torchobs.flight.reader import FlightFile
 from torchobs.postmortem import words
-from torchobs.postmortem.facts import Facts, events_of, steps_of, values_of
+from torchobs.postmortem.facts import Facts, events_of, last_phase, steps_of, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -149,6 +149,8 @@ def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str
     memory, live = last_memory(view), view.live
     state, why = (tracked.state, "") if up else states.ending(live.exit_reason, live.exit_code, memory)
     begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
+    steps = steps_of(records, header)
+    phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
     return Facts(
         source=words.clean(source),
         problems=problems,
@@ -160,9 +162,9 @@ def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str
         same_boot=tracked.same_boot,
         memory=memory,
         last_s=header.wall_s(live.heartbeat_ns or header.monotonic_ns),
-        phase=live.phase,
-        phase_begun_s=None if begun_ns is None else header.wall_s(begun_ns),
-        steps=steps_of(records, header),
+        phase=phase,
+        phase_begun_s=begun_s,
+        steps=steps,
         events=events_of(tracked.file.events(), header),
         values=values_of(view),
         pace=pace(records),

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.exporter import states
 from torchobs.postmortem import words
 from torchobs.postmortem.facts import model_begins
 from torchobs.postmortem.finding import INFO, WARNING, Finding
+from torchobs.postmortem.stall import LEAST_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torchobs.postmortem.facts import Facts, Step
 
+_FIRST = 3
+"""Steps that make workers and caches."""
 _LAST = 10
 _LEAST_EARLIER = 16
 _SLOWER = 2.0
@@ -28,6 +33,7 @@ _LEAST_LOSS_S = 60.0
 def pace(facts: Facts) -> Iterator[Finding]:
     """Yield what of the time and the memory is worth a sentence."""
     yield from _unsaved(facts)
+    yield from _held_up(facts)
     yield from _slowed(facts)
     yield from _waited(facts)
     yield from _grew(facts)
@@ -51,6 +57,29 @@ def _unsaved(facts: Facts) -> Iterator[Finding]:
     more = "" if later < len(facts.steps) else " or more"
     text = f"The last checkpoint was complete {words.duration(facts.last_s - saved_s)} before the end"
     yield Finding(INFO, "checkpoint_age", f"{text}: {words.several(later, 'step')}{more} must be done again.")
+
+
+def _held_up(facts: Facts) -> Iterator[Finding]:
+    """Yield the steps after which it went on, but that were as long as what is told of a rank that ended so (``stall``)."""
+    took = [(_own_s(step), step) for step in facts.steps[model_begins(facts.steps, len(facts.steps)) :]][_FIRST:]
+    if len(took) < _LEAST_EARLIER:
+        return
+    usual_s = median([seconds for seconds, _ in took])
+    long = [(seconds, step) for seconds, step in took if seconds >= max(LEAST_S, states.HANG_FACTOR * usual_s)]
+    if not long:
+        return
+    seconds, step = max(long, key=itemgetter(0))
+    phase = max(catalog.PHASES, key=lambda name: step.phase_s.get(name, 0.0))
+    more = f"; so did {words.several(len(long) - 1, 'more step')}" if len(long) > 1 else ""
+    text = (
+        f"Step {step.step:,} took {words.duration(seconds)}, where {words.duration(usual_s)} was usual, most of it in the phase"
+    )
+    yield Finding(INFO, "held_up", f"{text} {phase}{more}.")  # a process that was stopped, a file system, a pause at a prompt
+
+
+def _own_s(step: Step) -> float:
+    """Return a step's length without evaluation, checkpoints and compilation."""
+    return sum(step.phase_s.get(name, 0.0) for name in catalog.PHASES)
 
 
 def _slowed(facts: Facts) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torchobs.postmortem.facts import Facts
 
-_LEAST_S = 10.0
+LEAST_S = 10.0
 """A person who sees nothing move waits that long before Ctrl-C. Below it is a slow batch, or a save that nobody watched."""
 _RECENT = 200
 _ALL_OF_IT = 0.95
@@ -50,7 +50,7 @@ def stall(facts: Facts) -> Stall | None:
     timed = [step.duration_s for step in facts.steps[-_RECENT:] if step.duration_s is not None]
     usual_s, since_s = median(timed) if timed else None, facts.steps[-1].end_s if facts.steps else facts.start_s
     quiet_s, timeout_s = max(0.0, facts.last_s - since_s), _timeout_s(facts)
-    least_s = timeout_s if usual_s is None else max(_LEAST_S, states.HANG_FACTOR * usual_s)
+    least_s = timeout_s if usual_s is None else max(LEAST_S, states.HANG_FACTOR * usual_s)
     held = any(left.kind == STUCK and not left.number for left in facts.left) and facts.reason in {"", "lost", "out_of_memory"}
     if facts.reason == "finished" or not (quiet_s >= least_s or held or facts.state == "hung"):
         return None
