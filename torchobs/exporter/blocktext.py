@@ -67,14 +67,14 @@ class BlockText:
         self._shape: tuple[Collection[int], Sequence[int]] | None = None
         self._noted: tuple[Shown, list[tuple[int, int, str]]] = (exemplars.NONE, [])
         served = [(index, entry) for index, entry in enumerate(entries) if entry is not None and (up or entry.survives)]
-        self._families: dict[Family, tuple[int, str]] = {}
-        """place on the page, and brief, of each"""
+        self._families: dict[str, tuple[int, str]] = {}
+        """place on the page, and brief, of each by its name"""
         for index, entry in served:
-            self._families.setdefault(entry.family, (index, entry.brief))
-        served.sort(key=lambda one: self._families[one[1].family][0])
-        mixed = {entry.family for index, entry in served if not is_gauge(series[index])}
-        self._rows = [_Row(index, entry.family, Lines(entry, style)) for index, entry in served if entry.family in mixed]
-        gauges = [(index, entry) for index, entry in served if entry.family not in mixed]
+            self._families.setdefault(entry.family.name, (index, entry.brief))
+        served.sort(key=lambda one: self._families[one[1].family.name][0])
+        mixed = {entry.family.name for index, entry in served if not is_gauge(series[index])}
+        self._rows = [_Row(index, entry.family, Lines(entry, style)) for index, entry in served if entry.family.name in mixed]
+        gauges = [(index, entry) for index, entry in served if entry.family.name not in mixed]
         self._indices, self._of = [index for index, _ in gauges], [entry.family for _, entry in gauges]
         self._prefixes = [Lines(entry, style).prefixes[0] for _, entry in gauges]
 
@@ -113,7 +113,9 @@ class BlockText:
             of += [row.family] * length
             if self._born_s is not None and length:
                 created[len(prefixes) - 1] = row.lines.created(self._born_s)
-        spans = sorted(self._spans(of, {} if self._openmetrics else created), key=lambda span: self._families[span.family][0])
+        spans = sorted(
+            self._spans(of, {} if self._openmetrics else created), key=lambda span: self._families[span.family.name][0]
+        )
         pick = _picking([self._indices[place] for place in there])
         return _Plan(pick, prefixes, starts, spans, [*created.items()] if self._openmetrics else [])
 
@@ -123,7 +125,7 @@ class BlockText:
         for family, lines in groupby(of):
             end = begin + sum(1 for _ in lines)
             apart = "".join(text for line, text in created.items() if begin <= line < end)
-            yield Span(family, self._families[family][1], begin, end, apart)
+            yield Span(family, self._families[family.name][1], begin, end, apart)
             begin = end
 
     def _exemplars(self, shown: Shown) -> list[tuple[int, int, str]]:

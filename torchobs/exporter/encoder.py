@@ -89,25 +89,29 @@ def _known(wish: Wish) -> str:
 
 
 _label_name: Callable[[str, str], str] = lru_cache(1024)(escape_label_name)  # there are few, and each takes 7 µs
+_metric_name: Callable[[str, str], str] = lru_cache(1024)(escape_metric_name)
 
 
 def header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
     """Return a family's first lines, the last without its end. ``name``: OpenMetrics', a counter's without ``_total``."""
     if style.openmetrics:
-        escaped = escape_metric_name(name, style.escaping)
+        escaped = _metric_name(name, style.escaping)
         lines = f"# HELP {escaped} {_text(brief)}\n# TYPE {escaped} {kind}"
         return f"{lines}\n# UNIT {escaped} {unit}" if unit else lines
-    escaped = escape_metric_name(f"{name}_total" if kind == "counter" else name, style.escaping)
+    escaped = _metric_name(f"{name}_total" if kind == "counter" else name, style.escaping)
     documentation = brief.replace("\\", r"\\").replace("\n", r"\n")
     return f"# HELP {escaped} {documentation}\n# TYPE {escaped} {kind}"
 
 
 def prefix(style: Style, name: str, labels: Mapping[str, str]) -> str:
     """Return a sample's line up to its value."""
-    pairs = ",".join(f'{_label_name(label, style.escaping)}="{_text(value)}"' for label, value in sorted(labels.items()))
-    return (
-        f"{escape_metric_name(name, style.escaping)}{{{pairs}}} " if pairs else f"{escape_metric_name(name, style.escaping)} "
-    )
+    pairs = ",".join([_pair(style.escaping, label, value) for label, value in sorted(labels.items())])
+    return f"{_metric_name(name, style.escaping)}{{{pairs}}} " if pairs else f"{_metric_name(name, style.escaping)} "
+
+
+@lru_cache(2048)  # every series of a rank has three that are the same, and every layer has several metrics
+def _pair(escaping: str, label: str, value: str) -> str:
+    return f'{_label_name(label, escaping)}="{_text(value)}"'
 
 
 def number(value: float) -> str:
