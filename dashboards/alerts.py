@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dashboards.promql import ONE_RANK, select
-from dashboards.recent import WINDOW, name, recent
-from dashboards.rules import Alert, Group
+from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.recent import name, recent
+from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 
@@ -30,7 +30,7 @@ def _gradient_explosion() -> Alert:
     skipped = select(catalog.AMP_STEPS_SKIPPED)
     lately, steps = name(catalog.AMP_STEPS_SKIPPED), name(catalog.STEPS)
     expr = f"""
-        max by (namespace, job_name, run_id) (
+        max {BY_RUN_EVERYWHERE} (
             {explosions} >= {LEAST_EXPLOSIONS}
           or
             {leaps} >= {LEAST_LOSS_SPIKES}
@@ -47,7 +47,6 @@ def _gradient_explosion() -> Alert:
     return Alert(
         alert="TorchobsGradientExplosion",
         expr=expr,
-        keep_firing_for=WINDOW,
         severity="critical",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} is blowing up.",
         description=(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
-from dashboards.recent import WINDOW
-from dashboards.rules import Alert, Group
+from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 
 UNRESPONSIVE_S = 120
@@ -30,7 +29,6 @@ def _failed() -> Alert:
                 count {BY_RUN_EVERYWHERE} ({failed} == 1)
             )
         """,
-        keep_firing_for=WINDOW,
         severity="critical",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} has lost a rank.",
         description=(
@@ -54,7 +52,6 @@ def _hung() -> Alert:
                 )
             )
         """,
-        keep_firing_for=WINDOW,
         severity="critical",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} does not move.",
         description='{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.',
@@ -69,8 +66,8 @@ def _slowdown() -> Alert:
 
     def step_s(range_: str, offset: str = "") -> str:
         time_, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
-        by = "by (namespace, job_name, run_id, rank, instance)"
-        return f"sum {by} (rate({time_}[{range_}]{offset})) / sum {by} (rate({steps}[{range_}]{offset}) > 0)"
+        trained, taken = f"rate({time_}[{range_}]{offset})", f"rate({steps}[{range_}]{offset})"
+        return f"sum {BY_RANK_EVERYWHERE} ({trained}) / sum {BY_RANK_EVERYWHERE} ({taken} > 0)"
 
     return Alert(
         alert="TorchobsSlowdown",
@@ -86,7 +83,6 @@ def _slowdown() -> Alert:
                 time() - {select(catalog.RANK_START_TIME)} > 3600
             )
         """,
-        keep_firing_for=WINDOW,
         severity="warning",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} has become slow.",
         description=(
@@ -105,7 +101,6 @@ def _straggler() -> Alert:
                 avg_over_time({slow}[{WINDOW}]) > {SLOWER}
             )
         """,
-        keep_firing_for=WINDOW,
         severity="warning",
         summary="All ranks of training run {{ $labels.run_id }} of {{ $labels.job_name }} wait for one of them.",
         description=(

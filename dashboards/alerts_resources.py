@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dashboards.alerts import MOST_SKIPS
-from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
-from dashboards.recent import WINDOW, name, recent
-from dashboards.rules import Alert, Group
+from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.recent import name, recent
+from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 
 TIME_TO_ACT_S = 4 * 3600
@@ -41,7 +41,6 @@ def _memory() -> Alert:
                 {select(catalog.MEMORY_TIME_TO_LIMIT)} < {TIME_TO_ACT_S}
             )
         """,
-        keep_firing_for=WINDOW,
         severity="warning",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} runs out of memory.",
         description=(
@@ -54,19 +53,17 @@ def _memory() -> Alert:
 def _data() -> Alert:
     time_ = select(catalog.STEP_PHASE_TIME)
     waiting = select(catalog.STEP_PHASE_TIME, 'phase="data"')
-    by = "by (namespace, job_name, run_id, rank, instance)"
     return Alert(
         alert="TorchobsDataStarvation",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                sum {by} (rate({waiting}[{WINDOW}])) / sum {by} (rate({time_}[{WINDOW}]) > 0)
+                sum {BY_RANK_EVERYWHERE} (rate({waiting}[{WINDOW}])) / sum {BY_RANK_EVERYWHERE} (rate({time_}[{WINDOW}]) > 0)
                 and on ({ONE_RANK})
                 min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
                 and on ({ONE_RANK})
                 time() - {select(catalog.RANK_START_TIME)} > 600
             )
         """,
-        keep_firing_for=WINDOW,
         severity="warning",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} waits for its data.",
         description="One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches.",
@@ -75,17 +72,15 @@ def _data() -> Alert:
 
 def _recompiles() -> Alert:
     """Where a function was given up it runs uncompiled from then on, and nothing but a counter says so."""
-    by = "by (namespace, job_name, run_id, rank, instance)"
     return Alert(
         alert="TorchobsRecompileStorm",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
                 {name(catalog.COMPILE_FAILURES)} > 0
               or
-                sum {by} ({name(catalog.COMPILE_RECOMPILES)}) > {MANY_RECOMPILES}
+                sum {BY_RANK_EVERYWHERE} ({name(catalog.COMPILE_RECOMPILES)}) > {MANY_RECOMPILES}
             )
         """,
-        keep_firing_for=WINDOW,
         severity="warning",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} is compiled again and again.",
         description=(
@@ -103,7 +98,6 @@ def _scaler() -> Alert:
                 {select(catalog.AMP_SKIP_STREAK)} >= {MOST_SKIPS}
             )
         """,
-        keep_firing_for=WINDOW,
         severity="critical",
         summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} makes no steps.",
         description=(
@@ -124,7 +118,6 @@ def _gpu_fault() -> Alert:
                 {failed} == 1
             )
         """,
-        keep_firing_for=WINDOW,
         severity="critical",
         summary="A GPU of training run {{ $labels.run_id }} of {{ $labels.job_name }} is faulty.",
         description=(
@@ -143,7 +136,6 @@ def _gpu_throttled() -> Alert:
                 rate({held}[{WINDOW}]) > {THROTTLED}
             )
         """,
-        keep_firing_for=WINDOW,
         severity="warning",
         summary="A GPU of training run {{ $labels.run_id }} of {{ $labels.job_name }} is too hot.",
         description="Its clocks were held down by heat for {{ $value | humanizePercentage }} of the last 10 minutes.",

@@ -10,6 +10,7 @@ BY_RUN = "by (job_name, run_id)"
 BY_RUN_EVERYWHERE = "by (namespace, job_name, run_id)"
 """For alerts, which come from all of a Prometheus' namespaces."""
 BY_RANK = "by (job_name, run_id, rank, instance)"
+BY_RANK_EVERYWHERE = "by (namespace, job_name, run_id, rank, instance)"
 
 
 def select(metric: Metric | str, *matchers: str, suffix: str = "") -> str:

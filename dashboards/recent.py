@@ -9,12 +9,10 @@ for new what an outage of Prometheus has hidden).
 from __future__ import annotations
 
 from dashboards.promql import ONE_RANK, select
-from dashboards.rules import Recording
+from dashboards.rules import WINDOW, WINDOW_S, Recording
 from torchobs import catalog
 from torchobs.catalog import Metric
 
-WINDOW, WINDOW_S = "10m", 600
-"""A missed scrape or two does not hide an event, and steps of a minute are still several."""
 RECENT = ":recent"
 
 

@@ -9,7 +9,8 @@ import yaml
 
 from dashboards import alerts, alerts_ranks, alerts_resources, percentiles, rules
 from dashboards.promql import ONE_RANK
-from dashboards.recent import RECENT, WINDOW, WINDOW_S
+from dashboards.recent import RECENT
+from dashboards.rules import WINDOW, WINDOW_S
 from tests import promql
 from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
