@@ -33,6 +33,7 @@ def but(*others: Row) -> list[Row]:
         ([row(0)], "Training: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
         ([row(0, steps=0, loss=None)], "Starting: 1 of 1 rank alive, no step yet.", Severity.INFO),
         ([row(0, phase="evaluation")], "Evaluating: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
+        ([row(0, phase="idle")], "Idle: 1 of 1 rank alive, step 12,400, loss 2.313.", Severity.INFO),
         ([row(0, phase="compile", steps=0, loss=None)], "Compiling: 1 of 1 rank alive, no step yet.", Severity.INFO),
         (
             [row(rank, "finished", reason="finished") for rank in (0, 1)],

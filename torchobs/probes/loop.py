@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _HOOKS_FILE = "torch/optim/optimizer.py"
 """It calls the hooks in a loop"""
 
+_DEEPEST = 128
+"""Frames of a stack that are looked at: a trainer's loops are fifty or so from the optimizer's step; recursion has no end."""
+
 Places = tuple[tuple["CodeType", int], ...]
 """Code and the offset of the instruction at work, of each frame of a stack, the innermost first"""
 
@@ -35,7 +38,7 @@ class TrainingLoop:
         self._loops: list[tuple[CodeType, tuple[int, int]]] = []
 
     def note(self) -> None:
-        """A step is being made: 3 µs for twenty frames, to be called now and then."""
+        """A step is being made: 7 µs for twenty frames, to be called now and then."""
         self._places = _places(sys._getframe())
 
     def left(self, thread: int) -> bool:
@@ -56,8 +59,8 @@ class TrainingLoop:
 
 
 def _places(frame: FrameType | None) -> Places:
-    found = []
-    while frame is not None:
+    found: list[tuple[CodeType, int]] = []
+    while frame is not None and len(found) < _DEEPEST:
         found.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(found)

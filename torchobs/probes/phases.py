@@ -80,7 +80,7 @@ class PhaseProbe:
     def _is_idle(self) -> bool:
         """Tell whether nothing was seen for as long as goodput takes for idle, and the training loop is not running either.
 
-        The stack, 20 µs to look at, is looked at only then: a second stage's loop is noted some steps later.
+        The stack, 6 µs to look at, is looked at only then: a second stage's loop is noted some steps later.
         """
         host = self._host
         phase, since_ns = host.cycle.phase()
