@@ -76,6 +76,11 @@ def but(*others: Row) -> list[Row]:
             Severity.WARNING,
         ),
         (
+            [replace(row(0), readings=Readings({catalog.COMPILE_FAILURES.name: {("recompile_limit",): 2.0}}))],
+            "Starting: 1 of 1 rank alive, no step yet. torch.compile has given 2 functions up, recompiled again and again.",
+            Severity.WARNING,
+        ),
+        (
             but(row(0, anomalies=("nonfinite_loss",)), row(1, anomalies=("nonfinite_loss",))),
             training(8) + "The loss is not finite on ranks 0 and 1.",
             Severity.ERROR,

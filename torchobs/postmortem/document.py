@@ -106,6 +106,8 @@ def rank_document(facts: Facts, options: Options) -> dict[str, Any]:
         "compile": {
             "time": facts.by_attribute(catalog.COMPILE_TIME),
             "compilations": facts.by_attribute(catalog.COMPILE_COMPILATIONS),
+            "recompiles": facts.by_attribute(catalog.COMPILE_RECOMPILES),
+            "failures": facts.by_attribute(catalog.COMPILE_FAILURES),
             "graph_breaks": facts.by_attribute(catalog.COMPILE_GRAPH_BREAKS),
         },
     }

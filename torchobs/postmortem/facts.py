@@ -69,6 +69,11 @@ class Fact(NamedTuple):
             return float(value)
         return float(value) if isinstance(value, (int, float)) and abs(value) < float(_FAR) ** 4 else None
 
+    def count(self, name: str) -> int:
+        """Return an attribute that counts something; 0 if it is not there, or is no such number."""
+        found = self.number(name)
+        return int(found) if found is not None and isfinite(found) and found > 0 else 0
+
 
 def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) -> tuple[str | None, float | None]:
     """Return what the rank was doing at last, and since when; ``None`` twice where that was written before its last step ended.

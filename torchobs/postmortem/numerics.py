@@ -240,7 +240,7 @@ def _vanished(facts: Facts) -> Iterator[Finding]:
 def _unmoved(facts: Facts) -> Iterator[Finding]:
     """Yield which layers have learned nothing, as it was told last."""
     for fact in facts.told(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
-        count, of = int(fact.number("layers_affected") or 0), int(fact.number("layers_measured") or 0)
+        count, of = fact.count("layers_affected"), fact.count("layers_measured")
         names, at = _named(fact), fact.text("at")
         more = f" and {count - len(names):,} more" if count > len(names) else ""
         why = f"nothing but zeros comes into {at}, the units before it are dead"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from operator import itemgetter
 from statistics import median
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ _LEAST_EXCESS_S = 0.005
 """The interpreter's threads take turns of 5 ms."""
 _MUCH_WAITING = 0.2
 _LEAST_LOSS_S = 60.0
+_PLACES = 3
 
 
 def pace(facts: Facts) -> Iterator[Finding]:
@@ -127,15 +129,28 @@ def _grew(facts: Facts) -> Iterator[Finding]:
 
 
 def _recompiled(facts: Facts) -> Iterator[Finding]:
-    for fact in facts.told(catalog.EVENT_RECOMPILE_STORM)[-1:]:
-        often = f"again and again ({fact.text('recompiles')} times in ten minutes)"
+    storms = {fact.text("location"): fact for fact in facts.told(catalog.EVENT_RECOMPILE_STORM)}
+    again = Counter(fact.text("location") for fact in facts.told(catalog.EVENT_RECOMPILE))
+    for location, fact in list(storms.items())[-_PLACES:]:
+        times = max(again[location], fact.count("recompiles"))  # it is told of at the fourth, and then once a minute
         why = f"its guard on {fact.text('guard')} failed, {fact.text('expression')}"
-        yield Finding(WARNING, "recompile_storm", f"torch.compile compiled {fact.text('location')} {often}: {why}.")
+        text = f"torch.compile compiled {location} again and again ({times:,} times): {why}."
+        yield Finding(WARNING, "recompile_storm", text)
     count = len(facts.told(catalog.EVENT_COMPILE_FAILED))
     if count:
         last = facts.told(catalog.EVENT_COMPILE_FAILED)[-1]
         text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
         yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
+    yield from _broken(facts)
+
+
+def _broken(facts: Facts) -> Iterator[Finding]:
+    """Yield where compiled code had to end a graph: it is right, and slower than it was meant to be."""
+    told = facts.told(catalog.EVENT_GRAPH_BREAK)
+    if told:
+        places = [f"{fact.text('location')} ({fact.text('message')})" for fact in told[:_PLACES]]
+        more = f", and {words.several(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
+        yield Finding(INFO, "graph_breaks", f"torch.compile had to end a graph at {', '.join(places)}{more}.")
 
 
 def _changed(facts: Facts) -> Iterator[Finding]:

@@ -113,6 +113,7 @@ def _notes(run: Run) -> Iterator[_Note]:
     yield from _anomalies(run.rows)
     yield from _past(run.rows)
     yield from _unmoved(run.rows)
+    yield from _given_up(run.rows)
     yield from _starved(run.rows)
     yield from _slowest(run.rows)
 
@@ -174,6 +175,14 @@ def _unmoved(rows: Sequence[Row]) -> Iterator[_Note]:
     if layers:
         text = f"{_many(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing: hardly any gradient reaches them."
         text = text.replace("reaches them", "reaches it") if layers == 1 else text
+        yield _Note(Severity.WARNING, text, text)
+
+
+def _given_up(rows: Sequence[Row]) -> Iterator[_Note]:
+    """A function that was recompiled up to torch's limit; its events say where, and which guard failed."""
+    functions = max((int(row.readings.get(catalog.COMPILE_FAILURES, "recompile_limit") or 0) for row in rows), default=0)
+    if functions:
+        text = f"torch.compile has given {_many(functions, 'function')} up, recompiled again and again."
         yield _Note(Severity.WARNING, text, text)
 
 

@@ -1,0 +1,62 @@
+"""A script that is compiled again and again, its code unchanged: the log and the report say so, where, and why."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from tests.support import ROOT, clean_environment
+from torchobs.cli import inspect
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+SCRIPT = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 1)
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        print("", end="")
+        return self.inner(inputs) * self.calls
+
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+compiled = torch.compile(net, backend="eager")
+for _ in range(20):
+    optimizer.zero_grad()
+    compiled(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_storm_and_a_graph_break_are_told_with_place_and_cause(
+    flight_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The attribute that is compiled in as a constant, torch's giving up, the call that ends the graph; the alert's counter."""
+    script = tmp_path / "storm.py"
+    script.write_text(SCRIPT)
+    environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script)]
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert f"torch.compile has recompiled forward ({script}:11) 4 times" in ran.stderr
+    assert "Remedy: " in ran.stderr
+    assert inspect.main([str(flight_dir), "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    said = [finding["text"] for finding in rank["findings"]]
+    storm = f"torch.compile compiled {script}:11 again and again (7 times): its guard on value failed, self.calls == …."
+    assert storm in said
+    for begin in (f"torch.compile gave {script}:1", f"torch.compile had to end a graph at {script}:13 ("):
+        assert any(text.startswith(begin) for text in said)
+    assert rank["compile"]["failures"]["recompile_limit"] >= 1
