@@ -304,3 +304,9 @@ def test_layers_that_learned_nothing_are_named(given: dict[str, object], said: s
     """How many, which, and why."""
     told_of = fact(catalog.EVENT_UNMOVED_LAYERS, 5.0, 200, **given)
     assert told(facts(steps(300), events=[told_of]))["unmoved_layers"] == said
+
+
+@pytest.mark.parametrize(("left_out", "counted"), [(7, 7), (math.nan, 0), (-1, 0), (1 << 80, 0), ("7", 0), (None, 0)])
+def test_what_a_damaged_file_says_was_left_out_is_a_count_or_nothing(left_out: object, counted: int) -> None:
+    """JSON admits NaN, and numbers of any length."""
+    assert fact(catalog.EVENT_ANOMALY, 1.0, left_out=left_out).count("left_out") == counted

@@ -245,7 +245,7 @@ def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str]]:
 def _anomalies(facts: Sequence[Fact]) -> str:
     kinds = Counter[str]()
     for fact in facts:
-        kinds[fact.text("kind").replace("_", " ")] += 1 + int(fact.number("left_out") or 0)
+        kinds[fact.text("kind").replace("_", " ")] += 1 + fact.count("left_out")
     told = ", ".join(f"{kind} ×{count:,}" for kind, count in kinds.items())
     steps = [fact.step for fact in facts if fact.step is not None]
     first = facts[0]

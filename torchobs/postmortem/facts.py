@@ -62,6 +62,11 @@ class Fact(NamedTuple):
         value = self.attributes.get(name)
         return "" if value is None else words.clean(words.either(value) if isinstance(value, list) and value else value)
 
+    def count(self, name: str) -> int:
+        """Return an attribute that is a count; 0 if it is not there, or is none."""
+        value = self.attributes.get(name)
+        return value if isinstance(value, int) and 0 <= value < _FAR else 0
+
     def number(self, name: str) -> float | None:
         """Return an attribute that is a number, or spells one that JSON has not; else ``None``."""
         value = self.attributes.get(name)

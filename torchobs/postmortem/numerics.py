@@ -208,9 +208,9 @@ def _layers(facts: Facts) -> Iterator[Finding]:
     if not told:
         return
     first, scaled = told[0], bool(facts.by_attribute(catalog.AMP_SCALE))
-    affected = first.number("layers_affected") or 0
+    affected = first.count("layers_affected")
     names = _named(first)
-    more = f" and {words.several(int(affected) - len(names), 'more layer')}" if affected > len(names) else ""
+    more = f" and {words.several(affected - len(names), 'more layer')}" if affected > len(names) else ""
     where = f", in {', '.join(names)}{more}" if names else ""
     step = f" in step {first.step:,}" if first.step is not None else ""
     steps = int(facts.value(catalog.GRAD_NONFINITE_STEPS) or 0)
