@@ -206,6 +206,7 @@ class Session:
         if self._sampler is not None:
             for fuse in host.fuses.values():
                 fuse.blown = False
+            host.device.settle()
             self._sampler.round(last=True)
             for fuse in host.fuses.values():
                 fuse.blown = True

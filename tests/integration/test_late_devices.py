@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
 from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from torchobs import catalog
 from torchobs.flight.record import Kind
 from torchobs.probes.amp import AmpProbe
 from torchobs.probes.device import DeviceValues
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.loss import LossProbe
+from torchobs.profiling import Profiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -245,6 +247,20 @@ def test_a_loss_is_not_unscaled_within_a_capture(late: Late) -> None:
         late.loss._take((torch.tensor(2.0),), {})
     assert "aten.div.Tensor" not in seen.names
     assert not late.host.cycle.values.losses
+
+
+def test_a_profile_begins_and_ends_outside_of_captures(late: Late) -> None:
+    """Both wait for the device, which would end a capture; it is begun at the next backward pass that is not captured."""
+    profiles = Profiles(late.host)
+    profiles.ask(1, 1)
+    model = mlp()
+    for capturing in (True, False):
+        late.device.is_capturing = capturing
+        assert profiles._run is None
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+    assert profiles._run is not None
+    profiles.close()
+    assert late.run.frames(catalog.EVENT_PROFILE_FAILED.name) == []
 
 
 def test_a_training_on_fakes_is_not_recorded_and_breaks_nothing(flight_dir: Path) -> None:

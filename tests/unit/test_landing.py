@@ -102,3 +102,18 @@ def test_what_is_not_there_is_a_signalling_nan() -> None:
     assert UNSET >> 52 == 0x7FF
     assert not UNSET >> 51 & 1
     assert UNSET & ((1 << 51) - 1)
+
+
+def test_the_end_gives_numbers_under_way_a_moment_and_no_more() -> None:
+    """The last step's are written if they come at once; a device that is far behind is not waited for."""
+    device, found, rests = SlowDevice(), list[float](), list[float]()
+    values = DeviceValues(device)
+    values.settle(rests.append)
+    assert rests == []
+    values.expect(torch.tensor(2.0), found.append)
+    values.settle(lambda _: device.land())
+    assert found == [2.0]
+    values.expect(torch.tensor(3.0), found.append)
+    values.settle(rests.append)
+    assert found == [2.0]
+    assert sum(rests) == pytest.approx(0.05)

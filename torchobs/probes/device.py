@@ -5,6 +5,7 @@ Nothing here ever synchronises, and nothing is taken while the stream is being c
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torchobs.probes.landing import Device
 
 _SLOTS = 1024
+_RESTS, _REST_S = 50, 0.001
 
 
 class _Pending(NamedTuple):
@@ -73,3 +75,11 @@ class DeviceValues:
         while pending and ring is not None and ring.arrived(pending[0].slot, 1):
             arrived = pending.popleft()
             arrived.deliver(ring.values(arrived.slot, 1)[0])
+
+    def settle(self, rest: Callable[[float], None] = time.sleep) -> None:
+        """Give what is under way 50 ms to arrive, for a program that ends has a last step. No device is waited for."""
+        for _ in range(_RESTS):
+            self.poll()
+            if not self._pending:
+                return
+            rest(_REST_S)
