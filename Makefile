@@ -1,5 +1,5 @@
 # `make` alone lists what there is. Everything happens in .venv and .cache; `make clean` removes both.
-# A CUDA build: `make setup TORCH=2.13.0`; another Python: `make setup PYTHON=python3.12`.
+# A CUDA build: `make setup TORCH=2.13.0`; another Python: `make setup PYTHON=python3.12`; more cores: `make test WORKERS=8`.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= 2.13.0+cpu
 PROGRAMS := $(CURDIR)/.cache/debian
-# Of two cores; most tests wait for a program, a timer or a disk half of their time.
+# For two cores: half of its time a test waits for a program or a timer.
 WORKERS ?= 3
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests import support
 
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-    from pathlib import Path
-
 RANKS = 2
+LAYOUTS = ("fsdp", "hsdp", "tensor parallel", "fsdp1", "fsdp1 original")
 PROGRAM = """
 import json, os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,64 +23,87 @@ import torchobs
 from torchobs.flight.record import Flag
 from tests.training import Recording, has
 
-how, rank, directory = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
-dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
-session = torchobs.init(flight_dir=f"{directory}/flight{rank}", grad_interval=1)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4), torch.nn.LayerNorm(4))
-names = ("replicas", "shards") if how == "hsdp" else ("ranks",)
-mesh = init_device_mesh("cpu", (2, 1) if how == "hsdp" else (2,), mesh_dim_names=names)
-if how == "tensor parallel":
-    model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-elif how.startswith("fsdp1"):
-    model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=how.endswith("original"))
-else:
-    fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-whole = []
-for step in range(3):
-    optimizer.zero_grad()
-    model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
-    full = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()]
-    squares = torch.tensor(sum(float(gradient.double().pow(2).sum()) for gradient in full if gradient is not None))
-    if how.startswith("fsdp1"):
-        dist.all_reduce(squares)
-    whole.append(float(squares) ** 0.5)
-    if step == 2 and how.startswith("fsdp1"):
-        model.clip_grad_norm_(1e-3)
-    elif step == 2 and how != "tensor parallel":  # torch itself cannot clip DTensors and tensors together
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-run = Recording(session)
-session.host.cycle.flush()
-session._sampler.stop()
-for probe, observe in session._slow:
-    if probe == "gradients":
-        observe()
-session.writer.publish()  # the directory need not be on tmpfs
-steps = run.steps()
-values = run.values()
-layers = {key[1]: value for key, value in values.items() if key[0] == "torchobs.grad.layer.norm"}
-print("RESULT", json.dumps({
-    "norms": [record.grad_norm for record in steps], "whole": whole, "clipped": [has(record, Flag.CLIPPED) for record in steps],
-    "ranks": values["torchobs.grad.norm_ranks",], "layers": layers, "errors": run.errors(),
-}))
-torchobs.shutdown()
+rank, directory, *layouts = sys.argv[1:]
+os.environ.update(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
+dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=int(rank), world_size=2)
+
+
+def train(how):
+    session = torchobs.init(flight_dir=f"{directory}/{how}/{rank}", grad_interval=1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4), torch.nn.LayerNorm(4))
+    names = ("replicas", "shards") if how == "hsdp" else ("ranks",)
+    mesh = init_device_mesh("cpu", (2, 1) if how == "hsdp" else (2,), mesh_dim_names=names)
+    if how == "tensor parallel":
+        model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif how.startswith("fsdp1"):
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=how.endswith("original"))
+    else:
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    whole = []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        full = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for p in model.parameters()]
+        squares = torch.tensor(sum(float(gradient.double().pow(2).sum()) for gradient in full if gradient is not None))
+        if how.startswith("fsdp1"):
+            dist.all_reduce(squares)
+        whole.append(float(squares) ** 0.5)
+        if step == 2 and how.startswith("fsdp1"):
+            model.clip_grad_norm_(1e-3)
+        elif step == 2 and how != "tensor parallel":  # torch itself cannot clip DTensors and tensors together
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    run = Recording(session)
+    session.host.cycle.flush()
+    session._sampler.stop()
+    for probe, observe in session._slow:
+        if probe == "gradients":
+            observe()
+    session.writer.publish()  # the directory need not be on tmpfs
+    steps = run.steps()
+    values = run.values()
+    layers = {key[1]: value for key, value in values.items() if key[0] == "torchobs.grad.layer.norm"}
+    found = {
+        "norms": [record.grad_norm for record in steps], "whole": whole,
+        "clipped": [has(record, Flag.CLIPPED) for record in steps],
+        "ranks": values["torchobs.grad.norm_ranks",], "layers": layers, "errors": run.errors(),
+    }
+    torchobs.shutdown()
+    return found
+
+
+print("RESULT", json.dumps({how: train(how) for how in layouts}))
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("how", ["fsdp", "hsdp", "tensor parallel", "fsdp1", "fsdp1 original"])
-def test_squares_over_the_ranks_add_up_to_the_whole(
-    how: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    """Σ norm² × norm_ranks / ranks is the whole's: of tensors sharded, replicated, or plain beside DTensors."""
-    children = [start(sys.executable, "-c", PROGRAM, how, str(rank), str(tmp_path), cwd=support.ROOT) for rank in range(RANKS)]
-    assert [child.wait(timeout=120) for child in children] == [0, 0], (tmp_path / "0.log").read_text()
-    found: list[dict[str, Any]] = [
-        json.loads((tmp_path / f"{rank}.log").read_text().split("RESULT ", 1)[1].splitlines()[0]) for rank in range(RANKS)
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank said, by layout: one pair of processes for all, since most of a process is torch's import."""
+    directory = tmp_path_factory.mktemp("ranks")
+    argv, environ = (sys.executable, "-c", PROGRAM), support.clean_environment()
+    ranks = [
+        subprocess.Popen(
+            [*argv, str(rank), str(directory), *LAYOUTS], cwd=support.ROOT, env=environ, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(RANKS)
     ]
+    try:
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    found = [json.loads(text.split("RESULT ", 1)[1].splitlines()[0]) for text in said]
+    return {how: [rank[how] for rank in found] for how in LAYOUTS}
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+def test_squares_over_the_ranks_add_up_to_the_whole(how: str, told: dict[str, list[dict[str, Any]]]) -> None:
+    """Σ norm² × norm_ranks / ranks is the whole's: of tensors sharded, replicated, or plain beside DTensors."""
+    found = told[how]
     for step in range(3):
         squares = sum(rank["norms"][step] ** 2 * rank["ranks"] / RANKS for rank in found)
         assert sqrt(squares) == pytest.approx(found[0]["whole"][step], rel=1e-4)
