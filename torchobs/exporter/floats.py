@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 PLAIN_FROM = 1e-4
 """Below it Python writes an exponent."""
-SMALL_FROM = 1e-20
-"""Below it a number is too rare for a way of its own."""
+SMALL_FROM, LARGE_BELOW = 1e-20, 1e16
+"""Beyond them a number is too rare for a way of its own."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -39,8 +39,21 @@ def numbers(values: Sequence[float]) -> list[str]:
 def _mend(texts: list[str], values: Sequence[float]) -> None:
     """Write those again that msgspec writes in another way."""
     for index, value in enumerate(values):
-        if not PLAIN_FROM <= value < PLAIN_BELOW:
-            texts[index] = _small(texts[index]) if SMALL_FROM < value < PLAIN_FROM else number(value)
+        if PLAIN_FROM <= value < PLAIN_BELOW or not value:
+            continue
+        if SMALL_FROM < value < PLAIN_FROM:
+            texts[index] = _small(texts[index])
+        elif PLAIN_BELOW <= value < LARGE_BELOW:
+            texts[index] = _large(texts[index])
+        else:
+            texts[index] = number(value)
+
+
+def _large(text: str) -> str:
+    """Return a number from 1e6 on as Go writes it; msgspec writes 1500000.0 for 1.5e+06."""
+    whole, _, rest = text.partition(".")
+    mantissa = f"{whole[0]}.{whole[1:]}{rest}".rstrip("0.")
+    return f"{mantissa}e+{len(whole) - 1:02}"
 
 
 def _small(text: str) -> str:
