@@ -62,11 +62,6 @@ class Fact(NamedTuple):
         value = self.attributes.get(name)
         return "" if value is None else words.clean(words.either(value) if isinstance(value, list) and value else value)
 
-    def count(self, name: str) -> int:
-        """Return an attribute that is a count; 0 if it is not there, or is none."""
-        value = self.attributes.get(name)
-        return value if isinstance(value, int) and 0 <= value < _FAR else 0
-
     def number(self, name: str) -> float | None:
         """Return an attribute that is a number, or spells one that JSON has not; else ``None``."""
         value = self.attributes.get(name)
@@ -77,7 +72,7 @@ class Fact(NamedTuple):
     def count(self, name: str) -> int:
         """Return an attribute that counts something; 0 if it is not there, or is no such number."""
         found = self.number(name)
-        return int(found) if found is not None and isfinite(found) and found > 0 else 0
+        return int(found) if found is not None and 0 < found < _FAR else 0
 
 
 def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) -> tuple[str | None, float | None]:
