@@ -504,7 +504,6 @@ def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:
     assert values[("torchobs.loss",)] == 4.0
 
 
-@pytest.mark.serial
 def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
     """``with torchobs.phase("data")`` around a plain iterator is data; what follows is forward."""
     import time
@@ -521,10 +520,10 @@ def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
         with torchobs.phase("checkpoint"):
             time.sleep(0.05)
     steps = run.steps()
-    assert [record.phase_s[0] for record in steps] == pytest.approx([0.03] * 3, rel=0.2)
+    assert all(record.phase_s[0] >= 0.03 * (1 - 1e-6) for record in steps)
     assert all(record.phase_s[1] > 0.02 for record in steps)
-    assert steps[1].phase_s[6] == pytest.approx(0.05, rel=0.2)
-    assert max(record.duration_s for record in steps) < 0.1
+    assert steps[1].phase_s[6] >= 0.05 * (1 - 1e-6)
+    assert [record.duration_s for record in steps] == pytest.approx([sum(record.phase_s[:5]) for record in steps])
 
 
 def test_nonfinite_values_are_data(run: Recording) -> None:
