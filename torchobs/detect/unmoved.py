@@ -68,11 +68,16 @@ class Judge:
 
     def __init__(self) -> None:
         self._low: dict[str, _Low] = {}
+        self.looks = 0
+        self.doubts = False
+        """Whether the last look has seen a layer that is lost or unfed, if only for now"""
 
     def judge(self, step: int, layers: Mapping[str, Seen]) -> Unmoved:
         """Take the layers of a measured step, in the model's order; return those that learn nothing."""
         fastest = max((seen.move for seen in layers.values() if seen.move is not None), default=0.0)
         self._low = {name: low for name, seen in layers.items() if (low := self._next(name, seen, step, fastest)) is not None}
+        self.looks += 1
+        self.doubts = any(not layers[name].zero for name in self._low)
         lasting = [name for name, low in self._low.items() if low.looks >= LASTING_LOOKS and step - low.step >= LASTING_STEPS]
         unfed = tuple(name for name in lasting if layers[name].unfed)
         lost = tuple(name for name in lasting if not (layers[name].unfed or layers[name].zero))

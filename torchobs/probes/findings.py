@@ -68,7 +68,7 @@ class Findings:
         self._begin_model()
         if not self.layers.show(parts, step, now=now):
             return
-        self._unmoved.look(parts, step)
+        self._unmoved.look(parts, step, now=now)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
         for metric, limit in (
