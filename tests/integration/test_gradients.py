@@ -311,6 +311,19 @@ def test_dead_layers_are_shown(run: Recording) -> None:
     assert shown(run)["torchobs.grad.zero",] == pytest.approx(5 / 6)
 
 
+def test_a_loss_that_has_reached_zero_is_no_vanishing_gradient(run: Recording) -> None:
+    """Every example keeps its margin: a hinge's gradient is zero because nothing is left to learn."""
+    weight = torch.nn.Parameter(torch.full((4,), 2.0))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        torch.relu(1 - weight).mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    values = run.values()
+    assert values["torchobs.grad.norm",] == 0.0
+    assert values["torchobs.anomalies", "gradient_vanishing"] == 0
+
+
 def test_a_gradient_that_vanishes_is_an_anomaly(run: Recording) -> None:
     """Far below the usual for five measured steps."""
     model: Any = mlp()

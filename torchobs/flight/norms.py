@@ -24,6 +24,8 @@ from torchobs.flight.totals import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torchobs.flight.record import StepRecord
     from torchobs.flight.totals import Anomaly
 
@@ -33,8 +35,12 @@ LEAST_NORM_EXCESS = log(8.0)
 """An explosion is at least 8 times the usual norm (on the log scale, where norms are near normal)."""
 
 
-def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly]) -> None:
-    """Add the norms of ``records``, in ring order (see ``record.fold``)."""
+def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], solved: Collection[int] = ()) -> None:
+    """Add the norms of ``records``, in ring order (see ``record.fold``).
+
+    ``solved``: steps whose loss was exactly zero. A margin that is kept by every example of a batch (hinge, triplet) has a
+    gradient of zero because nothing is left to learn, and has not vanished.
+    """
     if not records:
         return
     ints, floats = totals.ints, totals.floats
@@ -49,7 +55,8 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly]) 
             kind = NONFINITE_GRADIENT
             note(found, kind, record, norm, last)
         elif record.step >= since:
-            vanished, low = judge_low(norm, mean, variance, seen, low)
+            at_rest = not norm and record.step in solved
+            vanished, low = (False, 0) if at_rest else judge_low(norm, mean, variance, seen, low)
             exploded = False
             if norm > 0.0:  # a zero norm has no logarithm and is no explosion
                 exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)

@@ -223,7 +223,8 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
     _fold_losses(totals, [record for record in records if record.flags & Flag.LOSS], found)
-    fold_norms(totals, [record for record in records if record.flags & Flag.GRAD_NORM], found)
+    solved = {record.step for record in records if record.flags & Flag.LOSS and not record.loss}
+    fold_norms(totals, [record for record in records if record.flags & Flag.GRAD_NORM], found, solved)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & Flag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & Flag.CLIPPED])
 
