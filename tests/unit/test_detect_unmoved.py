@@ -68,9 +68,9 @@ def test_an_optimizer_that_goes_by_signs_is_not_judged_by_size() -> None:
 
 def test_only_what_is_in_doubt_is_worth_a_look_every_second() -> None:
     """A part that is not used is no doubt; a layer that is lost for now is one."""
-    judge = Judge()
-    judge.judge(10, {"a": ZERO, "b": USUAL})
-    assert not judge.doubts
-    judge.judge(20, {"a": ZERO, "b": LOST, "c": USUAL})
-    assert judge.doubts
-    assert judge.looks == 2
+    doubts, judge = [], Judge()
+    for step, seen in enumerate((ZERO, LOST, ZERO, UNFED, USUAL)):
+        judge.judge(step, {"a": seen, "b": USUAL})
+        doubts.append(judge.doubts)
+    assert doubts == [False, True, False, True, False]
+    assert judge.looks == len(doubts)
