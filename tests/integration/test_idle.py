@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs.probes import phases
+from torchobs.probes.loop import _COLLECTIVES_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +69,16 @@ def test_a_loop_at_the_level_of_the_script_ends_like_any_other(flight_dir: Path)
             loss_of(model, index).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         assert doing(run) == "idle"
+
+
+def test_who_waits_for_other_ranks_behind_the_loop_is_not_idle(flight_dir: Path) -> None:
+    """A last barrier that never ends is a hang like any other."""
+    with session(flight_dir) as run:
+        train(3)
+        assert inspect.getsourcefile(inspect.unwrap(dist.barrier)).endswith(_COLLECTIVES_FILE)  # type: ignore[union-attr]
+        found: dict[str, Any] = {}
+        exec(compile("def barrier(look):\n    return look()\n", f"/{_COLLECTIVES_FILE}", "exec"), found)  # noqa: S102  # a frame of that file
+        assert found["barrier"](lambda: doing(run)) == "other"
 
 
 def test_a_sweep_s_loop_is_not_the_training_s(flight_dir: Path) -> None:

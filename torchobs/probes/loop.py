@@ -2,7 +2,8 @@
 
 A notebook between two cells, a server that trained first, a sleep, an upload. Where the optimizer is stepped, the stack has
 the loops of the training in it; those that ran around ``init()`` already (an event loop, a sweep) are not its own. Once none
-of them is on the stack any more, the training is over, or between two stages.
+of them is on the stack any more, the training is over, or between two stages. But who waits for other ranks, in a last barrier
+or the last collective of a checkpoint, is at the training's work wherever that stands, and may hang there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _HOOKS_FILE = "torch/optim/optimizer.py"
 """It calls the hooks in a loop"""
+
+_COLLECTIVES_FILE = "torch/distributed/distributed_c10d.py"
 
 _DEEPEST = 128
 """Frames of a stack that are looked at: a trainer's loops are fifty or so from the optimizer's step; recursion has no end."""
@@ -42,7 +45,10 @@ class TrainingLoop:
         self._places = _places(sys._getframe())
 
     def left(self, thread: int) -> bool:
-        """Tell whether none of the training's loops runs in that thread. Where none has been found nothing is known: False."""
+        """Tell whether no loop of the training runs in that thread, and no collective operation.
+
+        Where no loop has been found nothing is known: False.
+        """
         places = self._places
         if places != self._known:
             before = set(_loops(self._before))
@@ -51,8 +57,10 @@ class TrainingLoop:
 
     def _is_running(self, frame: FrameType | None) -> bool:
         while frame is not None:
-            line = frame.f_lineno or 0
-            if any(code is frame.f_code and first <= line <= last for code, (first, last) in self._loops):
+            at, line = frame.f_code, frame.f_lineno or 0
+            if any(code is at and first <= line <= last for code, (first, last) in self._loops):
+                return True
+            if at.co_filename.endswith(_COLLECTIVES_FILE):
                 return True
             frame = frame.f_back
         return False
