@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import Kind
@@ -141,7 +142,8 @@ class _RankSeries:
         self._names, self._limits = names, limits
         self._born_s = rank.view.header.wall_ns / 1e9 if created else None
         self._entries: dict[int, Labelled | None] = {}
-        self._taken: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        self._taken: set[tuple[str, ...]] = set()
+        """name and labels of each series on the page"""
         self._texts: dict[tuple[Style, int], BlockText] = {}
         self._kept: dict[int, Series] = {}
         self._said: dict[Style, SaidText] = {}
@@ -185,7 +187,7 @@ class _RankSeries:
         family = self._names.claim(series)
         if family is not None:
             entry = label(series, family, self.identity)
-            key = family.name, tuple(sorted(entry.labels.items()))
+            key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # in one tuple: pairs take 240 bytes more
             if key not in self._taken:
                 if not (size := self._limits.fits(entry)):
                     return None

@@ -117,7 +117,7 @@ class FlightFile:
         self.header = header
         self._fd = fd
         self._series: dict[int, list[Series]] = {}
-        self._taken: set[tuple[int, int]] = set()
+        self._taken: set[int] = set()
         self._table_at = 0
         self._slots: dict[int, _Slot] = {}
         self._columns: dict[int, Columns] = {}
@@ -247,7 +247,8 @@ class FlightFile:
         for series, end in decode(raw, self.header.seed, self.header.regions[Region.BLOCKS].count):
             if len(self._taken) >= MAX_WORDS:
                 return
-            words = {(series.block, word) for word in range(series.word, series.word + series.width)}
+            first = series.block * BLOCK_WORDS + series.word
+            words = range(first, first + series.width)
             self.weight += _SERIES_WEIGHT + _WORD_WEIGHT * series.width + start + end - self._table_at
             self._table_at = start + end
             if taken.isdisjoint(words):  # a twin or an overlap is forged
