@@ -35,7 +35,10 @@ _HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_o
 
 
 class Meter:
-    """Install ``inner``, then what is measured, then ``outer``; :meth:`step` after each step; :meth:`remove` at the end."""
+    """Install ``inner``, then what is measured, then ``outer``; :meth:`step` after each step.
+
+    At the end :meth:`remove_outer`, remove what was measured, :meth:`remove`: who is not on top can't be taken away.
+    """
 
     def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
@@ -44,23 +47,29 @@ class Meter:
         self.norms: list[int] = []
         """ns per step of measuring norms"""
         self._sum = self._norm = 0
-        self._patches: list[Patch] = []
+        self._inner: list[Patch] = []
+        self._outer: list[Patch] = []
 
     def inner(self) -> None:
         """Wrap what is there before."""
-        self._patches += [Patch(owner, name, self._timed(getattr(owner, name), -1)) for owner, name in _SITES]
-        self._patches += [Patch(owner, name, self._timed_norm(getattr(owner, name))) for owner, name in _NORMS]
+        self._inner += [Patch(owner, name, self._timed(getattr(owner, name), -1)) for owner, name in _SITES]
+        self._inner += [Patch(owner, name, self._timed_norm(getattr(owner, name))) for owner, name in _NORMS]
 
     def outer(self) -> None:
         """Wrap what stands there now."""
-        self._patches += [Patch(owner, name, self._timed(getattr(owner, name), 1)) for owner, name in _SITES]
+        self._outer += [Patch(owner, name, self._timed(getattr(owner, name), 1)) for owner, name in _SITES]
         for hooks in _HOOKS:
             for key, hook in hooks.items():
                 hooks[key] = self._timed(hook, 1)
 
+    def remove_outer(self) -> None:
+        """Restore what is measured."""
+        for patch in reversed(self._outer):
+            patch.undo()
+
     def remove(self) -> None:
         """Restore the sites."""
-        for patch in reversed(self._patches):
+        for patch in reversed(self._inner):
             patch.undo()
 
     def step(self) -> None:

@@ -121,6 +121,7 @@ def meter_alone(training: Iterator[None], steps: int) -> Meter:
     run(training, steps, meter.step)
     for handle in handles:
         handle.remove()
+    meter.remove_outer()
     meter.remove()
     return meter
 
@@ -134,6 +135,7 @@ def least(training: Iterator[None], steps: int) -> Meter:
     run(training, max(3, steps // 4))
     meter.ours.clear()
     run(training, steps, meter.step)
+    meter.remove_outer()
     floor.remove()
     meter.remove()
     return meter
@@ -151,6 +153,7 @@ def in_situ(training: Iterator[None], steps: int, directory: Path, level: str) -
     before = session.host.cycle.step if session.host is not None else 0
     step_ms = run(training, steps, meter.step)
     measured = {record.step for record in _steps(session) if record.step > before and record.flags & Flag.GRAD_NORM}
+    meter.remove_outer()
     torchobs.shutdown()
     meter.remove()
     return meter, steps / max(1, len(measured)), step_ms

@@ -100,6 +100,7 @@ def hooks_ms(workload: str, steps: int) -> list[float]:
             if number < 10:  # torch's own first steps
                 timer.ours.clear()
                 timer.norms.clear()
+        timer.remove_outer()
         torchobs.shutdown()
         timer.remove()
     return [(ours + norms) / 1e6 for ours, norms in zip(timer.ours, timer.norms, strict=True)]

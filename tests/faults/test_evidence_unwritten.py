@@ -55,8 +55,12 @@ class Rank:
 
     def ask(self, what: str, content: object = None) -> Reply:
         """Ask for evidence, and for the end of it: the file, or why there is none."""
-        asked = self._caller.post(what, content).json
-        link = (asked["ranks"][0] if "ranks" in asked else asked)["evidence"]
+
+        def asked() -> dict[str, Any]:
+            told = self._caller.post(what, content).json
+            return (told["ranks"][0] if "ranks" in told else told).get("evidence") or {}
+
+        link = wait_until(asked, timeout_s=60)  # one that has just been stuck, or a busy machine's, may not respond at first
 
         def answer() -> Reply | None:
             reply = self._caller.ask("GET", link["href"], prefix="")

@@ -54,6 +54,14 @@ def chain(activation: type[nn.Module], depth: int) -> Any:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
 
+def test_groups_that_come_and_go_are_not_mixed_up(run: Recording) -> None:
+    """The same parameters in four groups, then in one: which group's rate is a parameter's is asked anew."""
+    model = chain(nn.ReLU, 1)
+    split = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
+    for optimizer in (split, torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert train(run, (model, optimizer), rows) == []  # and no probe has failed: ``recording``
+
+
 # --- what learns nothing ------------------------------------------------------------------------------------------------------
 
 

@@ -27,11 +27,13 @@ def training() -> Iterator[None]:
 
 
 def test_a_training_is_measured_with_and_without_us(flight_dir: Path) -> None:
-    """Two blocks of each, and the session is over."""
+    """Two blocks of each, and the session is over: torch is as it was."""
+    before = torch.autograd.backward
     result = measure(Processor(), training(), 5, 2, "advanced", flight_dir)
     assert len(result.plain) == len(result.observed) == 2
     assert result.norms_us > 0
     assert not _global_optimizer_pre_hooks
+    assert torch.autograd.backward is before
 
 
 def test_ratios_are_of_neighbours() -> None:

@@ -38,7 +38,8 @@ class _Part(NamedTuple):
     weight: bool
     share: float
     inputs: float
-    group: int
+    group: int | None
+    """None: a parameter that the optimizer has not, or not any more"""
 
 
 class _Reach(NamedTuple):
@@ -53,7 +54,7 @@ class UnmovedLayers:
 
     def __init__(self, host: Host, layers: Layers) -> None:
         self._host, self._layers, self._judge = host, layers, Judge()
-        self._plans: dict[tuple[int, ...], list[_Part]] = {}
+        self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
         self._cell = host.writer.table.cell(catalog.GRAD_UNMOVED_LAYERS, {})
         self._told: frozenset[str] = frozenset()
         self._told_s = self._due_s = -inf
@@ -79,21 +80,22 @@ class UnmovedLayers:
             optimizer = measurement.optimizer() if measurement.optimizer is not None else None
             if optimizer is None or not all(map(isfinite, measurement.norms)):
                 return
-            seen.update(_seen(self._plan(measurement, optimizer), measurement.weighted(), _reaches(optimizer)))
+            groups = list(optimizer.param_groups)  # the training thread may add and remove some meanwhile
+            seen.update(_seen(self._plan(measurement, groups), measurement.weighted(), _reaches(optimizer, groups)))
         found = self._judge.judge(step, seen)
         if self._cell is not None:
             self._cell.set(float(len(found.all)))
         if set(found.all) - self._told and monotonic() - self._told_s >= _QUIET_S:
             self._tell(found, step, len(seen))
 
-    def _plan(self, measurement: Measurement, optimizer: Any) -> list[_Part]:
-        keys = tuple(measurement.keys)
+    def _plan(self, measurement: Measurement, param_groups: Sequence[dict[str, Any]]) -> list[_Part]:
+        keys = tuple(measurement.keys), tuple(len(group["params"]) for group in param_groups)
         if keys not in self._plans:
-            groups = {id(each): index for index, group in enumerate(optimizer.param_groups) for each in group["params"]}
-            found = zip(keys, self._layers.find(measurement) or (), strict=False)
+            groups = {id(each): index for index, group in enumerate(param_groups) for each in group["params"]}
+            found = zip(keys[0], self._layers.find(measurement) or (), strict=False)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            self._plans[keys] = [_part(layer, key, groups.get(key, 0), self._layers) for key, layer in found]
+            self._plans[keys] = [_part(layer, key, groups.get(key), self._layers) for key, layer in found]
         return self._plans[keys]
 
     def _tell(self, found: Unmoved, step: int, layers: int) -> None:
@@ -109,7 +111,7 @@ class UnmovedLayers:
             self._host.say("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
 
 
-def _part(layer: Any, key: int, group: int, layers: Layers) -> _Part:
+def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
     parameter = layer.parameters[key]() if key in layer.parameters else None
     if parameter is None or not parameter.numel():
         return _Part(layer.name, weight=False, share=0.0, inputs=0.0, group=group)
@@ -128,7 +130,7 @@ def _seen(plan: Sequence[_Part], norms: Sequence[float], reaches: Sequence[_Reac
         side = weights if part.weight else others
         side[part.layer] = max(side.get(part.layer, 0.0), norm)
         moves.setdefault(part.layer, None)
-        reach = reaches[part.group]
+        reach = None if part.group is None else reaches[part.group]
         if part.inputs and reach is not None:
             rate, eps = reach
             mean = norm * part.share
@@ -140,10 +142,10 @@ def _seen(plan: Sequence[_Part], norms: Sequence[float], reaches: Sequence[_Reac
     }
 
 
-def _reaches(optimizer: Any) -> list[_Reach | None]:
+def _reaches(optimizer: Any, param_groups: Sequence[dict[str, Any]]) -> list[_Reach | None]:
     """Return each group's learning rate and ``eps``; ``None`` where a gradient's size does not make the step, or is unknown."""
     plain = any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__)
-    return [_reach(group, plain=plain) for group in optimizer.param_groups]
+    return [_reach(group, plain=plain) for group in param_groups]
 
 
 def _reach(group: dict[str, Any], *, plain: bool) -> _Reach | None:
