@@ -73,9 +73,9 @@ def cnn(observer: Observer = NOBODY, *, device: str = "cpu") -> Iterator[None]:
         layers += [torch.nn.MaxPool2d(2)]
     model = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(128 * 16, 10)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
-    data = TensorDataset(torch.randn(512, 3, 32, 32, device=device), torch.randint(0, 10, (512,), device=device))
+    data = TensorDataset(torch.randn(768, 3, 32, 32, device=device), torch.randint(0, 10, (768,), device=device))
     while True:
-        for images, labels in DataLoader(data, batch_size=32, shuffle=True):
+        for images, labels in DataLoader(data, batch_size=48, shuffle=True):
             with observer.step(model):
                 loss = cross_entropy(model(images), labels)
                 optimizer.zero_grad()
