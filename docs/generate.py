@@ -54,8 +54,6 @@ first event counts. NaN and infinity are counted; they are never a gauge's value
 
 **Histogram bounds** are powers of two from {seconds} seconds, and powers of four from {norms} for norms: they
 convert to exponential and to native histograms without loss.
-
-Entries marked *not recorded yet* have their name reserved; nothing records them in this version.
 """
 
 METRIC_HEAD = """\

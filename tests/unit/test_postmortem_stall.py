@@ -47,8 +47,8 @@ def test_a_rank_that_was_killed_while_it_hung_is_said_to_have_hung() -> None:
     hung = quiet(69.0, left=(left(STACKS, 5.0), left(STACKS, 85.0), left(PROFILE, 86.0)))
     assert told(hung) == Finding(
         ERROR, "stalled",
-        "It likely hung: no step ended in the last 1 min 9 s, where one usually took 100 ms; it was in the phase other all "
-        f"that time. Where its threads were then is written in {left(STACKS, 85.0).name}, beside the flight file.",
+        "It likely hung: no step ended in the last 1 min 9 s, where one usually took 100 ms; it was outside of all phases "
+        f"all that time. Where its threads were then is written in {left(STACKS, 85.0).name}, beside the flight file.",
     )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_held_the_lock_is_told_however_short_its_silence_seems() -> 
     found = told(quiet(0.5, left=(left(STUCK, None),)))
     assert found is not None
     assert found.severity == ERROR
-    assert "It ended with Python's lock held in native code, in the phase other: for seconds at least, where" in found.text
+    assert "It ended with Python's lock held in native code, outside of all phases: for seconds at least, where" in found.text
     assert left(STUCK, None).name in found.text
 
 

@@ -88,12 +88,16 @@ def _quiet(found: Stall, facts: Facts) -> str:
         return f"{head}."
     whole = found.phase_seconds >= _ALL_OF_IT * found.seconds
     part = "all" if whole else f"the last {words.duration(found.phase_seconds)} of"
-    return f"{head}; it was in the phase {found.phase} {part} that time."
+    return f"{head}; it was {_within(found.phase)} {part} that time."
+
+
+def _within(phase: str) -> str:
+    return "outside of all phases" if phase == "other" else f"in the phase {phase}"
 
 
 def _held(found: Stall, facts: Facts) -> str:
     when = "It holds Python's lock in native code" if facts.up else "It ended with Python's lock held in native code"
-    phase = f", in the phase {found.phase}" if found.phase else ""
+    phase = f", {_within(found.phase)}" if found.phase else ""
     usual = f", where a step usually took {words.duration(found.usual_step)}" if found.usual_step is not None else ""
     return f"{when}{phase}: for seconds at least{usual}, and how long cannot be told, for the heartbeat stops with it."
 
