@@ -15,53 +15,39 @@ import subprocess
 import sys
 import tempfile
 from time import perf_counter_ns, thread_time_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torchobs
 from tests.bench import meter
 from tests.bench.workloads import WORKLOADS
-from torchobs import guarding, sampler
-from torchobs.flight.writer import FlightWriter
 from torchobs.probes.patching import Patch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from torchobs.sampler import Sampler
 
 QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 
 class Stretches:
-    """The sampler's longest stretches of work: ``found`` holds what was called, and its processor time in ns."""
+    """The sampler's stretches of work between two breaths: ``found`` holds their processor time in ns, and where they ended."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
-        self._patches = [Patch(sampler, "call", self._call(guarding.call))]
-        for name in ("fold", "publish"):
-            self._patches.append(Patch(FlightWriter, name, self._timed(getattr(FlightWriter, name), name)))
+        self._begun_ns = 0
+        original = Sampler.breathe
+
+        def breathe(sampler: Sampler) -> None:
+            before_ns, last = thread_time_ns(), sampler.breathed
+            original(sampler)
+            if sampler.breathed != last:
+                caller = sys._getframe(1)
+                where = caller.f_locals.get("probe") or caller.f_code.co_name
+                self.found.append((before_ns - self._begun_ns, f"{where}, line {caller.f_lineno}"))
+                self._begun_ns = thread_time_ns()
+
+        self._patch = Patch(Sampler, "breathe", breathe)
 
     def remove(self) -> None:
         """Restore what was wrapped."""
-        for patch in reversed(self._patches):
-            patch.undo()
-
-    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(fuse: Any, function: Any, *args: Any) -> Any:
-            if getattr(function, "__name__", "") == "round":  # made of the others
-                return original(fuse, function, *args)
-            timed = self._timed(function, f"{fuse.probe} ({getattr(function, '__name__', '')})")
-            return original(fuse, timed, *args)
-
-        return call
-
-    def _timed(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begun = thread_time_ns()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.found.append((thread_time_ns() - begun, what))
-
-        return timed
+        self._patch.undo()
 
 
 def work(workload: str, *, observed: bool, seconds: float) -> dict[str, Any]:

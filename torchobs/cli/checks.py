@@ -294,7 +294,7 @@ def exporter(path: str | None, address: str = "127.0.0.1:10960") -> Check:
 
 
 def _ready(address: str) -> int | str:
-    """Return the status of `/-/ready`, or why there is none; waits for a busy machine, as nobody who is absent makes it wait."""
+    """Return what `/-/ready` says, or why nothing. Waits for a busy machine: nobody who is absent makes it wait."""
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]") or "127.0.0.1", int(port), timeout=10)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 import weakref
 from collections import deque
@@ -123,8 +124,13 @@ class FlightWriter:
             self.fold()
         return seq
 
-    def fold(self) -> None:
-        """Fold the records written since the last call and publish the core; what they show is added to ``anomalies``.
+    @property
+    def unfolded(self) -> int:
+        """How many records :meth:`fold` has not looked at."""
+        return len(self._recent)
+
+    def fold(self, most: int = sys.maxsize) -> None:
+        """Fold ``most`` of the records that came since, and publish the core; what they show is added to ``anomalies``.
 
         Does nothing while another thread is folding. Records are folded in order of their numbers.
         """
@@ -132,7 +138,7 @@ class FlightWriter:
             return
         with self._folding:  # see block.Block.publish
             core = self.table.core
-            late = self._take_recent(core.totals.ints[record.Word.FOLDED_UPTO])
+            late = self._take_recent(core.totals.ints[record.Word.FOLDED_UPTO], most)
             batch = self._contiguous(core.totals.ints[record.Word.FOLDED_UPTO])
             if late:
                 core.change(record.fold_late, late, self.anomalies)
@@ -140,12 +146,12 @@ class FlightWriter:
                 core.change(record.fold, batch, self.anomalies)
             core.publish()
 
-    def _take_recent(self, upto: int) -> list[record.StepRecord]:
-        """Hold what was appended until it is folded; return the records whose numbers were passed over meanwhile."""
+    def _take_recent(self, upto: int, most: int) -> list[record.StepRecord]:
+        """Hold ``most`` of what was appended until it is folded; return records whose numbers were passed over meanwhile."""
         recent, held, late = self._recent, self._held, list[record.StepRecord]()
         for seq in [seq for seq in held if seq <= upto]:
             del held[seq]
-        for _ in range(len(recent)):
+        for _ in range(min(len(recent), most)):
             decoded = record.unpack(recent[0], self._seed)
             if decoded is not None and decoded.seq > upto:
                 held[decoded.seq] = decoded
