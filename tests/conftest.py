@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +24,12 @@ pytest_plugins = ["pytester", "tests.scanners", "tests.skips"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Golden files are written by the tests that compare with them."""
     parser.addoption("--update-golden", action="store_true", help="write the golden files again instead of comparing with them")
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C as a terminal's programs do, and let children: `make test &` in a script has left it ignored for all of them."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

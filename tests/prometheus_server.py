@@ -234,7 +234,7 @@ class PrometheusServer:
                 return True
         except urllib.error.HTTPError as error:
             error.close()
-        except urllib.error.URLError:
+        except OSError:
             self._require_life()
         return False
 
