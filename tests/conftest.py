@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Take Ctrl-C as a terminal's programs do, and let children: `make test &` in a script has left it ignored for all of them."""
+    """Take Ctrl-C as programs in a terminal do, and so children: `make test &` in a script leaves it ignored."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
