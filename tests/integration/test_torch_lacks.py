@@ -56,7 +56,7 @@ NEEDED_BY_TORCH = frozenset(
         *("_enabled", "_scale", "_growth_tracker"),  # GradScaler
         *("_index_sampler", "_next_data", "_workers", "_num_workers", "_data_queue", "_task_info", "_shutdown"),  # a loader
         *("_local_tensor", "_values", "_fsdp_flattened"),  # a DTensor, a sparse tensor, a flat parameter of FSDP
-        "_active_ddp_module",  # on DDP while it runs
+        *("_active_ddp_module", "_version"),  # on DDP while it runs, of every tensor
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }
 )

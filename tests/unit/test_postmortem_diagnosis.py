@@ -31,7 +31,7 @@ def test_a_healthy_run_that_finished_has_one_sentence() -> None:
 def test_a_run_without_a_step_is_told_what_is_seen() -> None:
     """A loop that updates parameters by hand looks like that; the sentence says how it would be seen."""
     (only,) = diagnose(facts([], state="finished", reason="finished"))
-    hint = "no optimizer of torch's stepped (a loop that has none is seen by torchobs.step())."
+    hint = "no optimizer stepped, and no backward was followed by a change (torchobs.step() says where steps end)."
     assert only.text.endswith(f", without a step: {hint}")
 
 

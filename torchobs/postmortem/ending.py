@@ -56,7 +56,7 @@ def _living(facts: Facts) -> Finding:
 def _finished(facts: Facts) -> Finding:
     length = words.duration(facts.last_s - facts.start_s)
     if not facts.last_step:
-        hint = "no optimizer of torch's stepped (a loop that has none is seen by torchobs.step())"
+        hint = "no optimizer stepped, and no backward was followed by a change (torchobs.step() says where steps end)"
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}, without a step: {hint}.")
     return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {where(facts)}; it ran for {length}.")
 

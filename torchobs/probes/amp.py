@@ -155,8 +155,11 @@ class AmpProbe:
         cycle.optimizer_ends(optimizer, monotonic_ns())
 
     def _after_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
-        if self._host.loss_scaled is not None and scaler._enabled:
-            self._host.loss_scaled(outputs, scaled, scaler._scale)  # get_scale() would synchronise
+        if not scaler._enabled:
+            return
+        self._host.loss_scale = scaler._scale  # get_scale() would synchronise
+        if self._host.loss_scaled is not None:
+            self._host.loss_scaled(outputs, scaled, scaler._scale)
 
     def _after_update(self, scaler: Any) -> None:
         if scaler._enabled:

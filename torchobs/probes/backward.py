@@ -37,6 +37,8 @@ class BackwardWatch:
                 return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread
             # in place, as in the data probe: nothing here can raise
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
+            if host.by_hand is not None:
+                host.by_hand.begins(args, kwargs)
             if host.takes_loss is not None:
                 host.takes_loss(args, kwargs)
             host.backwards = 1
@@ -49,6 +51,8 @@ class BackwardWatch:
                     tell(host.after_closure_backward)
                 else:
                     note(monotonic_ns() << 4 | BACKWARD_ENDS)
+                    if host.by_hand is not None:
+                        host.by_hand.ends()
 
         self._patch = Patch(torch.autograd, "backward", backward)
 

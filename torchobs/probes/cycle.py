@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.record import Flag, Kind
 from torchobs.probes.models import Models
+from torchobs.probes.seen import GONE, Values
 from torchobs.probes.segments import COMPILE, OTHER, Segments
 from torchobs.probes.trace import (
     BACKWARD_BEGINS,
@@ -40,44 +41,6 @@ _LONG_TRACE = 4096
 _TRAINING = frozenset({FETCH, BACKWARD_BEGINS, STEP_BEGINS, CLOSURE_BEGINS})
 METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
-GONE = -1
-
-
-class Values:
-    """What was seen of one step, but for its times."""
-
-    __slots__ = (
-        "flags", "learning_rate", "loss_base", "loss_sum", "losses", "norm_base", "norm_scale", "norm_squared", "part_of",
-        "samples", "step", "tokens",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.flags = self.losses = self.tokens = self.samples = 0
-        self.step = 0
-        """The first step that was written of them, 0 before, ``GONE`` if none ever is"""
-        self.part_of: Values | None = None
-        """Those that have taken these in"""
-        self.loss_sum = self.loss_base = self.norm_squared = self.norm_base = self.learning_rate = 0.0
-        self.norm_scale = 1.0
-
-    def merge(self, earlier: Values) -> None:
-        """Take in what an earlier optimizer of the same step left."""
-        earlier.part_of = self
-        self.flags |= earlier.flags
-        self.losses += earlier.losses
-        self.tokens += earlier.tokens
-        self.samples += earlier.samples
-        self.loss_sum += earlier.loss_sum
-        self.norm_squared += earlier.norm_squared
-        if earlier.flags & Flag.LEARNING_RATE:
-            self.learning_rate = earlier.learning_rate
-
-
-def became(whose: Values | int) -> int:
-    """Return the number of the step that :meth:`Cycle.whose` spoke of, 0 while it is not known."""
-    while isinstance(whose, Values) and whose.part_of is not None:
-        whose = whose.part_of
-    return whose.step if isinstance(whose, Values) else whose
 
 
 class _Ended(NamedTuple):
@@ -93,7 +56,8 @@ class Cycle:
 
     __slots__ = (
         "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_compiling_ns", "_members", "_provisional", "_seen",
-        "arguments", "direct", "log_wins", "metered", "models", "segments", "sole", "step", "timed", "trace", "values",
+        "arguments", "direct", "likely_end", "log_wins", "metered", "models", "segments", "sole", "step", "timed", "trace",
+        "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -108,6 +72,8 @@ class Cycle:
         """Whether the user gives the boundaries by ``torchobs.step()``."""
         self.timed = False
         """Whether phases are recorded."""
+        self.likely_end: tuple[int, int] | None = None
+        """Where the step will have ended (``byhand``): how much of the trace is its own, and of the arguments"""
         self.log_wins = False
         self.metered = False
         """Whether this step's hooks measure their own time."""
@@ -190,8 +156,13 @@ class Cycle:
         if argument is not None:
             self.arguments.append(argument)
         self.trace.append(now_ns << 4 | code)
+        self.relieve()
+
+    def relieve(self) -> None:
+        """Take in a trace that has become long: an evaluation without end."""
         if len(self.trace) > _LONG_TRACE:
-            self._replay()  # evaluation without end
+            self.end_where_likely()
+            self._replay()
 
     def compile_begins(self, now_ns: int) -> None:
         """The training thread, or the autograd thread that it waits for, compiles from here on."""
@@ -362,7 +333,7 @@ class Cycle:
 
     def restart(self) -> None:
         """Forget the step in progress: the hooks were off for a while, or will be. The next step's start is unknown."""
-        self._commit()
+        self.flush()
         self.trace.clear()
         self.arguments.clear()
         self.segments, self._clean = Segments(), False
@@ -372,7 +343,22 @@ class Cycle:
 
     def flush(self) -> None:
         """Write what is complete (at the rank's end)."""
+        self.end_where_likely()
         self._commit()
+
+    def end_where_likely(self) -> None:
+        """The step has ended where that was likely, if anywhere; what was seen since then belongs to the next."""
+        likely, self.likely_end = self.likely_end, None
+        if likely is None or likely[0] > len(self.trace) or self.direct:
+            return
+        trace, arguments = self.trace, self.arguments
+        since, named = trace[likely[0] :], arguments[likely[1] :]
+        del trace[likely[0] :], arguments[likely[1] :]
+        values, self.values = self.values, Values()
+        now_ns = trace[-1] >> 4
+        self._write(now_ns, self._times(now_ns), values)
+        trace += since
+        arguments += named
 
     def _commit(self) -> None:
         ended = self._provisional

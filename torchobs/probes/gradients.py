@@ -58,6 +58,7 @@ class GradientProbe:
         fuse = host.fuse(self.name)
         host.before_step.append((self.name, fuse.guard(self._before_step)))
         host.after_closure_backward.append((self.name, fuse.guard(self._after_backward)))
+        host.clipped_by_hand = fuse.guard(self._take_clipping)
         host.watched = fuse.guard(self._findings.layers.names.watch)
         self._findings.layers.names.built.install(fuse)
         host.norm_due = 0
@@ -70,6 +71,7 @@ class GradientProbe:
             self._clip.remove()
             self._findings.layers.names.built.remove()
             self._host.watched, self._host.norm_due = None, sys.maxsize
+            self._host.clipped_by_hand = None
 
     def sample(self) -> None:
         """Write the norms of ended steps whose values have arrived from a device; show what was found."""
@@ -117,6 +119,16 @@ class GradientProbe:
             self._measure(optimizer, within=True)
         # only now: another probe may have put the next look off, and the next optimizer may have no closure
         self._host.norm_due = min(self._pace.due_at, self._updates.due_at)
+
+    def _take_clipping(self, parameters: Any, count: int) -> None:
+        """A step by hand has ended, of so many gradients: clipping, which comes after the measuring, knows their norm."""
+        clip, values = self._clip, self._host.cycle.values
+        clipping = clip.take(parameters, lambda *_: count) if clip is not None else None
+        if clip is not None:
+            clip.forget()
+        if clipping is not None and isinstance(clipping.total, float):
+            values.norm_squared = 0.0
+            self._host.cycle.add_norm(clipping.total, 1.0, within_step=False)
 
     def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
         """Count its gradients, now and then: parameters are seldom frozen or thawed."""

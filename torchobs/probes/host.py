@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.flight.writer import FlightWriter
+    from torchobs.probes.byhand import ByHand
     from torchobs.probes.cycle import Cycle
     from torchobs.probes.device import DeviceValues
     from torchobs.settings import Settings
@@ -106,12 +107,18 @@ class Host:
     """By probe, called with a data loader and the iterator it was asked for, in the training thread"""
     at_backward: Callable[[Callable[[], object]], None] | None = None
     """Has something that cannot raise done once in the training thread, when its next backward begins (``safepoint``)"""
+    by_hand: ByHand | None = None
+    """Told of the outermost backwards, while there has been no optimizer's step"""
     takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
     """Called with the arguments of the outermost backward"""
+    clipped_by_hand: Callable[[Any, int], object] | None = None
+    """Called at the end of a step by hand (``byhand``) with what stands for its optimizer, and how many gradients that has"""
     watched: Callable[[Any], object] | None = None
     """Called with a module that was given to ``torchobs.watch``"""
     loss_scaled: Callable[[object, object, Any], object] | None = None
     """Called with the outputs, the scaled outputs and the scale when a loss scaler has scaled"""
+    loss_scale: Any = None
+    """The scale, a tensor, that it has used last"""
 
     def fuse(self, probe: str) -> Fuse:
         """Return the fuse of that probe."""

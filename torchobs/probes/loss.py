@@ -11,13 +11,13 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.record import Flag
-from torchobs.probes.cycle import GONE, became
+from torchobs.probes.seen import GONE, became
 
 if TYPE_CHECKING:
     import torch
 
-    from torchobs.probes.cycle import Values
     from torchobs.probes.host import Host
+    from torchobs.probes.seen import Values
 
 
 class _Later(NamedTuple):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
+from torchobs.probes.byhand import ByHand
 from torchobs.probes.models import ModelChanges
 from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, STEP_BEGINS
 
@@ -47,6 +48,7 @@ class StepProbe:
         fuse = host.fuse(self.name)
         self._changes = ModelChanges(host)
         self._backward.install(host, fuse)
+        host.by_hand = ByHand(host)
         self._handles = [
             register_optimizer_step_pre_hook(self._plain_before(fuse)),
             register_optimizer_step_post_hook(fuse.guard(self._after)),
@@ -58,6 +60,7 @@ class StepProbe:
             handle.remove()
         self._handles = []
         self._backward.remove()
+        self._host.by_hand = None
 
     def sample(self) -> None:
         """Tell of another model."""
