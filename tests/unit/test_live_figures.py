@@ -184,6 +184,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
         ("Evaluation", "took 3.00 s", Severity.INFO, None),
     ]
     assert told[0].at_s == 1_700_000_005
+    assert [(one.anomaly, one.number) for one in told] == [("nonfinite_loss", 1), ("", 0), ("", 0), ("", 0)]
 
 
 def test_what_all_ranks_say_is_said_once() -> None:

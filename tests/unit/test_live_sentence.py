@@ -162,6 +162,18 @@ def test_what_a_run_recovered_from_is_said_and_no_reason_to_worry() -> None:
     assert alive.gist.endswith("Earlier: anomalies.")
 
 
+def test_what_was_a_moment_ago_is_worth_a_look_as_long_as_the_alert_fires() -> None:
+    """The baseline has followed a loss that stays five times as high: no step is an anomaly any more, and nothing is well."""
+    diverged = replace(
+        with_anomalies(row(0), loss_spike=20, gradient_explosion=2), lately={"loss_spike": 20, "gradient_explosion": 2}
+    )
+    told = health(run(diverged))
+    assert told.text.endswith("Lately: 2 gradient explosions and 20 loss spikes.")
+    assert told.level is Severity.WARNING
+    once = health(run(replace(with_anomalies(row(0), loss_spike=9), lately={"loss_spike": 1})))
+    assert (once.text.endswith("Earlier: 9 loss spikes."), once.level) == (True, Severity.INFO)
+
+
 def test_what_goes_on_is_not_said_to_be_over() -> None:
     """It is said once, as what it is."""
     told = health(run(with_anomalies(row(0, anomalies=("loss_spike",)), loss_spike=7)))

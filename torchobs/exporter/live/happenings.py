@@ -42,6 +42,10 @@ class Happening(NamedTuple):
     severity: Severity
     title: str
     text: str
+    anomaly: str = ""
+    """its kind, if it is one"""
+    number: int = 0
+    """how many of these it tells of, with those that were left out before it"""
 
 
 def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, dict[str, Any]]]) -> list[Happening]:
@@ -75,7 +79,16 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> Happening | 
         severity=_severity(known, attributes),
         title=_title(name) if known else labels.text(name)[:MOST_TEXT],
         text=_text(attributes),
+        **_anomaly(known, attributes),
     )
+
+
+def _anomaly(known: catalog.Event | None, attributes: object) -> dict[str, Any]:
+    if known is not catalog.EVENT_ANOMALY or not isinstance(attributes, dict):
+        return {}
+    kind, more = attributes.get("kind"), attributes.get("left_out", 0)
+    more = more if isinstance(more, int) else 0
+    return {"anomaly": kind, "number": 1 + max(0, more)} if kind in catalog.ANOMALY_KINDS else {}
 
 
 def _severity(known: catalog.Event | None, attributes: object) -> Severity:

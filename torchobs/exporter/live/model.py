@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections import Counter
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +30,8 @@ PER_PAGE = 50
 MOST_EVENTS = 100
 MOST_RUNS = 50
 MOST_EVIDENCE = 50
+LATELY_S = 600.0
+"""The window of the alert on anomalies"""
 LEAST_STEPS = 8
 """Steps that a rank's pace must be of before it is compared."""
 
@@ -103,6 +107,8 @@ class Row:
     """bytes: on its devices, or of its process where it has none"""
     memory_share: float | None
     """of the limit, where one is known"""
+    lately: Mapping[str, int] = field(default_factory=dict)
+    """anomalies of the last ten minutes, by kind, as far as events tell of them"""
 
     @property
     def up(self) -> bool:
@@ -214,7 +220,16 @@ class Modeller:
             anomalies=tuple(kind for (kind,), value in readings.of(catalog.ANOMALY_ACTIVE).items() if value),
             memory=memory,
             memory_share=limit,
+            lately=_lately(details.events.get(rank.incarnation, ()), time.time()),
         )
+
+
+def _lately(events: Iterable[Happening], now_s: float) -> Mapping[str, int]:
+    found = Counter[str]()
+    for event in events:
+        if event.anomaly and abs(now_s - event.at_s) <= LATELY_S:
+            found[event.anomaly] += event.number
+    return found
 
 
 def model(

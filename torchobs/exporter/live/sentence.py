@@ -40,7 +40,7 @@ _PAST = {
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
 }
 _LEAST = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
-"""From how many on a run that has ended is worth a look; of the other kinds it is one"""
+"""From how many on what is over is worth a look, as for the alert; of the other kinds it is one"""
 
 
 class Health(NamedTuple):
@@ -153,7 +153,7 @@ def _anomalies(rows: Sequence[Row]) -> Iterator[_Note]:
 
 
 def _past(rows: Sequence[Row]) -> Iterator[_Note]:
-    """What there was, for who comes when it is over; a run that goes on may have recovered from it."""
+    """What there was, for who comes when it is over; a run that goes on may have recovered from it, after a while."""
     ended = not any(row.up for row in rows)
     active = {kind for row in rows if row.up for kind in row.anomalies}
     seen = {kind: max((int(row.readings.get(catalog.ANOMALIES, kind) or 0) for row in rows), default=0) for kind in _PAST}
@@ -163,8 +163,9 @@ def _past(rows: Sequence[Row]) -> Iterator[_Note]:
     if not seen:
         return
     what = [f"{number:,} {_PAST[kind][number > 1]}" for kind, number in seen.items()]
-    notable = ended and any(number >= _LEAST.get(kind, 1) for kind, number in seen.items())
-    word = "There have been" if ended else "Earlier:"
+    lately = {kind: max((row.lately.get(kind, 0) for row in rows), default=0) for kind in seen}
+    notable = any(number >= _LEAST.get(kind, 1) for kind, number in (seen if ended else lately).items())
+    word = "There have been" if ended else "Lately:" if notable else "Earlier:"
     listed = f"{', '.join(what[:-1])} and {what[-1]}" if len(what) > 1 else what[0]
     yield _Note(Severity.WARNING if notable else Severity.INFO, f"{word} {listed}.", f"{word} anomalies.")
 
