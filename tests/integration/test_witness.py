@@ -121,6 +121,7 @@ def test_a_profile_of_three_steps(run: Recording, flight_dir: Path, ask: Callabl
     assert names.count("Optimizer.step#SGD.step") == 3
     assert names.count("autograd::engine::evaluate_function: MseLossBackward0") == 3
     assert (torch.autograd.backward, torch.autograd.profiler.profile._prepare_trace) == before
+    support.wait_until(lambda: run.frames("torchobs.profile.end"))  # told after the file is there
     (begun,), (ended,) = run.frames("torchobs.profile.start"), run.frames("torchobs.profile.end")
     assert begun["attrs"] == {"steps": 3, "evidence": one.id}
     size = (flight_dir / one.name).stat().st_size
