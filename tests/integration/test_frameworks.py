@@ -183,8 +183,7 @@ def test_transformers(flight_dir: Path, tmp_path: Path) -> None:
         assert [step.loss for step in rank.steps] == pytest.approx(expected["losses"], rel=1e-5)
         assert [step.grad_norm for step in rank.steps] == pytest.approx(expected["norms"], rel=1e-5)
         assert rank.values["torchobs.epochs",] == 2
-        # that of the five steps after an evaluation, too; a fetch in which a busy machine paused looks like a batch put aside
-        assert sum(step.phase_s[DATA] > 0 for step in rank.steps) >= len(rank.steps) - 1
+        assert all(step.phase_s[DATA] > 0 for step in rank.steps)  # that of the step after an evaluation, too
     assert [step.step - 1 for step in told.steps if step.phase_s[CHECKPOINT] > 0.001] == [4, 8]
     assert told.values["torchobs.total_steps",] == 10
     assert told.values["torchobs.samples",] == 2 * 10 * 4
