@@ -456,3 +456,21 @@ def test_a_batch_fetched_ahead_of_the_loader_s_end_is_trained_on() -> None:
     segments.backward_begins(end + 50)
     times = spent(segments, end + 60)
     assert (times["data"], times["evaluation"], sum(times.values())) == (25, 140, 200)
+
+
+@pytest.mark.parametrize(("loader", "rest", "data"), [(1, 2, 2), (1, 3, 0), (2, 2, 0)])
+def test_a_batch_hardly_used_is_put_aside_if_its_loader_is_the_one_trained_on(loader: int, rest: int, data: int) -> None:
+    """Less than a tenth of a forward pass of 30: no evaluation, however quick the fetch was. Another loader's may be one."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 3, 110)
+    segments.fetch_begins(loader, end)
+    segments.fetch_ends(end + 1, exhausted=False, gradients=True)
+    segments.fetch_begins(loader, end + 1 + rest)
+    segments.fetch_ends(end + 2 + rest, exhausted=True, gradients=True)
+    segments.evaluation_ends(7, end + 10)
+    segments.backward_begins(end + 40)
+    times = spent(segments, end + 60)
+    assert (times.get("data", 0), sum(times.values())) == (data, end + 60 - 100)
+    assert times["evaluation"] == (end if data else end + 10) - 100

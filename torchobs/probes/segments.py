@@ -37,7 +37,8 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = ran
 NOTHING = -1
 _MAX_EVALUATIONS = 64
 _LEAST_USE = 0.1
-"""A batch that was used less long than a tenth of the time it took to fetch was only put aside"""
+"""A batch that was used less long than a tenth of the time it took to fetch was only put aside, and so was one of the loader that
+is trained on, if that was less than a tenth of the forward pass of one of its batches"""
 
 
 class _Window(NamedTuple):
@@ -61,8 +62,8 @@ class Segments:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_loader", "_mark_ns", "_pinned",
-        "_turn", "_undecided", "_window", "_window_loader", "evaluations", "segment", "spent_ns",
+        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_forward_ns", "_loader", "_mark_ns",
+        "_pinned", "_trained", "_turn", "_undecided", "_window", "_window_loader", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class Segments:
         self._pinned: list[int] = []
         self._leave_window()
         self._beside: set[int] = set()
+        self._trained = self._forward_ns = 0  # the last loader with a backward on its batch, and how long before that it came
         self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
         """Begin and end of each, in ns, for the sampler thread to take"""
         self._reset_fetch()
@@ -150,7 +152,7 @@ class Segments:
         elif self._loader in self._undecided:
             data, rest, fetches = self._undecided[self._loader]
             self._undecided[self._loader] = (data + length, rest, fetches)
-            if rest < data * _LEAST_USE:
+            if rest < max(data, self._forward_ns if self._loader == self._trained else 0) * _LEAST_USE:
                 self._fetch_ns = 0
                 return  # all that was left has been put aside, to be trained on next, so the loader stays the one in use
         else:
@@ -178,6 +180,8 @@ class Segments:
             return
         before = self.segment
         length = self._cut(now_ns, BACKWARD)
+        if before == FORWARD and self._loader:
+            self._trained, self._forward_ns = self._loader, length
         if before in (OTHER, FORWARD):
             self.spent_ns[FORWARD] += length
         elif before != NOTHING:
