@@ -90,3 +90,11 @@ async def serve_on(
     server.servers = [cast("asyncio.Server", acceptor)]
     server.started = True
     return server
+
+
+def retire(server: uvicorn.Server) -> None:
+    """Accept no more, and close what is idle. What has begun is answered, and a connection's first request."""
+    for acceptor in server.servers:
+        acceptor.close()
+    for connection in list(server.server_state.connections):
+        cast("HttpProtocol", connection).finish()

@@ -82,6 +82,13 @@ class HttpProtocol(H11Protocol):
             if self._is_too_much(len(piece)):
                 self._connections.drop(self, "flood")
 
+    def finish(self) -> None:
+        """Close it if it is idle; else after the response at hand, or the first one: no scraper comes twice for that."""
+        if cast("RequestResponseCycle | None", self.cycle) is None:
+            self.once = True
+        else:
+            self.shutdown()
+
     def on_response_complete(self) -> None:
         """See uvicorn."""
         super().on_response_complete()

@@ -27,7 +27,7 @@ from torchobs.exporter.api.app import Api
 from torchobs.exporter.app import Site
 from torchobs.exporter.connections import Connections
 from torchobs.exporter.described import Lost
-from torchobs.exporter.listener import allow_files, bind, bind_near, serve_on
+from torchobs.exporter.listener import allow_files, bind, bind_near, retire, serve_on
 from torchobs.exporter.memory import Memory
 from torchobs.exporter.named import Named
 from torchobs.exporter.pages import Pages
@@ -219,8 +219,8 @@ class _Service:
             self._doors = [door for door in self._doors if door not in old]
             for door in old:
                 await self._serve(door.bound.dup(), door.address)
-            for door in old:
-                await door.server.shutdown(sockets=[door.bound])
+                retire(door.server)
+                door.bound.close()
 
     async def _give_up_lost(self) -> None:
         """Listen anew where a Unix socket's name does not lead to it any more."""

@@ -37,8 +37,8 @@ DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = ran
 NOTHING = -1
 _MAX_EVALUATIONS = 64
 _LEAST_USE = 0.1
-"""A batch that was used less long than a tenth of the time it took to fetch was only put aside, and so was one of the loader that
-is trained on, if that was less than a tenth of the forward pass of one of its batches"""
+"""A batch used less long than a tenth of the time it took to fetch was only put aside. So was one of the loader that is trained
+on, if that was less than a tenth of the forward pass of the batch before."""
 
 
 class _Window(NamedTuple):
