@@ -2,8 +2,8 @@
 
 It trains a small model, a step every 10 ms, and reads words from its standard input: `sleep` sleeps in Python, `hold` holds
 Python's lock in C for as many seconds as follow, `profile` runs the application's own profiler for a moment, `end` ends it.
-`limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back, `become`
-takes another effective user.
+`limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back, `sudden`
+does so when there is room for stacks that are about to be written, `become` takes another effective user.
 """
 
 import ctypes
@@ -19,6 +19,8 @@ import torch
 from torch import profiler
 
 import torchobs
+from torchobs import stacks
+from torchobs.flight import room
 
 words: "queue.Queue[list[str]]" = queue.Queue()
 
@@ -49,6 +51,14 @@ def hold(seconds: int) -> None:
         left = ctypes.PyDLL(None).sleep(left)
 
 
+def sudden(directory_fd: int, size: int) -> str | None:
+    """Look for room as always; then, before a byte is written, another thread gives the signal its default back."""
+    vars(stacks)["shortage"] = room.shortage
+    lack = room.shortage(directory_fd, size)
+    ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
+    return lack
+
+
 def main() -> None:
     """Train until told to end."""
     torch.set_num_threads(1)
@@ -67,6 +77,8 @@ def main() -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
             case ["deadly"]:
                 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            case ["sudden"]:
+                vars(stacks)["shortage"] = sudden
             case ["become", uid]:
                 os.seteuid(int(uid))
             case ["profile"]:

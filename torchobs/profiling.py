@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.flight import evidence
 from torchobs.flight.evidence import LIMITS, PROFILE, named
-from torchobs.flight.room import deadly_limit, shortage
+from torchobs.flight.room import shortage, survive_limits
 from torchobs.guarding import Fuse, call
 from torchobs.probes.patching import Patch
 
@@ -38,9 +38,6 @@ MOST_S = 300.0
 
 MOST_GROWTH = 512 << 20
 """Bytes by which the process may grow meanwhile: every operation takes some 500, and a large model has 10^4 in a step."""
-
-PLAIN_SIZE = 1 << 30
-"""Bytes that a trace takes in the temp directory at most: it is twenty to thirty times what it is when it is compressed."""
 
 WRITING_S = 5.0
 """How long the session's end waits for a trace that is being written: somebody asked for it."""
@@ -174,6 +171,7 @@ class Profiles:
 
     def _write(self, run: _Run, place: Place, attributes: dict[str, object]) -> None:
         """Write the trace down, in a thread of its own."""
+        survive_limits()
         fuse = Fuse("profile")
         done = call(fuse, _export, run.profiler, place, run.wanted)
         os.close(place.fd)
@@ -195,8 +193,6 @@ def _export(profile: Any, place: Place, wanted: Evidence) -> int | dict[str, str
     try:
         with tempfile.TemporaryDirectory(prefix="torchobs-", ignore_cleanup_errors=True) as directory:
             plain = Path(directory) / "trace.json"  # on disk: uncompressed it is twenty times the size
-            if deadly_limit(PLAIN_SIZE):
-                return {"reason": "temporary_directory", "detail": "the size of files is limited (ulimit -f)"}
             profile.export_chrome_trace(str(plain))
             if not plain.exists():  # torch has logged why, removed what there was, and raised nothing
                 return {"reason": "temporary_directory", "detail": "torch could not write the trace there"}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect.ration import Ration
 from torchobs.flight.record import LIVE_PHASES
+from torchobs.flight.room import survive_limits
 from torchobs.guarding import Fuse, call
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Sampler:
             self._thread.join(1.0)
 
     def _run(self) -> None:
+        survive_limits()
         while not self._stop.wait(INTERVAL_S):
             self._host.writer.heartbeat()
             call(self._own, self.round)

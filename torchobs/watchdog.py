@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight import evidence
 from torchobs.flight.evidence import END, STUCK, named
-from torchobs.flight.room import deadly_limit
 
 if TYPE_CHECKING:
     from torchobs.flight.evidence import Evidence
@@ -84,7 +83,7 @@ class Watchdog:
             self._begin()
         if self._signal < 0 or self._thread is not threading.current_thread():
             return  # not to be had; or the session's last round, in another thread
-        if deadly_limit(evidence.LIMITS[STUCK]) or (self._lost and not self._renew()):
+        if self._lost and not self._renew():
             self._disarm()
             return
         now_ns = time.monotonic_ns()

@@ -43,26 +43,32 @@ class Rank:
         self._process.stdin.flush()
         self.trains()
 
+    def lives(self) -> None:
+        """See that it has not ended."""
+        assert self._process.poll() is None
+
     def steps(self) -> int:
         """How many it has taken."""
+        self.lives()
         return int(self._caller.get("/ranks")["ranks"][0]["steps"] or 0)
 
     def trains(self) -> None:
         """See that it does."""
         before = self.steps()
         wait_until(lambda: self.steps() > before + TRAINS, timeout_s=60)
-        assert self._process.poll() is None
 
     def ask(self, what: str, content: object = None) -> Reply:
         """Ask for evidence, and for the end of it: the file, or why there is none."""
 
         def asked() -> dict[str, Any]:
+            self.lives()
             told = self._caller.post(what, content).json
             return (told["ranks"][0] if "ranks" in told else told).get("evidence") or {}
 
         link = wait_until(asked, timeout_s=60)  # one that has just been stuck, or a busy machine's, may not respond at first
 
         def answer() -> Reply | None:
+            self.lives()
             reply = self._caller.ask("GET", link["href"], prefix="")
             return None if reply.status == 404 else reply
 
@@ -93,14 +99,18 @@ def rank() -> Iterator[Rank]:
         argv = (*mounted("size=4m", "true", small), sys.executable, "-m", "tests.stuck_rank", str(small))
         environ = {**clean_environment(), "TORCHOBS_CONTROL_DIR": str(control)}
         with subprocess.Popen(argv, stdin=subprocess.PIPE, cwd=ROOT, env=environ, text=True) as process:
-            inside = Path(f"/proc/{process.pid}/root{small}")
-            wait_until(lambda: list(inside.glob("*.flight")), timeout_s=60)
-            config = ExporterConfig(flight_dir=str(inside), control_dir=str(control), api_socket=f"{home}/api.sock")
-            with Service(config):
-                made = Rank(process, inside, Caller(Path(home) / "api.sock"))
-                wait_until(made.steps, timeout_s=60)
-                yield made
-            process.kill()
+            try:
+                inside = Path(f"/proc/{process.pid}/root{small}")
+                wait_until(lambda: list(inside.glob("*.flight")), timeout_s=60)
+                socket = Path(home) / "api.sock"
+                config = ExporterConfig(flight_dir=str(inside), control_dir=str(control), api_socket=str(socket))
+                with Service(config):
+                    wait_until(socket.exists)
+                    made = Rank(process, inside, Caller(socket))
+                    wait_until(made.steps, timeout_s=60)
+                    yield made
+            finally:
+                process.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +153,8 @@ def test_a_limit_of_file_sizes(rank: Rank) -> None:
     refused = rank.ask("/profile", {"steps": 2})
     assert (refused.status, "set TMPDIR" in refused.json["detail"]) == (410, True)
     assert rank.unfinished() == []
+    rank.say("sudden")
+    assert "File too large" in rank.ask("/stacks").json["detail"]
     rank.say("deadly")
     for what, content in (("/stacks", None), ("/profile", {"steps": 2})):
         assert rank.ask(what, content).status == 410

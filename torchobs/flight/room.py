@@ -17,7 +17,8 @@ HEADROOM = 16
 
 def shortage(directory_fd: int, size: int) -> str | None:
     """Return why a file of ``size`` bytes should not be allocated there, or ``None`` when there is room."""
-    if deadly_limit(size):
+    if size > _size_limit() and signal.getsignal(signal.SIGXFSZ) == signal.SIG_DFL:
+        # Python ignores it, so that writing on is an error as any other; but an application may have its default back
         return f"files of this process may have {_size_limit()} bytes, and the signal that would tell it of more ends it"
     usage = os.fstatvfs(directory_fd)
     if usage.f_bavail * usage.f_frsize < size:
@@ -28,12 +29,12 @@ def shortage(directory_fd: int, size: int) -> str | None:
     return None
 
 
-def deadly_limit(size: int) -> bool:
-    """Tell whether a file of ``size`` bytes would be this process' end, by ``ulimit -f``.
+def survive_limits() -> None:
+    """Have too long a file be an error in this thread, whatever the application makes of the signal meanwhile.
 
-    Python ignores the signal, so that writing on is an error as any other; but an application may have its default back.
+    The kernel sends it to the thread that writes, and there it stays pending.
     """
-    return size > _size_limit() and signal.getsignal(signal.SIGXFSZ) == signal.SIG_DFL
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXFSZ])
 
 
 def _size_limit() -> float:
