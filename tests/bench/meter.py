@@ -1,7 +1,8 @@
 """How long our own code runs between real steps: timed from outside, what torch does inside taken out.
 
 Before ``init()`` the originals are wrapped (inner), after it whatever stands in their place (outer): the difference is ours,
-guards and wrappers included. Norms are a part of it, and timed by themselves.
+guards and wrappers included. What is measured now and then (norms, at level advanced also weights) is a part of it, and timed
+by itself.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import itertools
 import statistics
 import struct
 import zlib
+from collections import Counter
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn.utils import clip_grad
@@ -21,6 +23,7 @@ from torch.utils.data import dataloader
 from torchobs.probes.clipping import ClipWatch
 from torchobs.probes.gradients import GradientProbe
 from torchobs.probes.patching import Patch
+from torchobs.probes.updates import UpdateWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +32,23 @@ _SITES = (
     (dataloader._BaseDataLoaderIter, "__next__"), (torch.autograd, "backward"),
     (clip_grad, "_get_total_norm"), (clip_grad, "_clip_grads_with_norm_"),
 )  # fmt: skip
-_NORMS = ((GradientProbe, "_measure"), (GradientProbe, "_take_over"), (ClipWatch, "_note_total"))
-"""What is the measuring of norms"""
+_MEASURED = (
+    (GradientProbe, "_measure"), (GradientProbe, "_take_over"), (ClipWatch, "_note_total"),
+    (UpdateWatch, "_copy"), (UpdateWatch, "_compare"),
+)  # fmt: skip
+"""What is done now and then, paced by what it costs"""
 _HOOKS = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+
+
+class Step(NamedTuple):
+    """Our part of one."""
+
+    measured: frozenset[str]
+    """what of that which is done now and then"""
+    ours: int
+    """ns, without that"""
+    norms: int
+    """ns, of that"""
 
 
 class Meter:
@@ -42,18 +59,16 @@ class Meter:
 
     def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
-        self.ours: list[int] = []
-        """ns per step, norms excluded"""
-        self.norms: list[int] = []
-        """ns per step of measuring norms"""
-        self._sum = self._norm = 0
+        self.steps: list[Step] = []
+        self._sum = self._norm = self._depth = 0
+        self._measured: set[str] = set()
         self._inner: list[Patch] = []
         self._outer: list[Patch] = []
 
     def inner(self) -> None:
         """Wrap what is there before."""
         self._inner += [Patch(owner, name, self._timed(getattr(owner, name), -1)) for owner, name in _SITES]
-        self._inner += [Patch(owner, name, self._timed_norm(getattr(owner, name))) for owner, name in _NORMS]
+        self._inner += [Patch(owner, name, self._timed_measuring(getattr(owner, name))) for owner, name in _MEASURED]
 
     def outer(self) -> None:
         """Wrap what stands there now."""
@@ -74,20 +89,25 @@ class Meter:
 
     def step(self) -> None:
         """A step has ended."""
-        self.ours.append(self._sum - self._norm)
-        self.norms.append(self._norm)
+        self.steps.append(Step(frozenset(self._measured), self._sum - self._norm, self._norm))
         self._sum = self._norm = 0
+        self._measured.clear()
 
     @property
     def ours_us(self) -> float:
-        """Median over the steps, so that a preemption is not ours."""
-        return statistics.median(self.ours) / 1000
+        """Mean of the bookkeeping."""
+        return self._mean_us(lambda step: step.ours)
 
     @property
     def norms_us(self) -> float:
-        """Mean over the steps, for norms are not measured in every one; of those, the median, as above."""
-        measured = [norm for norm in self.norms if norm]
-        return statistics.median(measured) * len(measured) / len(self.norms) / 1000 if measured else 0.0
+        """Mean of what is measured now and then."""
+        return self._mean_us(lambda step: step.norms)
+
+    def _mean_us(self, of: Callable[[Step], int]) -> float:
+        """Of the medians of the steps in which the same was measured, so that a preemption is not ours."""
+        kinds = Counter(step.measured for step in self.steps)
+        medians = {kind: statistics.median(of(step) for step in self.steps if step.measured == kind) for kind in kinds}
+        return sum(medians[kind] * count for kind, count in kinds.items()) / len(self.steps) / 1000
 
     def _timed(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
         clock = self._clock
@@ -101,15 +121,19 @@ class Meter:
 
         return timed
 
-    def _timed_norm(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed_measuring(self, function: Callable[..., Any]) -> Callable[..., Any]:
         clock = self._clock
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begun, before = clock(), self._norm
+            begun = clock()
+            self._depth += 1
             try:
                 return function(*args, **kwargs)
             finally:
-                self._norm = before + clock() - begun  # one may call another
+                self._depth -= 1
+                if not self._depth:  # one may call another
+                    self._norm += clock() - begun
+                    self._measured.add(function.__name__)
 
         return timed
 

@@ -2,7 +2,8 @@
 
 Two figures per workload. *Self-time*: how long our own code runs between real steps, where caches are cold; the median over
 the steps, so that a preemption is not ours. It is given beside the *floor* of the same run, which is empty hooks at the same
-places and one bare record per step: their ratio hardly depends on the machine. *Wall*: steps with and without torchobs, in
+places and one bare record per step: their ratio hardly depends on the machine. What is measured now and then, norms and
+(at level advanced) weights, is given by itself, as a mean over all steps. *Wall*: steps with and without torchobs, in
 turn, block by block, as a ratio of the block medians; it is what a user feels, and noisy. What the meter itself takes is
 timed in the same run and taken out of both. ``--gate`` fails on self-time only.
 """
@@ -117,7 +118,7 @@ def meter_alone(training: Iterator[None], steps: int) -> Meter:
     handles = empty_hooks()
     meter.outer()
     run(training, max(3, steps // 4))
-    meter.ours.clear()
+    meter.steps.clear()
     run(training, steps, meter.step)
     for handle in handles:
         handle.remove()
@@ -133,7 +134,7 @@ def least(training: Iterator[None], steps: int) -> Meter:
     floor.install()
     meter.outer()
     run(training, max(3, steps // 4))
-    meter.ours.clear()
+    meter.steps.clear()
     run(training, steps, meter.step)
     meter.remove_outer()
     floor.remove()
@@ -148,8 +149,7 @@ def in_situ(training: Iterator[None], steps: int, directory: Path, level: str) -
     session = torchobs.init(flight_dir=directory, level=level)
     meter.outer()
     run(training, max(4, steps // 2), meter.step)
-    meter.ours.clear()
-    meter.norms.clear()
+    meter.steps.clear()
     before = session.host.cycle.step if session.host is not None else 0
     step_ms = run(training, steps, meter.step)
     measured = {record.step for record in _steps(session) if record.step > before and record.flags & Flag.GRAD_NORM}

@@ -84,12 +84,11 @@ def hooks_ms(workload: str, steps: int) -> list[float]:
             next(training)
             timer.step()
             if number < 10:  # torch's own first steps
-                timer.ours.clear()
-                timer.norms.clear()
+                timer.steps.clear()
         timer.remove_outer()
         torchobs.shutdown()
         timer.remove()
-    return [(ours + norms) / 1e6 for ours, norms in zip(timer.ours, timer.norms, strict=True)]
+    return [(step.ours + step.norms) / 1e6 for step in timer.steps]
 
 
 def child(*arguments: str) -> Any:

@@ -100,23 +100,23 @@ class GradientProbe:
             if self._clip is not None:
                 self._clip.forget()
             return
-        host, pace = self._host, self._pace
+        host, pace, begun_ns = self._host, self._pace, monotonic_ns()
         clipping = self._clip.take(optimizer, self._grads_of) if self._clip is not None else None
         pace.spend_later(self._devices.take_ns())
         due = pace.is_due(host.cycle.step)
         if clipping is not None:
             self._take_over(clipping, optimizer, due=due)
         elif due and not (self._clip is not None and self._clip.has_noted(host.cycle.step)):
-            self._measure(optimizer, within=False)
+            self._measure(optimizer, begun_ns, within=False)
         if self._updates.level:
-            self._updates.before_step(optimizer)
+            self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
         host.norm_due, host.norm_step = min(pace.due_at, self._updates.due_at), pace.step
 
     def _after_backward(self) -> None:
-        optimizer = self._optimizer() if self._optimizer is not None else None
+        optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
         self._pace.spend_later(self._devices.take_ns())
         if optimizer is not None and self._pace.is_due(self._host.cycle.step):
-            self._measure(optimizer, within=True)
+            self._measure(optimizer, begun_ns, within=True)
         # only now: another probe may have put the next look off, and the next optimizer may have no closure
         self._host.norm_due = min(self._pace.due_at, self._updates.due_at)
 
@@ -138,8 +138,7 @@ class GradientProbe:
         self._counts[optimizer] = (count, against, age + 1)
         return count
 
-    def _measure(self, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
-        begun_ns = monotonic_ns()
+    def _measure(self, optimizer: torch.optim.Optimizer, begun_ns: int, *, within: bool) -> None:
         parameters = _with_gradient(optimizer)
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 ADVANCED = 2
 MOST_ELEMENTS = 8_000_000
-_BUDGETS = 4
+_BUDGETS = 3
 """The part of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
+_LOOK_STEPS = 32
 _NEVER = sys.maxsize
 
 
@@ -65,8 +66,10 @@ class UpdateWatch:
         following = self._host.cycle.step + 1
         return following if self._copied is not None else max(following, self._pace.due_at)
 
-    def before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any, begun_ns: int) -> None:
         """Compare what was copied before this optimizer's last step; copy if it is time. In the training thread.
+
+        ``begun_ns``: since when time is spent on it; in a step of 2 ms the way here takes as long as a copy.
 
         Nothing of ours may get into a graph that is being captured: each replay would write to memory that has long been
         somebody else's. And what was copied before it is no use afterwards: replays change the weights unseen.
@@ -74,7 +77,7 @@ class UpdateWatch:
         if self._devices.cuda.capturing():
             self._copied = None
             return
-        begun_ns, copied = monotonic_ns(), self._copied
+        copied = self._copied
         if copied is not None:
             known = copied.optimizer()
             if known is not None and known is not optimizer:
@@ -111,6 +114,7 @@ class UpdateWatch:
             if parameters:
                 break
         else:
+            self._pace.due_at = self._host.cycle.step + _LOOK_STEPS  # the sampler may choose some
             return
         with torch.no_grad():
             views = _views([ref() for ref in parameters])
