@@ -7,6 +7,7 @@ from dashboards.recent import name, recent
 from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
+from torchobs.detect.vanishing import LASTING
 
 MOST_SKIPS = 20
 """A loss scaler starts at 2^16 and halves at each skip: 16 take it to 1, and a job that starts may need some of them."""
@@ -15,7 +16,7 @@ MOST_SKIPS = 20
 def anomalies() -> Group:
     """Return the rules about anomalous steps."""
     counted = (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)
-    return Group("torchobs.anomalies", (*map(recent, counted), _gradient_explosion()))
+    return Group("torchobs.anomalies", (*map(recent, counted), _gradient_explosion(), _gradient_vanishing()))
 
 
 def _gradient_explosion() -> Alert:
@@ -52,6 +53,28 @@ def _gradient_explosion() -> Alert:
         description=(
             'In the last 10 minutes the worst rank had {{ printf "%.0f" $value }} steps whose gradient or loss was NaN, '
             "infinite or far above its own past. What the run learns from here on is likely worthless."
+        ),
+    )
+
+
+def _gradient_vanishing() -> Alert:
+    """The detectors have waited already: each verdict stands for several measured steps in a row, or for a hundred steps."""
+    verdicts = select(name(catalog.ANOMALIES), f'kind="{_kind("gradient_vanishing")}"')
+    return Alert(
+        alert="TorchobsGradientVanishing",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {verdicts} >= {LASTING}
+              or
+                {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
+            )
+        """,
+        severity="warning",
+        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} does not learn, or a part of its model does not.",
+        description=(
+            'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes whose gradient had all but '
+            "disappeared, or has as many layers that hardly any gradient reaches: such weights stay as they are, whatever the "
+            "loss does."
         ),
     )
 
