@@ -93,6 +93,7 @@ class Service(Client):
     def __enter__(self) -> Self:
         self._thread.start()
         wait_until(lambda: self.announced or not self._thread.is_alive())
+        wait_until(lambda: self.fleets or not self._thread.is_alive())  # by then the API's socket is there, too
         self.address = f"127.0.0.1:{self.announced[0].rpartition(':')[2]}" if self.announced else ""
         return self
 

@@ -2,11 +2,13 @@
 
 It trains a small model, a step every 10 ms, and reads words from its standard input: `sleep` sleeps in Python, `hold` holds
 Python's lock in C for as many seconds as follow, `profile` runs the application's own profiler for a moment, `end` ends it.
-`limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back, `sudden`
-does so when there is room for stacks that are about to be written, `become` takes another effective user.
+`limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back and
+collects what is garbage, `sudden` gives it back when there is room for stacks that are about to be written, `become` takes
+another effective user.
 """
 
 import ctypes
+import gc
 import os
 import queue
 import resource
@@ -77,6 +79,7 @@ def main() -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
             case ["deadly"]:
                 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+                gc.collect()
             case ["sudden"]:
                 vars(stacks)["shortage"] = sudden
             case ["become", uid]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs import catalog
 from torchobs.flight import evidence
 from torchobs.flight.evidence import LIMITS, PROFILE, named
-from torchobs.flight.room import shortage, survive_limits
+from torchobs.flight.room import deadly_limit, shortage, survive_limits
 from torchobs.guarding import Fuse, call
 from torchobs.probes.patching import Patch
 
@@ -38,6 +38,9 @@ MOST_S = 300.0
 
 MOST_GROWTH = 512 << 20
 """Bytes by which the process may grow meanwhile: every operation takes some 500, and a large model has 10^4 in a step."""
+
+PLAIN_SIZE = 1 << 30
+"""Bytes that a trace takes in the temp directory at most: it is twenty to thirty times what it is when it is compressed."""
 
 WRITING_S = 5.0
 """How long the session's end waits for a trace that is being written: somebody asked for it."""
@@ -174,6 +177,7 @@ class Profiles:
         survive_limits()
         fuse = Fuse("profile")
         done = call(fuse, _export, run.profiler, place, run.wanted)
+        call(Fuse("profile"), _let_go, run.profiler)
         os.close(place.fd)
         if isinstance(done, int):
             self._host.writer.event(catalog.EVENT_PROFILE_END.name, {**attributes, "size": done})
@@ -188,11 +192,21 @@ class Profiles:
         self._host.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes, self._host.cycle.step)
 
 
+def _let_go(profile: Any) -> None:
+    """Have torch free the trace now, in this thread, and not when its profiler is collected as garbage in another one.
+
+    What it could not write to its end is written once more when that file is closed, and only here that harms nobody.
+    """
+    profile.profiler.kineto_results = None
+
+
 def _export(profile: Any, place: Place, wanted: Evidence) -> int | dict[str, str]:
     """Write the trace; return its size in bytes, or why there is none, as an event's attributes. Raises what torch does."""
     try:
         with tempfile.TemporaryDirectory(prefix="torchobs-", ignore_cleanup_errors=True) as directory:
             plain = Path(directory) / "trace.json"  # on disk: uncompressed it is twenty times the size
+            if deadly_limit(PLAIN_SIZE):
+                return {"reason": "temporary_directory", "detail": "the size of files is limited (ulimit -f)"}
             profile.export_chrome_trace(str(plain))
             if not plain.exists():  # torch has logged why, removed what there was, and raised nothing
                 return {"reason": "temporary_directory", "detail": "torch could not write the trace there"}

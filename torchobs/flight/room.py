@@ -17,8 +17,7 @@ HEADROOM = 16
 
 def shortage(directory_fd: int, size: int) -> str | None:
     """Return why a file of ``size`` bytes should not be allocated there, or ``None`` when there is room."""
-    if size > _size_limit() and signal.getsignal(signal.SIGXFSZ) == signal.SIG_DFL:
-        # Python ignores it, so that writing on is an error as any other; but an application may have its default back
+    if deadly_limit(size):
         return f"files of this process may have {_size_limit()} bytes, and the signal that would tell it of more ends it"
     usage = os.fstatvfs(directory_fd)
     if usage.f_bavail * usage.f_frsize < size:
@@ -27,6 +26,14 @@ def shortage(directory_fd: int, size: int) -> str | None:
     if free is not None and free < HEADROOM * size:
         return f"the memory cgroup has {free} bytes left, {HEADROOM * size} must be free before {size} are taken"
     return None
+
+
+def deadly_limit(size: int) -> bool:
+    """Tell whether a file of ``size`` bytes would be this process' end, by ``ulimit -f``.
+
+    Python ignores the signal, so that writing on is an error as any other; but an application may have its default back.
+    """
+    return size > _size_limit() and signal.getsignal(signal.SIGXFSZ) == signal.SIG_DFL
 
 
 def survive_limits() -> None:

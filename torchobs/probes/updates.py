@@ -28,7 +28,6 @@ ADVANCED = 2
 MOST_ELEMENTS = 8_000_000
 _BUDGETS = 3
 """The part of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
-_LOOK_STEPS = 32
 _NEVER = sys.maxsize
 
 
@@ -61,8 +60,8 @@ class UpdateWatch:
     @property
     def due_at(self) -> int:
         """The step after which :meth:`before_step` has something to do."""
-        if not self.level:
-            return _NEVER
+        if not self.level or not self._layers.chosen:
+            return _NEVER  # until the gradients are measured again
         following = self._host.cycle.step + 1
         return following if self._copied is not None else max(following, self._pace.due_at)
 
@@ -85,7 +84,7 @@ class UpdateWatch:
             self._copied = None
             if known is not None:
                 self._compare(copied)
-        elif self._pace.is_due(self._host.cycle.step):
+        elif self._layers.chosen and self._pace.is_due(self._host.cycle.step):
             self._copy(optimizer)
         self._pace.spend(monotonic_ns() - begun_ns)
 
@@ -105,8 +104,8 @@ class UpdateWatch:
     def _copy(self, optimizer: Any) -> None:
         import torch  # torch is optional until training begins
 
-        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         layers = self._layers.chosen
+        ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for _ in range(len(layers)):
             layer = layers[self._turn % len(layers)]
             self._turn += 1
@@ -114,7 +113,6 @@ class UpdateWatch:
             if parameters:
                 break
         else:
-            self._pace.due_at = self._host.cycle.step + _LOOK_STEPS  # the sampler may choose some
             return
         with torch.no_grad():
             views = _views([ref() for ref in parameters])
