@@ -222,15 +222,20 @@ def goodput(run: Recording) -> dict[str, float]:
     return {key[1]: value for key, value in run.look().items() if key[0] == "torchobs.goodput.time"}
 
 
+def trained(states: dict[str, float]) -> float:
+    """Seconds since the start was over."""
+    return sum(states.values()) - states["startup"]
+
+
 def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(flight_dir: Path) -> None:
     """Within a per cent: amid an evaluation that goes on, and at the end, idle time after the last step included."""
-    path, life_s = "", 0.0
+    path, life_s, least, asked, before = "", 0.0, 0.0, 0.0, 0.0
     for run in recording(flight_dir):
         assert run.session.writer is not None
         path = run.session.writer.path
         loop, training = Loop(), loader()
         loop.train(training)
-        asked, before = time.monotonic(), goodput(run)
+        asked, before = time.monotonic(), trained(goodput(run))
         loop.model.eval()
         begun = time.monotonic()
         for batch in loader():
@@ -240,13 +245,14 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
         least = time.monotonic() - begun
         states = goodput(run)
         most = time.monotonic() - asked
-        gained = [value - before[name] for name, value in states.items() if name != "startup"]
-        assert 0.99 * least <= sum(gained) <= 1.01 * most
+        assert 0.99 * least <= trained(states) - before <= 1.01 * most
         assert states["evaluation"] >= 0.7
         loop.model.train()
         loop.train(training)
         time.sleep(0.3)
         life_s = time.time() - process.this_process().start_ns / 1e9
+        least = time.monotonic() - begun
+    most = time.monotonic() - asked
     points = reader.open_path(path).read(final=True).points
     values = {
         str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
@@ -254,6 +260,7 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
         if point.series.name == "torchobs.goodput.time"
     }
     assert values["idle"] >= 0.3
+    assert 0.99 * least <= trained(values) - before <= 1.01 * most
     assert sum(values.values()) == pytest.approx(life_s, rel=0.01)
 
 

@@ -7,10 +7,8 @@ import base64
 import contextlib
 import http.client
 import shutil
-import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -324,30 +322,6 @@ def test_a_renewed_certificate_is_presented(serve: Callable[[str], Served], prog
     certify(program("openssl"), served.home, "server")
     wait_until(lambda: ssl.get_server_certificate(_split(served)) != first)
     assert served.secure_status() == 200
-
-
-def test_whoever_has_come_before_a_renewal_is_answered_after_it(serve: Callable[[str], Served]) -> None:
-    """Once, and has to come anew then: with the handshake behind it, or before it. What is idle after a response is closed."""
-    served = serve(f"{TLS}}}")
-    with contextlib.ExitStack() as stack:
-        shaken, silent, idle = (stack.enter_context(contextlib.closing(served.secure())) for _ in range(3))
-        plain = stack.enter_context(socket.create_connection(_split(served), timeout=10))
-        for connection in (shaken, idle):
-            connection.connect()
-        idle.request("GET", "/metrics")
-        assert idle.getresponse().read()
-        served.write(f"{TLS}, min_version: TLS13}}")
-        assert idle.sock is not None
-        assert idle.sock.recv(1) == b""
-        time.sleep(1.5)  # more than uvicorn would give them
-        trust = ssl.create_default_context(cafile=str(served.home / "server.pem"))
-        silent.sock = stack.enter_context(trust.wrap_socket(plain, server_hostname="127.0.0.1"))
-        for connection in (shaken, silent):
-            connection.request("GET", "/metrics")
-            answer = connection.getresponse()
-            assert (answer.status, METRICS.encode() in answer.read()) == (200, True)
-            assert connection.sock is not None
-            assert connection.sock.recv(1) == b""
 
 
 def _split(served: Served) -> tuple[str, int]:

@@ -89,7 +89,7 @@ def test_stacks_on_request(run: Recording, flight_dir: Path, ask: Callable[..., 
     assert "is 'MainThread'" in text
     assert local_secret not in text
     assert (flight_dir / one.name).stat().st_mode & 0o777 == 0o600
-    (event,) = run.frames("torchobs.stacks")
+    (event,) = support.wait_until(lambda: run.frames("torchobs.stacks"))  # told after the file is there
     assert event["attrs"] == {"cause": "asked", "evidence": one.id}
 
 
@@ -151,7 +151,7 @@ def test_ours_makes_way_for_the_application_s_own(
     assert "aten::mse_loss" in {event.name for event in own.events() or ()}
     one = soon(flight_dir, PROFILE, step)
     assert trace(flight_dir / one.name)
-    (ended,) = run.frames("torchobs.profile.end")
+    (ended,) = support.wait_until(lambda: run.frames("torchobs.profile.end"))  # told after the file is there
     assert ended["attrs"]["reason"] == "interrupted"
 
 

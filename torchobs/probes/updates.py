@@ -60,10 +60,12 @@ class UpdateWatch:
     @property
     def due_at(self) -> int:
         """The step after which :meth:`before_step` has something to do."""
-        if not self.level or not self._layers.chosen:
-            return _NEVER  # until the gradients are measured again
         following = self._host.cycle.step + 1
-        return following if self._copied is not None else max(following, self._pace.due_at)
+        if self._copied is not None:
+            return following
+        if not self.level or not self._layers.chosen:
+            return _NEVER  # or until the gradients are measured, with layers chosen by then
+        return max(following, self._pace.due_at)
 
     def before_step(self, optimizer: Any, begun_ns: int) -> None:
         """Compare what was copied before this optimizer's last step; copy if it is time. In the training thread.
@@ -104,8 +106,8 @@ class UpdateWatch:
     def _copy(self, optimizer: Any) -> None:
         import torch  # torch is optional until training begins
 
-        layers = self._layers.chosen
         ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        layers = self._layers.chosen
         for _ in range(len(layers)):
             layer = layers[self._turn % len(layers)]
             self._turn += 1

@@ -1,0 +1,237 @@
+"""What of a timeline is an evaluation, as literals: times in, times out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.timelines import evaluate, one_step, spent
+from torchobs.probes.segments import CHECKPOINT, DATA, EVALUATION, OTHER, Segments
+
+
+def test_a_fetch_for_an_evaluation_is_not_the_training_s() -> None:
+    """A validation loader beside a training without one."""
+    segments = Segments()
+    segments.close(0)
+    segments.fetch_begins(2, 0)
+    segments.fetch_ends(10, exhausted=False, gradients=False)
+    segments.fetch_begins(2, 20)
+    segments.fetch_ends(25, exhausted=True, gradients=False)
+    segments.backward_begins(65)
+    assert spent(segments, 80) == {"evaluation": 25, "forward": 40, "backward": 15}
+
+
+def test_a_rollout_in_eval_mode_is_no_evaluation() -> None:
+    """Many agents act in eval() mode: the name counts, and so it does for what is around it there."""
+    segments = Segments()
+    segments.close(0)
+    segments.evaluation_begins(7, 10)
+    segments.pin(OTHER, 20)
+    segments.unpin(500)
+    segments.evaluation_ends(7, 510)
+    segments.backward_begins(530)
+    assert spent(segments, 540) == {"other": 500, "forward": 30, "backward": 10}
+    assert not segments.evaluations
+
+
+def test_a_validation_loader_is_evaluation() -> None:
+    """Fetches of another loader with no backward behind them, the exhausted one too."""
+    segments = Segments()
+    segments.close(0)
+    for at in (0, 100, 200):
+        segments.fetch_begins(2, at)
+        segments.fetch_ends(at + 10, exhausted=False, gradients=True)
+    segments.fetch_begins(2, 300)
+    segments.fetch_ends(305, exhausted=True, gradients=True)
+    end = one_step(segments, 310)
+    assert spent(segments, end) == {"data": 10, "forward": 30, "backward": 40, "other": 10, "optimizer": 15, "evaluation": 305}
+
+
+def test_fetches_without_gradients_are_evaluation_at_once() -> None:
+    """Under no_grad nothing has to be waited for, the loader may be the training one."""
+    segments = Segments()
+    segments.close(0)
+    segments.fetch_begins(1, 0)
+    segments.fetch_ends(10, exhausted=False, gradients=False)
+    segments.fetch_begins(1, 100)
+    segments.fetch_ends(105, exhausted=True, gradients=False)
+    assert segments.spent_ns[EVALUATION] == 105
+    assert segments.spent_ns[DATA] == 0
+
+
+def test_between_eval_and_train_is_evaluation() -> None:
+    """Whatever happens there, and the time before and after stays what it was."""
+    segments = Segments()
+    segments.close(0)
+    segments.evaluation_begins(7, 20)
+    segments.fetch_begins(2, 30)
+    segments.fetch_ends(40, exhausted=False, gradients=True)
+    segments.evaluation_ends(7, 120)
+    end = one_step(segments, 125)
+    assert spent(segments, end) == {
+        "data": 10, "forward": 30, "backward": 40, "other": 30, "optimizer": 15, "evaluation": 100,
+    }  # fmt: skip
+
+
+def test_a_teacher_in_eval_mode_is_no_evaluation() -> None:
+    """A backward before train(), or train() of another module: what lay between counts as what it was."""
+    segments = Segments()
+    segments.close(0)
+    segments.evaluation_begins(7, 0)
+    end = one_step(segments, 0)
+    segments.evaluation_ends(7, end)
+    assert spent(segments, end) == {"data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15}
+    segments.evaluation_begins(8, end)
+    segments.evaluation_ends(9, end + 50)
+    assert "evaluation" not in spent(segments, end + 50)
+
+
+def beside(segments: Segments, start: int, use: int) -> int:
+    """A step of two loaders: 10 each to fetch, the first one's batch used for so long before the second one's fetch."""
+    segments.fetch_begins(2, start)
+    segments.fetch_ends(start + 10, exhausted=False, gradients=True)
+    return one_step(segments, start + 10 + use)
+
+
+def test_loaders_fetched_side_by_side_are_one_step_s_data() -> None:
+    """``zip(labelled, unlabelled)``: nothing was done with the first one's batch before the second one's fetch."""
+    segments = Segments()
+    assert spent(segments, beside(segments, 0, use=0))["data"] == 20
+
+
+def test_loaders_used_one_after_the_other_are_data_from_the_second_step_on() -> None:
+    """What is fetched and used in one step after another was no evaluation."""
+    segments = Segments()
+    end = beside(segments, 0, use=50)
+    assert spent(segments, end)["evaluation"] == 60
+    end = beside(segments, end, use=50)
+    assert spent(segments, end) == {"data": 20, "forward": 80, "backward": 40, "other": 5, "optimizer": 15}
+
+
+def test_an_evaluation_of_one_batch_now_and_then_is_one() -> None:
+    """With steps in between that fetch from one loader only, each evaluation stands for itself."""
+    segments = Segments()
+    end = beside(segments, 0, use=50)
+    assert spent(segments, end)["evaluation"] == 60
+    segments.restart(end + 100)  # a plain step was written without the timeline
+    end = beside(segments, end + 100, use=50)
+    assert spent(segments, end)["evaluation"] == 60
+    end = one_step(segments, end)
+    segments.close(end)
+    assert spent(segments, beside(segments, end, use=50))["evaluation"] == 60
+
+
+def test_a_checkpoint_within_an_evaluation_is_a_checkpoint() -> None:
+    """Saving the best model before ``train()`` is called again is not evaluation."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    segments.pin(CHECKPOINT, 150)
+    segments.unpin(180)
+    segments.evaluation_ends(7, 200)
+    assert spent(segments, one_step(segments, 200)) == {
+        "data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15, "evaluation": 70, "checkpoint": 30,
+    }  # fmt: skip
+
+
+def test_an_evaluation_has_ended_where_training_fetches_before_it_calls_train() -> None:
+    """As in trainers whose training step calls ``train()``, with the batch in hand: the fetch is the step's data."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 2, 110)
+    segments.fetch_begins(1, end + 5)
+    segments.fetch_ends(end + 15, exhausted=False, gradients=True)
+    segments.evaluation_ends(7, end + 20)
+    segments.backward_begins(end + 45)
+    assert spent(segments, end + 65) == {"evaluation": end + 5 - 100, "data": 10, "forward": 30, "backward": 20}
+    assert list(segments.evaluations) == [(100, end + 5)]
+
+
+def test_an_evaluation_has_ended_where_training_goes_on_without_train() -> None:
+    """A model that is trained in ``eval()``, its normalisation frozen."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = one_step(segments, evaluate(segments, 2, 110) + 5)
+    assert spent(segments, end) == {
+        "evaluation": 140, "data": 10, "forward": 30, "backward": 40, "other": 5, "optimizer": 15,
+    }  # fmt: skip
+    assert list(segments.evaluations) == [(100, 240)]
+
+
+def test_several_validation_loaders_are_one_evaluation() -> None:
+    """Up to ``train()``, with the checkpoint that is saved meanwhile taken out."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 3, evaluate(segments, 2, 110) + 5)
+    segments.pin(CHECKPOINT, end + 5)
+    segments.unpin(end + 25)
+    segments.evaluation_ends(7, end + 30)
+    after = one_step(segments, end + 30)
+    times = spent(segments, after)
+    assert times["evaluation"] == end + 30 - 100 - 20
+    assert times["checkpoint"] == 20
+    assert sum(times.values()) == after - 100
+    assert list(segments.evaluations) == [(100, end + 30)]
+
+
+def test_a_look_at_a_long_evaluation_changes_nothing() -> None:
+    """What is known of it so far, by a twin; the timeline goes on as if nobody had looked."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    segments.fetch_begins(2, 110)
+    segments.fetch_ends(120, exhausted=False, gradients=True)
+    times, idle = segments.twin().so_far(1100, 50)
+    assert (times[EVALUATION], sum(times), idle) == (1000, 1000, 0)
+    segments.evaluation_ends(7, 1200)
+    assert spent(segments, 1200) == {"evaluation": 1100}
+
+
+def test_nothing_seen_for_long_is_idle() -> None:
+    """After the last step, and behind the end of an evaluation's loader; not while a batch is waited for."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    assert segments.twin().so_far(149, 50)[1] == 0
+    assert segments.twin().so_far(200, 50)[1] == 100
+    segments.evaluation_begins(7, 200)
+    end = evaluate(segments, 2, 200)
+    times, idle = segments.twin().so_far(end + 75, 50)
+    assert (times[EVALUATION], times[OTHER], idle) == (end - 200, 175, 75)
+    segments.fetch_begins(1, end + 80)
+    assert segments.twin().so_far(end + 1000, 50)[1] == 0
+
+
+def test_a_batch_fetched_ahead_of_the_loader_s_end_is_trained_on() -> None:
+    """A prefetcher asks for one more than it hands out: the fetch behind an evaluation may be the last of the epoch."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 2, 110) + 5
+    segments.fetch_begins(1, end)
+    segments.fetch_ends(end + 20, exhausted=False, gradients=True)
+    segments.fetch_begins(1, end + 21)
+    segments.fetch_ends(end + 26, exhausted=True, gradients=True)
+    segments.evaluation_ends(7, end + 30)
+    segments.backward_begins(end + 50)
+    times = spent(segments, end + 60)
+    assert (times["data"], times["evaluation"], sum(times.values())) == (25, 140, 200)
+
+
+@pytest.mark.parametrize(("loader", "rest", "data"), [(1, 2, 2), (1, 3, 0), (2, 2, 0)])
+def test_a_batch_hardly_used_is_put_aside_if_its_loader_is_the_one_trained_on(loader: int, rest: int, data: int) -> None:
+    """Less than a tenth of a forward pass of 30: no evaluation, however quick the fetch was. Another loader's may be one."""
+    segments = Segments()
+    segments.close(one_step(segments, 0))
+    segments.evaluation_begins(7, 100)
+    end = evaluate(segments, 3, 110)
+    segments.fetch_begins(loader, end)
+    segments.fetch_ends(end + 1, exhausted=False, gradients=True)
+    segments.fetch_begins(loader, end + 1 + rest)
+    segments.fetch_ends(end + 2 + rest, exhausted=True, gradients=True)
+    segments.evaluation_ends(7, end + 10)
+    segments.backward_begins(end + 40)
+    times = spent(segments, end + 60)
+    assert (times.get("data", 0), sum(times.values())) == (data, end + 60 - 100)
+    assert times["evaluation"] == (end if data else end + 10) - 100
