@@ -60,7 +60,7 @@ def free_port() -> int:
         return port
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float = 10.0, interval_s: float = 0.02) -> T:
+def wait_until(condition: Callable[[], T], timeout_s: float = 30.0, interval_s: float = 0.02) -> T:
     """The first true value of `condition()`, asked for every `interval_s`.
 
     Raises:

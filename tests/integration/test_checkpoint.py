@@ -71,6 +71,7 @@ def alike(found: list[float], timed: list[float]) -> bool:
     return statistics.median(abs(one - other) / other for one, other in zip(found, timed, strict=True)) < 0.05
 
 
+@pytest.mark.serial
 def test_a_save_is_timed_and_sized_and_no_part_of_the_step(run: Recording, tmp_path: Path) -> None:
     """Within 5 % of what the loop waited; the step's own duration is without it; a span each."""
     waited: list[float] = []
@@ -161,6 +162,7 @@ def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: R
     assert checkpoint_s(run) == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.serial
 def test_a_save_before_the_first_step_starts_no_clock(run: Recording, tmp_path: Path) -> None:
     """What is saved while the run is being set up is counted, and the first step is as long as it is."""
     torch.save({"config": 1}, tmp_path / "config.pt")

@@ -240,6 +240,7 @@ def watching(run: Recording, gate: Gate) -> Iterator[list[tuple[str | None, floa
     thread.join()
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("part", ["forward", "backward"])
 def test_a_long_compilation_is_shown_as_one_and_not_as_a_hang(run: Recording, part: str) -> None:
     """The exporter is patient in this phase; the step that it fell into is not a slow one."""
@@ -445,6 +446,7 @@ def test_inductor_cold_and_warm(flight_dir: Path, tmp_path: Path, monkeypatch: p
         assert [span["cached"] for span in events(run, catalog.SPAN_COMPILE.name)] == [False, True]
 
 
+@pytest.mark.serial
 def test_the_autograd_thread_s_compilation_is_the_training_s(run: Recording) -> None:
     """On a CUDA device a graph's backward is compiled by the engine's thread, which the training thread waits for."""
     host = run.session.host

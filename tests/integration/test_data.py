@@ -74,6 +74,7 @@ def data_time(run: Recording) -> float:
     return sum(record.phase_s[0] for record in run.steps())
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Slow, SlowStream])
 def test_the_wait_for_data_is_what_the_loop_waited(run: Recording, dataset: type[Slow], workers: int) -> None:
@@ -83,6 +84,7 @@ def test_the_wait_for_data_is_what_the_loop_waited(run: Recording, dataset: type
     assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
 
 
+@pytest.mark.serial
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")  # torchdata 0.11 calls it
 def test_stateful_loaders_are_loaders(run: Recording) -> None:
     """It has iterators and an ``__iter__`` of its own; imported after init(), it is watched all the same."""
@@ -92,6 +94,7 @@ def test_stateful_loaders_are_loaders(run: Recording) -> None:
     assert run.values()[("torchobs.data.worker_start.time",)] > 0
 
 
+@pytest.mark.serial
 def test_a_stream_over_a_loader_is_waited_for_once(run: Recording) -> None:
     """The inner loader's iteration, started inside a fetch of the outer one, is part of that fetch."""
 
@@ -103,6 +106,7 @@ def test_a_stream_over_a_loader_is_waited_for_once(run: Recording) -> None:
     assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
 
 
+@pytest.mark.serial
 def test_several_loaders_are_waited_for_in_turn(run: Recording) -> None:
     """Two loaders zipped are one step's data together."""
     pairs = zip(DataLoader(Slow(), batch_size=2), DataLoader(Slow(), batch_size=2), strict=True)
@@ -110,6 +114,7 @@ def test_several_loaders_are_waited_for_in_turn(run: Recording) -> None:
     assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
 
 
+@pytest.mark.serial
 def test_a_plain_iterator_is_waited_for_where_the_script_says_so(run: Recording) -> None:
     """``phase("data")`` is for what no loader of torch fetches."""
 

@@ -125,6 +125,7 @@ def test_an_evaluation_amid_an_epoch_is_none_whenever_one_looks(flight_dir: Path
     assert spans == [{"epoch": 1, "steps": BATCHES}]
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("announced", [True, False])
 def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     """With ``eval()`` and ``train()``, or with gradients disabled alone: as long as it was."""
@@ -143,6 +144,7 @@ def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     assert run.values()[("torchobs.goodput.time", "evaluation")] == pytest.approx(lasted, rel=0.05, abs=0.01)
 
 
+@pytest.mark.serial
 def test_an_evaluation_left_early_ends_there(run: Recording) -> None:
     """A few batches of the validation data, and on with the training."""
     loop, training = Loop(), loader()
@@ -227,6 +229,7 @@ def trained(states: dict[str, float]) -> float:
     return sum(states.values()) - states["startup"]
 
 
+@pytest.mark.serial
 def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(flight_dir: Path) -> None:
     """Within a per cent: amid an evaluation that goes on, and at the end, idle time after the last step included."""
     path, life_s, least, asked, before = "", 0.0, 0.0, 0.0, 0.0
