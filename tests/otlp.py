@@ -38,13 +38,13 @@ NO_VALUE = 1
 
 
 class Answer(NamedTuple):
-    """What a receiver says; `hold_s`: how long it thinks before, `drip`: whether it answers by single bytes, for ever."""
+    """What a receiver says; `hold_s`: how long it thinks before, `drip`: after that it goes on by single bytes, for ever."""
 
     status: int = 200
     headers: Mapping[str, str] = {}
     body: bytes = b""
     hold_s: float = 0.0
-    drip: bool = False
+    drip: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Receiver:
         answer = self.answer(request)
         self._ended.wait(answer.hold_s)
         with contextlib.suppress(OSError):
-            if answer.drip:
-                self._drip(handler)
+            if answer.drip is not None:
+                self._drip(handler, answer.drip)
                 return
             handler.send_response(answer.status)
             for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
@@ -140,8 +140,9 @@ class Receiver:
             handler.end_headers()
             handler.wfile.write(answer.body)
 
-    def _drip(self, handler: BaseHTTPRequestHandler) -> None:
+    def _drip(self, handler: BaseHTTPRequestHandler, begun: bytes) -> None:
         handler.close_connection = True
+        handler.wfile.write(begun)
         while not self._ended.wait(0.05):
             handler.wfile.write(b"H")
 

@@ -6,6 +6,7 @@ Specification: https://opentelemetry.io/docs/specs/otlp/#otlphttp.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import socket
@@ -41,6 +42,7 @@ class Web:
     def __init__(self, target: Target, partial: Callable[[bytes], tuple[int, str]], wall_s: Callable[[], float]) -> None:
         self._target, self._partial, self._wall_s = target, partial, wall_s
         self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None
         parts = urlsplit(target.url)
         self._host, self._tls = parts.hostname or "", parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
@@ -71,9 +73,7 @@ class Web:
     def cancel(self) -> None:
         """See :class:`Transport`."""
         self._closed = True
-        connection = self._connection
-        if connection is not None:
-            _break(connection)
+        self._break()
 
     def close(self) -> None:
         """See :class:`Transport`."""
@@ -94,19 +94,20 @@ class Web:
         return Outcome("retry", words=f"no answer within {self._target.timeout_s:g} s")
 
     def _post(self, body: bytes) -> Outcome:
-        if self._connection is None:
-            self._connection = self._connect()
-        connection, late = self._connection, []
+        late = []
 
         def give_up() -> None:
             late.append(True)
-            _break(connection)
+            self._break()
 
         # a socket's timeout starts again with every byte: a receiver that answers by drops would hold the thread for ever
         timer = Timer(self._target.timeout_s, give_up)
         timer.daemon = True
         timer.start()
         try:
+            connection = self._connected()
+            if late:
+                raise TimeoutError
             path, more = self._via()
             connection.request("POST", path, body, {**self._headers, **more})
             answer = connection.getresponse()
@@ -117,7 +118,9 @@ class Web:
             raise
         finally:
             timer.cancel()
-        if not answer.isclosed():
+        if late:
+            raise TimeoutError  # broken amid an answer that has no length: it ended there
+        if connection.sock is None or not answer.isclosed():
             self._drop_connection()
         return self._judge(answer, said)
 
@@ -135,21 +138,37 @@ class Web:
             return Outcome("retry", after_s=after_s, words=printable(words))
         return Outcome("refused", words=printable(words))
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connected(self) -> http.client.HTTPConnection:
+        """Return the connection, made if there is none; it is known before anything is waited for, so that it can be broken."""
+        if self._connection is None:
+            timeout_s, proxy = self._target.timeout_s, self._proxy()
+            host, port = (proxy[0], proxy[1]) if proxy else (self._host, self._port)
+            if not self._tls:
+                self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+            else:
+                self._connection = _Secure(host, port, timeout_s, _context(self._target), self._host)
+                if proxy:
+                    self._connection.set_tunnel(self._host, self._port, dict(proxy[2]))
+            self._refuse_if_closed()
+            self._connection.connect()
+            self._socket = self._connection.sock
+        self._refuse_if_closed()
+        return self._connection
+
+    def _refuse_if_closed(self) -> None:
         if self._closed:
             raise ConnectionAbortedError("the exporter ends")
-        timeout_s, proxy = self._target.timeout_s, self._proxy()
-        host, port = (proxy[0], proxy[1]) if proxy else (self._host, self._port)
-        if not self._tls:
-            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-        else:
-            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=_context(self._target))
-            if proxy:
-                connection.set_tunnel(self._host, self._port, dict(proxy[2]))
-        connection.connect()
-        if connection.sock is not None:
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection
+
+    def _break(self) -> None:
+        """End the connection under another thread's hands: its read or write fails at once.
+
+        http.client lets go of the socket when the head of an answer without a length is there, and goes on reading.
+        """
+        connection = self._connection
+        sock = self._socket or (connection.sock if connection is not None else None)
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would take its state from under the reader
 
     def _via(self) -> tuple[str, Mapping[str, str]]:
         """Return what to ask for, and the headers for a proxy: it sees a plain request, and only the tunnel of TLS."""
@@ -167,9 +186,25 @@ class Web:
         return parts.hostname or "", parts.port or 80, headers
 
     def _drop_connection(self) -> None:
-        connection, self._connection = self._connection, None
+        connection, self._connection, self._socket = self._connection, None, None
         if connection is not None:
             connection.close()
+
+
+class _Secure(http.client.HTTPConnection):
+    """As http.client's own for TLS, but that ``sock`` can be shut down by another thread in the handshake, too."""
+
+    default_port = 443
+
+    def __init__(self, host: str, port: int, timeout_s: float, context: ssl.SSLContext, name: str) -> None:
+        super().__init__(host, port, timeout=timeout_s)
+        self._context, self._name = context, name
+
+    def connect(self) -> None:
+        """Connect, through the tunnel if there is one, and shake hands."""
+        super().connect()
+        self.sock = self._context.wrap_socket(self.sock, server_hostname=self._name, do_handshake_on_connect=False)
+        self.sock.do_handshake()
 
 
 def _context(target: Target) -> ssl.SSLContext:
@@ -178,16 +213,6 @@ def _context(target: Target) -> ssl.SSLContext:
     if target.client_certificate:
         context.load_cert_chain(target.client_certificate, target.client_key)
     return context
-
-
-def _break(connection: http.client.HTTPConnection) -> None:
-    """End a connection under another thread's hands: its read or write fails at once."""
-    sock = connection.sock
-    if sock is not None:
-        try:
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would take its state from under the reader
-        except OSError:
-            return
 
 
 def _retry_after_s(header: str | None, wall_s: float) -> float | None:
