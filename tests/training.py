@@ -60,6 +60,7 @@ class Recording:
         sampler = self.session._sampler
         assert sampler is not None
         sampler.stop()
+        sampler._thread.join()  # which an end does not wait for longer than a second
         sampler.round(last=True)
         return self.values()
 

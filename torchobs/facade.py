@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from torchobs.probes.host import Host
 
-MAX_SCALARS = 64
 SPAN_FROM_NS = 100_000_000
 _SEGMENTS = {**{name: index for index, name in enumerate(PHASE_NAMES)}, "rollout": PHASE_NAMES.index("other")}
 
@@ -125,8 +125,8 @@ def _step(host: Host) -> None:
 def _log(host: Host, loss: Any, tokens: int, samples: int, total_steps: int | None, scalars: dict[str, Any]) -> None:
     if loss is not None or tokens or samples:
         _log_step(host, loss, int(tokens), int(samples))
-    if total_steps is not None and (total := host.writer.table.cell(catalog.TOTAL_STEPS, {})) is not None:
-        total.set(float(total_steps))
+    if total_steps is not None:
+        host.scalars.set_total_steps(float(total_steps))
     for name, value in scalars.items():
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # what torch, Python and NumPy say to that
             _log_scalar(host, name, value)
@@ -143,21 +143,12 @@ def _log_step(host: Host, loss: Any, tokens: int, samples: int) -> None:
 
 def _log_scalar(host: Host, name: str, value: Any) -> None:
     number = None if _is_elsewhere(value) else _number(value)
-    cell = host.writer.table.cell(catalog.SCALAR_VALUE, {"name": name}) if _has_room(host, name) else None
-    if cell is None:
+    if not host.scalars.has_room(name):
         return
     if number is None:
-        host.device.take(value, cell.set)
+        host.device.take(value, partial(host.scalars.set, name))
     else:
-        cell.set(number)
-
-
-def _has_room(host: Host, name: str) -> bool:
-    if name not in host.scalars and len(host.scalars) >= MAX_SCALARS:
-        host.writer.table.dropped += 1
-        return False
-    host.scalars.add(name)
-    return True
+        host.scalars.set(name, number)
 
 
 def _is_elsewhere(value: Any) -> bool:

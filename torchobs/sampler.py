@@ -45,7 +45,7 @@ class Sampler:
     ) -> None:
         self._host, self._samples, self._slow = host, samples, slow
         host.say, host.breathe = self.say, self.breathe
-        self._stop = threading.Event()
+        self._stop, self._busy = threading.Event(), threading.Lock()
         self._own, self._ration = Fuse("sampler"), Ration()
         self._shown: dict[str, int] = {}
         self._spoken: dict[str, float] = {}
@@ -62,7 +62,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after one more round, waiting for it at most a second."""
+        """End, waiting at most a second for the round that is being done."""
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)
@@ -71,13 +71,25 @@ class Sampler:
         survive_limits()
         while not self._stop.wait(INTERVAL_S):
             self._host.writer.heartbeat()
-            call(self._own, self.round)
+            with self._busy:
+                if not self._stop.is_set():
+                    call(self._own, self.round)
             self._own.blown = False  # the heartbeat must go on; the error is counted all the same
+
+    def end(self) -> None:
+        """Do the last round. In the thread that ends the session; the sampler thread may hang in a round of its own."""
+        if self._busy.locked():
+            self._host.writer.fold()
+            return
+        with self._busy:  # see flight.block.Block.publish
+            self._host.device.settle()
+            self.round(last=True)
 
     def round(self, *, last: bool = False) -> None:
         """Do one round. What costs and changes little is seen to once a second, and in the ``last`` one."""
         host, writer = self._host, self._host.writer
         host.device.poll()
+        host.scalars.set_left()
         phase, since_ns = host.cycle.phase()
         writer.phase(1 + (LIVE_PHASES.index("idle") if host.idle else phase), since_ns)
         for probe, sample in self._samples:

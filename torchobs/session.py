@@ -206,8 +206,7 @@ class Session:
         if self._sampler is not None:
             for fuse in host.fuses.values():
                 fuse.blown = False
-            host.device.settle()
-            self._sampler.round(last=True)
+            call(Fuse("sampler"), self._sampler.end)
             for fuse in host.fuses.values():
                 fuse.blown = True
         reason, code = self._exits.ended(self._ended)

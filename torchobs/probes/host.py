@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torchobs.guarding import Fuse
 from torchobs.probes.cycle import METER_EVERY
 from torchobs.probes.loop import TrainingLoop
+from torchobs.probes.scalars import Scalars
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,8 +80,8 @@ class Host:
     """By probe, called by the sampler thread when the level has changed"""
     epochs: int = 0
     """Passes over the training loader begun so far"""
-    scalars: set[str] = field(default_factory=set)
-    """Names given to ``torchobs.log`` so far"""
+    scalars: Scalars = field(init=False)
+    """Given to ``torchobs.log``"""
     thread: int = field(default_factory=get_ident)
     """The training thread: the one that steps optimizers"""
     loop: TrainingLoop = field(default_factory=TrainingLoop)
@@ -119,6 +120,9 @@ class Host:
     """Called with the outputs, the scaled outputs and the scale when a loss scaler has scaled"""
     loss_scale: Any = None
     """The scale, a tensor, that it has used last"""
+
+    def __post_init__(self) -> None:
+        self.scalars = Scalars(self.writer.table)
 
     def fuse(self, probe: str) -> Fuse:
         """Return the fuse of that probe."""

@@ -1,7 +1,8 @@
 """The synchronous instruments of the OpenTelemetry API over a flight file.
 
-A measurement is in the file when its call returns (off tmpfs: within 100 ms). The rules are the SDK's, with one difference: a
-gauge set to NaN or infinity has no value from then on, where the SDK goes on showing the last finite one.
+A measurement is in the file when its call returns (while another thread writes: when that one has; off tmpfs: within 100 ms).
+The rules are the SDK's, with one difference: a gauge set to NaN or infinity has no value from then on, where the SDK goes on
+showing the last finite one.
 
 When the application sets a provider of its own, every instrument made before hands on to the same one of that provider: its
 *heir*. It is what the API's own proxies do.
