@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from tests.support import wait_until
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -66,6 +68,7 @@ class Browser:
         tab = self._tabs[session] = Tab(self, session)
         for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             tab.call(f"{domain}.enable")
+        tab.call("Page.setLifecycleEventsEnabled", {"enabled": True})
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         tab.call("Emulation.setEmulatedMedia", {"features": [scheme]})
         tab.call("Emulation.setScriptExecutionDisabled", {"value": not script})
@@ -104,7 +107,7 @@ class Tab:
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
-        self._loaded = threading.Event()
+        self._loaded: set[str] = set()
         self.complaints: list[str] = []
         self.requests: list[str] = []
 
@@ -114,8 +117,8 @@ class Tab:
 
     def heard(self, method: str, params: Mapping[str, Any]) -> None:
         """Take note of what the browser tells without being asked."""
-        if method == "Page.loadEventFired":
-            self._loaded.set()
+        if method == "Page.lifecycleEvent" and params["name"] == "load":
+            self._loaded.add(params["loaderId"])
         elif method == "Runtime.exceptionThrown":
             self.complaints.append(json.dumps(params["exceptionDetails"]))
         elif method == "Runtime.consoleAPICalled" and params["type"] in {"error", "warning", "assert"}:
@@ -127,9 +130,8 @@ class Tab:
 
     def go(self, url: str) -> None:
         """Load a page."""
-        self._loaded.clear()
-        self.call("Page.navigate", {"url": url})
-        assert self._loaded.wait(_TIMEOUT_S), url
+        loader = self.call("Page.navigate", {"url": url})["loaderId"]
+        wait_until(lambda: loader in self._loaded, _TIMEOUT_S)  # itself, not the empty page before it
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page, once it is settled."""

@@ -186,8 +186,8 @@ class PrometheusServer:
         expected = sum(len(group["targets"]) for job in self.config["scrape_configs"] for group in job["static_configs"])
 
         def scraped() -> bool:
-            seconds = int(time.time() - since) + 1
-            return len(self.query(f"sum_over_time(up[{seconds}s]) >= {number}")) >= expected
+            found = self.query(f"up[{int(time.time() - since) + 1}s]")
+            return sum(sum(up for at, up in one.points if at > since) >= number for one in found) >= expected
 
         wait_until(scraped, timeout_s=timeout_s, interval_s=0.1)
 

@@ -4,7 +4,7 @@ It trains a small model, a step every 10 ms, and reads words from its standard i
 Python's lock in C for as many seconds as follow, `profile` runs the application's own profiler for a moment, `end` ends it.
 `limit` lets files have that many bytes (-1: any number), `deadly` gives the signal for larger ones its default back and
 collects what is garbage, `sudden` gives it back when there is room for stacks that are about to be written, `become` takes
-another effective user.
+another effective user. It prints the first word when it has obeyed, `naps` and `holds` when it is about to.
 """
 
 import ctypes
@@ -41,13 +41,21 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     time.sleep(0.01)
 
 
+def tell(what: str) -> None:
+    """Let whoever has said something know."""
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
+
+
 def nap(seconds: float) -> None:
     """Sleep in Python."""
+    tell("naps")
     time.sleep(seconds)
 
 
 def hold(seconds: int) -> None:
     """Sleep in C, with Python's lock held."""
+    tell("holds")
     left = seconds
     while left:
         left = ctypes.PyDLL(None).sleep(left)
@@ -61,6 +69,27 @@ def sudden(directory_fd: int, size: int) -> str | None:
     return lack
 
 
+def obey(given: list[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Do what was said."""
+    match given:
+        case ["sleep", seconds]:
+            nap(float(seconds))
+        case ["hold", seconds]:
+            hold(int(seconds))
+        case ["limit", size]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
+        case ["deadly"]:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            gc.collect()
+        case ["sudden"]:
+            vars(stacks)["shortage"] = sudden
+        case ["become", uid]:
+            os.seteuid(int(uid))
+        case ["profile"]:
+            with profiler.profile():
+                step(model, optimizer)
+
+
 def main() -> None:
     """Train until told to end."""
     torch.set_num_threads(1)
@@ -68,29 +97,13 @@ def main() -> None:
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     threading.Thread(target=read, daemon=True).start()
-    while True:
+    given: list[str] = []
+    while given != ["end"]:
         step(model, optimizer)
-        match words.get_nowait() if not words.empty() else []:
-            case ["sleep", seconds]:
-                nap(float(seconds))
-            case ["hold", seconds]:
-                hold(int(seconds))
-            case ["limit", size]:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), resource.RLIM_INFINITY))
-            case ["deadly"]:
-                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-                gc.collect()
-            case ["sudden"]:
-                vars(stacks)["shortage"] = sudden
-            case ["become", uid]:
-                os.seteuid(int(uid))
-            case ["profile"]:
-                with profiler.profile():
-                    step(model, optimizer)
-                sys.stdout.write("profiled\n")
-                sys.stdout.flush()
-            case ["end"]:
-                return
+        given = words.get_nowait() if not words.empty() else []
+        if given:
+            obey(given, model, optimizer)
+            tell(given[0])
 
 
 if __name__ == "__main__":

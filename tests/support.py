@@ -1,10 +1,13 @@
 """What tests and the programs that tests start have in common: plain functions, no fixtures."""
 
+import contextlib
+import itertools
 import os
+import random
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,12 +55,24 @@ def clean_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     return {name: value for name, value in environ.items() if not describes_a_job(name)}
 
 
+def _ports() -> Iterator[int]:
+    """Ports that the kernel gives to nobody by itself, a part of them for each worker of xdist, in any order."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % workers
+    own = range(20_000 + number * (10_000 // workers), 20_000 + (number + 1) * (10_000 // workers))
+    return itertools.cycle(random.Random().sample(own, len(own)))
+
+
+_own_ports = _ports()
+
+
 def free_port() -> int:
-    """A TCP port that nothing on 127.0.0.1 listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that nothing listens on, nor will: no other test gets it, and no connection."""
+    for port in _own_ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def wait_until(condition: Callable[[], T], timeout_s: float = 30.0, interval_s: float = 0.02) -> T:

@@ -124,7 +124,13 @@ def test_ctrl_c_ends_everything_at_once(start_demo: Callable[..., Demo]) -> None
 def test_a_killed_rank_fails_the_demo_and_is_shown_as_lost(start_demo: Callable[..., Demo]) -> None:
     """SIGKILL in the middle of training: exit code 1, the rank lost, and the launcher's own words about it."""
     demo = start_demo("--steps", "5000", "--no-prometheus")
-    said = run_to_its_end(demo, lambda: demo.rank(1).kill())
+
+    def kill() -> None:
+        flight = Path(demo.directory()) / "flight"  # the rank that is shown by now may be the other one
+        wait_until(lambda: list(flight.glob("r1-*.flight")))
+        demo.rank(1).kill()
+
+    said = run_to_its_end(demo, kill)
 
     assert demo.process.returncode == 1
     assert re.search(r"rank 1: lost after \d+ steps", said)

@@ -37,10 +37,12 @@ class Rank:
         self.directory = directory
 
     def say(self, *words: object) -> None:
-        """Have it do something, and let it train."""
+        """Have it do something, to its end, and let it train."""
         assert self._process.stdin
+        assert self._process.stdout
         self._process.stdin.write(f"{' '.join(map(str, words))}\n")
         self._process.stdin.flush()
+        assert f"{words[0]}\n" in self._process.stdout, "it ended"
         self.trains()
 
     def lives(self) -> None:
@@ -98,7 +100,8 @@ def rank() -> Iterator[Rank]:
             path.mkdir()
         argv = (*mounted("size=4m", "true", small), sys.executable, "-m", "tests.stuck_rank", str(small))
         environ = {**clean_environment(), "TORCHOBS_CONTROL_DIR": str(control)}
-        with subprocess.Popen(argv, stdin=subprocess.PIPE, cwd=ROOT, env=environ, text=True) as process:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(argv, stdin=pipe, stdout=pipe, cwd=ROOT, env=environ, text=True) as process:
             try:
                 inside = Path(f"/proc/{process.pid}/root{small}")
                 wait_until(lambda: list(inside.glob("*.flight")), timeout_s=60)

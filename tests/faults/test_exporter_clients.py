@@ -17,6 +17,7 @@ from tests.exporters import Program, state_on
 from tests.faults.hostile_clients import ANSWERED, HEAD, SENT, converse, crowd
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, free_port, wait_until
+from torchobs.exporter.states import UNRESPONSIVE_AFTER_S
 from torchobs.flight.writer import FlightWriter
 
 DESCRIPTORS = 160
@@ -58,7 +59,7 @@ def program(home: Path, rank: FlightWriter) -> Iterator[Program]:
     with log.open("w") as error:
         process = subprocess.Popen([*few, *argv], stdin=subprocess.DEVNULL, stderr=error, env=clean_environment(), text=True)
     made = Program(process, f"127.0.0.1:{port}", log)
-    wait_until(made.is_ready, timeout_s=20)
+    wait_until(made.is_ready, timeout_s=60)
     yield made
     process.kill()
     process.wait()
@@ -99,6 +100,7 @@ def scrapes_s(program: Program, number: int) -> list[float]:
     return times_s
 
 
+@pytest.mark.serial
 def test_a_thousand_slow_clients_keep_no_scraper_out(program: Program) -> None:
     """A header byte by byte, with descriptors for forty connections: half of the scrapes take 50 ms at most, none fails."""
     scrapes_s(program, 3)
@@ -118,25 +120,29 @@ def test_without_descriptors_it_serves_what_it_has(program: Program, rank: Fligh
     """Nobody is taken for gone because a lock cannot be asked for; who waits is served when there are some again."""
     process = psutil.Process(program.process.pid)
     known = http.client.HTTPConnection(program.address, timeout=10)
+    beats = [time.monotonic()]
 
     def state() -> str:
+        beats.append(time.monotonic())
         rank.heartbeat()
         rank.publish()
         known.request("GET", "/metrics")
-        return state_on(known.getresponse().read().decode())
+        found = state_on(known.getresponse().read().decode())
+        # the page may be of a scan before this heartbeat: it tells nothing if we were held up since the one before
+        return found if time.monotonic() - beats[-2] < UNRESPONSIVE_AFTER_S else ""
 
     wait_until(lambda: state() == "alive")
     before = process.rlimit(psutil.RLIMIT_NOFILE)
     process.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))
     with crowd(program.address) as others:
         others.come(20, b"")
-        seen = set()
+        seen = {""}
         until = time.monotonic() + 1.5
-        while time.monotonic() < until:
+        while time.monotonic() < until or seen == {""}:
             seen.add(state())
             time.sleep(0.15)
         process.rlimit(psutil.RLIMIT_NOFILE, before)
-    assert seen == {"alive"}
+    assert seen == {"", "alive"}
     known.close()
     assert program.value("torchobs_steps_total") == 3
     wait_until(lambda: (program.value("torchobs_exporter_connections_dropped_total", reason="accept") or 0) > 0)

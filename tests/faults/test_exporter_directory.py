@@ -79,6 +79,12 @@ def test_a_directory_that_is_made_again_is_followed(flight_dir: Path, monkeypatc
     home.mkdir(mode=0o700)
     writer = live_rank(home)
     train(writer, [1, 2, 3])
+
+    def is_alive() -> bool:
+        writer.heartbeat()
+        writer.publish()
+        return exporter.state() == "alive"
+
     with Service(ExporterConfig(flight_dir=str(home))) as exporter:
         assert steps(exporter) == 3
         shutil.rmtree(home)
@@ -90,7 +96,7 @@ def test_a_directory_that_is_made_again_is_followed(flight_dir: Path, monkeypatc
         train(writer, [4])
         wait_until(lambda: steps(exporter) == 4)
         assert exporter.value("torchobs_exporter_config_ok") == 1
-        assert exporter.state() == "alive"
+        wait_until(is_alive)
     writer.close()
 
 

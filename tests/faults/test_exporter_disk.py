@@ -42,7 +42,7 @@ def test_a_full_disk_costs_no_scrape(
     logging = ("sh", "-c", f'exec "$@" 2> "{full}"/log', "sh")
     process = start(*prefix, *logging, *EXPORTER, *arguments, env=clean_environment())
     program = Program(process, f"127.0.0.1:{port}", tmp_path / "nothing")
-    wait_until(lambda: process.poll() is None and program.is_ready(), timeout_s=20)
+    wait_until(lambda: process.poll() is None and program.is_ready(), timeout_s=60)
     wait_until(lambda: errors(program, "log") >= 1 and errors(program, "file_sd") >= 1)
     refused = Caller(socket).post("/debug/level/basic")
     assert (refused.status, "No space left" in refused.json["detail"]) == (503, True)

@@ -8,13 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import flights
 from tests.exporters import Program, start_program, state_on
 from tests.support import clean_environment, wait_until
+from torchobs import catalog
+from torchobs.flight import reader
 
 STOPPED_S = 2.5
 ANSWER_S = 5.0
@@ -51,9 +55,9 @@ def test_a_stop_of_either_is_a_pause_and_nothing_else(
 ) -> None:
     """SIGSTOP and SIGCONT: of the exporter, whose ranks train on and which is up to date at once; of a rank, which is back."""
     program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
-    wait_until(lambda: steps(program.page()) > 50, timeout_s=60)
+    wait_until(lambda: steps(program.page()) > 50, timeout_s=120)
     before = program.page()
-    after = _page_after_a_stop(program)
+    after = _page_after_a_stop(program, lambda: _written(flight_dir) > steps(before) + 20)
     assert steps(after) - steps(before) > 20, "it trained on"
     assert state_on(after) == "alive"
     _only_grows(before, after)
@@ -67,28 +71,43 @@ def test_a_stop_of_either_is_a_pause_and_nothing_else(
     assert "warn" not in program.log
 
 
-def _page_after_a_stop(program: Program) -> str:
+def _written(flight_dir: Path) -> float:
+    """The steps of the rank by its own file."""
+    (path,) = flight_dir.glob("*.flight")
+    with closing(reader.open_path(str(path))) as file:
+        return flights.whole(flights.value(file.read(), catalog.STEPS))
+
+
+def _page_after_a_stop(program: Program, trained: Callable[[], bool]) -> str:
     """The first page after the exporter was stopped, which was asked for meanwhile."""
     program.process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor(1) as asking:
         asked = asking.submit(program.page)
         time.sleep(STOPPED_S)
-        program.process.send_signal(signal.SIGCONT)
+        try:
+            wait_until(trained)
+        finally:
+            program.process.send_signal(signal.SIGCONT)
         return asked.result(ANSWER_S)
 
 
 def _states_of_a_stop(program: Program, rank: subprocess.Popen[str]) -> list[str]:
     """The states that a rank goes through, from before it is stopped until it is itself again."""
-    seen = [program.state()]
+    wait_until(lambda: program.state() == "alive")
+    seen = ["alive"]
     rank.send_signal(signal.SIGSTOP)
-    until, resumed = time.monotonic() + STOPPED_S + ANSWER_S, False
-    while time.monotonic() < until and not (resumed and seen[-1] == "alive"):
+    stopped, resumed = time.monotonic() + STOPPED_S, False
+
+    def is_back() -> bool:
+        nonlocal resumed
         if (state := program.state()) != seen[-1]:
             seen.append(state)
-        if not resumed and state == "unresponsive" and time.monotonic() > until - ANSWER_S:
+        if not resumed and state == "unresponsive" and time.monotonic() > stopped:
             rank.send_signal(signal.SIGCONT)
             resumed = True
-        time.sleep(0.02)
+        return resumed and state == "alive"
+
+    wait_until(is_back)
     return seen
 
 

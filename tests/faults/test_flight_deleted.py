@@ -162,7 +162,7 @@ def test_making_it_anew_leaves_no_descriptor_open(writer: FlightWriter, director
     for index in range(30):
         DELETIONS[index % len(DELETIONS)](directory, name)
         assert writer.check_name() is True
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's exporter may close its own meanwhile
 
 
 def test_where_it_cannot_be_made_anew_the_rank_goes_on_and_tries_again(writer: FlightWriter, directory: Path) -> None:

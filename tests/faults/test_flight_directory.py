@@ -178,4 +178,5 @@ def test_a_scan_leaves_no_descriptor_open(directory_fd: int, writer: FlightWrite
         reader.open_file(directory_fd, writer.name).close()
         with pytest.raises(BadFlightFileError):
             reader.open_file(directory_fd, lock_name(writer.name))
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208  # as above
+    # fewer: an earlier test's exporter may close its own meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208  # as above

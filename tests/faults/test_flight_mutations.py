@@ -159,7 +159,7 @@ def attack(directory: Path, seed: int, count: int) -> Outcome:
     return one.outcome
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_no_forged_file_of_a_hundred_thousand_harms_its_reader(flight_dir: Path) -> None:
     """100,000 files, half of the changes with right CRCs: bad or served; a follower's counters never step back."""
     workers = ProcessPoolExecutor(min(os.cpu_count() or 1, TASKS), mp_context=multiprocessing.get_context("spawn"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 import torchobs
@@ -20,6 +21,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.timeout(900)
 def test_a_hundred_thousand_steps_leave_nothing_behind(flight_dir: Path) -> None:
     """Memory after 100,000 steps is that after 20,000; the file has its size, every step is counted."""
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from tests.api import Caller
 from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
-from torchobs.exporter import service, unixsocket
+from torchobs.exporter import service, states, unixsocket
 from torchobs.exporter.api import local as place
 from torchobs.exporter.api import openapi
 from torchobs.exporter.api.app import Api
@@ -43,8 +43,9 @@ TOKEN = "a-token-of-some-length"
 
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that an exporter ends sooner when its test has."""
+    """So that an exporter ends sooner when its test has; and ranks that beat once, and no more, are responsive all the time."""
     monkeypatch.setattr(service, "TICK_S", 0.1)
+    monkeypatch.setattr(states, "UNRESPONSIVE_AFTER_S", 600.0)
 
 
 @pytest.fixture
@@ -81,6 +82,11 @@ def local(exporter: Service, flight_dir: Path) -> Caller:
     return Caller(flight_dir / place.NAME)
 
 
+def seen(web: Caller, ranks: int) -> None:
+    """Wait until that many ranks are served: a scan that had begun before they came knows nothing of them."""
+    wait_until(lambda: len(web.get("/ranks")["ranks"]) == ranks)
+
+
 def given(flight_dir: Path, writer: FlightWriter) -> control.Command | None:
     """What the rank would read."""
     return control.ControlReader(control_directory(None, str(flight_dir)), writer.header.incarnation).poll()
@@ -101,7 +107,6 @@ def test_what_a_rank_does(writer: FlightWriter, web: Caller) -> None:
 def test_steps_have_what_came_late(writer: FlightWriter, web: Caller) -> None:
     """The last ones, oldest first; a value that a device delivered afterwards stands in its own step."""
     writer.append(2, time.monotonic_ns(), Kind.LATE, Flag.LOSS | Flag.GRAD_NORM, 1, 0.0, 7.0, float("inf"), 0.0, (0.0,) * 8)
-    time.sleep(0.15)
     found = web.get("/ranks/0/steps?last=2")
     assert [step["step"] for step in found["steps"]] == [2, 3]
     assert (found["steps"][0]["loss"], found["steps"][0]["gradient_norm"]) == (7.0, "Infinity")
@@ -128,7 +133,7 @@ def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Ca
     train(writers[0], [1, 2])
     train(writers[1], [1, 2])
     writers[0].append(3, time.monotonic_ns(), Kind.STEP, Flag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 8)
-    time.sleep(0.15)
+    wait_until(lambda: web.get("/debug/training/summary")["steps"] == 5)
     found = web.get("/debug/training/summary")
     assert found["steps"] == 5
     assert found["loss_anomalies"] == {"count": 1, "per_step": 0.2}
@@ -153,7 +158,7 @@ def test_without_a_rank_there_is_nothing_and_it_says_so(web: Caller) -> None:
 def test_a_level_goes_to_all_ranks_or_to_one(flight_dir: Path, local: Caller) -> None:
     """Over the socket nothing else is needed; the answer has the command's number."""
     writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
-    time.sleep(0.15)
+    seen(local, 2)
     reply = local.post("/debug/level/advanced")
     assert reply.status == 202
     assert [told["rank"] for told in reply.json["ranks"]] == ["0", "1"]
@@ -185,7 +190,6 @@ def test_a_command_over_tcp_needs_the_token(writer: FlightWriter, web: Caller, c
     assert (refused.status, refused.headers["content-type"]) == (401, "application/problem+json")
     assert refused.headers["www-authenticate"] == "Bearer"
     assert "--api.token-file" in refused.json["detail"]
-    time.sleep(0.15)
     assert web.post("/debug/level/basic", Authorization=f"Bearer {TOKEN}").status == 202
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("command")]
     assert len(lines) == 2
@@ -234,7 +238,6 @@ def test_bad_requests(
 ) -> None:
     """Problem JSON that says what to do."""
     assert writer.name
-    time.sleep(0.12)
     reply = local.ask(method, path, content)
     assert reply.status == status, reply
     assert reply.headers["content-type"] == "application/problem+json"
@@ -247,7 +250,7 @@ def test_bad_requests(
 def test_two_runs_have_a_rank_0_each(flight_dir: Path, local: Caller) -> None:
     """Then it takes the incarnation to name one."""
     writers = [live_rank(flight_dir, run_id=run_id) for run_id in ("a", "b")]
-    time.sleep(0.15)
+    seen(local, 2)
     reply = local.ask("GET", "/ranks/0/steps")
     assert (reply.status, reply.json["type"]) == (409, "urn:torchobs:problem:ambiguous-rank")
     assert local.get(f"/ranks/{writers[1].header.incarnation.hex()}/layers")["run_id"] == "b"
@@ -411,7 +414,7 @@ def test_hostile_events_are_served_as_they_are_or_not_at_all(flight_dir: Path, w
     ]
     for fields in odd:
         writer.events.put(json.dumps(fields).encode())
-    time.sleep(0.15)
+    seen(web, 1)
     found = web.get("/events")["events"]
     assert [len(event["name"]) for event in found] == [1, 256]
     assert found[0]["attributes"] == {}

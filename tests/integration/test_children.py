@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,9 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import destroy_process_group, init_process_group
 
-def rank(index, port):
-    init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=2)
+def rank(index, place):
+    # a file: a port may be taken by now, and the store behind it ends with the rank that has it, asked for or not
+    init_process_group("gloo", init_method=f"file://{place}", rank=index, world_size=2)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -31,13 +31,13 @@ def double(x):
     return 2 * x
 
 if __name__ == "__main__":
-    method, port = sys.argv[1], int(sys.argv[2])
+    method, place = sys.argv[1:]
     with mp.get_context(method).Pool(1) as pool:
         print(pool.map(double, [1]))
     if method == "spawn":
-        mp.spawn(rank, (port,), nprocs=2)
+        mp.spawn(rank, (place,), nprocs=2)
     else:
-        ranks = [mp.get_context(method).Process(target=rank, args=(index, port)) for index in range(2)]
+        ranks = [mp.get_context(method).Process(target=rank, args=(index, place)) for index in range(2)]
         for each in ranks:
             each.start()
         for each in ranks:
@@ -47,16 +47,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_ranks_of_multiprocessing_are_seen_without_their_help(
-    method: str, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int]
-) -> None:
+def test_ranks_of_multiprocessing_are_seen_without_their_help(method: str, tmp_path: Path, flight_dir: Path) -> None:
     """Each is a rank of one run, from its process group to its end; neither a pool's worker nor who started them is one."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), str(script), method]
-    done = subprocess.run(
-        [*command, str(free_port())], env=clean_environment(), capture_output=True, text=True, check=False, timeout=110
-    )
+    place = str(tmp_path / "rendezvous")
+    done = subprocess.run([*command, place], env=clean_environment(), capture_output=True, text=True, check=False, timeout=110)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == ("[2]\n" if method == "spawn" else "[2]\n[0, 0]\n")
     assert sorted(map(told, flight_dir.glob("*.flight"))) == [(0, 2, 3, Exit.FINISHED), (1, 2, 3, Exit.FINISHED)]

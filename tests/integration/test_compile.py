@@ -42,10 +42,16 @@ def _compiler_as_new() -> Iterator[None]:
 
 def series(run: Recording) -> dict[tuple[str, ...], float]:
     """The compiler's series, after the sampler has seen all there is."""
-    assert run.session.host is not None
-    begun = run.session.host.writer.elapsed_ns()
-    support.wait_until(lambda: heartbeat(run) > begun + 300_000_000)
+    whole_round(run)
     return {key: value for key, value in run.values().items() if key[0].startswith("torchobs.compile.")}
+
+
+def whole_round(run: Recording) -> None:
+    """Wait for a round of the sampler that begins and ends from now on: each begins with a heartbeat."""
+    assert run.session.writer is not None
+    asked = run.session.writer.elapsed_ns()
+    begun = support.wait_until(lambda: beat if (beat := heartbeat(run)) > asked else 0)
+    support.wait_until(lambda: heartbeat(run) > begun)
 
 
 def heartbeat(run: Recording) -> int:
@@ -216,7 +222,7 @@ class Gate:
     def __call__(self, graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
         """Compile."""
         self.reached.set()
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         return graph.forward
 
 
@@ -227,9 +233,10 @@ def watching(run: Recording, gate: Gate) -> Iterator[list[tuple[str | None, floa
 
     def look() -> None:
         try:
-            assert gate.reached.wait(10)
+            assert gate.reached.wait(60)
             support.wait_until(lambda: run.values().get(("torchobs.compile.in_progress",)) == 1.0)
             time.sleep(0.25)
+            whole_round(run)  # the phase is written at a round's beginning, what is in progress at its end
             seen.append((run.view().live.phase, run.values()["torchobs.compile.in_progress",]))
         finally:
             gate.go.set()

@@ -91,7 +91,7 @@ def test_stateful_loaders_are_loaders(run: Recording) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
     waited = train(stateful.StatefulDataLoader(Slow(), batch_size=2, num_workers=1))
     assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
-    assert run.values()[("torchobs.data.worker_start.time",)] > 0
+    assert run.look()[("torchobs.data.worker_start.time",)] > 0
 
 
 @pytest.mark.serial
@@ -132,15 +132,16 @@ def test_workers_are_counted_and_their_start_is_timed_once_where_they_persist(ru
     """Configured and alive while the loader is iterated; persistent workers start in the first epoch only."""
     loader = DataLoader(Slow(), batch_size=2, num_workers=2, persistent_workers=True)
     train(loader)
-    started = run.values()[("torchobs.data.worker_start.time",)]
+    started = support.wait_until(lambda: run.values()[("torchobs.data.worker_start.time",)])
     assert 0 < started < 5
     iterator = iter(loader)
     support.wait_until(lambda: run.values().get(("torchobs.data.workers", "alive")) == 2)
     assert run.values()[("torchobs.data.workers", "configured")] == 2
     support.wait_until(lambda: run.values().get(("torchobs.data.batches_ready",)) == 4)  # two each, untouched
     next(iterator)
-    assert run.values()[("torchobs.data.worker_start.time",)] == started
-    assert run.values()[("torchobs.data.workers_died",)] == 0
+    values = run.look()
+    assert values[("torchobs.data.worker_start.time",)] == started
+    assert values[("torchobs.data.workers_died",)] == 0
     assert run.frames("torchobs.data.worker_died") == []
 
 
@@ -150,7 +151,7 @@ def test_a_killed_worker_is_an_event_and_torch_says_what_it_always_says(run: Rec
         train(DataLoader(Deadly(), batch_size=2, num_workers=2))
     (event,) = support.wait_until(lambda: run.frames("torchobs.data.worker_died"))
     assert event["attrs"]["signal"] == "SIGKILL"
-    assert run.values()[("torchobs.data.workers_died",)] == 1
+    assert run.look()[("torchobs.data.workers_died",)] == 1  # the event is there at once, the count at the end of its round
 
 
 def test_nothing_is_left_of_the_watch(flight_dir: Path) -> None:
@@ -174,7 +175,7 @@ def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> No
     first, second = next(iterator), next(iterator)
     assert (first.shape, second.shape) == ((2, 40_000), (2, 40_000))
     assert "_next_data" not in vars(iterator)
-    support.wait_until(lambda: run.values()[("torchobs.data.unpinned_batches",)] == 1)
+    assert run.look()[("torchobs.data.unpinned_batches",)] == 1
     (event,) = run.frames("torchobs.data.unpinned")
     assert event["attrs"] == {"size": 2 * 40_000 * 4}
     probe.arm(iterator)
@@ -193,10 +194,12 @@ def test_pageable_bytes_are_those_of_cpu_tensors_however_nested() -> None:
     assert pageable_bytes([[[[[tensor]]]]]) == 0
 
 
+@pytest.mark.serial
 def test_training_that_waits_for_its_data_is_told(run: Recording) -> None:
     """A state, and one event when it begins; the clock is the test's."""
     host, now_s = run.session.host, [0.0]
     assert host is not None
+    run.look()  # from here on nobody else folds and publishes
     starving = Starving(host, lambda: now_s[0])
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

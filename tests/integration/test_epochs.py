@@ -41,23 +41,28 @@ class Loop:
         self.model(batch).sum().backward()
         self.optimizer.step()
 
-    def train(self, batches: Any, after: Callable[[], None] = lambda: None) -> None:
+    def train(self, batches: Any, after: Callable[[], object] = lambda: None) -> None:
         for batch in batches:
             self.step(batch)
             after()
 
-    def evaluate(self, batches: Any, nap_s: float = 0.0) -> None:
+    def evaluate(self, batches: Any, nap_s: float = 0.0) -> float:
+        """Return the seconds from the first batch to the end of the last nap."""
+        begun = ended = 0.0
         with torch.no_grad():
             for batch in batches:
+                begun = begun or time.perf_counter()
                 self.model(batch)
                 time.sleep(nap_s)
+                ended = time.perf_counter()
+        return ended - begun
 
 
 def epochs(run: Recording) -> int:
-    """The counter, as soon as the sampler has seen the last step."""
-    host = run.session.host
-    assert host is not None
-    time.sleep(0.25)
+    """The counter, after a whole round of the sampler's that began after the last step."""
+    for _ in range(2):
+        beat = run.view().live.heartbeat_ns
+        support.wait_until(lambda before=beat: run.view().live.heartbeat_ns != before)  # type: ignore[misc]  # of a lambda
     count: int = run.values()[("torchobs.epochs",)]
     return count
 
@@ -134,14 +139,15 @@ def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     begun = time.perf_counter()
     if announced:
         loop.model.eval()
-    loop.evaluate(loader(), NAP_S)
-    lasted = time.perf_counter() - begun
+    least = loop.evaluate(loader(), NAP_S)
     if announced:
         loop.model.train()
+    most = time.perf_counter() - begun
     loop.train(training)
-    (span,) = support.wait_until(lambda: run.frames("torchobs.evaluation"))
-    assert (span["t1"] - span["t0"]) / 1e9 == pytest.approx(lasted, rel=0.05, abs=0.01)
-    assert run.values()[("torchobs.goodput.time", "evaluation")] == pytest.approx(lasted, rel=0.05, abs=0.01)
+    values = run.look()
+    (span,) = run.frames("torchobs.evaluation")
+    assert least - 1e-6 <= (span["t1"] - span["t0"]) / 1e9 <= most + 1e-6
+    assert least - 1e-6 <= values[("torchobs.goodput.time", "evaluation")] <= most + 1e-6
 
 
 @pytest.mark.serial
@@ -149,24 +155,22 @@ def test_an_evaluation_left_early_ends_there(run: Recording) -> None:
     """A few batches of the validation data, and on with the training."""
     loop, training = Loop(), loader()
     loop.train(training)
-    begun = time.perf_counter()
+    begun, steps, least = time.perf_counter(), list[float](), 0.0
     with torch.no_grad():
         for batch in loader():
+            least = -time.perf_counter()
             loop.model(batch)
             time.sleep(NAP_S)
             break
-    lasted = time.perf_counter() - begun
-    loop.train(training)
+    least += time.perf_counter()
+    loop.train(training, after=lambda: steps.append(time.perf_counter()))
     (span,) = support.wait_until(lambda: run.frames("torchobs.evaluation"))
-    assert (span["t1"] - span["t0"]) / 1e9 == pytest.approx(lasted, rel=0.05, abs=0.01)
+    assert least - 1e-6 <= (span["t1"] - span["t0"]) / 1e9 <= steps[0] - begun + 1e-6
 
 
 def total(run: Recording) -> float | None:
     """How long the run says it is."""
-    host = run.session.host
-    assert host is not None
-    host.writer.publish()
-    found: float | None = run.values().get(("torchobs.total_steps",))
+    found: float | None = run.look().get(("torchobs.total_steps",))
     return found
 
 
@@ -232,13 +236,13 @@ def trained(states: dict[str, float]) -> float:
 @pytest.mark.serial
 def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(flight_dir: Path) -> None:
     """Within a per cent: amid an evaluation that goes on, and at the end, idle time after the last step included."""
-    path, life_s, least, asked, before = "", 0.0, 0.0, 0.0, 0.0
+    path, life_s, least, asked, before = "", 0.0, 0.0, list[float](), 0.0
     for run in recording(flight_dir):
         assert run.session.writer is not None
         path = run.session.writer.path
         loop, training = Loop(), loader()
-        loop.train(training)
-        asked, before = time.monotonic(), trained(goodput(run))
+        loop.train(training, after=lambda: asked.append(time.monotonic()))
+        before = trained(goodput(run))  # up to the end of the last step, before which there is the last but one
         loop.model.eval()
         begun = time.monotonic()
         for batch in loader():
@@ -247,7 +251,7 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
             break
         least = time.monotonic() - begun
         states = goodput(run)
-        most = time.monotonic() - asked
+        most = time.monotonic() - asked[-2]
         assert 0.99 * least <= trained(states) - before <= 1.01 * most
         assert states["evaluation"] >= 0.7
         loop.model.train()
@@ -255,7 +259,8 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
         time.sleep(0.3)
         life_s = time.time() - process.this_process().start_ns / 1e9
         least = time.monotonic() - begun
-    most = time.monotonic() - asked
+    most = time.monotonic() - asked[-2]
+    longest_s = time.time() - process.this_process().start_ns / 1e9
     points = reader.open_path(path).read(final=True).points
     values = {
         str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
@@ -264,12 +269,12 @@ def test_goodput_is_current_within_a_long_evaluation_and_adds_up_to_the_life(fli
     }
     assert values["idle"] >= 0.3
     assert 0.99 * least <= trained(values) - before <= 1.01 * most
-    assert sum(values.values()) == pytest.approx(life_s, rel=0.01)
+    assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s
 
 
 def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> None:
     """An evaluation alone: the start, and that."""
-    path, begun = "", 0.0
+    path, begun, life_s = "", 0.0, 0.0
     for run in recording(flight_dir):
         assert run.session.writer is not None
         path = run.session.writer.path
@@ -278,10 +283,12 @@ def test_a_rank_that_never_trains_has_a_life_all_the_same(flight_dir: Path) -> N
         begun = time.monotonic()
         loop.evaluate(loader(), NAP_S)
         begun = time.monotonic() - begun
+        life_s = time.time() - process.this_process().start_ns / 1e9
+    longest_s = time.time() - process.this_process().start_ns / 1e9
     values = {
         str(point.series.attributes[0][1]): float(point.value)  # type: ignore[arg-type]  # no histogram
         for point in reader.open_path(path).read(final=True).points
         if point.series.name == "torchobs.goodput.time"
     }
     assert values["evaluation"] >= 0.9 * begun
-    assert sum(values.values()) == pytest.approx(time.time() - process.this_process().start_ns / 1e9, rel=0.01)
+    assert 0.99 * life_s <= sum(values.values()) <= 1.01 * longest_s

@@ -256,29 +256,43 @@ def test_what_a_pool_s_process_raised_is_the_cause(tmp_path: Path, flight_dir: P
     assert told["cause.origin"] == "a pool's process"
 
 
+TOLD = """
+import torchobs
+from tests.support import wait_until
+from torchobs.flight import reader
+def told():
+    file = reader.open_path(torchobs.init().writer.path)
+    try:
+        return sum(fields.get("name") == "torchobs.exception" for _, fields in file.events())
+    finally:
+        file.close()
+"""
 NOTEBOOK = """
 import time
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 shell.run_cell("import torchobs; session = torchobs.init()")
 before = vars(shell).copy()
-for cell in ("secret", "def f(): return 1 // 0", "f()", "f()", "session.active or secret2"):
+for cell, failures in (
+    ("secret", 1), ("def f(): return 1 // 0", 1), ("f()", 2), ("f()", 3), ("session.active or secret2", 3)
+):
     shell.run_cell(cell)
-    time.sleep(0.3)
+    wait_until(lambda: told() >= failures)
+time.sleep(0.3)
 assert vars(shell).keys() == before.keys()
 """
 
 
 def test_a_notebook_goes_on_after_a_cell_that_failed(tmp_path: Path, flight_dir: Path) -> None:
     """Each failure is told, the same one twice, too; the session stays, and the end is in order."""
-    ended = run(tmp_path, flight_dir, NOTEBOOK)
+    ended = run(tmp_path, flight_dir, TOLD + NOTEBOOK)
     kinds = ["builtins.NameError", "builtins.ZeroDivisionError", "builtins.ZeroDivisionError"]
     assert [told["exception.type"] for told in ended.exceptions] == kinds
     assert (ended.status, ended.reason) == (0, Exit.FINISHED), ended.error
 
 
 TESTS = """
-import time, pytest, torchobs
+import pytest
 @pytest.fixture(autouse=True, scope="module")
 def session():
     yield torchobs.init()
@@ -286,7 +300,7 @@ def session():
 @pytest.fixture
 def slow():
     yield
-    time.sleep(0.3)
+    wait_until(told)
 def test_one(slow):
     raise LookupError("secret")
 def test_two():
@@ -298,7 +312,7 @@ def test_three():
 
 def test_a_test_that_failed_is_told_and_ends_nothing(tmp_path: Path, flight_dir: Path) -> None:
     """Trainings are run by tests, too."""
-    ended = run(tmp_path, flight_dir, TESTS, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "train.py")
+    ended = run(tmp_path, flight_dir, TOLD + TESTS, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "train.py")
     assert [told["exception.type"] for told in ended.exceptions] == ["builtins.LookupError", "builtins.AssertionError"]
     assert (ended.status, ended.reason) == (1, Exit.FINISHED)
 

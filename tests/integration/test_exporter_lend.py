@@ -75,6 +75,7 @@ def test_a_question_is_answered_in_the_thread_that_scans(flight_dir: Path, scann
         await watch.fresh()
         found = await watch.ask(lambda scan: latest(scan, file.header.incarnation.hex(), 5))
         watch.close()
+        watch._thread.shutdown()  # the fixture closes the scanner, too
         return found
 
     assert asyncio.run(ask()) == []

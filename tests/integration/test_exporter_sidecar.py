@@ -23,6 +23,19 @@ from torchobs.values import Address
 
 Start = Callable[..., subprocess.Popen[str]]
 
+LOADING = """
+import sys
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "uvicorn":
+            print("loading", flush=True)
+            sys.stdin.readline()
+sys.meta_path.insert(0, Slow())
+from torchobs.cli.__main__ import main
+sys.exit(main())
+"""
+"""The program, which loads its web server for as long as nothing is written to it."""
+
 
 def keeps_back(number: signal.Signals, pid: int) -> bool:
     """Whether a process has the signal blocked."""
@@ -33,10 +46,15 @@ def keeps_back(number: signal.Signals, pid: int) -> bool:
 
 def test_a_signal_while_it_loads_is_kept_until_it_listens(start: Start, flight_dir: Path) -> None:
     """As a container's first process it would never hear of it, and the pod would stay for its whole grace period."""
-    arguments = ("--web.listen-address", "127.0.0.1:0", "--flight-dir", str(flight_dir))
-    process = start(*EXPORTER, *arguments, env=clean_environment())
-    wait_until(lambda: keeps_back(signal.SIGTERM, process.pid), timeout_s=20, interval_s=0.005)
+    arguments = ("exporter", "--web.listen-address", "127.0.0.1:0", "--flight-dir", str(flight_dir))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = start(sys.executable, "-c", LOADING, *arguments, env=clean_environment(), **pipes)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == "loading\n"
+    assert keeps_back(signal.SIGTERM, process.pid)
     process.send_signal(signal.SIGTERM)
+    process.stdin.close()
     assert process.wait(timeout=30) == 0
 
 
@@ -46,7 +64,7 @@ def test_it_needs_no_argument(start: Start, flight_dir: Path, free_port: Callabl
     variables = {"FLIGHT_DIR": str(flight_dir), "WEB_LISTEN_ADDRESS": f"127.0.0.1:{port}"}
     environ = clean_environment() | {f"TORCHOBS_EXPORTER_{name}": text for name, text in variables.items()}
     process, client = start(*EXPORTER, env=environ), Client(f"127.0.0.1:{port}")
-    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=20)
+    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=60)
     assert client.value("torchobs_exporter_config_ok") == 1
 
 
@@ -64,7 +82,7 @@ def test_a_terminal_in_a_pod_is_nobody_to_tell(start: Start, flight_dir: Path, f
     environ = {**clean_environment(), "KUBERNETES_SERVICE_HOST": "10.96.0.1", "TORCHOBS_EXPORTER_FLIGHT_DIR": str(flight_dir)}
     process = start(*EXPORTER, *arguments, stderr=theirs, env=environ)
     client = Client(f"127.0.0.1:{port}")
-    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=20)
+    wait_until(lambda: process.poll() is not None or _answers(client), timeout_s=60)
     assert client.value("torchobs_exporter_config_ok") == 0
     os.close(theirs)
     os.close(ours)
@@ -107,7 +125,7 @@ def test_a_rank_that_was_killed_a_moment_ago_is_not_left_alive(
     with steps.open("w") as out:
         rank = start(sys.executable, "-m", "tests.rank_process", str(flight_dir), stdout=out, env=clean_environment())
     program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
-    wait_until(lambda: program.state() == "alive", timeout_s=20)
+    wait_until(lambda: program.state() == "alive", timeout_s=60)
     scraper = {"User_Agent": "scraper", "X_Prometheus_Scrape_Timeout_Seconds": "5"}
     pages = [program.page(**scraper)]
     rank.kill()
@@ -136,10 +154,10 @@ def test_a_host_that_is_no_name_is_as_any_that_cannot_be_listened_on() -> None:
         bind(Address("x" * 64, 0))
 
 
-def test_the_port_is_free_again_when_it_has_left(flight_dir: Path, free_port: Callable[[], int]) -> None:
+def test_the_port_is_free_again_when_it_has_left(flight_dir: Path) -> None:
     """Kubelet restarts one that a person has ended, on the same port."""
-    port = free_port()
-    config = ExporterConfig(flight_dir=str(flight_dir), listen=(Address("127.0.0.1", port),))
-    assert serve(config, finished=lambda _: True) == 0
-    with socket.create_server(("127.0.0.1", port)):
+    announced: list[str] = []
+    config = ExporterConfig(flight_dir=str(flight_dir), listen=(Address("127.0.0.1", 0),))
+    assert serve(config, announce=announced.append, finished=lambda _: True) == 0
+    with socket.create_server(("127.0.0.1", int(announced[0].rpartition(":")[2]))):
         pass

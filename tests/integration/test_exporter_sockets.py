@@ -126,7 +126,9 @@ def test_a_name_that_was_deleted_is_taken_again(flight_dir: Path, path: Path) ->
     """Somebody was tidy, or the directory was made anew: that of the metrics, and that of commands."""
     with Service(config(flight_dir, path, api_socket=str(flight_dir / "x" / "api.sock"))) as exporter:
         for _ in range(2):
-            shutil.rmtree(flight_dir / "x", ignore_errors=True)
+            if (flight_dir / "x").exists():
+                (flight_dir / "x").rename(flight_dir / "deleted")  # at once: the socket would be made again while it is emptied
+                shutil.rmtree(flight_dir / "deleted")
             path.unlink()
             (flight_dir / "x").mkdir()
             wait_until(lambda: b"torchobs_build_info" in ask(path))
@@ -152,7 +154,7 @@ def test_a_socket_of_systemd_s_is_served(start: Callable[..., subprocess.Popen[s
         running = start(sys.executable, "-c", STARTER, stdout=subprocess.PIPE, stderr=error, env=environ)
     assert running.stdout is not None
     port = int(running.stdout.readline())
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as asking:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as asking:
         asking.sendall(b"GET /metrics HTTP/1.0\r\nHost: x\r\n\r\n")
         assert b"200 OK" in asking.recv(65536)
     assert (tmp_path / "error").read_text().count("listening on") == 1

@@ -2,14 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
 
+from tests.rank_files import Clock
 from tests.support import wait_until
 from torchobs.exporter.scan import EMPTY, Snapshot, system_clock
+from torchobs.exporter.tracked import Now
 from torchobs.exporter.watch import Watch
 from torchobs.flight.reader import FlightFile
 
@@ -23,11 +25,12 @@ class Scanner:
         self.answers = threading.Event()
         self.answers.set()
         self.fails = False
+        self.clock: Callable[[], Now] = system_clock
 
     def scan(self) -> Snapshot:
         """Count, wait, fail as told."""
         self.scans += 1
-        taken_ns = system_clock().monotonic_ns
+        taken_ns = self.clock().monotonic_ns
         assert self.answers.wait(10)
         if self.fails:
             raise ZeroDivisionError("a fault of ours")
@@ -52,13 +55,15 @@ def scanner() -> Iterator[Scanner]:
 
 def test_scrapes_that_come_together_share_a_scan(scanner: Scanner) -> None:
     """A hundred at once, and those of the next 100 ms."""
+    scanner.clock = clock = Clock()
 
     async def ask() -> set[int]:
-        watch = Watch(scanner)
-        got = await asyncio.gather(*(watch.fresh() for _ in range(100)))
-        got.append(await watch.fresh())
-        await asyncio.sleep(0.11)
-        got.append(await watch.fresh())
+        watch = Watch(scanner, clock)
+        got = await asyncio.gather(*(watch.fresh(deadline_s=30.0) for _ in range(100)))
+        clock.seconds += 0.1
+        got.append(await watch.fresh(deadline_s=30.0))
+        clock.seconds += 0.01
+        got.append(await watch.fresh(deadline_s=30.0))
         watch.close()
         return {snapshot.number for snapshot in got}
 
@@ -71,15 +76,24 @@ def test_a_directory_that_does_not_answer_costs_a_scrape_its_deadline(scanner: S
 
     async def ask() -> tuple[list[int], list[int], int, int]:
         watch = Watch(scanner)
-        await watch.fresh()
+        await watch.fresh(deadline_s=30.0)
         scanner.answers.clear()
+
+        async def scrape() -> Snapshot:
+            got = await watch.fresh(0.0, 0.05)
+            assert not late.done()
+            return got
+
         began = asyncio.get_running_loop().time()
-        stale = await asyncio.gather(*(watch.fresh(0.0, 0.05) for _ in range(5)))
-        took_s = asyncio.get_running_loop().time() - began
-        assert 0.05 <= took_s < 1.0
+        scrapes = [asyncio.ensure_future(scrape()) for _ in range(5)]
+        late = asyncio.ensure_future(asyncio.sleep(1.0))  # later, however late the loop is
+        stale = await asyncio.gather(*scrapes)
+        late.cancel()
+        assert asyncio.get_running_loop().time() - began >= 0.05
+        wait_until(lambda: scanner.scans > 1)
         during = scanner.scans
         scanner.answers.set()
-        fresh = [await watch.fresh(0.0, 5.0)]
+        fresh = [await watch.fresh(0.0, 30.0)]
         watch.close()
         return [one.number for one in stale], [one.number for one in fresh], watch.timeouts, during
 
@@ -94,7 +108,7 @@ def test_a_scan_that_fails_is_logged_and_the_last_snapshot_served(scanner: Scann
         numbers = []
         for fails in (False, True, True, False):
             scanner.fails = fails
-            numbers.append((await watch.fresh(0.0)).number)
+            numbers.append((await watch.fresh(0.0, 30.0)).number)
         watch.close()
         return numbers
 
@@ -110,9 +124,9 @@ def test_the_final_snapshot_is_taken_after_it_was_asked_for(scanner: Scanner) ->
     async def ask() -> int:
         watch = Watch(scanner)
         scanner.answers.clear()
-        early = asyncio.ensure_future(watch.fresh())
+        early = asyncio.ensure_future(watch.fresh(deadline_s=30.0))
         await asyncio.sleep(0.05)
-        final = asyncio.ensure_future(watch.after_now())
+        final = asyncio.ensure_future(watch.after_now(30.0))
         await asyncio.sleep(0.05)
         scanner.answers.set()
         await early

@@ -270,7 +270,7 @@ def test_a_changed_file_is_in_force_without_a_restart(serve: Callable[[str], Ser
     assert served.get().status == 401
     served.write("")
     wait_until(lambda: served.get().status == 200)
-    assert served.service.value("torchobs_exporter_config_ok") == 1
+    wait_until(lambda: served.service.value("torchobs_exporter_config_ok") == 1)  # in force first, then said
     served.write(f"{TLS}}}")
     wait_until(lambda: served.secure_status() == 200)
 

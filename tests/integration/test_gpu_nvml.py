@@ -65,8 +65,13 @@ class Bench:
 
 @pytest.fixture
 def run(flight_dir: Path) -> Iterator[Recording]:
-    """A recording without its own GPU probe."""
-    yield from recording(flight_dir, disable_probes="gpu")
+    """A recording without its own GPU probe, nor a sampler that might be publishing when a test wants to."""
+    for made in recording(flight_dir, disable_probes="gpu"):
+        sampler = made.session._sampler
+        assert sampler is not None
+        sampler.stop()
+        sampler._thread.join()
+        yield made
 
 
 @pytest.fixture
@@ -346,17 +351,29 @@ def gpu_threads() -> list[threading.Thread]:
 
 
 @pytest.fixture
-def session(flight_dir: Path) -> Iterator[torchobs.Session]:
-    """A session that the test may end; its probe samples what the test installs."""
+def library(monkeypatch: pytest.MonkeyPatch) -> nvml.FakeNvml:
+    """A library with one H100."""
+    return nvml.installed([nvml.h100()], monkeypatch)
+
+
+@pytest.fixture
+def session(flight_dir: Path, library: nvml.FakeNvml) -> Iterator[torchobs.Session]:
+    """A session that the test may end; its probe samples that library."""
+    assert library.gpus
     yield torchobs.init(flight_dir=flight_dir, log_level="INFO")
     torchobs.shutdown()
 
 
-def test_a_session_samples_from_a_thread_of_its_own(session: torchobs.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_samples_from_a_thread_of_its_own(
+    session: torchobs.Session, library: nvml.FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From init to shutdown, and the last value is that of the end."""
-    library = nvml.installed([nvml.h100()], monkeypatch)
+    monkeypatch.setattr(probes, "FAREWELL_S", 30.0)
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
+    assert session._switches is not None
+    gpu: Any = session._switches._probes["gpu"]
+    support.wait_until(gpu._looked.is_set)  # the first round is over
     assert [thread.daemon for thread in gpu_threads()] == [True]
     assert ("torchobs.overhead", "gpu") in run.values()
     library.gpus[0].millijoules += 9_000
@@ -370,25 +387,27 @@ def test_a_session_samples_from_a_thread_of_its_own(session: torchobs.Session, m
     assert library.initialised == 0
 
 
+@pytest.mark.serial
 def test_a_driver_that_hangs_stops_nothing_but_its_own_thread(
-    session: torchobs.Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    session: torchobs.Session, library: nvml.FakeNvml, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The heartbeat goes on, the gauges end, it is said once, the process does not wait for it; it may come back."""
     monkeypatch.setattr(probes, "STUCK_S", 0.05)
     caplog.set_level(logging.INFO, "torchobs")
-    library = nvml.installed([nvml.h100()], monkeypatch)
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
     assert session._switches is not None
     gpu: Any = session._switches._probes["gpu"]
+    support.wait_until(gpu._looked.is_set)  # the first round is over
     library.hangs.clear()
     gpu.observe()
+    support.wait_until(lambda: gpu._busy_since is not None)
     beat = run.view().live.heartbeat_ns or 0
     time.sleep(0.3)
     gpu.observe()
     gpu.observe()
     support.wait_until(lambda: ("hw.power", G0, "gpu") not in run.values())
-    assert (run.view().live.heartbeat_ns or 0) > beat
+    support.wait_until(lambda: (run.view().live.heartbeat_ns or 0) > beat)
     assert sum("has not answered" in record.getMessage() for record in caplog.records) == 1
     begun = time.monotonic()
     torchobs.shutdown()

@@ -29,6 +29,7 @@ def shown(run: Recording) -> dict[tuple[str, ...], Any]:
     sampler = run.session._sampler
     assert sampler is not None
     sampler.stop()
+    sampler._thread.join()
     for probe, observe in run.session._slow:
         if probe == "gradients":
             observe()

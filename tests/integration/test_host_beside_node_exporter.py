@@ -10,11 +10,14 @@ from tests.exporters import Client, Service
 from tests.support import free_port, wait_until
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.host import look
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterable
     from pathlib import Path
+
+    import pytest
 
 COUNTERS: dict[str, tuple[str | dict[str, str], dict[str, str]]] = {
     "system_cpu_time_seconds_total": ("node_cpu_seconds_total", {"cpu_mode": "mode"}),
@@ -79,9 +82,13 @@ def theirs(node: Samples, name: str, labels: frozenset[tuple[str, str]]) -> floa
 
 
 def test_both_tell_the_same(
-    start: Callable[..., subprocess.Popen[str]], program: Callable[[str], str], flight_dir: Path
+    start: Callable[..., subprocess.Popen[str]],
+    program: Callable[[str], str],
+    flight_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Processors, load, memory, disks, networks: theirs is between what we said before and after."""
+    monkeypatch.setattr(look, "WAIT_S", 20.0)  # else a page may show a look that began before theirs
     port = free_port()
     start(program("prometheus-node-exporter"), f"--web.listen-address=127.0.0.1:{port}")
     node = Client(f"127.0.0.1:{port}")

@@ -75,7 +75,7 @@ def test_a_rank_that_was_killed(
     victim = dying(start, flight_dir, "wait", stdout=subprocess.PIPE)
     assert victim.stdout is not None
     assert victim.stdout.readline() == "trained\n"
-    assert inspected(capsys, flight_dir)[0] == 0, "it is alive"
+    wait_until(lambda: inspected(capsys, flight_dir)[0] == 0)  # it is alive, if its heartbeat is not late
     victim.send_signal(signal.SIGKILL)
     victim.wait(timeout=10)
     status = wait_until(lambda: inspected(capsys, flight_dir)[0])
@@ -232,10 +232,14 @@ def test_a_living_rank_is_told_while_it_trains(flight_dir: Path, capsys: pytest.
     """Reading takes nothing from it; exit status 0."""
     writer = live_rank(flight_dir)
     train(writer, range(1, 20))
-    status, out = inspected(capsys, flight_dir)
+
+    def told() -> str:
+        writer.heartbeat()
+        status, out = inspected(capsys, flight_dir)
+        return out if status == 0 else ""
+
+    assert "Rank 0 is running, after step 19." in wait_until(told)
     writer.close()
-    assert status == 0
-    assert "Rank 0 is running, after step 19." in out
 
 
 def test_files_of_this_boot_are_compared_with_its_clock() -> None:

@@ -22,7 +22,7 @@ from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter import reach, service
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.live import feed
+from torchobs.exporter.live import feed, gather
 from torchobs.exporter.live.feed import Feed
 from torchobs.exporter.live.model import Choice
 from torchobs.exporter.live.sections import PARTS
@@ -41,9 +41,11 @@ HOSTILE = "</bdi><script>alert(1)</script>"
 
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a test need not wait for whole ones."""
+    """So that a test need not wait for whole ones; and files have all the time that they take on a machine that is busy."""
     monkeypatch.setattr(service, "TICK_S", 0.1)
     monkeypatch.setattr(feed, "TICK_S", 0.1)
+    monkeypatch.setattr(feed, "DEADLINE_S", 20.0)
+    monkeypatch.setattr(gather, "EVENTS_S", 20.0)
 
 
 @pytest.fixture
@@ -316,7 +318,8 @@ def test_who_takes_messages_slowly_gets_the_newest_and_nothing_is_queued(writer:
         while b"step 8" not in newest:  # a machine that is slow to look
             newest = await asyncio.wait_for(anext(messages), 20)
         await messages.aclose()
-        await asyncio.sleep(0.3)
+        assert watched._ticker is not None
+        await asyncio.wait_for(watched._ticker, 20)  # the look that was under way
         left = scanner.lent
         train(writer, [9])
         await asyncio.sleep(0.3)

@@ -77,6 +77,7 @@ def test_the_collector_gets_what_was_recorded(
         "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc" if protocol == "grpc" else "http/protobuf",
         "OTEL_EXPORTER_OTLP_COMPRESSION": compression,
         "OTEL_BSP_SCHEDULE_DELAY": "200",
+        "OTEL_METRIC_EXPORT_INTERVAL": "3600000",  # its own metrics are the last of all that it pushes, and come at its end
     }
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
     train(writer, range(1, 4))
@@ -95,6 +96,7 @@ def test_the_collector_gets_what_was_recorded(
     wait_until(lambda: len(sent_spans(collector)) == 5)
     exporter.process.send_signal(signal.SIGTERM)
     exporter.process.wait(timeout=30)
+    wait_until(lambda: any(is_own(resource) for resource, *_ in sent_points(collector)))
     file = open_path(path)
     try:
         check_points(collector, file)
@@ -102,8 +104,8 @@ def test_the_collector_gets_what_was_recorded(
         check_exemplars(collector, shown)
     finally:
         file.close()
-    assert "level=error" not in exporter.log
-    assert "level=warn" not in exporter.log
+    complaints = [line for line in exporter.log.splitlines() if "level=error" in line or "level=warn" in line]
+    assert [line for line in complaints if "does not answer within 2 s" not in line] == []  # which a busy machine may not
 
 
 def sent_spans(collector: Collector) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -127,11 +129,16 @@ def sent_points(collector: Collector) -> Iterator[tuple[Mapping[str, Any], Any, 
                     yield resource, of_scope["scope"], of_scope.get("schemaUrl", ""), metric, data, point
 
 
+def is_own(resource: Mapping[str, Any]) -> bool:
+    """Whether it is the exporter itself."""
+    return bool(resource["service.name"] == "torchobs-exporter")
+
+
 def check_points(collector: Collector, file: FlightFile) -> None:
     """The last value of each series is what its file holds."""
     view, last = file.read(final=True), {}
     for resource, scope, schema_url, metric, data, point in sent_points(collector):
-        if resource["service.name"] == "torchobs-exporter":
+        if is_own(resource):
             continue
         assert resource["service.instance.id"] == view.header.incarnation.hex()
         assert resource["k8s.pod.name"] == "pod-1"

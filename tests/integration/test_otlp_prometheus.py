@@ -16,6 +16,7 @@ from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
 from tests.rank_files import live_rank, live_span, train
 from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
+from torchobs.exporter import states
 from torchobs.exporter.config import ExporterConfig, address_of
 from torchobs.exporter.otlp.options import PushConfig, Target
 from torchobs.flight.otel import FlightMeterProvider
@@ -39,8 +40,9 @@ def prometheus() -> Iterator[tuple[PrometheusServer, str]]:
 
 
 @pytest.fixture
-def rank(flight_dir: Path) -> Iterator[FlightWriter]:
-    """A living rank that has trained, with instruments of its user."""
+def rank(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightWriter]:
+    """A living rank that has trained, with instruments of its user; a heartbeat that is late makes it no other."""
+    monkeypatch.setattr(states, "UNRESPONSIVE_AFTER_S", 600.0)
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
     train(writer, range(1, 5))
     live_span(writer, 2)
@@ -81,7 +83,7 @@ def key(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 def exemplars(server: PrometheusServer, selector: str) -> list[tuple[tuple[tuple[str, str], ...], str]]:
     """The exemplars of each series, as text."""
-    when = {"start": f"{time.time() - 60:.3f}", "end": f"{time.time():.3f}"}
+    when = {"start": f"{time.time() - 600:.3f}", "end": f"{time.time():.3f}"}
     found = server.get("/api/v1/query_exemplars", query=selector, **when)
     return sorted((key(one["seriesLabels"]), json.dumps(one["exemplars"], sort_keys=True)) for one in found)
 
@@ -97,8 +99,12 @@ def test_what_is_pushed_is_what_is_scraped(
     pushed, scraped = f'{{job="gpt", instance="{incarnation}"}}', '{job="torchobs", job_name="gpt", rank!=""}'
     with Service(replace(config, listen=(address_of(address),))) as service:
         server.wait_for_scrapes(2)
-        wait_until(lambda: server.query(pushed))
-        ours, theirs = by_labels(server.query(scraped)), by_labels(server.query(pushed))
+
+        def answers(*selectors: str) -> list[list[Series]]:
+            found = [server.query(selector) for selector in selectors]
+            return found if all(found) else []  # a scrape that takes longer than its second ends what was scraped
+
+        ours, theirs = map(by_labels, wait_until(lambda: answers(scraped, pushed)))
         info = [of for of in theirs if ("__name__", "target_info") in of]
         (described,) = info
         assert {("host_name", "node-1"), ("k8s_pod_name", "pod-1"), ("torchobs_run_id", "run-1")} <= set(described)
@@ -108,12 +114,12 @@ def test_what_is_pushed_is_what_is_scraped(
         moving = {of for of in ours if dict(of)["__name__"] in MOVING}
         assert {of: theirs[of] for of in theirs.keys() - moving} == {of: ours[of] for of in ours.keys() - moving}
         assert exemplars(server, pushed) == exemplars(server, scraped) != []
-        own = by_labels(server.query('{job="torchobs-exporter"}'))
-        names = {dict(of)["__name__"] for of in own} - {"target_info"}
+        own, shown = wait_until(lambda: answers('{job="torchobs-exporter"}', '{job="torchobs", job_name=""}'))
+        names = {one.labels["__name__"] for one in own} - {"target_info"}
         assert {"torchobs_run_local_ranks", "torchobs_run_step_spread"} <= names
         names = {name for name in names if not name.startswith("torchobs_run_")}
         dropped = catalog.EXPORTER_SERIES_DROPPED.prometheus  # of the page
-        page = {dict(key(one.labels))["__name__"] for one in server.query('{job="torchobs", job_name=""}')}
+        page = {one.labels["__name__"] for one in shown}
         assert names == {name for name in page if name.startswith(("torchobs_exporter_", "torchobs_build_"))} - {dropped}
         counts = service.value("torchobs_exporter_otlp_dropped_total", signal="metrics", reason="refused")
         assert counts == 0

@@ -112,6 +112,7 @@ def test_an_end_is_pushed_at_once_and_ends_the_gauges(flight_dir: Path, receiver
         pushing.look(4.0, final=False)
         pushing.look(20.0, final=False)
         wait_until(lambda: len(receiver.taken) == 3)
+        wait_until(lambda: pushing.push.settled)  # the answer has to come, too
         assert balanced(pushing.push.counts["metrics"])
     before, at_end, gone = (
         {(one.metric.name, one.attributes.get("state", one.attributes.get("reason"))): one.point for one in points([request])}

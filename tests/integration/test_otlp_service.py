@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import ssl
 import statistics
 import subprocess
@@ -95,10 +96,13 @@ def test_a_receiver_that_is_not_there_is_no_reason_to_stay(
 ) -> None:
     """SIGTERM ends the exporter within the drain, and the log says what was left behind."""
     live_rank(flight_dir).close()
-    options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", f"http://127.0.0.1:{free_port()}", "--drain-timeout", "2s")
-    exporter = start_program(start, tmp_path / "log", free_port(), *options)
-    exporter.process.send_signal(signal.SIGTERM)
-    assert exporter.process.wait(timeout=20) == 0
+    with socket.socket() as held:  # bound, so that nobody else gets the port, and not listening
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+        options = ("--flight-dir", str(flight_dir), "--otlp.endpoint", endpoint, "--drain-timeout", "2s")
+        exporter = start_program(start, tmp_path / "log", free_port(), *options)
+        exporter.process.send_signal(signal.SIGTERM)
+        assert exporter.process.wait(timeout=20) == 0
     assert "OTLP" in exporter.log
 
 

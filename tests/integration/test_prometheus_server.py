@@ -30,15 +30,19 @@ def test_a_prometheus_scrapes_records_alerts_and_leaves(name: str, program: Call
     rules.write_text(yaml.safe_dump(RULES))
     with PrometheusServer(program(name)) as target:
         with PrometheusServer(program(name), scrape=[target.address], rules=[rules], interval="1s") as prom:
+
+            def lately() -> set[float]:
+                now = prom.query("up")[0].points[0][0]
+                (series,) = prom.query_range("up", now - 1, now)
+                return {value for _, value in series.points}
+
             prom.wait_for_scrapes(2)
-            assert prom.targets() == {target.address: "up"}
-            assert prom.value("sum(up)") == 1
-            assert wait_until(lambda: prom.query("twice:up"))[0].value == 2
+            wait_until(lambda: prom.targets() == {target.address: "up"})  # a scrape that takes longer than a second fails
+            wait_until(lambda: prom.value("sum(up)") == 1)
+            wait_until(lambda: [series.value for series in prom.query("twice:up")] == [2])
             alert = wait_until(lambda: prom.alerts("Up"))[0]
             assert (alert.state, alert.annotations["summary"]) == ("firing", "torchobs is up")
-            now = prom.query("up")[0].points[0][0]
-            (series,) = prom.query_range("up", now - 1, now)
-            assert {value for _, value in series.points} == {1}
+            wait_until(lambda: lately() == {1})
             pid = prom.pid
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

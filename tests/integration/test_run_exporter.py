@@ -1,5 +1,6 @@
 """`torchobs run` all the way: an untouched script, its flight file, the exporter that it starts."""
 
+import contextlib
 import os
 import re
 import signal
@@ -20,7 +21,7 @@ from torchobs.nodemode import announcement, election
 RUN = (sys.executable, "-m", "torchobs", "run")
 
 TRAIN = """
-import os, sys
+import glob, os, sys, time
 import torch
 
 model = torch.nn.Linear(4, 1)
@@ -31,7 +32,11 @@ for _ in range(int(sys.argv[1])):
     optimizer.step()
 print("trained", flush=True)
 sys.stdin.readline()
-sys.exit(int(sys.argv[2 + int(os.environ.get("RANK", "0"))]))
+rank = os.environ.get("RANK", "0")
+open("trained-" + rank, "w").close()
+while len(glob.glob("trained-*")) < int(os.environ.get("WORLD_SIZE", "1")):
+    time.sleep(0.01)  # torchrun kills all others as soon as one has failed
+sys.exit(int(sys.argv[2 + int(rank)]))
 """
 
 LOADER = """
@@ -64,7 +69,8 @@ def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
     """The environment of a run whose flight files and exporter are the test's own; the exporter ends with the test."""
     yield clean_environment() | {"TORCHOBS_DIR": str(flight_dir), "TORCHOBS_EXPORTER_ADDRESS": f"127.0.0.1:{free_port()}"}
     if found := announced(flight_dir):
-        os.kill(found.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has left just now
+            os.kill(found.pid, signal.SIGKILL)
 
 
 def announced(flight_dir: Path) -> announcement.Announcement | None:
@@ -129,7 +135,7 @@ def test_an_untouched_script_is_served_from_its_first_step(
 def test_torchrun_starts_it_on_every_rank(environ: dict[str, str], flight_dir: Path, tmp_path: Path) -> None:
     """`torchrun --no-python torchobs run train.py`: two ranks of one run, one exporter, torchrun's own verdict on a failure."""
     (tmp_path / "train.py").write_text(TRAIN)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
         [*torchrun, "--no-python", *RUN, "train.py", "5", "0", "4"],
         cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=100,

@@ -155,6 +155,7 @@ def test_warm_restarts_within_an_epoch(run: Recording) -> None:
 
 def test_a_scheduler_that_is_gone_at_once_has_been_counted(run: Recording) -> None:
     """What a function made and dropped before the sampler looked is not lost, and is not kept alive either."""
+    run.look()  # the last there is until the next
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     train(model, optimizer, lrs.StepLR(optimizer, 2), 7)

@@ -79,7 +79,8 @@ def test_shutdown_leaves_everything_as_it_was(flight_dir: Path) -> None:
             assert surface() != before
             train(2)
             assert len(run.steps()) == 2
-        assert surface() == before
+        assert surface() | {"threads": before["threads"]} == before
+        support.wait_until(lambda: surface() == before)  # its thread is waited for, but not for ever
 
 
 def test_foreign_patches_made_later_stay(flight_dir: Path) -> None:
@@ -489,8 +490,8 @@ import os, sys, torch
 sys.path[:0] = {path!r}
 import torchobs
 
-def rank(index, port):
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=index, world_size=2)
+def rank(index):
+    torch.distributed.init_process_group("gloo", init_method="file://{store}", rank=index, world_size=2)
     with torchobs.init(flight_dir={directory!r}):
         from tests.training import loss_of, mlp
         model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -501,14 +502,14 @@ def rank(index, port):
 torchobs.init(flight_dir={directory!r})
 if __name__ == "__main__":
     torchobs.shutdown()
-    torch.multiprocessing.spawn(rank, ({port},), nprocs=2)
+    torch.multiprocessing.spawn(rank, nprocs=2)
 """
 
 
-def test_ranks_that_a_script_spawns_itself_are_ranks(flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_ranks_that_a_script_spawns_itself_are_ranks(flight_dir: Path, tmp_path: Path) -> None:
     """``torch.multiprocessing.spawn``: each is known by its process group, of one run; importing the script starts none."""
     script = tmp_path / "spawned.py"
-    script.write_text(SPAWNED.format(path=[str(support.ROOT)], directory=str(flight_dir), port=free_port()))
+    script.write_text(SPAWNED.format(path=[str(support.ROOT)], directory=str(flight_dir), store=tmp_path / "store"))
     child = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=110)
     assert child.returncode == 0, child.stderr
     found = []

@@ -15,6 +15,7 @@ from torchobs import catalog
 from torchobs.cli import inspect, top
 from torchobs.cli.live import Screen, frame
 from torchobs.cli.paint import Paint
+from torchobs.exporter import states
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.live import figures
 from torchobs.exporter.scan import Scanner
@@ -41,8 +42,11 @@ def publish(writer: FlightWriter) -> None:
     writer.publish()
 
 
-def test_everybody_who_shows_a_speed_shows_the_same(flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everybody_who_shows_a_speed_shows_the_same(
+    flight_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forty steps, unevenly: the page, top, inspect, the API, and the increase of the counters over the same time."""
+    monkeypatch.setattr(states, "UNRESPONSIVE_AFTER_S", 600.0)  # who is not alive has no speed, and nobody beats here
     writer = live_rank(flight_dir)
     total = writer.table.open(catalog.TOTAL_STEPS, {}, CORE)
     assert total is not None

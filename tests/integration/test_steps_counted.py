@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,6 +30,13 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) 
         norms.append(norm_of(model))
         optimizer.step()
     return losses, norms
+
+
+def nap(seconds: float) -> float:
+    """Sleep, and return how long it was."""
+    begun = time.perf_counter()
+    time.sleep(seconds)
+    return time.perf_counter() - begun
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -350,24 +358,23 @@ def test_a_compiled_step_counts(run: Recording) -> None:
 @pytest.mark.parametrize("how", ["eval and no_grad", "no_grad", "only another loader"])
 def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recording, how: str) -> None:
     """An evaluation of 0.2 s between steps of some ms: it is counted as evaluation, and no step got slower."""
-    import time
-
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     data = TensorDataset(torch.randn(40, 8), torch.randn(40, 1))
     training, validation = DataLoader(data, batch_size=8), DataLoader(data, batch_size=8)
+    napped_s, ending = list[float](), list[float]()
 
     def evaluate() -> None:
         if how == "only another loader":
             for inputs, _ in validation:
-                time.sleep(0.04)
+                napped_s.append(nap(0.04))
                 model(inputs)
             return
         if how == "eval and no_grad":
             model.eval()
         with torch.no_grad():
             for inputs, _ in validation:
-                time.sleep(0.04)
+                napped_s.append(nap(0.04))
                 model(inputs)
         if how == "eval and no_grad":
             model.train()
@@ -376,41 +383,39 @@ def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recordi
         for inputs, targets in training:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            ending.append(time.perf_counter())
             optimizer.step()
         if epoch < 2:
             evaluate()
-    steps = run.steps()
+    took_s, steps = time.perf_counter() - ending[4], run.steps()
     assert len(steps) == 15
-    assert max(record.duration_s for record in steps) < 0.1
-    assert sum(record.phase_s[5] for record in steps) == pytest.approx(0.4, rel=0.2)
+    evaluation_s = sum(record.phase_s[5] for record in steps)
+    assert sum(napped_s) * (1 - 1e-6) <= evaluation_s <= took_s - sum(record.duration_s for record in steps[5:])
 
 
 @pytest.mark.serial
 def test_evaluation_without_a_loader(run: Recording) -> None:
     """NanoGPT's way: batches by a function, estimate_loss() between eval() and train()."""
-    import time
-
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    ending, napped_s = list[float](), 0.0
     for index in range(6):
         if index == 3:
             model.eval()
             with torch.no_grad():
-                time.sleep(0.15)
+                napped_s = nap(0.15)
                 loss_of(model)
             model.train()
         optimizer.zero_grad()
         loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        ending.append(time.perf_counter())
         optimizer.step()
-    steps = run.steps()
-    assert max(record.duration_s for record in steps) < 0.1
-    assert steps[3].phase_s[5] == pytest.approx(0.15, rel=0.2)
+    took_s, steps = time.perf_counter() - ending[2], run.steps()
+    assert napped_s * (1 - 1e-6) <= steps[3].phase_s[5] <= took_s - sum(record.duration_s for record in steps[3:])
 
 
 def test_a_teacher_in_eval_mode_is_no_evaluation(run: Recording) -> None:
     """``teacher.eval()`` before every forward, never train() again: the time stays the step's."""
-    import time
-
     model, teacher = mlp(0), mlp(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for index in range(4):
@@ -442,23 +447,28 @@ def test_batches_prefetched_for_an_accumulation_are_data(run: Recording) -> None
 @pytest.mark.serial
 def test_a_loader_inside_an_iterable_dataset_is_fetched_once(run: Recording) -> None:
     """Nested loaders: only the outermost fetch is waiting for data."""
-    import time
+    napped_s = list[float]()
 
     class Slow(IterableDataset[torch.Tensor]):
         def __iter__(self) -> Iterator[torch.Tensor]:
             for (inputs,) in DataLoader(TensorDataset(torch.randn(6, 8)), batch_size=None):
-                time.sleep(0.02)
+                napped_s.append(nap(0.02))
                 yield inputs
 
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    edges = [time.perf_counter()]
     for inputs in DataLoader(Slow(), batch_size=2):
+        edges.append(time.perf_counter())
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
+        edges.append(time.perf_counter())
         optimizer.step()
     steps = run.steps()
     assert len(steps) == 3
-    assert [record.phase_s[0] for record in steps] == pytest.approx([0.04] * 3, rel=0.5)
+    for index, record in enumerate(steps):
+        least_s, most_s = sum(napped_s[2 * index : 2 * index + 2]), edges[2 * index + 1] - edges[2 * index]
+        assert least_s * (1 - 1e-6) <= record.phase_s[0] <= most_s
 
 
 def test_functional_training_is_counted_by_step(run: Recording) -> None:
@@ -506,8 +516,6 @@ def test_log_after_the_step_belongs_to_that_step(run: Recording) -> None:
 
 def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
     """``with torchobs.phase("data")`` around a plain iterator is data; what follows is forward."""
-    import time
-
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for index in range(3):

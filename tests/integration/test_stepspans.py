@@ -98,22 +98,23 @@ def test_a_norm_that_a_device_delivers_late_is_told(flight_dir: Path) -> None:
 @pytest.mark.serial
 def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:
     """Whoever looks for what was slow finds it, phase by phase."""
-    napped: dict[int, float] = {}
+    napped: dict[int, tuple[float, float]] = {}
 
     def nap(number: int) -> None:
         begun = time.perf_counter()
-        time.sleep(0.2 if number == 60 else 0.01)
-        napped[number] = time.perf_counter() - begun
+        time.sleep(0.2 if number == 50 else 0.03)
+        napped[number] = begun, time.perf_counter()
 
-    train(80, nap)
-    (step,) = support.wait_until(lambda: [span for span in written(run, "slow") if span["attrs"]["step"] == 60])
+    train(60, nap)
+    (step,) = support.wait_until(lambda: [span for span in written(run, "slow") if span["attrs"]["step"] == 50])
     phases = [span for span in run.frames("torchobs.step_phase") if span["parent"] == step["span_id"]]
     assert [span["attrs"]["phase"] for span in phases] == ["data", "forward", "backward", "optimizer"]
     assert step["t0"] <= phases[0]["t0"]
     assert all(one["t1"] <= two["t0"] for one, two in pairwise(phases))
     assert phases[-1]["t1"] == step["t1"]
-    forward = phases[1]
-    assert (forward["t1"] - forward["t0"]) / 1e9 == pytest.approx(napped[60], rel=0.05)
+    forward_s = (phases[1]["t1"] - phases[1]["t0"]) / 1e9
+    (begun, ended), (_, before), (after, _) = napped[50], napped[49], napped[51]
+    assert (ended - begun) * (1 - 1e-6) <= forward_s < after - before
 
 
 def test_an_anomalous_step_is_there(run: Recording) -> None:
@@ -175,7 +176,8 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
     """Its trace is the run's, and where it is not sampled no step is."""
     for run in recording(flight_dir, traceparent=f"{PARENT}-0{int(sampled)}", trace_steps=1):
         train(30, lambda _: time.sleep(0.01))
-        time.sleep(0.3)
+        run.look()
+        run.look()
         found = run.frames("torchobs.step")
         assert bool(found) == sampled
         assert {span["trace_id"] for span in found} <= {PARENT.split("-")[1]}
@@ -197,7 +199,8 @@ def test_the_spans_of_steps_push_nothing_out(flight_dir: Path) -> None:
     """3,000 steps a second, every one asked for, each tenth slow: the run's first event is still in the ring."""
     for run in recording(flight_dir, trace_steps=1, grad_interval="auto"):
         train(3000)
-        time.sleep(0.3)
+        run.look()
+        run.look()
         assert run.frames("torchobs.run.start")
         frames = run.frames("torchobs.step")
         assert 1 <= len(frames) <= 60

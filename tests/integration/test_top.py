@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -19,13 +20,14 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BORN_NS, Clock, File, live_rank, train
+from tests.rank_files import BORN_NS, Clock, File, S, live_rank, train
 from tests.scanners import scanner_of
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.live import Screen, Seen, frame, slowdowns
 from torchobs.cli.paint import Paint
+from torchobs.flight.layout import HEADER_SIZE, Live
 from torchobs.flight.record import LIVE_PHASES
 from torchobs.postmortem.facts import Step
 
@@ -46,11 +48,12 @@ class Terminal:
             env={**clean_environment(), "TERM": "xterm", "PYTHONPATH": str(ROOT), **environ},
         )  # fmt: skip
         self.said = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def read(self) -> str:
         """All that it has said so far."""
         while select.select([self._ours], [], [], 0.05)[0]:
-            self.said += os.read(self._ours, 65536).decode()
+            self.said += self._decoder.decode(os.read(self._ours, 65536))  # which may end within a character
         return self.said
 
     def resize(self, lines: int, columns: int) -> None:
@@ -128,7 +131,7 @@ def test_it_follows_the_window_s_size(flight_dir: Path, terminal: Callable[..., 
     wait_until(shown.frames, timeout_s=30)
     shown.resize(10, 44)
     shown.process.send_signal(signal.SIGWINCH)
-    wait_until(lambda: len(shown.frames()) >= 2)
+    wait_until(lambda: shown.read().count("\x1b[J") >= 2)  # the end of a look
     last = shown.frames()[-1]
     assert len(last) <= 10
     assert max(map(len, last)) <= 44
@@ -178,6 +181,7 @@ def test_in_a_pipe_it_prints_one_look(flight_dir: Path) -> None:
     assert "torchobs run train.py" in empty.stdout
     writer = live_rank(flight_dir)
     train(writer, range(1, 30))
+    writer.memory.word(HEADER_SIZE // 8 + Live.HEARTBEAT_NS, time.monotonic_ns() + 60 * S)  # alive, however slow the start is
     shown = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, env=environ)
     writer.close()
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -292,7 +296,7 @@ def test_a_look_at_more_ranks_costs_no_more_for_each(tmp_path: Path) -> None:
         directory.mkdir()
         files = ranks(directory, count)
         scanner = scanner_of(directory, Clock(10.0))
-        top.look(scanner)
+        wait_until(lambda: len(top.look(scanner)[0]) == count)  # a slow machine opens them in several looks
         made = 0
 
         def counted(_frame: object, event: str, _argument: object) -> None:

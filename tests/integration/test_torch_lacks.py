@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import io
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
-from tests.training import batch, mlp
+from tests.support import wait_until
+from tests.training import Recording, batch, mlp
 from torchobs import probes
 from torchobs.flight import reader
 
@@ -63,10 +63,14 @@ NEEDED_BY_TORCH = frozenset(
 """Set on its own objects by the torch that uses them: a hook that misses one is a hook that raises (tests/faults)"""
 
 
-def train(*, scheduled: bool) -> torch.nn.Module:
+def train(session: torchobs.Session | None = None, *, scheduled: bool) -> torch.nn.Module:
     """What a script does that knows nothing of torchobs; the model that it has trained."""
     model = DistributedDataParallel(mlp())
-    time.sleep(0.25)  # the sampler has seen it
+    if session is not None:
+        run = Recording(session)
+        for _ in range(2):  # the sampler has seen it; the round under way may have looked before
+            beat = run.view().live.heartbeat_ns
+            wait_until(lambda beat=beat: run.view().live.heartbeat_ns != beat)  # type: ignore[misc]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -125,8 +129,8 @@ def test_a_probe_whose_torch_is_another_is_off_with_a_reason(
     owner: Any = sys.modules.get(path) or getattr(import_module(within), last)
     monkeypatch.delattr(owner, attribute)
     before = surface()
-    with torchobs.init(flight_dir=flight_dir, grad_interval=1):
-        model = train(scheduled=scheduled)
+    with torchobs.init(flight_dir=flight_dir, grad_interval=1) as session:
+        model = train(session, scheduled=scheduled)
     assert surface() == before
     assert all(map(torch.equal, model.parameters(), expected.parameters()))
     off, reasons, steps = found(flight_dir)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    import pytest
+
 
 def training() -> Iterator[None]:
     """A small one."""
@@ -26,8 +28,9 @@ def training() -> Iterator[None]:
         yield
 
 
-def test_a_training_is_measured_with_and_without_us(flight_dir: Path) -> None:
+def test_a_training_is_measured_with_and_without_us(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks of each, and the session is over: torch is as it was."""
+    monkeypatch.setenv("TORCHOBS_GRAD_INTERVAL", "1")
     before = torch.autograd.backward
     result = measure(Processor(), training(), 5, 2, "advanced", flight_dir)
     assert len(result.plain) == len(result.observed) == 2

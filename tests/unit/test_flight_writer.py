@@ -37,6 +37,12 @@ def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_GAP_NS", 0)
 
 
+@pytest.fixture
+def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine holds the test up, no number is passed over for that."""
+    monkeypatch.setattr(writer, "_GAP_NS", 3_600_000_000_000)
+
+
 def steps(image: flights.Image, *, final: bool = False) -> int:
     """The steps that a reader sees who opens the file now."""
     file = image.open()
@@ -77,6 +83,7 @@ class Stalled:
         self._thread.join()
 
 
+@pytest.mark.usefixtures("long_wait")
 def test_a_record_waits_for_its_predecessor_that_another_thread_is_writing(image: flights.Image) -> None:
     """Steps are folded in the order of their numbers: the sampler's late record does not overtake the step before it."""
     made, memory = flights.written(image)
@@ -259,7 +266,7 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
     acknowledged = interrupted = number = counted = 0
     bell.start(bell.interrupt)
     deadline = time.monotonic() + 2.0
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or interrupted <= 100:
         try:
             bell.armed = True
             while True:
@@ -275,7 +282,6 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
     bell.stop()
     done.set()
     sampler.join()
-    assert interrupted > 100
     assert acknowledged <= steps(image, final=True) <= number
     flights.step(made, number + 1)
     cell.add(1)
@@ -289,8 +295,10 @@ def test_an_exception_between_any_two_lines_loses_no_acknowledged_record(image: 
     file.close()
 
 
-def test_a_signal_handler_may_write_too(image: flights.Image, bell: Bell) -> None:
+@pytest.mark.usefixtures("long_wait")
+def test_a_signal_handler_may_write_too(flight_dir: Path, bell: Bell) -> None:
     """In the middle of an append, a fold or a publication of the same thread: no deadlock, nothing lost, nothing twice."""
+    image = flights.Image(flight_dir, flights.header())  # half its ring is more than handlers write during one append
     made, _ = flights.written(image)
     counts = {"handler": 0, "main": 0}
     cell = made.table.cell(METRIC, {})
@@ -306,16 +314,16 @@ def test_a_signal_handler_may_write_too(image: flights.Image, bell: Bell) -> Non
 
     bell.start(lambda: write("handler"))
     deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or counts["handler"] <= 10:
         write("main")
     bell.stop()
     made.fold()
     made.publish()
-    assert counts["handler"] > 10
     assert (steps(image), lost(image)) == (sum(counts.values()), 0)
     file = image.open()
     assert flights.value(file.read(), METRIC) == sum(counts.values())
     file.close()
+    image.close()
 
 
 @pytest.mark.parametrize("size", [MIN_SIZE, MIN_SIZE + 1, 300_001, 555_555, DEFAULT_SIZE, DEFAULT_SIZE + 63, MAX_SIZE])
@@ -359,7 +367,7 @@ def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, be
     """Ctrl-C at any moment of a birth: no temporary file of the full size."""
     place, made, cut = flights.place(flight_dir), 0, 0
     bell.start(bell.interrupt)
-    for _ in range(300):
+    while made + cut < 300 or made <= 10 or cut <= 10:
         try:
             bell.armed = True
             born = create(place, flights.header())
@@ -369,8 +377,6 @@ def test_an_interrupt_while_the_file_is_made_leaves_nothing(flight_dir: Path, be
         except Interruption:
             cut += 1
     bell.stop()
-    assert cut > 10
-    assert made > 10
     assert [path.name for path in flight_dir.iterdir() if path.name.startswith(".tmp-")] == []
     os.close(place.fd)
 

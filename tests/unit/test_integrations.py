@@ -168,4 +168,4 @@ def test_what_fails_in_one_public_function_leaves_the_others(flight_dir: Path, c
         found = Recording(session)
         assert found.errors()[0].startswith("watch: ")
         shown(found, {("torchobs.scalar", "accuracy"): 0.5})
-    assert "probe 'watch' failed with AttributeError" in caplog.text
+    support.wait_until(lambda: "probe 'watch' failed with AttributeError" in caplog.text)

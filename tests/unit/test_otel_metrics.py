@@ -59,7 +59,7 @@ def test_a_point_carries_its_instrument_and_its_scope(writer: FlightWriter, prov
     assert otel.points(writer) == [otel.Seen(scope, "queue.length", "{item}", "Items waiting.", "UPDOWN", "{}", -2)]
 
 
-def test_adding_from_eight_threads_loses_nothing(writer: FlightWriter, meter: Meter) -> None:
+def test_adding_from_eight_threads_loses_nothing(writer: FlightWriter, provider: FlightMeterProvider, meter: Meter) -> None:
     """8 × 10,000 additions, to series that several threads make at the same time, are all there: exactly."""
     counter, histogram = meter.create_counter("adds"), meter.create_histogram("sizes")
     begin = threading.Barrier(8)
@@ -76,6 +76,7 @@ def test_adding_from_eight_threads_loses_nothing(writer: FlightWriter, meter: Me
         thread.start()
     for thread in threads:
         thread.join()
+    provider.observe()  # what was put aside while another thread made the series
     found = otel.values(writer)
     assert sum(value for (name, _), value in found.items() if name == "adds") == 80_000
     counts, total, least, greatest, _ = found["sizes", "{}"]
@@ -92,7 +93,8 @@ def test_a_signal_handler_may_add_to_what_it_interrupts(writer: FlightWriter, pr
         handled += 1
         counter.add(1, {"who": "both"})
         counter.add(1, {"number": handled})
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        if handled < 100:
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
 
     before = signal.signal(signal.SIGALRM, handler)
     signal.setitimer(signal.ITIMER_REAL, 0.001)
@@ -114,13 +116,16 @@ def test_a_signal_handler_may_add_to_what_it_interrupts(writer: FlightWriter, pr
 def test_measurements_wait_for_nobody_and_are_not_lost(writer: FlightWriter, provider: FlightMeterProvider) -> None:
     """While another thread is making a series, a new one's measurements are put aside and added with the next round."""
     counter = provider.get_meter("tests").create_counter("aside")
+    times = []
     with writer.table._lock:
-        begun = time.monotonic()
-        counter.add(5, {"new": "1"})
-        assert time.monotonic() - begun < 1
+        for number in range(3):
+            begun = time.monotonic()
+            counter.add(5, {"new": number})
+            times.append(time.monotonic() - begun)
+    assert min(times) < 1  # the fastest: whatever else the machine does
     assert otel.values(writer) == {}
     provider.observe()
-    assert otel.values(writer) == {("aside", '{"new": "1"}'): 5}
+    assert otel.values(writer) == {("aside", f'{{"new": {number}}}'): 5 for number in range(3)}
 
 
 def test_ten_thousand_attribute_sets_are_counted_and_their_sum_is_right(writer: FlightWriter, meter: Meter) -> None:
@@ -387,10 +392,11 @@ def test_a_callback_that_hangs_holds_nobody_up(writer: FlightWriter, provider: F
     assert not provider.observe()
     assert not provider.observe()
     assert time.monotonic() - begun < 5
+    assert not provider.observe(0.01)
     go.set()
-    assert provider.observe(10.0)
+    support.wait_until(lambda: otel.values(writer) == {("g", "{}"): 1})
     assert calls == [10_000.0]
-    assert otel.values(writer) == {("g", "{}"): 1}
+    assert provider.observe(10.0)
 
 
 def test_generators_are_callbacks_too(writer: FlightWriter, provider: FlightMeterProvider) -> None:
@@ -439,10 +445,10 @@ def test_what_a_callback_no_longer_returns_has_no_value(writer: FlightWriter, pr
 
 def test_observable_instruments_without_callbacks_start_no_thread(provider: FlightMeterProvider) -> None:
     """A process whose user observes nothing gets no thread for it."""
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     provider.get_meter("m").create_counter("c").add(1)
     assert provider.observe()
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= before  # another test's may end meanwhile
 
 
 def test_adding_is_cheaper_than_in_the_sdk(meter: Meter) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -223,6 +224,7 @@ def test_known_items_of_a_list_count_although_another_is_wrong() -> None:
     assert "'b' is left out" in attributes
 
 
+@hypothesis.settings(deadline=None)
 @given(st.lists(st.text("ab=, %2Cé", max_size=8), max_size=4))
 def test_resource_attributes_are_those_of_the_opentelemetry_sdk(items: list[str]) -> None:
     """The rank's resource and an SDK in the same process agree on OTEL_RESOURCE_ATTRIBUTES, well-formed or not."""
@@ -234,6 +236,7 @@ def test_resource_attributes_are_those_of_the_opentelemetry_sdk(items: list[str]
     assert dict(found.resource_attributes) == of_the_sdk
 
 
+@hypothesis.settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([name for s in listing() for name in s.variables]), st.text(max_size=30)))
 def test_no_environment_makes_it_raise(environ: dict[str, str]) -> None:
     """Every problem can be written to a log in UTF-8, whatever bytes the environment holds."""
