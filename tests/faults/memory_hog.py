@@ -11,6 +11,7 @@ from itertools import count
 import torch
 
 import torchobs
+from tests.training import Recording
 
 MIB = 1024**2
 STEP = 2 * MIB
@@ -19,7 +20,7 @@ GROW = f"held = []\nimport time\nwhile True:\n    held.append(bytearray(b'x') * 
 if __name__ == "__main__":
     directory, how = sys.argv[1:]
     torch.set_num_threads(1)
-    torchobs.init(flight_dir=directory)
+    recording = Recording(torchobs.init(flight_dir=directory))
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if how == "worker":
@@ -31,7 +32,10 @@ if __name__ == "__main__":
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         if how == "grows":
-            held.append(bytearray(b"x") * STEP)
+            held.append(bytearray(b"x") * 4 * STEP)
+            seen = recording.view().live.heartbeat_ns
+            while recording.view().live.heartbeat_ns == seen:  # no faster than it can be told
+                time.sleep(0.01)
         time.sleep(0.02)
         if step == 20:
             print("trains", flush=True)  # noqa: T201  # what the test waits for
