@@ -53,11 +53,13 @@ class Watch:
     async def fresh(self, max_age_s: float = FRESH_S, deadline_s: float = DEADLINE_S) -> Snapshot:
         """Return a snapshot that is at most ``max_age_s`` old, or after ``deadline_s`` the newest there is.
 
-        Whoever asks while a scan is running waits for that one.
+        Whoever asks while a scan is running waits for that one; and for another, if this process was stopped in its midst.
         """
-        age_s = (self._clock().monotonic_ns - self.latest.taken_ns) / 1e9
-        if self.latest is EMPTY or age_s > max_age_s:
-            await self._scan(deadline_s)
+        asked_ns, until = self._clock().monotonic_ns, asyncio.get_running_loop().time() + deadline_s
+        if self.latest is EMPTY or asked_ns - self.latest.taken_ns > max_age_s * 1e9:
+            done = await self._scan(deadline_s)
+            if done and asked_ns - self.latest.taken_ns > DEADLINE_S * 1e9:
+                await self._scan(until - asyncio.get_running_loop().time())
         return self.latest
 
     async def after_now(self, deadline_s: float = DEADLINE_S) -> Snapshot:
@@ -76,7 +78,8 @@ class Watch:
         self._thread.submit(self._scanner.close)
         self._thread.shutdown(wait=False)
 
-    async def _scan(self, deadline_s: float) -> None:
+    async def _scan(self, deadline_s: float) -> bool:
+        """Wait for a scan; return whether there is a snapshot of it."""
         if self._running is None:
             self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._take)
         running = self._running
@@ -88,6 +91,7 @@ class Watch:
             self._running = None
             if (problem := running.exception()) is not None:
                 _log.error("a scan failed, the last snapshot is served: %r", problem, exc_info=problem)
+        return bool(done) and running.exception() is None
 
     def _take(self) -> None:
         self.latest = self._scanner.scan()
