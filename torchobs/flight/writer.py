@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from torchobs.flight.place import Place
 
 _GAP_NS = 1_000_000_000
+_FOLDED_AT_ONCE = 64
+"""Records, before what they say is in the file and another thread may go on: one that appends them as fast as it can must not
+be a whole ring ahead by then"""
+_REST_S, _MOST_RESTS = 0.001, 50
 _alive: weakref.WeakSet[FlightWriter] = weakref.WeakSet()
 
 
@@ -58,6 +62,8 @@ class FlightWriter:
         self.taken: deque[tuple[record.StepRecord, bytes]] | None = None
         """Where records go as they are folded, for who wants to look at them: decoded, and as they stand in the ring"""
         self._forced_at = regions[Region.STEPS].count // 2
+        self._rests_left = _MOST_RESTS
+        self._full_at = max(self._forced_at, regions[Region.STEPS].count - 2 * _FOLDED_AT_ONCE)
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
@@ -87,7 +93,10 @@ class FlightWriter:
         self, step: int, end_ns: int, kind: int, flags: int, losses: int, duration_s: float, loss: float, grad_norm: float,
         learning_rate: float, phase_s: tuple[float, ...], tokens: int = 0, samples: int = 0, norm_scale: float = 1.0,
     ) -> int:  # fmt: skip
-        """Write one record (fields as in ``record``) and return its sequence number. Any thread; never waits.
+        """Write one record (fields as in ``record``) and return its sequence number. Any thread.
+
+        It waits for nobody, but for a fold that another thread is in while the ring is all but full of what was not folded,
+        which takes steps that are made faster than they can be counted: 50 ms at most, until a fold has ended.
 
         Raises ``struct.error`` when a value does not fit its field, and writes nothing then but leaves a gap of one number,
         as an interrupt between two lines here does too: the fold passes over a number that stays away for a second.
@@ -101,7 +110,7 @@ class FlightWriter:
         recent = self._recent
         recent.append(raw)
         if len(recent) >= self._forced_at:
-            self.fold()  # before the ring could wrap over what was not folded
+            self._force()
         return seq
 
     def append_plain(  # noqa: PLR0913, PLR0917  # see record.pack
@@ -121,8 +130,16 @@ class FlightWriter:
         recent = self._recent
         recent.append(raw)
         if len(recent) >= self._forced_at:
-            self.fold()
+            self._force()
         return seq
+
+    def _force(self) -> None:
+        """Fold before the ring could wrap over what was not; where another thread is at it, let that one come forward."""
+        self.fold()
+        while len(self._recent) >= self._full_at and self._rests_left:
+            self._rests_left -= 1
+            time.sleep(_REST_S)
+            self.fold()
 
     @property
     def unfolded(self) -> int:
@@ -134,17 +151,26 @@ class FlightWriter:
 
         Does nothing while another thread is folding. Records are folded in order of their numbers.
         """
-        if self._folding.locked():
-            return
-        with self._folding:  # see block.Block.publish
-            core = self.table.core
-            late = self._take_recent(core.totals.ints[record.Word.FOLDED_UPTO], most)
-            batch = self._contiguous(core.totals.ints[record.Word.FOLDED_UPTO])
-            if late:
-                core.change(record.fold_late, late, self.anomalies)
-            if batch:
-                core.change(record.fold, batch, self.anomalies)
-            core.publish()
+        most = min(most, len(self._recent))
+        while True:
+            if self._folding.locked():
+                return
+            with self._folding:  # see block.Block.publish
+                self._fold(min(most, _FOLDED_AT_ONCE))
+            most -= _FOLDED_AT_ONCE
+            if most <= 0:
+                return
+
+    def _fold(self, most: int) -> None:
+        core = self.table.core
+        late = self._take_recent(core.totals.ints[record.Word.FOLDED_UPTO], most)
+        batch = self._contiguous(core.totals.ints[record.Word.FOLDED_UPTO])
+        if late:
+            core.change(record.fold_late, late, self.anomalies)
+        if batch:
+            core.change(record.fold, batch, self.anomalies)
+        core.publish()
+        self._rests_left = _MOST_RESTS
 
     def _take_recent(self, upto: int, most: int) -> list[record.StepRecord]:
         """Hold ``most`` of what was appended until it is folded; return records whose numbers were passed over meanwhile."""
