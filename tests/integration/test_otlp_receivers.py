@@ -6,10 +6,11 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
 from threading import Event, Thread, Timer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
@@ -21,6 +22,9 @@ from torchobs.catalog import Kind, Metric
 from torchobs.exporter.otlp.options import PushConfig, Target
 from torchobs.exporter.otlp.web import Web
 from torchobs.flight.series import Scope
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 USER, CALLS = Scope("my.package", "1.0"), Metric("my.c", Kind.COUNTER, "", "A user's instrument.")
 SOON_S = 30.0
@@ -130,40 +134,51 @@ def test_a_receiver_that_hangs_is_left_after_the_timeout(flight_dir: Path, file:
     assert counts.sent == counts.recorded > 20
 
 
-@pytest.fixture
-def never_done() -> Iterator[str]:
-    """Where a server's handshake of TLS goes on by single bytes, for ever."""
-    ended = Event()
+class NeverDone:
+    """A server whose handshake of TLS goes on by single bytes, for ever, inside a `with` block."""
 
-    def drip() -> None:
+    def __enter__(self) -> Self:
+        self.begun, self._ended = Event(), Event()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.target = f"https://127.0.0.1:{self._server.getsockname()[1]}/v1/metrics"
+        self._thread = Thread(target=self._drip)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
         with contextlib.suppress(OSError):
-            connection, _ = server.accept()
+            self._server.shutdown(socket.SHUT_RDWR)  # should nobody have come
+        self._thread.join()
+        self._server.close()
+
+    def _drip(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self._server.accept()
             with connection:
                 connection.sendall(b"\x16\x03\x03\x40\x00")  # the head of a record of 16 KiB
-                while not ended.wait(0.05):
+                self.begun.set()
+                while not self._ended.wait(0.05):
                     connection.sendall(b"\x02")
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = Thread(target=drip)
-        thread.start()
-        yield f"https://127.0.0.1:{server.getsockname()[1]}/v1/metrics"
-        ended.set()
-        thread.join()
 
-
-def test_a_handshake_that_never_ends_is_left_after_the_timeout(never_done: str) -> None:
+def test_a_handshake_that_never_ends_is_left_after_the_timeout() -> None:
     """Each byte in time, and never the last."""
-    web = Web(Target(never_done, timeout_s=0.3), lambda _: (0, ""), time.time)
-    assert web.send(b"").words == "no answer within 0.3 s"
-    web.close()
+    with NeverDone() as server:
+        web = Web(Target(server.target, timeout_s=0.3), lambda _: (0, ""), time.time)
+        assert web.send(b"").words == "no answer within 0.3 s"
+        web.close()
 
 
-def test_a_handshake_that_never_ends_can_be_cancelled(never_done: str) -> None:
+def test_a_handshake_that_never_ends_can_be_cancelled() -> None:
     """An exporter that must go does not wait for it."""
-    web = Web(Target(never_done, timeout_s=600.0), lambda _: (0, ""), time.time)
-    Timer(0.3, web.cancel).start()
-    assert web.send(b"").kind == "retry"
-    web.close()
+    with NeverDone() as server, ThreadPoolExecutor(1) as pool:
+        web = Web(Target(server.target, timeout_s=500.0), lambda _: (0, ""), time.time)
+        sent = pool.submit(web.send, b"")
+        assert server.begun.wait(30)
+        web.cancel()
+        assert sent.result(30).kind == "retry"
+        web.close()
 
 
 def partly(rejected: int) -> Answer:
