@@ -51,6 +51,7 @@ class Web:
         fixed = {"Content-Type": "application/x-protobuf", "User-Agent": f"torchobs-exporter/{__version__}"}
         self._headers = {**fixed, **encoding, **dict(target.headers)}
         self._closed = False
+        self._late: list[bool] = []
 
     def pack(self, message: bytes) -> bytes:
         """See :class:`Transport`."""
@@ -94,7 +95,7 @@ class Web:
         return Outcome("retry", words=f"no answer within {self._target.timeout_s:g} s")
 
     def _post(self, body: bytes) -> Outcome:
-        late = []
+        late = self._late = list[bool]()
 
         def give_up() -> None:
             late.append(True)
@@ -106,8 +107,6 @@ class Web:
         timer.start()
         try:
             connection = self._connected()
-            if late:
-                raise TimeoutError
             path, more = self._via()
             connection.request("POST", path, body, {**self._headers, **more})
             answer = connection.getresponse()
@@ -146,18 +145,24 @@ class Web:
             if not self._tls:
                 self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
             else:
-                self._connection = _Secure(host, port, timeout_s, _context(self._target), self._host)
+                self._connection = _Secure(host, port, timeout_s, _context(self._target), self._host, self._check)
                 if proxy:
                     self._connection.set_tunnel(self._host, self._port, dict(proxy[2]))
-            self._refuse_if_closed()
+            self._check()
             self._connection.connect()
             self._socket = self._connection.sock
-        self._refuse_if_closed()
+        self._check()
         return self._connection
 
-    def _refuse_if_closed(self) -> None:
+    def _check(self) -> None:
+        """Raise where nothing is to be waited for any more; to be asked once there is a socket.
+
+        Whoever breaks a connection says so first and looks for its socket then: one of the two sees the other.
+        """
         if self._closed:
             raise ConnectionAbortedError("the exporter ends")
+        if self._late:
+            raise TimeoutError
 
     def _break(self) -> None:
         """End the connection under another thread's hands: its read or write fails at once.
@@ -196,14 +201,17 @@ class _Secure(http.client.HTTPConnection):
 
     default_port = 443
 
-    def __init__(self, host: str, port: int, timeout_s: float, context: ssl.SSLContext, name: str) -> None:
+    def __init__(  # http.client's, and what it needs for TLS
+        self, host: str, port: int, timeout_s: float, context: ssl.SSLContext, name: str, check: Callable[[], None]
+    ) -> None:
         super().__init__(host, port, timeout=timeout_s)
-        self._context, self._name = context, name
+        self._context, self._name, self._check = context, name, check
 
     def connect(self) -> None:
         """Connect, through the tunnel if there is one, and shake hands."""
         super().connect()
         self.sock = self._context.wrap_socket(self.sock, server_hostname=self._name, do_handshake_on_connect=False)
+        self._check()
         self.sock.do_handshake()
 
 
