@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import torchobs
+from tests.support import wait_until
 from torchobs.flight import reader
 from torchobs.flight.record import Flag, Kind, StepRecord
 
@@ -54,6 +55,14 @@ class Recording:
             (point.series.name, *(str(value) for _, value in point.series.attributes)): point.value
             for point in self.view().points
         }
+
+    def whole_round(self) -> None:
+        """Wait until the sampler has done a whole round, begun after this was called: each begins with a heartbeat."""
+        for _ in range(2):
+            self._beat_after(self.view().live.heartbeat_ns)
+
+    def _beat_after(self, beat_ns: int | None) -> None:
+        wait_until(lambda: self.view().live.heartbeat_ns != beat_ns)
 
     def look(self) -> dict[tuple[str, ...], Any]:
         """Do one whole round of the sampler's in this thread, whose own is stopped; return the values."""

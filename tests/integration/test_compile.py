@@ -42,25 +42,8 @@ def _compiler_as_new() -> Iterator[None]:
 
 def series(run: Recording) -> dict[tuple[str, ...], float]:
     """The compiler's series, after the sampler has seen all there is."""
-    whole_round(run)
+    run.whole_round()
     return {key: value for key, value in run.values().items() if key[0].startswith("torchobs.compile.")}
-
-
-def whole_round(run: Recording) -> None:
-    """Wait for a round of the sampler that begins and ends from now on: each begins with a heartbeat."""
-    assert run.session.writer is not None
-    asked = run.session.writer.elapsed_ns()
-    begun = support.wait_until(lambda: beat if (beat := heartbeat(run)) > asked else 0)
-    support.wait_until(lambda: heartbeat(run) > begun)
-
-
-def heartbeat(run: Recording) -> int:
-    """Nanoseconds from the file's birth to the last heartbeat."""
-    view = run.view()
-    beat = view.live.heartbeat_ns
-    assert beat is not None
-    assert run.session.writer is not None
-    return beat - run.session.writer.header.monotonic_ns
 
 
 def counted(found: dict[tuple[str, ...], float], metric: catalog.Metric) -> dict[str, float]:
@@ -236,7 +219,7 @@ def watching(run: Recording, gate: Gate) -> Iterator[list[tuple[str | None, floa
             assert gate.reached.wait(60)
             support.wait_until(lambda: run.values().get(("torchobs.compile.in_progress",)) == 1.0)
             time.sleep(0.25)
-            whole_round(run)  # the phase is written at a round's beginning, what is in progress at its end
+            run.whole_round()  # the phase is written at a round's beginning, what is in progress at its end
             seen.append((run.view().live.phase, run.values()["torchobs.compile.in_progress",]))
         finally:
             gate.go.set()

@@ -60,9 +60,7 @@ class Loop:
 
 def epochs(run: Recording) -> int:
     """The counter, after a whole round of the sampler's that began after the last step."""
-    for _ in range(2):
-        beat = run.view().live.heartbeat_ns
-        support.wait_until(lambda before=beat: run.view().live.heartbeat_ns != before)  # type: ignore[misc]  # of a lambda
+    run.whole_round()
     count: int = run.values()[("torchobs.epochs",)]
     return count
 

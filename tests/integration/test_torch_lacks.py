@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
-from tests.support import wait_until
 from tests.training import Recording, batch, mlp
 from torchobs import probes
 from torchobs.flight import reader
@@ -67,10 +66,7 @@ def train(session: torchobs.Session | None = None, *, scheduled: bool) -> torch.
     """What a script does that knows nothing of torchobs; the model that it has trained."""
     model = DistributedDataParallel(mlp())
     if session is not None:
-        run = Recording(session)
-        for _ in range(2):  # the sampler has seen it; the round under way may have looked before
-            beat = run.view().live.heartbeat_ns
-            wait_until(lambda beat=beat: run.view().live.heartbeat_ns != beat)  # type: ignore[misc]
+        Recording(session).whole_round()  # the sampler has seen it; the round under way may have looked before
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -191,13 +191,6 @@ def test_a_profiler_that_raises_hurts_nobody(
     training(run, step, "torchobs.profile.end")
 
 
-def rounds(run: Recording) -> None:
-    """Wait until the sampler has done a whole round, begun after this was called."""
-    for _ in range(2):
-        beat = run.view().live.heartbeat_ns
-        support.wait_until(lambda beat=beat: run.view().live.heartbeat_ns != beat)  # type: ignore[misc]
-
-
 def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a file that is there beforehand, while it is stuck; no system call of the application is interrupted by it."""
     monkeypatch.setattr(watchdog, "SILENCE_S", 1.0)
@@ -209,7 +202,7 @@ def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path
 
         support.wait_until(lambda: list(flight_dir.glob("*.stuck-0.txt")))
         begun = time.monotonic()
-        rounds(run)  # the timer is set
+        run.whole_round()  # the timer is set
         assert ctypes.PyDLL(None).sleep(2) == 0  # it would be 1 had a signal come
         (event,) = support.wait_until(told)
         silent_s = time.monotonic() - begun
@@ -221,7 +214,7 @@ def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path
         ready = flight_dir / one.name.replace(str(one.number), "0")
         support.wait_until(ready.exists)  # made after the event
         assert ready.stat().st_size == 0  # ready for the next time
-        rounds(run)
+        run.whole_round()
         assert ctypes.PyDLL(None).sleep(2) == 0
         support.wait_until(lambda: len(told()) == 2)
         assert {event["evidence"] for event in told()} <= {one.id for one in found(flight_dir, STUCK)}
@@ -258,11 +251,11 @@ def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path) -> N
     try:
         for run in recording(flight_dir):
             support.wait_until(lambda: caught() != mask)
-            rounds(run)
+            run.whole_round()
             signal.signal(ours, lambda *_: seen.append(1))
-            rounds(run)  # it is seen before the time is up
+            run.whole_round()  # it is seen before the time is up
             ctypes.PyDLL(None).sleep(round(watchdog.SILENCE_S) + 1)
-            rounds(run)
+            run.whole_round()
         assert seen == []
         assert callable(signal.getsignal(ours))
     finally:

@@ -58,8 +58,9 @@ class Watch:
         asked_ns, until = self._clock().monotonic_ns, asyncio.get_running_loop().time() + deadline_s
         if self.latest is EMPTY or asked_ns - self.latest.taken_ns > max_age_s * 1e9:
             done = await self._scan(deadline_s)
-            if done and asked_ns - self.latest.taken_ns > DEADLINE_S * 1e9:
-                await self._scan(until - asyncio.get_running_loop().time())
+            left_s = until - asyncio.get_running_loop().time()
+            if done and left_s > deadline_s / 2 and asked_ns - self.latest.taken_ns > DEADLINE_S * 1e9:
+                await self._scan(left_s)
         return self.latest
 
     async def after_now(self, deadline_s: float = DEADLINE_S) -> Snapshot:
