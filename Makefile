@@ -28,8 +28,8 @@ demo: setup ## Train a small GPT on two ranks and watch it live
 	$(BIN)/python -m examples.demo
 
 test: setup test-tools lint ## Everything that CI runs: lint, all tests, the wheel
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
-	$(BIN)/pytest -m serial
+	tests/pytest.sh $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
+	tests/pytest.sh $(BIN)/pytest -m serial
 	$(BIN)/python -m tests.bench.overhead --blocks 1 --gate
 	tests/wheel.sh $(VENV)
 

@@ -4,6 +4,7 @@
 #   2. the unit tests against the installed wheel, third-party packages (torch is big) taken from VENV.
 set -euo pipefail
 venv=$(realpath "${1:?usage: tests/wheel.sh VENV}")
+pytest=$(realpath "$(dirname "${BASH_SOURCE[0]}")/pytest.sh")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -33,4 +34,4 @@ cp pyproject.toml "$work"
 cd "$work/run"
 "$work/full/bin/python" -c 'import sys, torchobs; sys.exit(not torchobs.__file__.startswith(sys.prefix))' ||
   { echo "the tests would not have used the installed wheel"; exit 1; }
-PATH="$work/full/bin:$PATH" "$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . -p no:cacheprovider -n 2 tests/unit
+PATH="$work/full/bin:$PATH" "$pytest" "$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . -n 2 tests/unit

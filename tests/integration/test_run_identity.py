@@ -81,7 +81,7 @@ SCRIPTS = {
     "destructor_error": "class A:\n    def __del__(self):\n        print('del')\na = A()\n1 / 0",
     "stdout_closed": "import sys\nsys.stdout.close()",
     # threads
-    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('t'))).start()\nprint('m')",
+    "thread": "from threading import *\nThread(target=lambda: (main_thread().join(), print('t'))).start()\nprint('m')",
     "thread_exit": """
         import sys, threading
         thread = threading.Thread(target=lambda: sys.exit(3))
