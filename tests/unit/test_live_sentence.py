@@ -62,7 +62,12 @@ def but(*others: Row) -> list[Row]:
         ),
         (
             but(row(6, "unresponsive", age_s=12)),
-            training(8) + "Rank 6 does not respond: silent for 12 s.",
+            training(7) + "Rank 6 does not respond: silent for 12 s.",
+            Severity.ERROR,
+        ),
+        (
+            [row(0, "unresponsive", age_s=12)],
+            "Not responding: 0 of 1 rank alive, step 12,400, loss 2.313. Rank 0 does not respond: silent for 12 s.",
             Severity.ERROR,
         ),
         (

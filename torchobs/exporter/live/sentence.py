@@ -83,17 +83,18 @@ def _head(run: Run) -> _Note:
         return _Note(
             Severity.INFO, f"{word}: {_listed([ranks, _many(run.steps, 'step'), _loss(run, 'last loss')])}.", f"{word}."
         )
-    word = _activity(run, up)
+    alive = [row for row in up if row.state != "unresponsive"]
+    word = _activity(run, alive) if alive else "Not responding"
     here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
-    ranks = f"{len(up):,} of {_many(run.expected, 'rank')} alive{here}"
-    paces = [row.speed.per_s for row in up if row.speed and row.speed.per_s]
+    ranks = f"{len(alive):,} of {_many(run.expected, 'rank')} alive{here}"
+    paces = [row.speed.per_s for row in alive if row.speed and row.speed.per_s]
     speed = f"{figures.rate(min(paces)).removesuffix('/s')} steps/s" if paces and run.steps else ""
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     return _Note(Severity.INFO, f"{word}: {_listed([ranks, step, _loss(run, 'loss'), speed])}.", f"{word}, {ranks}.")
 
 
-def _activity(run: Run, up: Sequence[Row]) -> str:
-    phase, _ = Counter(row.phase for row in up).most_common(1)[0]
+def _activity(run: Run, alive: Sequence[Row]) -> str:
+    phase, _ = Counter(row.phase for row in alive).most_common(1)[0]
     return _AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
 
 
