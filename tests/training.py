@@ -120,6 +120,16 @@ def loss_of(model: torch.nn.Module, seed: int = 0) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
+def train(steps: int) -> None:
+    """Some steps of a model and an optimizer of their own."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
 def norm_of(model: torch.nn.Module) -> float:
     """The float64 reference of the gradients' total norm."""
     squares = [float(p.grad.double().pow(2).sum()) for p in model.parameters() if p.grad is not None]
