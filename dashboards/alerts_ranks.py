@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, select
 from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 
+WAITS_S = 1800
+"""What a process group waits for by default in torch.distributed with gloo: by then a peer's evaluation is no excuse."""
 UNRESPONSIVE_S = 120
 """A process that is torn down is unresponsive, too: 29 ms for each GiB it has, 11 s with a core dump, as measured."""
 SLOWER = 1.5
@@ -39,16 +41,28 @@ def _failed() -> Alert:
 
 
 def _hung() -> Alert:
-    """Hung is the exporter's word: no step for 20 times the 99th percentile, at least a minute, in no phase that may last."""
+    """Hung is the exporter's word: no step for 20 times the 99th percentile, at least a minute, in no phase that may last.
+
+    Nor does a rank hang that waits for another one's evaluation, be that on a machine which its own exporter does not see.
+    """
     hung, stopped = (select(catalog.RANK_STATE_SET, f'state="{state}"') for state in ("hung", "unresponsive"))
+    age = select(catalog.RANK_PROGRESS_AGE)
+    aside = select(catalog.GOODPUT_TIME, 'state=~"evaluation|checkpoint|compile"')
     return Alert(
         alert="TorchobsRankHung",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
                 count {BY_RUN_EVERYWHERE} (
-                    {hung} == 1
+                    (
+                        {hung} == 1
+                      unless on ({ONE_RANK}) (
+                          {age} < {WAITS_S}
+                        and on ({ONE_RUN})
+                          sum {BY_RUN_EVERYWHERE} (rate({aside}[2m])) > 0
+                      )
+                    )
                   or
-                    {stopped} == 1 and on ({ONE_RANK}) {select(catalog.RANK_PROGRESS_AGE)} > {UNRESPONSIVE_S}
+                    {stopped} == 1 and on ({ONE_RANK}) {age} > {UNRESPONSIVE_S}
                 )
             )
         """,
@@ -93,12 +107,13 @@ def _slowdown() -> Alert:
 
 
 def _straggler() -> Alert:
+    """Of a run that has been compared for as long as the median is of: the first seconds of a rank are no ten minutes."""
     slow = select(catalog.RANK_SLOWDOWN)
     return Alert(
         alert="TorchobsStraggler",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                avg_over_time({slow}[{WINDOW}]) > {SLOWER}
+                quantile_over_time(0.5, {slow}[{WINDOW}]) > {SLOWER} and {slow} offset {WINDOW}
             )
         """,
         severity="warning",

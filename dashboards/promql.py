@@ -6,8 +6,10 @@ from torchobs.catalog import Metric
 
 ONE_RANK = "run_id, rank, instance"
 """What tells one rank's series from another's: a rank is unique within its target only."""
+ONE_RUN = "namespace, job_name, run_id"
+"""What tells one run's series from another's, on whatever machines it is."""
 BY_RUN = "by (job_name, run_id)"
-BY_RUN_EVERYWHERE = "by (namespace, job_name, run_id)"
+BY_RUN_EVERYWHERE = f"by ({ONE_RUN})"
 """For alerts, which come from all of a Prometheus' namespaces."""
 BY_RANK = "by (job_name, run_id, rank, instance)"
 BY_RANK_EVERYWHERE = "by (namespace, job_name, run_id, rank, instance)"

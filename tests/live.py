@@ -8,8 +8,8 @@ from torchobs.exporter.live.readings import Readings
 from torchobs.flight.pace import Pace
 
 PACE = Pace(
-    steps=64, step_s=0.5, mean_s=0.52, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02), window_s=33.0, per_s=1.9, tokens_per_s=31_000.0,
-    samples_per_s=None,
+    steps=64, step_s=0.5, mean_s=0.52, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02), aside_s=0.0, window_s=33.0, per_s=1.9,
+    tokens_per_s=31_000.0, samples_per_s=None,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from torchobs.evidence import Witness
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torchobs.switches import Switches
 
 OFF = LEVELS.index("off")
+_STEP = "step"
 
 
 class Commands:
@@ -24,12 +26,15 @@ class Commands:
         self._reader = ControlReader(directory, host.writer.header.incarnation)
         self._probes_off = host.settings.disable_probes
         self._witness = Witness(host)
+        self._records_steps = True
         self._set_level(LEVELS.index(host.settings.level))
+        self._say_whether_steps()
 
     def sample(self) -> None:
         """Look, and obey. Ten times a second."""
         command, host = self._reader.poll(), self._host
         self._witness.sample()
+        self._say_whether_steps()
         if command is None:
             return
         if command.probes_off is not None:
@@ -40,6 +45,14 @@ class Commands:
             for probe, changed in list(host.on_level):
                 call(host.fuse(probe), changed, level)
         self._witness.obey(command)
+        self._say_whether_steps()
+
+    def _say_whether_steps(self) -> None:
+        """A rank whose steps nobody counts has not hung, and is not behind others; nor is its count theirs afterwards."""
+        records = self._switches.records(_STEP)
+        if records != self._records_steps:
+            self._records_steps = records
+            self._host.writer.steps_since(time.monotonic_ns() if records else None)
 
     def _set_level(self, level: int) -> None:
         self._host.level = level

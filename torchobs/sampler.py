@@ -16,6 +16,7 @@ from torchobs.detect.ration import Ration
 from torchobs.flight.record import LIVE_PHASES
 from torchobs.flight.room import survive_limits
 from torchobs.guarding import Fuse, call
+from torchobs.probes.segments import DATA, EVALUATION, FORWARD, OTHER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,8 @@ FOLDED_AT_ONCE = 24
 """Records, of 14 µs each; a fold of any takes 270 µs besides, where caches are cold"""
 BREATH_S = 0.0005
 """Long enough for the kernel to wake a thread that waits for the GIL (50 µs and the timer's slack)"""
+_OF_EVALUATION = frozenset({DATA, FORWARD, OTHER})
+"""What the last boundary says while a model is evaluated"""
 logger = logging.getLogger("torchobs")
 
 
@@ -91,6 +94,8 @@ class Sampler:
         host.device.poll()
         host.scalars.set_left()
         phase, since_ns = host.cycle.phase()
+        if phase in _OF_EVALUATION and host.evaluating_since_ns:
+            phase, since_ns = EVALUATION, host.evaluating_since_ns
         writer.phase(1 + (LIVE_PHASES.index("idle") if host.idle else phase), since_ns)
         for probe, sample in self._samples:
             call(host.fuse(probe), sample)

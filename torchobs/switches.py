@@ -67,6 +67,10 @@ class Switches:
         if self._begun and self._is_due():
             self._safe_point.arm(self._settle)
 
+    def records(self, name: str) -> bool:
+        """Tell whether that probe is at work, or will be when torch is there. From any thread."""
+        return name not in self._off and not self._host.fuse(name).blown
+
     def remove_all(self) -> None:
         """Remove every hook of every probe, for good. Idempotent. The sampler still asks them, in the rank's last round."""
         self._safe_point.disarm()

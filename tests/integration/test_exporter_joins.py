@@ -39,11 +39,11 @@ class Node:
         self.clock.seconds += 10.0
         now_ns = BORN_NS + round(self.clock.seconds * S)
         for rank, (file, phases) in enumerate(zip(self.files, times, strict=True)):
-            padded = (*phases, *[0.0] * (8 - len(phases)))
+            padded, own_s = (*phases, *[0.0] * (8 - len(phases))), sum(phases[:5])
             norm = 1.0 if norms is None else norms[rank]
             for step in range(self.steps[rank], self.steps[rank] + steps):
                 flags = Flag.LOSS | Flag.GRAD_NORM
-                file.writer.append(step + 1, now_ns - S, RecordKind.STEP, flags, 1, sum(phases), 2.0, norm, 1e-3, padded, 0, 0)
+                file.writer.append(step + 1, now_ns - S, RecordKind.STEP, flags, 1, own_s, 2.0, norm, 1e-3, padded, 0, 0)
             self.steps[rank] += steps
             file.beat(self.clock.seconds)
             file.writer.fold()
@@ -85,6 +85,16 @@ def test_the_slow_rank_is_found_though_all_take_the_same_time(flight_dir: Path, 
     assert max(
         (value, rank.rank, phase) for rank in snapshot.ranks if rank.standing for phase, value in rank.standing.excess_s.items()
     )[1:] == ("2", "data")
+
+
+def test_who_waits_while_another_evaluates_alone_is_not_slow(flight_dir: Path, nodes: list[Node]) -> None:
+    """Rank 0 evaluates for 0.1 s per step, for which the other waits in its backward pass: both train equally fast."""
+    node = of(nodes, flight_dir, 2)
+    times = [(*FAST, 0.1), (0.01, 0.02, 0.15, 0.01, 0.01)]
+    node.train(times, 1)
+    snapshot = node.train(times, 20)
+    assert [rank.standing.slowdown for rank in snapshot.ranks if rank.standing] == pytest.approx([1.0, 1.0])
+    assert [max(rank.standing.excess_s.values()) for rank in snapshot.ranks if rank.standing] == pytest.approx([0.0, 0.0])
 
 
 def test_what_is_long_ago_does_not_count(flight_dir: Path, nodes: list[Node]) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank_files import BOOT, Clock, File
+from tests.rank_files import BOOT, BORN_NS, Clock, File, S
 from tests.scanners import scanner_of, states, steps
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.directory import Directory, ForeignDirectoryError, accepted_owner
 from torchobs.exporter.scan import Scanner
 from torchobs.flight.layout import Exit
 from torchobs.flight.place import KUBERNETES_MOUNT
+from torchobs.flight.record import PHASE_NAMES
 
 
 @pytest.fixture
@@ -89,6 +90,64 @@ def test_a_rank_without_steps_for_too_long_is_hung_until_it_steps(
         (one,) = scanner.scan().ranks
         seen.append((one.state, one.progress_age_s))
     assert seen == [("alive", 59.0), ("hung", 61.0), ("alive", 0.5)]
+
+
+def test_a_rank_that_goes_on_from_batch_to_batch_has_not_hung(
+    scanner: Scanner, rank: Callable[..., File], clock: Clock
+) -> None:
+    """An evaluation that nobody announced shows boundaries, too."""
+    file = rank()
+    for number in range(1, 101):
+        file.step(number, number / 10)
+    seen = []
+    for seconds in (80.0, 145.0):
+        clock.seconds = seconds
+        file.beat(seconds - 0.1)
+        file.writer.phase(1 + PHASE_NAMES.index("forward"), BORN_NS + 80 * S)
+        file.save()
+        seen.append(states(scanner.scan())["0"])
+    assert seen == ["alive", "hung"]
+
+
+@pytest.mark.parametrize(("phase", "state"), [("evaluation", "alive"), ("checkpoint", "alive"), ("backward", "hung")])
+def test_who_waits_for_a_peer_that_may_take_any_time_has_not_hung(
+    phase: str, state: str, scanner: Scanner, rank: Callable[..., File], clock: Clock
+) -> None:
+    """For half an hour: so long collectives wait, too."""
+    files = [rank(seed=1, rank=0), rank(seed=2, rank=1)]
+    for file in files:
+        for number in range(1, 101):
+            file.step(number, number / 10)
+    files[0].writer.phase(1 + PHASE_NAMES.index(phase), BORN_NS + 10 * S)
+    seen = []
+    for seconds in (80.0, 1_809.0, 1_811.0):
+        clock.seconds = seconds
+        for file in files:
+            file.beat(seconds - 0.1)
+            file.save()
+        seen.append(states(scanner.scan())["1"])
+    assert seen == [state, state, "hung"]
+
+
+def test_who_does_not_record_steps_has_not_hung(scanner: Scanner, rank: Callable[..., File], clock: Clock) -> None:
+    """It has no age either, and is not compared with its peers; switched on again, its patience begins anew."""
+    files = [rank(seed=1, rank=0), rank(seed=2, rank=1)]
+    for file in files:
+        for number in range(1, 101):
+            file.step(number, number / 10)
+    seen = []
+    for seconds, since_ns in ((80.0, None), (90.0, BORN_NS + 85 * S), (146.0, BORN_NS + 85 * S)):
+        clock.seconds = seconds
+        files[0].writer.steps_since(since_ns)
+        files[1].step(101, seconds)
+        for file in files:
+            file.beat(seconds - 0.1)
+            file.save()
+        one, other = scanner.scan().ranks
+        seen.append((one.state, one.progress_age_s, one.standing and one.standing.behind))
+        assert other.standing is not None
+        assert other.standing.behind == 0
+    assert seen == [("alive", None, None), ("alive", 5.0, None), ("hung", 61.0, None)]
 
 
 def test_the_hang_timeout_can_be_given(flight_dir: Path, rank: Callable[..., File], clock: Clock) -> None:

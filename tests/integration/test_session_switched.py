@@ -85,3 +85,21 @@ def test_a_rank_that_starts_off_can_be_switched_on(flight_dir: Path) -> None:
             give(control.Command(level=1))
             train(3)
             assert len(run.steps()) == 3
+
+
+def test_a_rank_says_whether_it_records_steps(flight_dir: Path) -> None:
+    """So that the exporter calls no rank hung whose steps nobody counts: by the level, or by the probe alone."""
+    for run in recording(flight_dir, level="off"):
+        assert run.view().live.steps_since_ns is None
+        with commanding(run, flight_dir) as give:
+            give(control.Command(level=1))
+            train(3)
+            since_ns = run.view().live.steps_since_ns
+            assert since_ns
+            assert run.view().header.monotonic_ns < since_ns
+            give(control.Command(probes_off=1 << PROBES.index("loss")))
+            assert run.view().live.steps_since_ns == since_ns
+            give(control.Command(probes_off=1 << PROBES.index("step")))
+            assert run.view().live.steps_since_ns is None
+    for run in recording(flight_dir):
+        assert run.view().live.steps_since_ns == 0

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torchobs
+from tests import support
 from tests.training import Recording, loss_of, mlp
 
 if TYPE_CHECKING:
@@ -158,3 +159,40 @@ def test_a_phase_named_by_the_user_wins(run: Recording) -> None:
     assert all(record.phase_s[1] > 0.02 for record in steps)
     assert steps[1].phase_s[6] >= 0.05 * (1 - 1e-6)
     assert [record.duration_s for record in steps] == pytest.approx([sum(record.phase_s[:5]) for record in steps])
+
+
+@pytest.mark.parametrize("how", ["eval and a loader", "eval", "no_grad"])
+def test_an_evaluation_is_what_the_rank_is_said_to_do(run: Recording, how: str) -> None:
+    """While it lasts: the exporter is patient in it, however long that is. Training says what it is at, again, after it."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    validation = DataLoader(TensorDataset(torch.randn(8, 8), torch.randn(8, 1)), batch_size=8)
+    seen = []
+    for index in range(2):
+        optimizer.zero_grad()
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    model.train(how == "no_grad")
+    with torch.no_grad():
+        for inputs, _ in validation if how != "eval" else [(torch.ones(1, 8), None)]:
+            model(inputs)
+            seen.append(support.wait_until(lambda: run.view().live.phase == "evaluation"))
+    model.train()
+    optimizer.zero_grad()
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    support.wait_until(lambda: run.view().live.phase == "other")
+    assert seen == [True]
+
+
+def test_a_teacher_s_step_is_no_evaluation_however_long(run: Recording) -> None:
+    """A step that hangs in it is to be found."""
+    model, teacher = mlp(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    teacher.eval()
+    loss_of(model).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    teacher.eval()
+    open_ns = time.monotonic_ns()
+    support.wait_until(lambda: (run.view().live.heartbeat_ns or 0) > open_ns + 1_000_000_000)
+    assert run.view().live.phase == "other"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchobs.detect.stragglers import compare
+from torchobs.detect.stragglers import compare, without_asides
 
 FAST = (0.01, 0.15, 0.69, 0.10, 0.05)
 """data, forward, backward with 0.39 s of waiting in it, optimizer, other: one second"""
@@ -60,3 +60,12 @@ def test_ranks_that_do_nothing_are_not_divided_by() -> None:
     assert {found.factor for found in compare(nothing).values()} == {1.0}
     huge = {**nothing, "0": (1e300,) * 5}
     assert all(found.factor == found.factor for found in compare(huge).values())  # the NaN test
+
+
+def test_what_was_waited_for_an_evaluation_is_taken_out_where_it_was_waited() -> None:
+    """In the phase in which a rank is most above its peers, and no more than that; the slow one stays slow."""
+    waiting = (0.01, 0.15, 0.69, 0.10, 0.55)
+    assert without_asides({"0": FAST, "1": waiting}, {"0": 0.5, "1": 0.0}) == {"0": FAST, "1": pytest.approx(FAST)}
+    assert without_asides({"0": FAST, "1": waiting}, {"0": 0.2, "1": 0.0})["1"] == pytest.approx((0.01, 0.15, 0.69, 0.10, 0.35))
+    assert without_asides({"0": FAST, "1": LATE}, {"0": 0.0, "1": 0.0}) == {"0": FAST, "1": LATE}
+    assert without_asides({"0": FAST}, {"0": 0.0}) == {"0": FAST}

@@ -66,6 +66,11 @@ def but(*others: Row) -> list[Row]:
             Severity.ERROR,
         ),
         (
+            [replace(row(0), recorded=False)],
+            "Not recorded: 1 of 1 rank alive, step 12,400, loss 2.313. Rank 0 does not record steps: switched off.",
+            Severity.INFO,
+        ),
+        (
             [row(0, "unresponsive", age_s=12)],
             "Not responding: 0 of 1 rank alive, step 12,400, loss 2.313. Rank 0 does not respond: silent for 12 s.",
             Severity.ERROR,

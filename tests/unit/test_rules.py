@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from dashboards import alerts, alerts_ranks, alerts_resources, percentiles, rules
-from dashboards.promql import ONE_RANK
+from dashboards.promql import ONE_RANK, ONE_RUN
 from dashboards.recent import RECENT
 from dashboards.rules import WINDOW, WINDOW_S
 from tests import promql
@@ -54,8 +54,8 @@ def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
 
 @each_rule
 def test_joins_tell_ranks_apart(rule: dict[str, Any]) -> None:
-    """A rank is unique only within a target: whatever is matched, it is by run, rank and instance."""
-    assert set(re.findall(r"\bon \(([^)]*)\)", rule["expr"])) <= {ONE_RANK}
+    """A rank is unique only within a target: whatever is matched, it is by run, rank and instance, or by the whole run."""
+    assert set(re.findall(r"\bon \(([^)]*)\)", rule["expr"])) <= {ONE_RANK, ONE_RUN}
     assert "ignoring" not in rule["expr"]
 
 

@@ -235,3 +235,57 @@ def test_a_batch_hardly_used_is_put_aside_if_its_loader_is_the_one_trained_on(lo
     times = spent(segments, end + 60)
     assert (times.get("data", 0), sum(times.values())) == (data, end + 60 - 100)
     assert times["evaluation"] == (end if data else end + 10) - 100
+
+
+def test_an_evaluation_is_told_while_it_lasts() -> None:
+    """By eval(), until its loader has come to its end; or by a fetch without gradients, with what follows it."""
+    segments = Segments()
+    segments.close(0)
+    assert segments.evaluating_since() == 0
+    segments.evaluation_begins(7, 10)
+    assert segments.evaluating_since() == 10
+    segments.fetch_begins(2, 20)
+    segments.fetch_ends(30, exhausted=False, gradients=True)
+    assert segments.evaluating_since() == 10
+    segments.fetch_begins(2, 60)
+    segments.fetch_ends(70, exhausted=True, gradients=True)
+    assert segments.evaluating_since() == 0
+    segments.evaluation_ends(7, 200)
+    assert segments.evaluating_since() == 0
+    segments.fetch_begins(2, 300)
+    segments.fetch_ends(310, exhausted=False, gradients=False)
+    assert segments.evaluating_since() == 300
+    segments.fetch_begins(2, 400)
+    segments.fetch_ends(410, exhausted=True, gradients=False)
+    assert segments.evaluating_since() == 0
+
+
+def test_a_teacher_in_eval_mode_is_learned() -> None:
+    """Whoever was in eval() when a backward came is no evaluation the next time, unless it turns out to be one."""
+    segments = Segments()
+    segments.close(0)
+    segments.evaluation_begins(7, 10)
+    segments.backward_begins(100)
+    segments.close(150)
+    segments.evaluation_begins(7, 160)
+    assert segments.evaluating_since() == 0
+    assert segments.twin().so_far(1_000, 10_000)[0][EVALUATION] == 0
+    segments.evaluation_ends(7, 300)
+    segments.evaluation_begins(7, 400)
+    assert segments.evaluating_since() == 400
+    assert segments.twin().so_far(1_000, 10_000)[0][EVALUATION] == 140 + 600
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_before_anything_was_trained_an_evaluation_begins_with_a_fetch(*, ended: bool) -> None:
+    """A model that was loaded, and a teacher, are in eval() while data is prepared; a sanity check fetches."""
+    segments = Segments()
+    segments.evaluation_begins(7, 10)
+    assert segments.evaluating_since() == 0
+    assert segments.twin().so_far(1_000, 10_000)[0][EVALUATION] == 0
+    if ended:
+        segments.evaluation_ends(7, 1_000)
+        segments.evaluation_begins(7, 1_000)
+    assert evaluate(segments, 2, 2_000) == 2_125
+    segments.evaluation_ends(7, 2_200)
+    assert spent(segments, 2_300) == {"evaluation": 200, "other": 100}

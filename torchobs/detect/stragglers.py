@@ -5,6 +5,9 @@ make that up by waiting in another. So a rank's *lateness* is the most that it s
 in which nobody waits for anybody (data, forward, optimizer), and the *wait* that it causes the most that it spends below it in
 another. What a rank does slower within its backward pass cannot be told from waiting there, and is not found. Ranks whose steps
 take different times do not wait for each other; there the slow one is simply slower.
+
+Where one rank alone evaluates, saves or compiles, that is no part of its steps, and its peers wait for it within theirs: that
+much of theirs is taken out first.
 """
 
 from __future__ import annotations
@@ -40,6 +43,27 @@ def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
     columns = [sorted(column) for column in zip(*times.values(), strict=True)]
     totals = sorted(sum(own) for own in times.values())
     return {rank: _slowness(own, columns, totals) for rank, own in times.items()}
+
+
+def without_asides(times: Mapping[str, Sequence[float]], asides: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
+    """Return the times without what each rank has waited for peers to evaluate, save or compile.
+
+    ``asides``: every rank's mean seconds per step in these. It is taken from the phase in which a rank is most above its peers:
+    there it waited, be it in its backward pass or at a barrier between two steps.
+    """
+    if len(times) < LEAST_RANKS:
+        return {rank: tuple(own) for rank, own in times.items()}
+    columns = [sorted(column) for column in zip(*times.values(), strict=True)]
+    ordered = sorted(asides[rank] for rank in times)
+    found = {}
+    for rank, own in times.items():
+        above = [value - _median_without(column, value) for column, value in zip(columns, own, strict=True)]
+        waited = max(range(len(own)), key=above.__getitem__)
+        longer = max(0.0, _median_without(ordered, asides[rank]) - asides[rank])
+        found[rank] = tuple(
+            value - max(0.0, min(longer, above[index])) if index == waited else value for index, value in enumerate(own)
+        )
+    return found
 
 
 def _slowness(own: Sequence[float], columns: Sequence[Sequence[float]], totals: Sequence[float]) -> Slowness:

@@ -108,7 +108,8 @@ def of_rank(rank: Rank) -> Iterator[Said]:
 
 
 def _of_standing(standing: Standing) -> Iterator[Said]:
-    yield Said(catalog.RANK_BEHIND, _NO_LABELS, standing.behind)
+    if standing.behind is not None:
+        yield Said(catalog.RANK_BEHIND, _NO_LABELS, standing.behind)
     if standing.slowdown is not None:
         yield Said(catalog.RANK_SLOWDOWN, _NO_LABELS, standing.slowdown)
     yield from _set(catalog.RANK_EXCESS, standing.excess_s)

@@ -17,7 +17,7 @@ from torchobs.exporter import labels
 from torchobs.exporter.live.readings import Reader
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torchobs.exporter.live.readings import Readings
     from torchobs.exporter.scan import Rank
@@ -28,14 +28,16 @@ WINDOW_NS = 30_000_000_000
 """And at least this long, so that a rank at 1 ms a step is not judged by 16 ms."""
 _PHASE_KEYS = [(phase,) for phase in catalog.PHASES]
 _SAMPLE_NS = 1_000_000_000
-_METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
+_METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GOODPUT_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
+_ASIDE = ("evaluation", "checkpoint", "compile")
+"""What a rank does beside its steps while its peers wait for it."""
 
 
 class Standing(NamedTuple):
     """How a rank stands among those of its run on this machine that live."""
 
-    behind: int
-    """steps by which the one that has done most is ahead"""
+    behind: int | None
+    """steps by which the one that has done most is ahead; None: not all of its own were recorded"""
     slowdown: float | None
     """its step time over that of its peers, both without waiting (``detect.stragglers``); None: too few steps yet"""
     excess_s: Mapping[str, float]
@@ -52,7 +54,7 @@ class Together(NamedTuple):
     missing: int | None
     """that the launcher started here, as it says, and that are not on the page; None: it does not say"""
     step_spread: int
-    """steps between the first and the last of those that live"""
+    """steps between the first and the last of those that live, and of which all were recorded"""
     grad_norm: float | None
     """L2 norm of the whole gradient; None: the run has ranks elsewhere, or not all of them have measured one"""
 
@@ -76,13 +78,14 @@ class Joins:
             living = {rank.incarnation: readings for rank, readings in read if rank.up}
             for incarnation, readings in living.items():
                 pasts[incarnation].add(now_ns, readings)
-            standings |= _standings(living, pasts)
+            counted = {rank.incarnation for rank, _ in read if _is_counted(rank)}
+            standings |= _standings(living, pasts, counted)
             runs.append(_together(read))
         return standings, tuple(runs)
 
 
 class _Past:
-    """A rank's steps and its time in each phase, once a second, for as long as it takes to compare it."""
+    """A rank's steps, its time in each phase and beside its steps, once a second, for as long as it takes to compare it."""
 
     __slots__ = ("_marks",)
 
@@ -93,6 +96,7 @@ class _Past:
         steps = _steps(readings)
         times = readings.of(catalog.STEP_PHASE_TIME)
         phases = tuple([times.get(key, 0.0) for key in _PHASE_KEYS])
+        phases += (sum(readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in _ASIDE),)
         marks = self._marks
         if marks and steps < marks[-1][1]:
             marks.clear()
@@ -103,22 +107,31 @@ class _Past:
             marks.popleft()
 
     def per_step_s(self) -> tuple[float, ...] | None:
-        """Return the mean seconds of a step in each phase, or ``None``."""
+        """Return the mean seconds of a step in each phase and, last, of what was done beside it; or ``None``."""
         (_, first, before), (_, last, after) = self._marks[0], self._marks[-1]
         if last - first < LEAST_STEPS:
             return None
         return tuple(max(0.0, now - then) / (last - first) for now, then in zip(after, before, strict=True))
 
 
-def _standings(living: Mapping[str, Readings], pasts: Mapping[str, _Past]) -> dict[str, Standing]:
+def _is_counted(rank: Rank) -> bool:
+    """Tell whether all of its steps were recorded: whose recording was off for a while has missed some."""
+    return rank.view.live.steps_since_ns == 0
+
+
+def _standings(living: Mapping[str, Readings], pasts: Mapping[str, _Past], counted: Collection[str]) -> dict[str, Standing]:
     if len(living) < stragglers.LEAST_RANKS:
         return {}
-    furthest = max(_steps(readings) for readings in living.values())
-    times = {incarnation: found for incarnation in living if (found := pasts[incarnation].per_step_s()) is not None}
+    furthest = max((_steps(readings) for incarnation, readings in living.items() if incarnation in counted), default=0)
+    spent = {incarnation: found for incarnation in living if (found := pasts[incarnation].per_step_s()) is not None}
+    times = stragglers.without_asides(
+        {incarnation: found[:-1] for incarnation, found in spent.items()},
+        {incarnation: found[-1] for incarnation, found in spent.items()},
+    )
     slow = stragglers.compare(times)
     return {
         incarnation: Standing(
-            behind=furthest - _steps(readings),
+            behind=furthest - _steps(readings) if incarnation in counted else None,
             slowdown=slow[incarnation].factor if incarnation in slow else None,
             excess_s=_excess(incarnation, times) if incarnation in slow else {},
         )
@@ -137,12 +150,13 @@ def _excess(incarnation: str, times: Mapping[str, Sequence[float]]) -> dict[str,
 
 def _together(read: Sequence[tuple[Rank, Readings]]) -> Together:
     ranks = [rank for rank, _ in read]
-    steps = [_steps(readings) for rank, readings in read if rank.up]
+    here = sum(rank.up for rank, _ in read)
+    steps = [_steps(readings) for rank, readings in read if rank.up and _is_counted(rank)]
     started = max((_said(rank, "local_world_size") for rank in ranks), default=0)
     return Together(
         job_name=ranks[0].job_name,
         run_id=ranks[0].run_id,
-        here=len(steps),
+        here=here,
         missing=max(0, started - len(ranks)) if started else None,
         step_spread=max(steps) - min(steps) if steps else 0,
         grad_norm=whole_norm(

@@ -21,12 +21,13 @@ from torchobs.exporter.directory import Directory
 from torchobs.exporter.incarnations import resolve
 from torchobs.exporter.joins import Joins
 from torchobs.exporter.memory import Memory
+from torchobs.exporter.states import waits
 from torchobs.exporter.tracked import HOSTILE, Now, Tracked, is_passing, open_tracked
 from torchobs.flight.birth import boot_id
 from torchobs.flight.layout import MAX_READ_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.exemplars import Shown
@@ -56,7 +57,7 @@ class Rank:
     up: bool
     view: View
     progress_age_s: float | None
-    """None: it has ended"""
+    """None: it has ended, or its steps are not recorded"""
     beat_age_s: float
     """since the last heartbeat; for the dead, since their end"""
     ended_in: int | None
@@ -255,7 +256,7 @@ class Scanner:
                 ranks.append(self._rank(tracked, suffixes[tracked.incarnation], now))
             elif tracked.certainly_dead(now):
                 tracked.retire(status)
-        return tuple(sorted(ranks, key=_order)), files
+        return tuple(sorted(_with_patience(ranks), key=_order)), files
 
     def _status(self, tracked: Tracked, suffixes: Mapping[str, str], now: Now) -> str:
         if tracked.retired:
@@ -284,6 +285,16 @@ class Scanner:
             opened=tracked.opened,
             exemplars=tracked.exemplars,
         )
+
+
+def _with_patience(ranks: Sequence[Rank]) -> list[Rank]:
+    """Return the ranks, those alive that wait for a peer which does alone what may take any time."""
+    phases: dict[tuple[str, str], set[str | None]] = {}
+    for rank in ranks:
+        if rank.state == "alive":
+            phases.setdefault((rank.job_name, rank.run_id), set()).add(rank.view.live.phase)
+    found = ((rank, phases.get((rank.job_name, rank.run_id), ())) for rank in ranks)
+    return [replace(rank, state="alive") if waits(rank.state, rank.progress_age_s, peers) else rank for rank, peers in found]
 
 
 def _order(rank: Rank) -> tuple[str, str, int, str]:

@@ -1,8 +1,9 @@
 """The state of a rank, from numbers alone: no file, no clock.
 
 *alive* = the heartbeat moved lately, by the exporter's own clock; *unresponsive* = the lock is held and the heartbeat stopped
-(hung with the GIL, stopped, still tearing down); *hung* = alive without a step for longer than the learned timeout; and three
-ways to have ended: *finished*, *failed*, or *lost*, which is to be gone without a word (SIGKILL, the OOM killer, os._exit).
+(hung with the GIL, stopped, still tearing down); *hung* = alive without a step, or a sign of one, for longer than the learned
+timeout, and no peer is at what the others may wait for; and three ways to have ended: *finished*, *failed*, or *lost*, which is
+to be gone without a word (SIGKILL, the OOM killer, os._exit).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.flight.layout import Exit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torchobs.flight.reader import Distribution
 
@@ -36,7 +37,8 @@ LONG_FACTOR = 2.0
 percentile knows nothing of it; and a single one, behind a cold cache, says nothing of the next."""
 
 FIRST_STEP_S = 1800.0
-"""Before the first step nothing is learned yet; this is the default timeout of a gloo process group in torch.distributed."""
+"""Before the first step nothing is learned yet; this is the default timeout of a gloo process group in torch.distributed.
+So long a rank may wait for a peer, too, that evaluates, saves or compiles alone."""
 
 PATIENT_PHASES = frozenset({"evaluation", "checkpoint", "compile", "idle"})
 """Phases that may take any time without a step; who is idle has left its training loop."""
@@ -74,8 +76,8 @@ class Observation(NamedTuple):
     exit_reason: int | None
     exit_code: int
     phase: str | None
-    progress_age_s: float
-    """since the last step, or since the start before the first"""
+    quiet_s: float | None
+    """since the last step or boundary of one, or the start before the first; ``None``: nobody records its steps"""
     hang_timeout_s: float
 
 
@@ -86,9 +88,14 @@ def judge(seen: Observation) -> str:
     if seen.lock_held and seen.beat_age_s > UNRESPONSIVE_AFTER_S:
         # one that has said how it ends and holds its lock still is being torn down
         return "unresponsive" if seen.exit_reason is None else ending(seen.exit_reason, seen.exit_code)[0]
-    if seen.progress_age_s > seen.hang_timeout_s and seen.phase not in PATIENT_PHASES:
+    if seen.quiet_s is not None and seen.quiet_s > seen.hang_timeout_s and seen.phase not in PATIENT_PHASES:
         return "hung"
     return "alive"
+
+
+def waits(state: str, progress_age_s: float | None, peers: Collection[str | None]) -> bool:
+    """Tell whether a rank only seems to have hung. ``peers``: the phases that the others of its run are in, if alive."""
+    return state == "hung" and (progress_age_s or 0.0) < FIRST_STEP_S and not PATIENT_PHASES.isdisjoint(peers)
 
 
 def fading(seen: Observation) -> bool:

@@ -124,10 +124,20 @@ class Tracked:
         if was_up and not self.up:
             self._read(now)
 
-    def progress_age_s(self, now: Now) -> float:
-        """Return the seconds since the last step, or since the start before the first."""
-        since = self.view.last_step_ns or self.header.monotonic_ns
+    def progress_age_s(self, now: Now) -> float | None:
+        """Return the seconds since the last step, or since the start before the first; ``None``: nobody records its steps."""
+        recorded_ns = self.view.live.steps_since_ns
+        if recorded_ns is None:
+            return None
+        since = max(self.view.last_step_ns or self.header.monotonic_ns, recorded_ns)
         return max(0.0, (now.monotonic_ns - since) / 1e9)
+
+    def _quiet_s(self, now: Now) -> float | None:
+        """Return the seconds since anything was seen of its steps: one that goes from batch to batch has not hung."""
+        age_s, begun_ns = self.progress_age_s(now), self.view.live.phase_begun_ns
+        if age_s is None or begun_ns is None:
+            return age_s
+        return min(age_s, max(0.0, (now.monotonic_ns - begun_ns) / 1e9))
 
     def beat_age_s(self, now: Now) -> float:
         """Return the seconds since the last heartbeat; for the dead, how long they have been so."""
@@ -182,7 +192,7 @@ class Tracked:
             exit_reason=live.exit_reason,
             exit_code=live.exit_code,
             phase=live.phase,
-            progress_age_s=self.progress_age_s(now),
+            quiet_s=self._quiet_s(now),
             hang_timeout_s=hang_timeout_s,
         )
 

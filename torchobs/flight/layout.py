@@ -92,6 +92,8 @@ class Live:
     """0 while running, else 1 << 63 | reason << 32 | exit code & 0xffffffff"""
     LEVEL = 6
     """debug level in force"""
+    STEPS_SINCE_NS = 7
+    """CLOCK_MONOTONIC since which steps are recorded; 0: since the start; all ones: they are not"""
 
 
 LIVE_WORDS = 32
@@ -107,6 +109,7 @@ class Exit:
 
 
 EXIT_SET = 1 << 63
+NO_STEPS = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchobs.flight.layout import EXIT_SET, Live
+from torchobs.flight.layout import EXIT_SET, NO_STEPS, Live
 from torchobs.flight.record import LIVE_PHASES
 
 _MAX_LEVEL = 15
@@ -23,13 +23,16 @@ class LiveWords:
     level: int
     event_head: int = 0
     """changes with every event, and is a hint only"""
+    steps_since_ns: int | None = 0
+    """since when steps are recorded: 0 = since the start, ``None`` = they are not, somebody has switched that off"""
 
 
 def decode(raw: bytes) -> LiveWords:
     """Decode the region; bytes that are not there (a file that shrank) count as zeros."""
-    words = memoryview(raw.ljust(8 * (Live.LEVEL + 1), b"\0")).cast("Q")
+    words = memoryview(raw.ljust(8 * (Live.STEPS_SINCE_NS + 1), b"\0")).cast("Q")
     phase, exit_word, level = words[Live.PHASE], words[Live.EXIT], words[Live.LEVEL]
     heartbeat, code = words[Live.HEARTBEAT_NS], exit_word & 0xFFFFFFFF
+    since = words[Live.STEPS_SINCE_NS]
     known, ended = 1 <= phase >> 56 <= len(LIVE_PHASES), bool(exit_word & EXIT_SET)
     return LiveWords(
         heartbeat if 0 < heartbeat < 1 << 62 else None,
@@ -39,4 +42,5 @@ def decode(raw: bytes) -> LiveWords:
         code - (1 << 32) if code >> 31 else code,
         level if level <= _MAX_LEVEL else 0,
         words[Live.EVENT_HEAD],
+        None if since == NO_STEPS else since if since < 1 << 62 else 0,
     )

@@ -37,6 +37,8 @@ class Pace(NamedTuple):
     """mean: what the next ones will take, evaluations and checkpoints apart"""
     phases_s: tuple[float, ...]
     """mean per step in each of ``catalog.PHASES``"""
+    aside_s: float
+    """mean per step of evaluation, checkpoints and compilation beside it"""
     window_s: float
     """from the end of the first of the steps to the end of the last"""
     per_s: float | None
@@ -68,6 +70,7 @@ def pace(records: Sequence[StepRecord]) -> Pace | None:
         step_s=median(record.duration_s for record in steps),
         mean_s=fmean(record.duration_s for record in steps),
         phases_s=tuple(phases),
+        aside_s=fmean(sum(record.phase_s[len(PHASES) :]) for record in steps),
         window_s=max(elapsed_s, 0.0),
         per_s=(len(steps) - 1) / timed if timed else None,
         tokens_per_s=_per_s(sum(record.tokens for record in later), timed),

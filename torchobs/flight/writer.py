@@ -20,7 +20,7 @@ from zlib import crc32
 from torchobs.flight import core, lock, record
 from torchobs.flight.birth import Born, create, lock_name, new_header, relock
 from torchobs.flight.events import EventRing
-from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, RECORD_SIZE, Live, Region
+from torchobs.flight.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Live, Region
 from torchobs.flight.memory import DeferredMemory, DirectMemory, Memory
 from torchobs.flight.place import renew
 from torchobs.flight.record import CRC, PLAIN
@@ -217,6 +217,10 @@ class FlightWriter:
     def level(self, level: int) -> None:
         """Say which debug level is in force."""
         self.memory.word(self._live_at + Live.LEVEL, level)
+
+    def steps_since(self, since_ns: int | None) -> None:
+        """Say since when steps are recorded; ``None``: they are not."""
+        self.memory.word(self._live_at + Live.STEPS_SINCE_NS, NO_STEPS if since_ns is None else since_ns)
 
     def exit(self, reason: int, code: int) -> None:
         """Say how the rank ended (``layout.Exit``)."""

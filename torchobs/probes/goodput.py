@@ -29,6 +29,8 @@ class OpenTime:
     def __init__(self, host: Host) -> None:
         self._host, self._timeline = host, host.cycle.segments
         self._ended, self._rounds = False, 0
+        self.evaluating_since_ns = 0
+        """When the evaluation that is under way began; 0: none is, or none for long"""
 
     def sample(self, *, last: bool = False) -> None:
         """Bring the credit up to date. ``last``: the rank ends, and the step in progress with it."""
@@ -37,6 +39,7 @@ class OpenTime:
             self._timeline = cycle.segments
             core.change(forgive)  # hooks were off for a while
         if now_ns - cycle.open_since() < _LONG_NS and not last:
+            self.evaluating_since_ns = 0
             return
         self._rounds += 1
         if len(cycle.trace) > _LONG_TRACE and self._rounds % _ROUNDS and not last:
@@ -47,6 +50,7 @@ class OpenTime:
         if seen is None:
             return
         step, timeline = seen
+        self.evaluating_since_ns = timeline.evaluating_since()
         longest_s = core.totals.floats[DURATION_SUM + 2]
         spent, idle_ns = timeline.so_far(now_ns, 0 if last else idle_from(longest_s) * 1e9)
         if last:

@@ -88,6 +88,8 @@ class Host:
     """The loops that it trains in"""
     idle: bool = False
     """Whether it has left them, and does something else"""
+    evaluating_since_ns: int = 0
+    """When the evaluation began that it has been in for a while; 0: it is in none"""
     backwards: int = 0
     """1 while a backward pass runs in the training thread"""
     in_closure: bool = False

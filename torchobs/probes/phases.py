@@ -63,13 +63,14 @@ class PhaseProbe:
         """See :class:`~torchobs.probes.host.Probe`."""
         if self._patch is not None:
             self._patch.undo()
-            self._host.cycle.timed = False
+            self._host.cycle.timed, self._host.evaluating_since_ns = False, 0
             self._over = True
 
     def sample(self) -> None:
         """Write spans of the evaluations that the timeline has found, and look how long the start takes, and what is open."""
         self._host.idle = self._is_idle()
         self._open.sample(last=self._over)
+        self._host.evaluating_since_ns = self._open.evaluating_since_ns
         self._startup.sample(last=self._over)
         found = self._host.cycle.segments.evaluations
         while found and self._host.span is not None:

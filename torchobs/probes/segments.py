@@ -12,7 +12,8 @@ Evaluation is neither a step nor part of one. It is
 
 * what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between. It has
   ended before that at the fetch of another loader than it fetched from until then, if that one's batch is still in use when
-  ``train()`` comes, or a backward does: many trainers call ``train()`` in their step, with the batch in hand.
+  ``train()`` comes, or a backward does: many trainers call ``train()`` in their step, with the batch in hand. Before the first
+  backward it begins with its first fetch: ``from_pretrained()`` and frozen teachers call ``eval()`` long before any training.
 * a fetch with gradients disabled, and what follows it,
 * a fetch by one loader with no backward before the next fetch of another one. (Several fetches of ONE loader before a
   backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.) But loaders that are fetched
@@ -62,8 +63,9 @@ class Segments:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_forward_ns", "_loader", "_mark_ns",
-        "_pinned", "_trained", "_turn", "_undecided", "_window", "_window_loader", "evaluations", "segment", "spent_ns",
+        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_forward_ns", "_has_trained", "_loader",
+        "_mark_ns", "_pinned", "_teacher", "_trained", "_turn", "_undecided", "_window", "_window_loader", "evaluations",
+        "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -71,6 +73,8 @@ class Segments:
         self.spent_ns = [0] * 8
         self._mark_ns = self._compiling_ns = 0
         self._pinned: list[int] = []
+        self._teacher = NOTHING  # who was in eval() when a backward came: likely no evaluation the next time, either
+        self._has_trained = False
         self._leave_window()
         self._beside: set[int] = set()
         self._trained = self._forward_ns = 0  # the last loader with a backward on its batch, and how long before that it came
@@ -94,7 +98,7 @@ class Segments:
 
     def restart(self, now_ns: int) -> None:
         """Go on from the end of a step, other steps having ended meanwhile without being told here."""
-        self._mark_ns, self.segment, self._beside = now_ns, OTHER, set()
+        self._mark_ns, self.segment, self._beside, self._has_trained = now_ns, OTHER, set(), True
 
     def add(self, spent_ns: Sequence[int]) -> None:
         """Take back the times of an end that was none."""
@@ -123,6 +127,8 @@ class Segments:
         elif before != NOTHING:
             self.spent_ns[before] += length
         if self._window is not None:
+            if not self._has_trained and not self._window_loader:
+                self._window = _Window(self._window.owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
             if self._window_loader not in {0, loader}:
                 self._turn = _Turn(now_ns, self.spent_ns.copy(), self._undecided.copy())
             self._window_loader = loader
@@ -175,7 +181,10 @@ class Segments:
         """The outermost backward begins: what was before it was forward, and the fetch before that was data."""
         if self._turn is not None:
             self._conclude(self._turn)
+        elif self._window is not None:
+            self._teacher = self._window.owner
         self._leave_window()
+        self._has_trained = True
         if self._pinned:
             return
         before = self.segment
@@ -230,6 +239,10 @@ class Segments:
         window = self._window
         if window is None or window.owner != owner or self._pinned:
             return
+        if not self._has_trained and not self._window_loader:
+            self._leave_window()
+            return
+        self._teacher = NOTHING if self._teacher == owner else self._teacher
         if self._turn is not None:
             self._conclude(self._turn)  # what is going on since then goes on
         else:
@@ -310,6 +323,7 @@ class Segments:
         if before != NOTHING:
             self.spent_ns[before] += length
         self._decide()
+        self._has_trained = True
         spent, self.spent_ns = self.spent_ns, [0] * 8
         return spent
 
@@ -329,6 +343,8 @@ class Segments:
         For a twin, which is of no use afterwards. An evaluation under way is one. Nothing is seen from the last boundary on if
         that is longer than ``patience_ns`` ago and left the training thread in no fetch, compilation, checkpoint or evaluation.
         """
+        if not self._is_likely_window():
+            self._leave_window()
         quiet_ns = now_ns - self._mark_ns if self._is_quiet() else 0
         idle_ns = quiet_ns if quiet_ns > patience_ns else 0
         while self._pinned:
@@ -339,6 +355,20 @@ class Segments:
             self._set_aside(self._cut(now_ns, OTHER))
             self.evaluations.append((self._evaluating_ns or now_ns, now_ns))
         return self.close(now_ns), idle_ns
+
+    def evaluating_since(self) -> int:
+        """Return when the evaluation under way began, in ns, as far as it can be told before its end; 0: there is none."""
+        if self._pinned or self.segment == NOTHING:
+            return 0
+        if self._window is not None:
+            return 0 if self._is_quiet() or not self._is_likely_window() else self._window.begun_ns
+        return self._evaluating_ns
+
+    def _is_likely_window(self) -> bool:
+        """Tell whether the module that is in ``eval()`` is being evaluated, as far as that shows before it has ended."""
+        if self._window is None or self._window.owner == self._teacher:
+            return False
+        return self._has_trained or bool(self._window_loader)
 
     def _is_quiet(self) -> bool:
         if self._pinned or self.segment in {NOTHING, DATA}:

@@ -109,6 +109,8 @@ class Row:
     """of the limit, where one is known"""
     lately: Mapping[str, int] = field(default_factory=dict)
     """anomalies of the last ten minutes, by kind, as far as events tell of them"""
+    recorded: bool = True
+    """whether its steps are: nobody has switched that off"""
 
     @property
     def up(self) -> bool:
@@ -123,7 +125,7 @@ class Row:
     @property
     def speed(self) -> Pace | None:
         """Its pace while it trains: nobody who has ended, hangs or does something else has a speed."""
-        trains = self.state == "alive" and self.phase != "idle"
+        trains = self.state == "alive" and self.phase != "idle" and self.recorded
         return self.pace if trains and self.pace and self.pace.per_s else None
 
     @property
@@ -190,12 +192,14 @@ class Modeller:
         return tuple(self._run(ranks, details) for ranks in grouped(snapshot.ranks)[:MOST_RUNS])
 
     def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
-        comparable = {
-            rank.incarnation: found.phases_s
+        paces = {
+            rank.incarnation: found
             for rank in ranks
             if rank.up and (found := details.paces.get(rank.incarnation)) and found.steps >= LEAST_STEPS
         }
-        slow = stragglers.compare(comparable)
+        phases = {incarnation: found.phases_s for incarnation, found in paces.items()}
+        asides = {incarnation: found.aside_s for incarnation, found in paces.items()}
+        slow = stragglers.compare(stragglers.without_asides(phases, asides))
         world_size = max(_resource(rank, "world_size") for rank in ranks)
         here = max(_resource(rank, "local_world_size") for rank in ranks) or world_size
         rows = tuple(self._row(rank, details, slow.get(rank.incarnation)) for rank in ranks)
@@ -221,6 +225,7 @@ class Modeller:
             memory=memory,
             memory_share=limit,
             lately=_lately(details.events.get(rank.incarnation, ()), time.time()),
+            recorded=rank.view.live.steps_since_ns is not None,
         )
 
 

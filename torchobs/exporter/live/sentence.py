@@ -84,7 +84,7 @@ def _head(run: Run) -> _Note:
             Severity.INFO, f"{word}: {_listed([ranks, _many(run.steps, 'step'), _loss(run, 'last loss')])}.", f"{word}."
         )
     alive = [row for row in up if row.state != "unresponsive"]
-    word = _activity(run, alive) if alive else "Not responding"
+    word = _activity(run, alive) if any(row.recorded for row in alive) else "Not recorded" if alive else "Not responding"
     here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
     ranks = f"{len(alive):,} of {_many(run.expected, 'rank')} alive{here}"
     paces = [row.speed.per_s for row in alive if row.speed and row.speed.per_s]
@@ -107,6 +107,7 @@ def _loss(run: Run, word: str) -> str:
 def _notes(run: Run) -> Iterator[_Note]:
     yield from _deaths(run.rows)
     yield from _silences(run.rows)
+    yield from _unrecorded(run.rows)
     missing = run.expected - len(run.rows)
     if missing > 0:
         text = f"{_many(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
@@ -142,6 +143,13 @@ def _silences(rows: Sequence[Row]) -> Iterator[_Note]:
         who, since = _ranks(mute), figures.span(max(row.beat_age_s for row in mute))
         verb = "does not respond" if len(mute) == 1 else "do not respond"
         yield _Note(Severity.ERROR, f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
+
+
+def _unrecorded(rows: Sequence[Row]) -> Iterator[_Note]:
+    off = [row for row in rows if row.up and not row.recorded]
+    if off:
+        text = f"{_ranks(off)} {'does' if len(off) == 1 else 'do'} not record steps: switched off."
+        yield _Note(Severity.INFO, text, text)
 
 
 def _anomalies(rows: Sequence[Row]) -> Iterator[_Note]:
