@@ -19,8 +19,8 @@ from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs.exporter import service, states, unixsocket
+from torchobs.exporter.api import desk, openapi
 from torchobs.exporter.api import local as place
-from torchobs.exporter.api import openapi
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner
@@ -170,6 +170,50 @@ def test_a_level_goes_to_all_ranks_or_to_one(flight_dir: Path, local: Caller) ->
     assert [command.level for writer in writers if (command := given(flight_dir, writer))] == [2, 0]
     for writer in writers:
         writer.close()
+
+
+def test_stacks_asked_for_twice_before_the_rank_looks_are_the_same(
+    flight_dir: Path, writer: FlightWriter, local: Caller
+) -> None:
+    """Whatever id was given out is one that the rank has read; asked once they are there, it writes others."""
+
+    def asked() -> int:
+        (told,) = local.post("/stacks").json["ranks"]
+        assert told["evidence"]["id"] == named(writer.name, STACKS, told["command"]).id
+        return int(told["command"])
+
+    first = asked()
+    assert asked() == first
+    command = given(flight_dir, writer)
+    assert command
+    assert command.stacks_seq == first
+    (flight_dir / named(writer.name, STACKS, first).name).write_text("x")
+    second = asked()
+    assert second > first
+    (flight_dir / named(writer.name, STACKS, second).name).write_text("x")
+    assert local.post("/debug/clear").json["removed"] == 2
+    assert asked() > second
+
+
+def test_what_a_slow_rank_has_yet_to_read_is_not_replaced(
+    flight_dir: Path, writer: FlightWriter, local: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes to its next look, which comes after a beat of its heart; another profile is refused until then."""
+    monkeypatch.setattr(desk, "UNREAD_NS", 0)
+    writer.level(1)
+    wait_until(lambda: local.get("/ranks")["ranks"][0]["level"] == "basic")
+    stacks = local.post("/stacks").json["ranks"][0]["command"]
+    profile = local.post("/profile", {"steps": 3}).json
+    refused = local.post("/profile", {"steps": 5})
+    assert (refused.status, refused.json["type"]) == (409, "urn:torchobs:problem:profile-asked")
+    assert profile["evidence"]["id"] in refused.json["detail"]
+    assert local.post("/stacks").json["ranks"][0]["command"] == stacks
+    command = given(flight_dir, writer)
+    assert command
+    assert (command.profile_seq, command.profile_steps, command.stacks_seq) == (profile["command"], 3, stacks)
+    writer.heartbeat()
+    wait_until(lambda: local.post("/stacks").json["ranks"][0]["command"] > stacks)
+    wait_until(lambda: local.post("/profile", {"steps": 5}).status == 202)
 
 
 def test_probes_are_switched(flight_dir: Path, writer: FlightWriter, local: Caller) -> None:

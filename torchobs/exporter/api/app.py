@@ -215,7 +215,7 @@ class Api:
     async def _clear(self, request: Request) -> Response:
         asked.only(request)
         await asked.body(request)
-        removed, hidden = await self._run(self._shelf.clear)
+        removed, hidden = await self._run(self._desk.clear)
         return _json({"removed": removed, "hidden": hidden})
 
     async def _targets(self, request: Request) -> list[Rank]:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.shelf import link
@@ -23,14 +23,25 @@ if TYPE_CHECKING:
     from torchobs.exporter.api.shelf import Shelf
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.flight.evidence import Evidence
 
 _FORGOTTEN_S = 3600.0
 """Age of a command of an exporter before this one, after which it is removed."""
+
+UNREAD_NS = 200_000_000
+"""A request this young may not have been read yet: twice the time between a rank's looks. A later one would replace it."""
 
 MOST_ASKED = 1000
 """Evidence asked for of which is remembered whose it is to be."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Request(NamedTuple):
+    """The last of its kind that a rank was sent: the evidence that is to come of it, and when it was there to be read."""
+
+    evidence: Evidence
+    sent_ns: int
 
 
 class Desk:
@@ -41,6 +52,7 @@ class Desk:
         self._told: set[str] = set()
         self._hung: dict[str, int | None] = {}
         self._asked: dict[str, str] = {}
+        self._requests: dict[tuple[str, str], _Request] = {}
         self._cleaned = False
         self.failures = 0
         """commands that could not be written"""
@@ -59,17 +71,28 @@ class Desk:
             raise Problem(409, "rank-unresponsive", f"Rank {rank.rank} does not respond: ask for its stacks instead.")
         if rank.view.live.level == 0:
             raise Problem(409, "rank-off", f"Rank {rank.rank} is at the level off: POST /api/v1/debug/level/basic first.")
+        if (unread := self._unread(rank, PROFILE)) is not None:
+            detail = f"Rank {rank.rank} was asked for one a moment ago, which will be evidence {unread.id}: ask again after it."
+            raise Problem(409, "profile-asked", detail, Retry_After="1")
         (told,) = self._tell([rank], Command(profile_steps=steps))
         return {"steps": steps, **told, "evidence": self._wanted(rank, PROFILE, told["command"])}
 
     def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
-        """Ask for stacks; of a rank that is stuck there are those it has written down itself. Raises ``Problem``."""
+        """Ask for stacks; of a rank that is stuck there are those it has written down itself. Raises ``Problem``.
+
+        Who asks before a rank has read an earlier request gets what comes of that one: stacks of this moment, too.
+        """
         able = [rank for rank in ranks if rank.state != "unresponsive"]
         told = {one["incarnation"]: one for one in self._tell(able, Command(stacks=True))} if able else {}
         answers = [self._stacks(rank, told.get(rank.incarnation)) for rank in ranks]
         if all(answer["evidence"] is None for answer in answers):
             raise Problem(409, "rank-unresponsive", answers[0]["refused"], Retry_After="1")
         return {"ranks": answers}
+
+    def clear(self) -> tuple[int, int]:
+        """Remove the evidence that there is; return how much was removed, hidden."""
+        self._requests = {key: sent for key, sent in self._requests.items() if not self._shelf.has(sent.evidence)}
+        return self._shelf.clear()
 
     def look(self, snapshot: Snapshot) -> None:
         """Ask ranks that have just begun to hang for their stacks, once; forget what those that have ended were told."""
@@ -83,6 +106,8 @@ class Desk:
         for rank in snapshot.ranks:
             if not rank.up and rank.incarnation in self._told:
                 self._told.discard(rank.incarnation)
+                for kind in (STACKS, PROFILE):
+                    self._requests.pop((rank.incarnation, kind), None)
                 self._forget(bytes.fromhex(rank.incarnation))
 
     def due(self, snapshot: Snapshot) -> bool:
@@ -99,6 +124,15 @@ class Desk:
         while len(self._asked) > MOST_ASKED:
             del self._asked[next(iter(self._asked))]
         return link(wanted)
+
+    def _unread(self, rank: Rank, kind: str) -> Evidence | None:
+        """Return what is to come of a request that the rank may not have read yet, for all that can be seen from here."""
+        request = self._requests.get((rank.incarnation, kind))
+        if request is None or self._shelf.has(request.evidence):
+            return None
+        is_young = time.monotonic_ns() - request.sent_ns < UNREAD_NS
+        # It looks after each beat of its heart, which is late where another thread holds Python's lock.
+        return request.evidence if is_young or (rank.view.live.heartbeat_ns or 0) < request.sent_ns else None
 
     def _stacks(self, rank: Rank, told: dict[str, Any] | None) -> dict[str, Any]:
         flight = _flight(rank)
@@ -137,8 +171,14 @@ class Desk:
         return Problem(503, "no-control-directory", detail)
 
     def _write(self, directory_fd: int, rank: Rank, command: Command) -> dict[str, Any]:
+        if command.stacks and (unread := self._unread(rank, STACKS)) is not None:
+            return {**named(rank), "command": unread.number}
         number = control.write_command(directory_fd, bytes.fromhex(rank.incarnation), command)
         self._told.add(rank.incarnation)
+        for kind, wanted in ((STACKS, command.stacks), (PROFILE, command.profile_steps)):
+            if wanted:
+                request = _Request(evidence.named(_flight(rank), kind, number), time.monotonic_ns())
+                self._requests[rank.incarnation, kind] = request
         return {**named(rank), "command": number}
 
     def _open(self) -> int:

@@ -60,12 +60,16 @@ class Shelf:
     def stuck(self, flight: str) -> Evidence | None:
         """Return what a rank that is stuck at this moment has written down."""
         one = evidence.named(flight, STUCK, 0)
+        return one if self.has(one) else None
+
+    def has(self, one: Evidence) -> bool:
+        """Tell whether that evidence is there."""
         try:
             directory_fd, owner = self._open()
             evidence.look(directory_fd, one, owner)
         except OSError:
-            return None
-        return one
+            return False
+        return True
 
     def is_stopped(self, flight: str) -> bool:
         """Tell whether the rank's process is stopped (SIGSTOP, Ctrl-Z), as far as this process can see it at all."""
