@@ -285,6 +285,11 @@ def resolve(
     return Settings(**chosen), tuple(problems)  # type: ignore[arg-type]  # each value is of its own field's kind
 
 
+def is_service_link(variable: str) -> bool:
+    """Tell whether a variable may be one by which Kubernetes describes a Service."""
+    return re.fullmatch(_SERVICE_LINK, variable) is not None
+
+
 def listing() -> tuple[Setting, ...]:
     """Return every setting in words, for help texts and for the check of the documentation."""
     return tuple(_listed(name, spec) for name, spec in _SPECS.items())
@@ -329,5 +334,5 @@ def _unknown_variables(environ: Mapping[str, str]) -> Iterator[SettingsProblem]:
         # Its value is not repeated: whoever misspelled the name may have put a secret there.
         # What begins like the exporter's options is for the exporter to check (`torchobs exporter --help` lists them).
         ours = variable.startswith(_PREFIX) and not variable.startswith(_EXPORTERS)
-        if ours and not re.fullmatch(_SERVICE_LINK, variable):
+        if ours and not is_service_link(variable):
             yield SettingsProblem(variable, None, f"is no setting{values.closest(variable, known, _PREFIX)}")

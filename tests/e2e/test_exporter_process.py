@@ -134,6 +134,18 @@ def test_a_real_prometheus_gets_the_final_value_before_a_sidecar_leaves(
     assert "waiting for the final state" in sidecar.log
 
 
+def test_a_misspelt_variable_is_told_and_opens_no_door(exporter: Callable[..., Program]) -> None:
+    """One by which somebody meant a password serves nothing but health, as a misspelt option does; others are served past."""
+    program = exporter(TORCHOBS_EXPORTER_GARCE="5m")
+    assert program.value("torchobs_exporter_config_ok") == 0
+    assert "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?" in program.log
+    for name in ("WEB_CONFIG", "WEB_CONFIG_FIEL", "CONFIG_FILE"):
+        program = exporter(**{f"TORCHOBS_EXPORTER_{name}": "/etc/web.yml"})
+        assert program.get("/metrics").status == 503
+        assert f"TORCHOBS_EXPORTER_{name} is no option, did you mean TORCHOBS_EXPORTER_WEB_CONFIG_FILE?" in program.log
+        assert "web.yml" not in program.log
+
+
 def test_nobody_scraped_nobody_is_waited_for(exporter: Callable[..., Program]) -> None:
     """A pod without a Prometheus ends at once, though a person had a look."""
     program = exporter()

@@ -157,6 +157,22 @@ def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, fl
     assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
 
 
+def test_a_misspelt_variable_of_the_trainer_s_is_in_its_log(trainer: Trainer, flight_dir: Path) -> None:
+    """Once, with the option that may be meant; it serves all the same."""
+    variables = {"TORCHOBS_EXPORTER_GARCE": "5m", "TORCHOBS_EXPORTER_LOG_LEVEL": "info", "TORCHOBS_EXPORTER_ADDRESS": ":1"}
+    trainer(env={**clean_environment(), **variables})
+    found = announced(flight_dir)
+    wait_until(lambda: ups(found) == {"0": 1.0})
+    assert log(flight_dir).count("TORCHOBS_EXPORTER_") == 2, log(flight_dir)
+    assert "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?" in log(flight_dir)
+
+
+def test_a_misspelt_web_configuration_of_the_trainer_s_closes_the_door(trainer: Trainer, flight_dir: Path) -> None:
+    """As on the exporter's own command line."""
+    trainer(env={**clean_environment(), "TORCHOBS_EXPORTER_WEB_CONFIG": "web.yml"})
+    assert httpx.get(f"{announced(flight_dir).url}metrics", trust_env=False, timeout=10).status_code == 503
+
+
 def test_it_descends_from_no_trainer(trainer: Trainer, flight_dir: Path) -> None:
     """Launchers end whatever descends from a rank; and no zombie is left for the trainer to find."""
     child = trainer()

@@ -9,10 +9,10 @@ import pytest
 from tests.exporters import Service
 from tests.postmortems import fact, facts, steps
 from torchobs import catalog, settings
-from torchobs.cli import checks, doctor, exporter, selftest
+from torchobs.cli import checks, doctor, selftest
 from torchobs.cli.checks import FAIL, OK, WARN, Check
 from torchobs.cli.paint import Paint
-from torchobs.exporter.config import PREFIX, ExporterConfig
+from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.layout import DEFAULT_SIZE
 
 
@@ -49,9 +49,10 @@ def test_what_is_set_and_understood_is_listed() -> None:
 
 
 def test_the_exporter_s_variables_are_known() -> None:
-    """Its command adds two to the table that it shares."""
-    assert {option.variable for option in exporter._LOG_OPTIONS} == set(checks.LOG_VARIABLES)
-    assert all(variable.startswith(PREFIX) for variable in checks.LOG_VARIABLES)
+    """Those of the push, too, and what Kubernetes says of a Service with the exporter's name."""
+    environ = {"TORCHOBS_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "TORCHOBS_EXPORTER_SERVICE_HOST": "10.0.0.1"}
+    (found,) = checks.variables(environ)
+    assert (found.status, found.text) == (OK, "set and understood: TORCHOBS_EXPORTER_OTLP_ENDPOINT")
 
 
 def test_the_directory_is_told_with_the_reason(flight_dir: Path) -> None:

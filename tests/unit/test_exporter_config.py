@@ -147,6 +147,23 @@ def test_every_option_has_a_variable_of_its_own() -> None:
     assert len(set(variables.values())) == len(config.OPTIONS)
 
 
+def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
+    """With the option that may be meant. A setting of the trainer's is none of them, and a Service of Kubernetes neither."""
+    environ = {
+        "TORCHOBS_EXPORTER_GARCE": "5m",
+        "TORCHOBS_EXPORTER_NOTHING_OF_THE_KIND": "secret",
+        "TORCHOBS_EXPORTER_GRACE": "5m",
+        "TORCHOBS_EXPORTER_ADDRESS": ":1",
+        "TORCHOBS_EXPORTER_PORT_10960_TCP": "tcp://10.0.0.1:10960",
+        "TORCHOBS_EXPORTER_WEB_CONFIG_SERVICE_HOST": "10.0.0.2",
+        "TORCHOBS_LEVLE": "basic",
+    }
+    assert config.unknown_variables(environ, config.OPTIONS) == [
+        "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?",
+        "TORCHOBS_EXPORTER_NOTHING_OF_THE_KIND is no option",
+    ]
+
+
 @pytest.mark.parametrize("service", ["SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_10960_TCP", "PORT_10960_TCP_ADDR"])
 def test_no_variable_is_one_that_kubernetes_sets_for_a_service(service: str) -> None:
     """A Service called `torchobs-exporter` describes itself to every container of its namespace, unasked."""

@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs import settings, values
-from torchobs.exporter import config
+from torchobs import settings
+from torchobs.exporter import config, logs
+from torchobs.exporter.otlp import options
 from torchobs.flight import place, room
 from torchobs.nodemode import announcement
 from torchobs.postmortem import words
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 OK, WARN, FAIL = "ok", "warn", "fail"
 LEAST_TORCH = (2, 4)
 """What README.md promises."""
-LOG_VARIABLES = ("TORCHOBS_EXPORTER_LOG_LEVEL", "TORCHOBS_EXPORTER_LOG_FORMAT")
-"""What the exporter's command adds to its table of options."""
 _LEAST_SHM = 1 << 30
 _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
@@ -81,17 +80,15 @@ def torch_version() -> str | None:
 def variables(environ: Mapping[str, str]) -> Iterator[Check]:
     """Yield what of the environment would be ignored."""
     _, problems = settings.resolve({}, environ)
-    known = {*(option.variable for option in config.OPTIONS), *LOG_VARIABLES}
-    also = {variable for setting in settings.listing() for variable in setting.variables}
-    for name in sorted(environ):
-        if name.startswith(config.PREFIX) and name not in known | also:
-            yield Check(
-                "variables", WARN, f"{name} is no option{values.closest(name, known, config.PREFIX)}", "correct or unset it"
-            )
+    exporters = (*config.OPTIONS, *options.OPTIONS, *logs.OPTIONS)
+    known = {option.variable for option in exporters}
+    known.update(variable for setting in settings.listing() for variable in setting.variables)
+    for said in config.unknown_variables(environ, exporters):
+        yield Check("variables", WARN, said, "correct or unset it")
     for problem in problems:
         yield Check("variables", WARN, words.clean(problem), "correct or unset it; until then the default holds")
     if not problems:
-        given = sorted(name for name in environ if name in also | known)
+        given = sorted(name for name in environ if name in known)
         yield Check("variables", OK, f"set and understood: {', '.join(given)}" if given else "none is set: the defaults hold")
 
 

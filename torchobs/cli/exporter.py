@@ -14,7 +14,6 @@ from torchobs import settings, values
 from torchobs._version import __version__
 from torchobs.exporter import config, logs
 from torchobs.exporter.otlp import options
-from torchobs.values import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,21 +37,7 @@ until every scraper it has seen has fetched the final state. Every option is als
 """
 
 
-def _one_of(words: Sequence[str]) -> Kind:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(text)
-        return text
-
-    return Kind(values.either(words), parse)
-
-
-_LOG_OPTIONS = (
-    config.Option("log_level", "--log.level", f"[{'|'.join(logs.LEVELS)}]", _one_of(logs.LEVELS),
-                  "The least severe lines to log. [default: info]"),
-    config.Option("log_format", "--log.format", f"[{'|'.join(logs.FORMATS)}]", _one_of(logs.FORMATS),
-                  "How to write them. [default: logfmt]"),
-)  # fmt: skip
+_KNOWN = (*config.OPTIONS, *options.OPTIONS, *logs.OPTIONS)
 _FALLBACKS = {"flight_dir": "TORCHOBS_DIR", "control_dir": "TORCHOBS_CONTROL_DIR"}
 
 
@@ -85,7 +70,7 @@ class _Tolerant(click.Command):
 
 
 def _options(function: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed((*config.OPTIONS, *options.OPTIONS, *_LOG_OPTIONS)):
+    for option in reversed(_KNOWN):
         variables = [option.variable, *([_FALLBACKS[option.field]] if option.field in _FALLBACKS else [])]
         bare: dict[str, Any] = {"is_flag": False, "flag_value": option.bare} if option.bare else {}
         function = click.option(
@@ -111,12 +96,13 @@ def command(context: click.Context, /, **given: str | tuple[str, ...] | None) ->
         field: (text,) if isinstance(text, str) else tuple(text) for field, text in given.items() if text is not None
     }
     unknown = [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in context.args]
-    if any(_PROTECTION in hint for hint in unknown):
+    environ = settings.environment()
+    misspelt = config.unknown_variables(environ, _KNOWN)
+    if any(_PROTECTION in hint or config.PROTECTION in hint for hint in (*unknown, *misspelt)):
         found.setdefault("web_config_file", ("",))
     log, log_problems = _log_settings(found)
-    environ = settings.environment()
     push, push_problems = options.parse(found, environ)
-    problems = [*context.obj, *unknown, *log_problems, *push_problems]
+    problems = [*context.obj, *unknown, *misspelt, *log_problems, *push_problems]
     chosen = replace(config.parse(found, environ.get("XDG_RUNTIME_DIR"), problems), push=push)
     if chosen.problems and _is_watched():
         raise click.UsageError("\n".join(chosen.problems))
@@ -128,7 +114,7 @@ def command(context: click.Context, /, **given: str | tuple[str, ...] | None) ->
 
 def _log_settings(found: dict[str, tuple[str, ...]]) -> tuple[dict[str, str], list[str]]:
     chosen, problems = {"level": "info", "form": "logfmt"}, []
-    for name, option in zip(chosen, _LOG_OPTIONS, strict=True):
+    for name, option in zip(chosen, logs.OPTIONS, strict=True):
         for text in found.get(option.field, ()):
             try:
                 chosen[name] = str(option.kind.parse(text))
@@ -138,8 +124,7 @@ def _log_settings(found: dict[str, tuple[str, ...]]) -> tuple[dict[str, str], li
 
 
 def _hint(word: str) -> str:
-    flags = [option.flag for option in (*config.OPTIONS, *options.OPTIONS, *_LOG_OPTIONS)]
-    return f"{word!r}{values.closest(word.partition('=')[0], flags)}"
+    return f"{word!r}{values.closest(word.partition('=')[0], [option.flag for option in _KNOWN])}"
 
 
 def _is_watched() -> bool:

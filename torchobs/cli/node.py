@@ -49,7 +49,11 @@ def _exporter() -> Serve:
     environ = settings.environment()
     known = (*config.OPTIONS, *options.OPTIONS)
     given = {option.field: (environ[option.variable],) for option in known if option.variable in environ}
-    push, problems = options.parse(given, environ)
+    misspelt = config.unknown_variables(environ, (*known, *logs.OPTIONS))
+    if any(config.PROTECTION in hint for hint in misspelt):
+        given.setdefault("web_config_file", ("",))
+    push, push_problems = options.parse(given, environ)
+    problems = (*misspelt, *push_problems)
 
     def run(flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[Fleet], bool]) -> None:
         here = {"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}

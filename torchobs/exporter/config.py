@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from torchobs import values
+from torchobs import settings, values
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.exporter import pattern, unixsocket
 from torchobs.exporter.host import choice
@@ -24,6 +24,9 @@ PORT = 10960
 """9464 is the OpenTelemetry SDK's own and would collide in a pod; 9100-9999 is all taken."""
 
 PREFIX = "TORCHOBS_EXPORTER_"
+PROTECTION = f"{PREFIX}WEB_CONFIG"
+"""What the variable of ``--web.config.file`` begins with: one that is misspelt closes the door, or everyone could ask."""
+
 _SIZE = re.compile(r"(\d{1,15})(Ki|Mi|Gi)?", re.ASCII)
 _SHIFTS = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
@@ -257,6 +260,17 @@ OPTIONS = (
     Option("procfs", "--path.procfs", "DIR", _PATH, "Where the machine's /proc is mounted. [default: /proc]"),
     Option("sysfs", "--path.sysfs", "DIR", _PATH, "Where the machine's /sys is mounted. [default: /sys]"),
 )  # fmt: skip
+
+
+def unknown_variables(environ: Mapping[str, str], options: Iterable[Option]) -> list[str]:
+    """Return what is wrong with the variables that begin like those of the options, and are none's and no setting's."""
+    known = [option.variable for option in options]
+    others = {variable for setting in settings.listing() for variable in setting.variables}
+    return [
+        f"{name} is no option{values.closest(name, known, PREFIX)}"  # its value may be a secret
+        for name in sorted(environ.keys() - others - {*known})
+        if name.startswith(PREFIX) and not settings.is_service_link(name)
+    ]
 
 
 def parse(given: Mapping[str, Sequence[str]], runtime_dir: str | None = None, problems: Iterable[str] = ()) -> ExporterConfig:
