@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -18,6 +19,7 @@ from tests.api import Caller
 from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
+from torchobs import catalog
 from torchobs.exporter import service, states, unixsocket
 from torchobs.exporter.api import desk, openapi
 from torchobs.exporter.api import local as place
@@ -102,6 +104,24 @@ def test_what_a_rank_does(writer: FlightWriter, web: Caller) -> None:
     }  # fmt: skip
     assert rank["last_step"] > rank["started"]
     assert web.get("/status")["ranks"]["alive"] == 1
+
+
+def test_the_learning_rate_is_that_of_the_first_group(flight_dir: Path, web: Caller) -> None:
+    """Each parameter group has a series of its own; where there is no group 0, the first that there is counts."""
+    writer = live_rank(flight_dir)
+    seen(web, 1)
+
+    def is_told(rate: float | None) -> bool:
+        return bool(web.get("/ranks")["ranks"][0]["learning_rate"] == rate)
+
+    assert is_told(None)
+    for group, rate in (("1", 0.1), ("0", 0.5)):
+        cell = writer.table.cell(catalog.LEARNING_RATE, {"group": group})
+        assert cell
+        cell.set(rate)
+        writer.publish()
+        wait_until(partial(is_told, rate))
+    writer.close()
 
 
 def test_steps_have_what_came_late(writer: FlightWriter, web: Caller) -> None:

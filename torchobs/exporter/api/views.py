@@ -21,8 +21,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
 _VALUES = (
     ("steps", catalog.STEPS), ("loss", catalog.LOSS), ("gradient_norm", catalog.GRAD_NORM),
-    ("learning_rate", catalog.LEARNING_RATE), ("tokens", catalog.TOKENS), ("samples", catalog.SAMPLES),
-    ("total_steps", catalog.TOTAL_STEPS),
+    ("tokens", catalog.TOKENS), ("samples", catalog.SAMPLES), ("total_steps", catalog.TOTAL_STEPS),
 )  # fmt: skip
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike")
 _LAYER = "layer"
@@ -57,6 +56,7 @@ def rank_view(rank: Rank) -> dict[str, Any]:
         "started": instant(header.wall_ns),
         "last_step": None if last_ns is None else instant(wall_ns(header, last_ns)),
         "progress_age_s": rank.progress_age_s,
+        "learning_rate": _learning_rate(rank),
         **{name: values.get(metric.name) for name, metric in _VALUES},
     }
 
@@ -130,6 +130,12 @@ def _active(rank: Rank) -> list[str]:
 def _plain(rank: Rank) -> dict[str, float]:
     points = (point for point in rank.view.points if not point.series.attributes)
     return {point.series.name: point.value for point in points if not isinstance(point.value, Distribution)}
+
+
+def _learning_rate(rank: Rank) -> float | None:
+    """Return that of the first parameter group, as the live page has it."""
+    rates = _by(rank.view.points, catalog.LEARNING_RATE, "group")
+    return rates.get("0", next(iter(rates.values()), None))
 
 
 def _by(points: Iterable[Point], metric: catalog.Metric, attribute: str) -> dict[str, float]:
