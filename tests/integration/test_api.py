@@ -10,6 +10,7 @@ import stat
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -147,6 +148,13 @@ def test_events_are_paged_and_filtered(writer: FlightWriter, web: Caller) -> Non
     assert web.get("/events?kind=torchobs.exception")["events"] == []
 
 
+@pytest.mark.parametrize("name", ["epoch-2", "top1", "Prüfung 評価", "<script>", "x" * 256])
+def test_an_application_s_own_events_are_found_by_name(writer: FlightWriter, web: Caller, name: str) -> None:
+    """Whatever text it chose."""
+    writer.event(name, {}, 3)
+    assert [one["name"] for one in web.get(f"/events?kind={quote(name)}")["events"]] == [name]
+
+
 def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Caller) -> None:
     """Over two ranks: steps, explosions, vanishing, anomalies of the loss, and their rates."""
     writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
@@ -274,7 +282,8 @@ def test_a_command_over_tcp_needs_the_token(writer: FlightWriter, web: Caller, c
         ("GET", "/ranks/0/steps?last=5&last=6", None, 400, "bad-request"),
         ("GET", "/ranks?rnak=0", None, 400, "bad-request"),
         ("GET", "/events?before=x", None, 400, "bad-request"),
-        ("GET", "/events?kind=%3Cscript%3E", None, 400, "bad-request"),
+        ("GET", "/events?kind=", None, 400, "bad-request"),
+        ("GET", f"/events?kind={'x' * 257}", None, 400, "bad-request"),
         ("GET", "/evidence/0000000000000000", None, 404, "no-such-evidence"),
         ("GET", "/evidence/..%2Ftoken", None, 404, "no-such-path"),
         ("GET", "/evidence/%2e%2e", None, 404, "no-such-evidence"),

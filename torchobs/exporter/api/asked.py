@@ -6,6 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from torchobs.exporter.api.history import LONGEST_NAME
 from torchobs.exporter.api.problems import Problem, bad
 from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.settings import PROBES
@@ -21,11 +22,9 @@ RANK = r"[0-9]{1,9}(-[0-9a-f]{8})?|[0-9a-f]{32}"
 """A rank as it is served, or its incarnation."""
 
 EVIDENCE = r"[0-9a-f]{16}"
-KIND = r"[A-Za-z_.]{1,128}"
-"""An event's name."""
 
 MOST_BODY = 64 * 1024
-_RANK, _EVIDENCE, _KIND = re.compile(RANK), re.compile(EVIDENCE), re.compile(KIND)
+_RANK, _EVIDENCE = re.compile(RANK), re.compile(EVIDENCE)
 
 
 def only(request: Request, names: Collection[str] = ()) -> None:
@@ -50,8 +49,8 @@ def integer(request: Request, name: str, default: int, most: int) -> int:
 def kind(request: Request) -> str | None:
     """Return the event's name that is asked for."""
     text = request.query_params.get("kind")
-    if text is not None and not _KIND.fullmatch(text):
-        raise bad("kind is an event's name, such as torchobs.anomaly.")
+    if text is not None and not 1 <= len(text) <= LONGEST_NAME:
+        raise bad(f"kind is an event's name, such as torchobs.anomaly, of 1 to {LONGEST_NAME} characters.")
     return text
 
 

@@ -24,7 +24,8 @@ LATE_FACTOR = 3
 
 _CURSOR = re.compile(r"(-?[0-9]{1,19})-([0-9a-f]{32})-([0-9]{1,19})")
 _SEVERITIES = {event.name: event.severity.name.lower() for event in catalog.EVENTS}
-_LONGEST_NAME = 256
+LONGEST_NAME = 256
+"""Characters of an event's name that are told; the application's own may be any text."""
 
 
 class Position(NamedTuple):
@@ -61,7 +62,7 @@ def events(file: FlightFile, rank: Rank) -> list[Dated]:
         name, when_ns = fields.get("name"), fields.get("t")
         if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(when_ns, int):
             continue
-        found.append(_dated(at, fields, name[:_LONGEST_NAME], wall_ns(rank.view.header, when_ns), rank))
+        found.append(_dated(at, fields, name[:LONGEST_NAME], wall_ns(rank.view.header, when_ns), rank))
     return found
 
 

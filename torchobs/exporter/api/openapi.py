@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.exporter.api.asked import EVIDENCE, KIND, RANK
+from torchobs.exporter.api.asked import EVIDENCE, RANK
+from torchobs.exporter.api.history import LONGEST_NAME
 from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.flight.evidence import KINDS
 from torchobs.flight.record import LIVE_PHASES, PHASE_NAMES
@@ -171,7 +172,7 @@ def _whole(most: int, default: int) -> Schema:
 _RANK_QUERY = (("rank", {"type": "string", "pattern": f"^({RANK})$"}),)
 _EVENT_QUERY = (
     *_RANK_QUERY,
-    ("kind", {"type": "string", "pattern": f"^{KIND}$"}),
+    ("kind", {"type": "string", "minLength": 1, "maxLength": LONGEST_NAME}),
     ("limit", _whole(1000, 100)),
     ("before", {"type": "string", "pattern": "^-?[0-9]{1,19}-[0-9a-f]{32}-[0-9]{1,19}$"}),
 )
