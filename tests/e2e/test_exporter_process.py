@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -175,12 +176,34 @@ def test_the_wait_for_scrapers_has_an_end(exporter: Callable[..., Program]) -> N
     assert re.search(r'level=warn .*not fetched by: 127\.0\.0\.1 Prometheus/3"', program.log)
 
 
-def test_ctrl_c_does_not_wait_for_scrapers(exporter: Callable[..., Program]) -> None:
-    """It comes from a person."""
-    program = exporter()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_person_does_not_wait_for_scrapers(
+    start: Start, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int], number: int
+) -> None:
+    """Ctrl-C, or a closed terminal: what the exporter has written for others is gone all the same."""
+    unix, targets = tmp_path / "api.sock", tmp_path / "targets.json"
+    arguments = ["--flight-dir", str(flight_dir), "--api.socket", str(unix), "--web.file-sd", str(targets)]
+    attended = partial(start, "env", "--default-signal=HUP")  # the tests may run under nohup
+    program = start_program(attended, tmp_path / "log", free_port(), *arguments)
+    wait_until(lambda: unix.exists() and targets.exists())
     program.page(X_Prometheus_Scrape_Timeout_Seconds="10")
-    program.process.send_signal(signal.SIGINT)
+    program.process.send_signal(number)
     assert program.process.wait(timeout=10) == 0
+    assert not unix.exists()
+    assert not targets.exists()
+
+
+def test_under_nohup_a_closed_terminal_is_nothing_to_it(
+    start: Start, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int]
+) -> None:
+    """It goes on ignoring the signal, as it was told."""
+    program = start_program(partial(start, "nohup"), tmp_path / "log", free_port(), "--flight-dir", str(flight_dir))
+    status = Path(f"/proc/{program.process.pid}/status").read_text()
+    ignored = re.search(r"^SigIgn:\s+([0-9a-f]+)$", status, re.MULTILINE)
+    assert ignored
+    assert int(ignored[1], 16) & 1 << signal.SIGHUP - 1
+    program.process.send_signal(signal.SIGHUP)
+    assert program.get().status == 200
 
 
 def test_a_sidecar_starts_whatever_is_wrong_with_its_configuration(

@@ -78,7 +78,7 @@ def serve(
     announce: Callable[[str], None] | None = None,
     finished: Callable[[Fleet], bool] | None = None,
 ) -> int:
-    """Serve until SIGTERM, SIGINT or ``finished``; return the process's exit code.
+    """Serve until SIGTERM, SIGINT, SIGHUP or ``finished``; return the process's exit code.
 
     Args:
         config: what to serve, and where.
@@ -161,14 +161,14 @@ class _Service:
     def _watch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._on_signal, signal.SIGTERM)
-        loop.add_signal_handler(signal.SIGINT, self._on_signal, signal.SIGINT)
+        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # ignored: by nohup
+        for number in (signal.SIGTERM, signal.SIGINT, *hangup):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # kept back by the program until somebody listens
 
     def _on_signal(self, number: int) -> None:
-        # Ctrl-C is a person, who does not want to wait for scrapers
-        if self._leave.is_set() or number == signal.SIGINT:
+        # Ctrl-C, or a terminal that is closed, is a person, who does not want to wait for scrapers
+        if self._leave.is_set() or number != signal.SIGTERM:
             self._hurry.set()
         self._leave.set()
 
