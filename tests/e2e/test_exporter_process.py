@@ -231,6 +231,18 @@ def test_a_sidecar_without_its_port_waits_for_it(start: Start, tmp_path: Path, f
     wait_until(Program(process, f"127.0.0.1:{port}", log).is_ready, timeout_s=20)
 
 
+def test_the_log_names_every_address(start: Start, tmp_path: Path, flight_dir: Path, free_port: Callable[[], int]) -> None:
+    """Those that are listened on, and those that cannot be."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        taken = [f"127.0.0.1:{blocker.getsockname()[1]}" for blocker in (one, other)]
+        unix = f"unix:{tmp_path / 'a.sock'}"
+        arguments = [word for address in (*taken, unix) for word in ("--web.listen-address", address)]
+        program = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), *arguments)
+        said = [f"cannot listen on {address}" for address in taken]
+        said += [f"listening on {address}" for address in (program.address, unix)]
+        wait_until(lambda: all(line in program.log for line in said))
+
+
 def test_the_log_has_one_line_per_cause_and_minute(exporter: Callable[..., Program], flight_dir: Path) -> None:
     """However many files are bad, and however often somebody sends nonsense."""
     for number in range(50):

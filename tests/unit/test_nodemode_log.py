@@ -37,6 +37,18 @@ def test_different_causes_do_not_silence_each_other() -> None:
     assert not once.filter(record("one"))
 
 
+def test_a_record_may_say_its_cause() -> None:
+    """What is true of two addresses is two lines, and each of them comes once."""
+    once = log.OncePerMinute(60.0, lambda: 0.0)
+
+    def passes(address: str) -> bool:
+        line = record("listening on %s", address)
+        line.cause = address
+        return once.filter(line)
+
+    assert [passes(address) for address in (":1", ":2", ":1", ":2")] == [True, True, False, False]
+
+
 def test_a_line_with_what_was_left_out_keeps_its_arguments() -> None:
     """The count is added to a message that may hold a percent sign of its own."""
     now = 0.0

@@ -255,7 +255,7 @@ class _Service:
                 bound = self._listener(address)
             except OSError as problem:
                 problems.append(f"cannot listen on {address}: {problem.strerror or problem}")
-                _log.error("cannot listen on %s: %s", address, problem.strerror or problem)
+                _log.error("cannot listen on %s: %s", address, problem.strerror or problem, extra={"cause": address})
                 continue
             self._unbound.remove(address)
             await self._serve(bound, address)
@@ -297,7 +297,7 @@ class _Service:
         try:
             for bound in inherited(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
                 await self._serve(bound)
-                _log.info("listening on %s", bound.getsockname())
+                _log.info("listening on %s", bound.getsockname(), extra={"cause": bound.getsockname()})
         except OSError as problem:
             _log.error("--web.systemd-socket: %s", problem.strerror)
             return (f"--web.systemd-socket: {problem.strerror}",)
@@ -305,10 +305,10 @@ class _Service:
 
     def _listening(self, bound: socket.socket, address: Address | UnixAddress) -> None:
         if isinstance(address, UnixAddress):
-            _log.info("listening on %s", address)
+            _log.info("listening on %s", address, extra={"cause": address})
             return
         actual = Address(address.host, bound.getsockname()[1])
-        _log.info("listening on %s", actual)
+        _log.info("listening on %s", actual, extra={"cause": actual})
         self._address = self._address or str(actual)
         self._tell_address()
 

@@ -40,16 +40,19 @@ def shorten(fd: int, limit: int = LIMIT) -> None:
 
 
 class OncePerMinute(logging.Filter):
-    """Lets one record per cause, that is logger and bare message, pass every ``interval_s``; counts the rest."""
+    """Lets one record per cause, that is logger and bare message, pass every ``interval_s``; counts the rest.
+
+    A record whose ``extra`` has a ``cause`` is told apart by that, too: the same message about another address is another fact.
+    """
 
     def __init__(self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._interval_s, self._clock = interval_s, clock
-        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+        self._seen: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Tell whether the record is to be written; one that is says how many like it were not."""
-        now, cause = self._clock(), (record.name, str(record.msg))
+        now, cause = self._clock(), (record.name, str(record.msg), str(getattr(record, "cause", "")))
         since, dropped = self._seen.get(cause, (now - self._interval_s, 0))
         if now - since < self._interval_s:
             self._seen[cause] = (since, dropped + 1)
