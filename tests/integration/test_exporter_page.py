@@ -436,6 +436,30 @@ def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> No
     assert other.path.exists()
 
 
+def test_a_series_that_is_left_out_is_counted_once(flight_dir: Path, file: File) -> None:
+    """Also where all are placed anew, because a rank has gone and others waited for its room."""
+    rest = [File(flight_dir, seed=2, rank=1), File(flight_dir, seed=3, rank=2)]
+    for one in (file, *rest):
+        one.set(user("my.size", Kind.GAUGE), 1, USER, a="1")
+        one.save()
+    alone = Limits(drop=["my_size"])
+    exporter = Exporter(flight_dir, limits=alone)
+    exporter.scan()
+    exporter.text()
+    exporter.close()
+    exporter = Exporter(flight_dir, limits=(limits := Limits(total=alone.taken // 3, drop=["my_size"])))
+    exporter.scan()
+    exporter.text()
+    before = dict(limits.dropped)
+    assert before["drop_list"] == 3
+    assert before["total_limit"] > 0
+    file.path.unlink()
+    exporter.scan(2.0)
+    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
+    assert limits.dropped == before
+    exporter.close()
+
+
 def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) -> None:
     """By the whole name that it has on the page; what the exporter says of a rank stays."""
     file.save()

@@ -70,7 +70,8 @@ class Exposition:
         if gone:
             if self._give_back(left):  # all of them anew: whoever came last had to stay outside
                 self._give_back(self._ranks.values())
-                self._ranks.clear()
+                for known in self._ranks.values():
+                    known.clear()
             self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
             self._heads.clear()  # with the names of what is gone
 
@@ -147,6 +148,7 @@ class _RankSeries:
         self._texts: dict[tuple[Style, int], BlockText] = {}
         self._kept: dict[int, Series] = {}
         self._said: dict[Style, SaidText] = {}
+        self._counted: set[int] = set()
         self.weight = 0
         """bytes that the lines take"""
 
@@ -158,6 +160,13 @@ class _RankSeries:
     def entries(self) -> Iterator[Labelled]:
         """Yield what is on the page."""
         return (entry for entry in self._entries.values() if entry is not None)
+
+    def clear(self) -> None:
+        """Take all series off the page, to be placed anew; those that were left out are counted as such."""
+        self._counted.update(one for one, entry in self._entries.items() if entry is None)
+        for placed in (self._entries, self._taken, self._texts):
+            placed.clear()
+        self.weight = 0
 
     def said(self, rank: Rank, style: Style) -> list[Chunk]:
         """Return the lines of what the exporter says of the rank."""
@@ -177,23 +186,25 @@ class _RankSeries:
 
     def _enter(self, series: Series) -> Labelled | None:
         self._kept[id(series)] = series  # or another could get its id
-        entry = self._place(series)
-        self._entries[id(series)] = entry
+        placed = self._place(series)
+        if isinstance(placed, str) and id(series) not in self._counted:
+            self._limits.dropped[placed] += 1
+        entry = self._entries[id(series)] = None if isinstance(placed, str) else placed
         return entry
 
-    def _place(self, series: Series) -> Labelled | None:
-        if not self._limits.admits(series, self.size):
-            return None
+    def _place(self, series: Series) -> Labelled | str:
+        """Return the series as it is on the page, or the reason why it is not."""
+        if (reason := self._limits.refusal(series, self.size)) is not None:
+            return reason
         family = self._names.claim(series)
         if family is not None:
             entry = label(series, family, self.identity)
             key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # in one tuple: pairs take 240 bytes more
             if key not in self._taken:
                 if not (size := self._limits.fits(entry)):
-                    return None
+                    return "memory"
                 self.weight += size
                 self._taken.add(key)
                 self._limits.taken += 1
                 return entry
-        self._limits.dropped["conflict"] += 1
-        return None
+        return "conflict"

@@ -37,26 +37,22 @@ class Limits:
         self._was_full = False
         self._memory = memory or Memory()
 
-    def admits(self, series: Series, in_rank: int) -> bool:
-        """Tell whether there is room for one more in a rank that has so many; if not, count it."""
+    def refusal(self, series: Series, in_rank: int) -> str | None:
+        """Return the reason why there is no room for one more in a rank that has so many, if there is none."""
         if self._listed is not None and self._listed(family_of(series.name, series.kind, series.unit)):
-            self.dropped["drop_list"] += 1
-            return False
+            return "drop_list"
         if in_rank >= self._per_rank:
-            self.dropped["limit"] += 1
-            return False
+            return "limit"
         if self.taken >= self._total:
-            self.dropped["total_limit"] += 1
             self._was_full = True
-            return False
-        return True
+            return "total_limit"
+        return None
 
     def fits(self, entry: Labelled) -> int:
-        """Return the bytes that its lines take, 0 when there is no memory for them, which is counted."""
+        """Return the bytes that its lines take, 0 when there is no memory for them."""
         size = of_lines(entry.sample, entry.labels.items(), len(entry.buckets) + 2 if entry.buckets else 1)
         if self._memory.spend(size, own=entry.series.scope is None):
             return size
-        self.dropped["memory"] += 1
         self._was_full = True
         return 0
 
