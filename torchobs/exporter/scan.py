@@ -21,6 +21,7 @@ from torchobs.exporter.directory import Directory
 from torchobs.exporter.incarnations import resolve
 from torchobs.exporter.joins import Joins
 from torchobs.exporter.memory import Memory
+from torchobs.exporter.replaced import Replaced
 from torchobs.exporter.states import waits
 from torchobs.exporter.tracked import HOSTILE, Now, Tracked, is_passing, open_tracked
 from torchobs.flight.birth import boot_id
@@ -83,6 +84,8 @@ class Snapshot:
     fading: bool
     duration_s: float
     runs: tuple[Together, ...] = ()
+    left: tuple[Rank, ...] = ()
+    """those that another incarnation has replaced, as they ended; in each snapshot of ``replaced.TOLD_NS``, and on no page"""
 
 
 EMPTY = Snapshot(
@@ -120,7 +123,7 @@ class Scanner:
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = 0
-        self._joins = Joins()
+        self._joins, self._replaced = Joins(), Replaced()
 
     def scan(self) -> Snapshot:
         """Return what there is now."""
@@ -133,7 +136,7 @@ class Scanner:
         for tracked in self._tracked.values():
             self._observe(tracked, now)
         self._weigh(now)
-        ranks, files = self._select(now)
+        ranks, left, files = self._select(now)
         standings, runs = self._joins.of(ranks, now.monotonic_ns)
         return Snapshot(
             number=self._number,
@@ -146,6 +149,7 @@ class Scanner:
             fading=any(tracked.fading for tracked in self._tracked.values()),
             duration_s=time.perf_counter() - began,
             runs=runs,
+            left=left,
         )
 
     @contextmanager
@@ -245,18 +249,23 @@ class Scanner:
         if tracked.certainly_dead(now):
             tracked.seal()
 
-    def _select(self, now: Now) -> tuple[tuple[Rank, ...], dict[str, int]]:
+    def _select(self, now: Now) -> tuple[tuple[Rank, ...], tuple[Rank, ...], dict[str, int]]:
         suffixes = resolve(tracked.claim() for tracked in self._tracked.values())
         files = dict.fromkeys(STATUSES, 0) | {"bad": len(self._bad)}
-        ranks = []
+        ranks, left = [], []
         for tracked in self._tracked.values():
             status = self._status(tracked, suffixes, now)
             files[status] += 1
             if status == "served":
-                ranks.append(self._rank(tracked, suffixes[tracked.incarnation], now))
+                suffix = suffixes[tracked.incarnation]
+                self._replaced.served(tracked.incarnation, suffix)
+                ranks.append(self._rank(tracked, suffix, now))
+            elif status == "superseded" and (known := self._replaced.suffix(tracked, now)) is not None:
+                left.append(self._rank(tracked, known, now))
             elif tracked.certainly_dead(now):
                 tracked.retire(status)
-        return tuple(sorted(_with_patience(ranks), key=_order)), files
+        self._replaced.keep(tracked.incarnation for tracked in self._tracked.values())
+        return tuple(sorted(_with_patience(ranks), key=_order)), tuple(left), files
 
     def _status(self, tracked: Tracked, suffixes: Mapping[str, str], now: Now) -> str:
         if tracked.retired:

@@ -7,6 +7,7 @@ that is lost.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Condition, Thread
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.ledger import Counts
     from torchobs.exporter.otlp.options import PushConfig, Target
     from torchobs.exporter.otlp.transport import Transport
-    from torchobs.exporter.scan import Rank
+    from torchobs.exporter.scan import Rank, Snapshot
 
 _FULL = 0.25
 """Share of a rank's event ring whose filling has it read before its time: it must not be written over unread."""
@@ -43,6 +44,8 @@ class Push:
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=self._clock.wall_ns())
         self._traces = Traces(Rings(exporter))
         self._ended: set[str] = set()
+        self._left: dict[str, Rank] = {}
+        """that other incarnations have replaced, of all snapshots since the last that was taken"""
         self._next_metrics_s = self._next_traces_s = 0.0
         self._changed = Condition()
         self._facts: Facts | None = None
@@ -75,6 +78,7 @@ class Push:
         """Push what is due; ``final``: everything, for the exporter ends. Returns at once."""
         with self._changed:
             self._facts, self._final = facts, final or self._final
+            self._left |= {rank.incarnation: rank for rank in facts.snapshot.left}
             self._changed.notify_all()
         if final:
             for backlog in self._backlogs.values():
@@ -95,7 +99,7 @@ class Push:
             facts, final = work
             self._push_traces(facts, final=final)
             self._push_metrics(facts, final=final)
-            self._ended = {rank.incarnation for rank in facts.snapshot.ranks if not rank.up}
+            self._ended = {rank.incarnation for rank in (*facts.snapshot.ranks, *facts.snapshot.left) if not rank.up}
             with self._changed:
                 self._final = self._final and self._facts is not None  # handed over meanwhile: that is the final one
         self._traces.keep(())
@@ -107,18 +111,22 @@ class Push:
             if self._closed or self._facts is None:
                 return None
             facts, self._facts = self._facts, None
-            return facts, self._final
+            left, self._left = self._left, {}
+            served = {rank.incarnation for rank in facts.snapshot.ranks}
+            left = {incarnation: rank for incarnation, rank in left.items() if incarnation not in served}
+            return facts._replace(snapshot=replace(facts.snapshot, left=(*left.values(),))), self._final
 
     def _push_metrics(self, facts: Facts, *, final: bool) -> None:
         if "metrics" not in self._backlogs:
             return
-        ranks, now_s = facts.snapshot.ranks, self._clock.now()
-        gone, everything = self._metrics.gone(ranks), final or now_s >= self._next_metrics_s
+        ranks, leaving, now_s = facts.snapshot.ranks, self._leaving(facts.snapshot), self._clock.now()
+        gone, everything = self._metrics.gone((*ranks, *leaving)), final or now_s >= self._next_metrics_s
         if everything:
             self._next_metrics_s = now_s + self._config.interval_s
         else:
             new = {key_of(rank) for rank in self._metrics.unknown(ranks)}
             ranks = tuple(rank for rank in ranks if key_of(rank) in new or self._has_just_ended(rank))
+        ranks = (*ranks, *(rank for rank in leaving if final or not rank.up))
         if ranks or gone or everything:
             own = facts._replace(pushed=self.counts) if everything else None
             self._put("metrics", self._metrics.collect(ranks, gone, self._clock.wall_ns(), own))
@@ -126,14 +134,14 @@ class Push:
     def _push_traces(self, facts: Facts, *, final: bool) -> None:
         if "traces" not in self._backlogs:
             return
-        ranks, now_s = facts.snapshot.ranks, self._clock.now()
+        ranks, leaving, now_s = facts.snapshot.ranks, self._leaving(facts.snapshot), self._clock.now()
         due = final or now_s >= self._next_traces_s
         if due:
             self._next_traces_s = now_s + self._config.span_delay_s
-        chosen = [rank for rank in ranks if self._wants_reading(rank, due=due, final=final)]
+        chosen = [rank for rank in (*ranks, *leaving) if self._wants_reading(rank, due=due, final=final)]
         if chosen:
             self._put("traces", self._traces.collect(chosen, self._clock.wall_ns()))
-        self._traces.keep(ranks)
+        self._traces.keep((*ranks, *leaving))
 
     def _wants_reading(self, rank: Rank, *, due: bool, final: bool) -> bool:
         written = self._traces.written(rank)
@@ -141,6 +149,10 @@ class Push:
         if final or self._has_just_ended(rank) or written > _FULL * ring:
             return True
         return due and rank.up and written != 0
+
+    def _leaving(self, snapshot: Snapshot) -> list[Rank]:
+        """Return the replaced ranks whose end was not taken yet: their streams end at the look after it."""
+        return [rank for rank in snapshot.left if rank.incarnation not in self._ended]
 
     def _has_just_ended(self, rank: Rank) -> bool:
         return not rank.up and rank.incarnation not in self._ended
