@@ -181,6 +181,66 @@ def test_a_handshake_that_never_ends_can_be_cancelled() -> None:
         web.close()
 
 
+class Early:
+    """A server that answers each connection as soon as it is there and reads no body, inside a `with` block."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = answers
+
+    def __enter__(self) -> Self:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.target = f"http://127.0.0.1:{self._server.getsockname()[1]}/v1/metrics"
+        self._thread = Thread(target=self._answer)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+        self._server.close()
+
+    def _answer(self) -> None:
+        for answer in self._answers:
+            connection, _ = self._server.accept()
+            with connection:
+                connection.recv(1)
+                connection.sendall(answer)  # and closes with the rest unread, which resets the connection
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 11\r\n\r\nno such key", "refused", "401 Unauthorized: no such key"),
+        (b"HTTP/1.1 403 Forbidden\r\nConnection: close\r\n\r\nno", "refused", "403 Forbidden: no"),
+        (b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n", "refused", "413 Too Large:"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nRetry-After: 7\r\n\r\n", "retry", "503 Busy:"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", "retry", ""),
+        (b"HTTP/1.1 408 Timeout\r\nContent-Length: 0\r\n\r\n", "retry", ""),
+        (b"", "retry", ""),
+    ],
+    ids=["401", "403", "413", "503", "200", "408", "nothing"],
+)
+def test_a_refusal_before_the_body_was_read_is_one(answer: bytes, kind: str, words: str) -> None:
+    """The answer that is there counts, not the connection that broke; one that took nothing has not succeeded."""
+    with Early(answer) as server:
+        web = Web(Target(server.target), lambda _: (0, ""), time.time)
+        outcome = web.send(b"x" * 32 * 1024**2)
+        web.close()
+    assert outcome.kind == kind
+    assert outcome.words == words if words else outcome.words in {"Connection reset by peer", "Broken pipe"}
+    assert outcome.after_s == (7.0 if b"Retry-After" in answer else None)
+
+
+def test_the_connection_of_an_early_refusal_is_not_used_again() -> None:
+    """The next request has its own."""
+    refused = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
+    with Early(refused, refused) as server:
+        web = Web(Target(server.target), lambda _: (0, ""), time.time)
+        kinds = [web.send(b"x" * 32 * 1024**2).kind for _ in range(2)]
+        web.close()
+    assert kinds == ["refused", "refused"]
+
+
 def partly(rejected: int) -> Answer:
     """A success that is not one for so many points."""
     answer = ExportMetricsServiceResponse()

@@ -108,9 +108,8 @@ class Web:
         try:
             connection = self._connected()
             path, more = self._via()
-            connection.request("POST", path, body, {**self._headers, **more})
-            answer = connection.getresponse()
-            said = answer.read(_LONGEST_ANSWER)
+            broken_off = self._request(connection, path, body, {**self._headers, **more})
+            answer, said = self._answer(connection, broken_off)
         except _FAILURES:
             if late:
                 raise TimeoutError from None
@@ -119,9 +118,35 @@ class Web:
             timer.cancel()
         if late:
             raise TimeoutError  # broken amid an answer that has no length: it ended there
-        if connection.sock is None or not answer.isclosed():
+        if connection.sock is None or not answer.isclosed() or broken_off is not None:
             self._drop_connection()
         return self._judge(answer, said)
+
+    def _request(
+        self, connection: http.client.HTTPConnection, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> OSError | None:
+        """Send; return what broke off the sending: a refusal by the headers alone may come before the end."""
+        try:
+            connection.request("POST", path, body, headers)
+        except (BrokenPipeError, ConnectionResetError) as problem:
+            return problem.with_traceback(None)  # its frames would keep the socket from closing
+        return None
+
+    def _answer(
+        self, connection: http.client.HTTPConnection, broken_off: OSError | None
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """Return the answer and what it says. Raises ``broken_off`` unless it is a refusal of what was not sent to its end."""
+        try:
+            answer = connection.getresponse()
+            said = answer.read(_LONGEST_ANSWER)
+        except _FAILURES:
+            if broken_off is not None:
+                raise broken_off from None
+            raise
+        if broken_off is not None and (answer.status < 300 or answer.status == http.HTTPStatus.REQUEST_TIMEOUT):  # noqa: PLR2004  # success, in HTTP
+            answer.close()
+            raise broken_off  # nothing was taken; 408 is what a connection that was idle ends with
+        return answer, said
 
     def _judge(self, answer: http.client.HTTPResponse, said: bytes) -> Outcome:
         if 200 <= answer.status < 300:  # noqa: PLR2004  # success, in HTTP
