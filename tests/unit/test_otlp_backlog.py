@@ -1,5 +1,6 @@
 """The backlog's books balance whatever happens, and its memory is bounded."""
 
+import math
 import threading
 from email.utils import formatdate
 from random import Random
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.otlp import Fast
 from torchobs.exporter.otlp.backlog import Backlog, Batch
-from torchobs.exporter.otlp.sender import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Backoff
+from torchobs.exporter.otlp.sender import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Backoff, Sender
 from torchobs.exporter.otlp.transport import Outcome, printable
 from torchobs.exporter.otlp.web import _retry_after_s
 
@@ -91,6 +92,63 @@ def test_waiting_times_double_with_chance_up_to_a_minute() -> None:
     assert len(set(waits)) == len(waits)
     backoff.succeeded()
     assert backoff.next_s(None) <= FIRST_S
+
+
+class Waits(Fast):
+    """A clock that notes what was waited for, and goes on at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def now(self) -> float:
+        """The sum of what was waited for."""
+        return math.fsum(self.waits)
+
+    def wait(self, condition: threading.Condition, seconds: float) -> None:
+        """See :class:`Fast`."""
+        condition.wait(0)
+        self.waits.append(seconds)
+
+
+class Away:
+    """A receiver that is away; `hurries`: the attempt at which the exporter is told to end, `last`: that of its end."""
+
+    def __init__(self, backlog: Backlog, *, hurries: int, last: int, after_s: float | None) -> None:
+        self._backlog, self._hurries, self._last, self._after_s = backlog, hurries, last, after_s
+        self._attempts = 0
+
+    def pack(self, message: bytes) -> bytes:
+        """See Transport."""
+        return message
+
+    def send(self, body: bytes) -> Outcome:
+        """See Transport."""
+        assert body
+        self._attempts += 1
+        if self._attempts == self._hurries:
+            self._backlog.hurry()
+        elif self._attempts == self._last:
+            self._backlog.close()
+        return Outcome("retry", after_s=self._after_s)
+
+    def cancel(self) -> None:
+        """See Transport."""
+
+    def close(self) -> None:
+        """See Transport."""
+
+
+@pytest.mark.parametrize(("after_s", "expected"), [(None, [2.0] * 4), (1.0, [2.0] * 4), (120.0, [120.0] * 4)])
+def test_after_an_outage_an_exporter_that_ends_tries_again_and_again(after_s: float | None, expected: list[float]) -> None:
+    """At once, and then soon, not after the minute that the outage has taught it; never before the receiver wants it."""
+    clock = Waits()
+    backlog = Backlog(LIMIT, clock)
+    backlog.put(Batch(b"x", 1))
+    Sender("metrics", backlog, Away(backlog, hurries=10, last=15, after_s=after_s))._run()
+    before, then = clock.waits[:9], clock.waits[9:]
+    assert before[-1] >= MOST_S / 2
+    assert then == pytest.approx(expected)
 
 
 def test_a_receiver_is_not_asked_before_it_wants_to_be() -> None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.transport import Outcome
 
 
+LAST_S = 2.0
+"""Between attempts of an exporter that is about to end: after a long outage the usual pauses would outlast its end."""
+
+
 class Batch(NamedTuple):
     """One request, packed, and how many data points or spans it holds."""
 
@@ -33,7 +37,7 @@ class Backlog:
         self._in_hand: Batch | None = None
         self._changed = Condition()
         self._counts = ledger.NOTHING
-        self._closed = self._hurried = False
+        self._closed = self._hurried = self._ends = False
 
     @property
     def counts(self) -> ledger.Counts:
@@ -79,21 +83,21 @@ class Backlog:
                 self._counts = ledger.dropped(self._counts, "refused" if outcome.kind == "refused" else "rejected", rejected)
             self._counts = ledger.sent(self._counts, batch.items - rejected)
 
-    def pause(self, seconds: float) -> None:
-        """Wait before the next attempt; shorter when the exporter is about to end, and has not tried since it knows."""
+    def pause(self, seconds: float, least_s: float = 0.0) -> None:
+        """Wait before the next attempt; shorter when the exporter is about to end, and not at all if it has not tried since.
+
+        ``least_s``: what the receiver has asked for, which holds then, too.
+        """
         with self._changed:
-            if self._hurried:
-                self._hurried = False
-                return
-            end = self._clock.now() + seconds
+            end = self._clock.now() + (min(seconds, max(LAST_S, least_s)) if self._ends else seconds)
             while not (self._closed or self._hurried) and (left := end - self._clock.now()) > 0:
                 self._clock.wait(self._changed, left)
             self._hurried = False
 
     def hurry(self) -> None:
-        """Have the next attempt made now."""
+        """Have the next attempt made now, and all that follow soon: the exporter is about to end."""
         with self._changed:
-            self._hurried = True
+            self._hurried = self._ends = True
             self._changed.notify_all()
 
     def close(self) -> None:

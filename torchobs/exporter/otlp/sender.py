@@ -63,7 +63,7 @@ class Sender:
             self._backlog.settle(batch, outcome)
             self._say(outcome)
             if outcome.kind == "retry":
-                self._backlog.pause(self._backoff.next_s(outcome.after_s))
+                self._backlog.pause(self._backoff.next_s(outcome.after_s), outcome.after_s or 0.0)
             else:
                 self._backoff.succeeded()
         self._transport.close()
