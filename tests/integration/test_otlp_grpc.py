@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from tests.otlp import Fast, Pushing
 from tests.rank_files import File
 from tests.support import wait_until
+from tests.web_configs import certify
 from torchobs.exporter.otlp.options import PushConfig, Target
-from torchobs.exporter.otlp.rpc import METHODS
+from torchobs.exporter.otlp.rpc import METHODS, Rpc
 
 
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
@@ -72,6 +73,52 @@ def retry_info(seconds: int) -> bytes:
     detail = Packed()
     detail.Pack(RetryInfo(retry_delay=Duration(seconds=seconds)))
     return bytes(Status(code=8, details=[detail]).SerializeToString())
+
+
+def serving(pool: ThreadPoolExecutor, server: Server, certificate: Path, port: int = 0) -> tuple[Any, int]:
+    """A running server behind TLS, and its port."""
+    running = grpc.server(pool, handlers=(server,))
+    pair = certificate.with_suffix(".key").read_bytes(), certificate.read_bytes()
+    port = running.add_secure_port(f"127.0.0.1:{port}", grpc.ssl_server_credentials([pair]))
+    running.start()
+    return running, port
+
+
+def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    """Whom to trust is read again after a failure; what was sent before a receiver's change is sent after it as well."""
+    first, second = (certify(program("openssl"), tmp_path, name) for name in ("first", "second"))
+    trusted, server = tmp_path / "trusted.pem", Server()
+    trusted.write_bytes(first.read_bytes())
+    running, port = serving(pool, server, first)
+    rpc = Rpc(Target(f"https://127.0.0.1:{port}", "grpc", certificate=str(trusted)), "metrics", lambda _: (0, ""))
+    try:
+        assert rpc.send(b"").kind == "sent"
+        running.stop(None).wait()
+        running, _ = serving(pool, server, second, port)
+        assert rpc.send(b"").kind == "retry"
+        trusted.write_bytes(second.read_bytes())
+        wait_until(lambda: rpc.send(b"").kind == "sent")
+    finally:
+        rpc.close()
+        running.stop(None).wait()
+
+
+def test_one_that_is_cancelled_makes_no_channel_any_more(
+    program: Callable[[str], str], tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    """Neither if it had none, after a failure, nor if it had one."""
+    server, certificate = Server((grpc.StatusCode.UNAVAILABLE, b"")), certify(program("openssl"), tmp_path, "server")
+    running, port = serving(pool, server, certificate)
+    try:
+        for kind in ("retry", "sent"):
+            rpc = Rpc(Target(f"https://127.0.0.1:{port}", "grpc", certificate=str(certificate)), "metrics", lambda _: (0, ""))
+            assert rpc.send(b"").kind == kind
+            rpc.cancel()
+            outcome = rpc.send(b"")
+            assert (outcome.kind, outcome.words) == ("retry", "the exporter ends")
+    finally:
+        running.stop(None).wait()
+    assert len(server.got) == 2
 
 
 @pytest.mark.parametrize("code", ["CANCELLED", "DEADLINE_EXCEEDED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS"])

@@ -6,6 +6,7 @@ Takes some 9 MiB (measured). Specification: https://opentelemetry.io/docs/specs/
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -48,7 +49,9 @@ class Rpc:
         self._metadata = tuple((name.lower(), value) for name, value in target.headers)
         self._compression = grpc.Compression.Gzip if target.gzip else grpc.Compression.NoCompression
         self._method = METHODS[signal]
+        self._tls = urlsplit(target.url).scheme == "https"
         self._channel: Any = None
+        self._lock, self._closed = Lock(), False
 
     def pack(self, message: bytes) -> bytes:
         """See :class:`Transport`; gRPC compresses by itself."""
@@ -56,6 +59,24 @@ class Rpc:
 
     def send(self, body: bytes) -> Outcome:
         """See :class:`Transport`."""
+        outcome = self._send(body)
+        if outcome.kind == "retry" and self._tls:
+            self.close()  # a channel keeps its credentials: certificates may have been renewed, the next one reads them
+        return outcome
+
+    def cancel(self) -> None:
+        """See :class:`Transport`."""
+        self._closed = True
+        self.close()
+
+    def close(self) -> None:
+        """See :class:`Transport`."""
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _send(self, body: bytes) -> Outcome:
         try:
             answer = self._export(body)
         except grpc.RpcError as error:
@@ -68,22 +89,21 @@ class Rpc:
             rejected, words = 0, ""
         return Outcome("sent", max(rejected, 0), words=printable(words))
 
-    def cancel(self) -> None:
-        """See :class:`Transport`."""
-        self.close()
-
-    def close(self) -> None:
-        """See :class:`Transport`."""
-        if self._channel is not None:
-            self._channel.close()
-
     def _export(self, body: bytes) -> bytes:
-        if self._channel is None:
-            self._channel = _channel(self._target)
         # a serialised request in, a serialised answer out
-        export = self._channel.unary_unary(self._method, request_serializer=None, response_deserializer=None)
+        export = self._connected().unary_unary(self._method, request_serializer=None, response_deserializer=None)
         answer: bytes = export(body, timeout=self._target.timeout_s, metadata=self._metadata, compression=self._compression)
         return answer
+
+    def _connected(self) -> Any:
+        """Return the channel, made if there is none. Raises ``OSError`` once there is to be none any more."""
+        channel = self._channel or _channel(self._target)
+        with self._lock:
+            if not self._closed:  # whoever cancels says so first and closes then what is there: one of the two does
+                self._channel = channel
+                return channel
+        channel.close()
+        raise ConnectionAbortedError("the exporter ends")
 
 
 def _channel(target: Target) -> Any:
@@ -94,7 +114,6 @@ def _channel(target: Target) -> Any:
     if parts.scheme == "http":
         return grpc.insecure_channel(address, options)
     files = (target.certificate, target.client_key, target.client_certificate)
-    # read once: a channel keeps its credentials
     roots, key, chain = (Path(file).read_bytes() if file else None for file in files)
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(roots, key, chain), options)
 
