@@ -206,6 +206,29 @@ def test_of_an_older_rank_a_delta_exporter_sends_what_comes(flight_dir: Path, re
     assert sent == [("my.c", 5), ("my.new", 3)]
 
 
+def test_of_a_rank_that_changes_its_label_a_delta_exporter_sends_nothing_twice(
+    flight_dir: Path, receiver: Receiver, file: File
+) -> None:
+    """Two claim one rank: the older has no place at first and then another label; what it counted since is sent by that."""
+    counter = user("my.c")
+    file.set(counter, 100, USER)
+    newer = File(flight_dir, seed=2, born_s=5.0).hold()
+    with Pushing(flight_dir, only_metrics(receiver, delta=True)) as pushing:
+        for second, added in ((4.0, 0), (6.0, 7), (9.0, 11), (10.0, 13)):
+            file.set(counter, added, USER)
+            file.beat(second)
+            file.save()
+            if second > 5.0:
+                newer.beat(second)
+                newer.save()
+            pushing.look(second)
+        newer.release()
+    labels = {one.attributes["rank"] for one in points(receiver.taken) if one.resource["service.name"] == "gpt"}
+    sent = [(one.attributes["rank"], one.point.as_int) for one in points(receiver.taken) if one.metric.name == "my.c"]
+    assert labels == {"0", "0-00000001"}
+    assert sent == [("0", 100), ("0-00000001", 13)]
+
+
 def test_requests_are_cut_to_what_receivers_take(
     flight_dir: Path, receiver: Receiver, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from torchobs.exporter.otlp.points import Requests
 from torchobs.exporter.otlp.spans import Trace
 from torchobs.exporter.otlp.tracing import SpanRequests
 from torchobs.exporter.tracked import HOSTILE
+from torchobs.flight.reader import MAX_FILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,6 +53,8 @@ class Metrics:
         """``born_ns``: when the exporter began, Unix ns."""
         self._delta, self._limit, self._born_ns = delta, series_limit, born_ns
         self._sources: dict[Key, Source] = {}
+        self._collected: dict[str, None] = {}
+        """incarnations of which something was sent, in the order in which they were collected last"""
         self._own = Source(_own_resource(), {}, born_ns, series_limit, known=False)
         self._host: Source | None = None
 
@@ -89,13 +92,21 @@ class Metrics:
         if source is None:
             source = self._sources[key_of(rank)] = self._new(rank)
         source.reopened(rank.opened)
+        self._remember(rank.incarnation)
         source.add_to(requests, rank.view.points, described.of_rank(rank), at_ns, shown=rank.exemplars, up=rank.up)
 
     def _new(self, rank: Rank) -> Source:
         header = rank.view.header
         identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
-        known = header.wall_ns < self._born_ns - OLDER_NS
+        known = rank.incarnation in self._collected or header.wall_ns < self._born_ns - OLDER_NS
         return Source(values.resource_of(header), identity, header.wall_ns, self._limit, known=known)
+
+    def _remember(self, incarnation: str) -> None:
+        """Note that a rank was collected: it may come back, or by another label, when its source is gone."""
+        self._collected.pop(incarnation, None)
+        self._collected[incarnation] = None
+        if len(self._collected) > MAX_FILES:
+            del self._collected[next(iter(self._collected))]
 
 
 class Traces:
