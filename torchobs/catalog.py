@@ -892,6 +892,12 @@ OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", "Data points or 
 OTLP_FAILURES = _counter(
     "torchobs.exporter.otlp.failures", "{request}", "Requests that failed and were, or will be, sent again.", _SIGNAL
 )
+OTLP_UNREAD = _counter(
+    "torchobs.exporter.otlp.unread",
+    "By",
+    "Spans and events that a rank wrote over in its ring before the push had read them: it wrote more of them from one look to"
+    " the next, a second later, than the ring holds.",
+)
 
 # --- events -------------------------------------------------------------------------------------------------------------------
 EVENT_RUN_START = Event("torchobs.run.start", "torchobs.init() has finished.", Severity.INFO)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
 
 import pytest
 
-from tests.otlp import Pushing, Receiver, attributes, balanced, spans, to
+from tests.otlp import Pushing, Receiver, attributes, balanced, points, spans, to
 from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs.exporter.otlp.options import PushConfig
@@ -161,3 +163,41 @@ def test_a_ring_that_fills_is_read_before_its_time(flight_dir: Path, receiver: R
         wait_until(lambda: len(spans(receiver.taken)) > 1800)
     numbers = [int(span.name.split()[1]) for span in spans(receiver.taken)]
     assert numbers == [*range(1, len(numbers) + 1)]
+
+
+def test_what_a_ring_loses_between_two_looks_is_counted_and_said(
+    flight_dir: Path, receiver: Receiver, file: File, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bytes, of the rank's first second as well; on the log once a minute, and among what the exporter says of itself."""
+    config = PushConfig(to(receiver), to(receiver, path="/v1/traces"))
+    lost_bytes, size = [], 0
+    with Pushing(flight_dir, config) as pushing:
+        for second in (1, 2, 3):
+            for number in range(2000):
+                file.writer.events.append(frame(second * 10_000 + number, 0.1, 0.2))
+            file.beat(second)
+            file.save()
+            pushing.look(second)
+            size = pushing.scanner.scan().ranks[0].view.live.event_head // (second * 2000)
+            lost_bytes.append(pushing.push.counts["traces"].unread_bytes)
+    lost = 6000 - len(spans(receiver.of("/v1/traces")))
+    assert lost > 2000
+    assert abs(lost_bytes[-1] - lost * size) < 8 * 1024  # a lap's end has room that is left
+    assert 0 < lost_bytes[0] < lost_bytes[1] < lost_bytes[2]
+    assert caplog.text.count("writes more spans than its ring holds") == 1
+    own = [one for one in points(receiver.of("/v1/metrics")) if one.metric.name == "torchobs.exporter.otlp.unread"]
+    assert own[-1].point.as_int > 0
+
+
+def test_a_ring_that_is_read_in_time_loses_nothing(flight_dir: Path, receiver: Receiver, file: File) -> None:
+    """Frames of any length, lap after lap: the room that is left at a lap's end is no loss."""
+    dice, numbers = random.Random(1), itertools.count(1)
+    with Pushing(flight_dir, only_traces(receiver)) as pushing:
+        for look in range(1, 61):
+            for number in itertools.islice(numbers, 7):
+                file.writer.events.append(frame(number, 0.1, 0.2, attrs={"text": "x" * dice.randrange(15_000)}))
+            file.beat(look)
+            file.save()
+            pushing.look(look)
+        assert pushing.push.counts["traces"].unread_bytes == 0
+    assert [span.name for span in spans(receiver.taken)] == [f"work {one}" for one in range(1, next(numbers))]

@@ -147,6 +147,8 @@ def of_exporter(facts: Facts, dropped: Mapping[str, int]) -> Iterator[Said]:
         yield from _of_run(run)
     for signal, counts in (facts.pushed or {}).items():
         yield from _of_push({"signal": signal}, counts)
+        if signal == "traces":
+            yield Said(catalog.OTLP_UNREAD, {}, counts.unread_bytes)
     if facts.host is not None:
         yield from facts.host.own
 

@@ -27,6 +27,7 @@ OWN_METRICS = (
     catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
     catalog.EXPORTER_CONNECTIONS_DROPPED, catalog.EXPORTER_WRITE_ERRORS,
     catalog.OTLP_RECORDED, catalog.OTLP_SENT, catalog.OTLP_DROPPED, catalog.OTLP_QUEUED, catalog.OTLP_FAILURES,
+    catalog.OTLP_UNREAD,
     catalog.EXPORTER_HOST_DURATION, catalog.EXPORTER_HOST_ERRORS, catalog.EXPORTER_HOST_STUCK,
 )  # fmt: skip
 """What it says of itself."""

@@ -117,6 +117,11 @@ class Traces:
         self._known: dict[str, tuple[Resource, Trace]] = {}
         self._heads: dict[str, int] = {}
 
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the rings that were written over before they were read."""
+        return self._rings.unread_bytes
+
     def written(self, rank: Rank) -> int:
         """Return the bytes that were written to a rank's ring since it was read, as far as its writer says."""
         return rank.view.live.event_head - self._heads.get(rank.incarnation, 0)

@@ -20,6 +20,8 @@ class Counts(NamedTuple):
     """by reason (:data:`REASONS`)"""
     failures: int = 0
     """requests that failed and are sent again"""
+    unread_bytes: int = 0
+    """of spans, that were lost before they could be recorded here"""
 
     @property
     def queued(self) -> int:

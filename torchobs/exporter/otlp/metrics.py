@@ -5,8 +5,8 @@ gauge that is not finite, the state of a rank that has ended, a rank whose grace
 flag *no recorded value*, which Prometheus takes for the end of the series.
 
 **Delta.** What a point counts is the difference to the last one. An exporter cannot know what the one before it has sent, so
-that of a rank older than itself it sends what it counts from then on, as the Collector's cumulativetodelta processor does. So it does
-with one that comes back, or by another label: what it counted before was sent.
+that of a rank older than itself it sends what it counts from then on, as the Collector's cumulativetodelta processor does; so
+it does with one that comes back, or by another label, for what it counted before was sent.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.exporter.otlp.backlog import Backlog, Batch
 from torchobs.exporter.otlp.clock import Clock, SystemClock
-from torchobs.exporter.otlp.collect import Metrics, Traces, key_of
+from torchobs.exporter.otlp.collect import OLDER_NS, Metrics, Traces, key_of
 from torchobs.exporter.otlp.rings import Rings
 from torchobs.exporter.otlp.sender import Sender
 from torchobs.flight.layout import Region
@@ -41,8 +41,9 @@ class Push:
         self._backlogs = {signal: Backlog(config.queue_bytes, self._clock) for signal, _ in config.targets()}
         self._transports = {signal: transport(signal, target, self._clock) for signal, target in config.targets()}
         self._senders = [Sender(name, backlog, self._transports[name]) for name, backlog in self._backlogs.items()]
-        self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=self._clock.wall_ns())
-        self._traces = Traces(Rings(exporter))
+        born_ns = self._clock.wall_ns()
+        self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
+        self._traces = Traces(Rings(exporter, born_ns - OLDER_NS))
         self._ended: set[str] = set()
         self._left: dict[str, Rank] = {}
         """that other incarnations have replaced, of all snapshots since the last that was taken"""
@@ -62,7 +63,10 @@ class Push:
     @property
     def counts(self) -> Mapping[str, Counts]:
         """What became of everything, by signal."""
-        return {signal: backlog.counts for signal, backlog in self._backlogs.items()}
+        found = {signal: backlog.counts for signal, backlog in self._backlogs.items()}
+        if "traces" in found:
+            found["traces"] = found["traces"]._replace(unread_bytes=self._traces.unread_bytes)
+        return found
 
     @property
     def settled(self) -> bool:
