@@ -71,14 +71,14 @@ def test_a_run_that_diverged_and_raised(
 def test_a_rank_that_was_killed(
     start: Callable[..., subprocess.Popen[str]], flight_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It had no word left; its file has every step."""
+    """It had no word left; its file has every step. It is told so at once, when its last heartbeat is a moment ago."""
     victim = dying(start, flight_dir, "wait", stdout=subprocess.PIPE)
     assert victim.stdout is not None
     assert victim.stdout.readline() == "trained\n"
     wait_until(lambda: inspected(capsys, flight_dir)[0] == 0)  # it is alive, if its heartbeat is not late
     victim.send_signal(signal.SIGKILL)
     victim.wait(timeout=10)
-    status = wait_until(lambda: inspected(capsys, flight_dir)[0])
+    status = inspected(capsys, flight_dir)[0]
     (rank,) = document(capsys, flight_dir)["ranks"]
     assert status == 1
     assert (rank["state"], rank["exit"]["reason"], rank["last_step"]) == ("lost", "lost", 60)

@@ -189,6 +189,17 @@ def test_in_a_pipe_it_prints_one_look(flight_dir: Path) -> None:
     assert re.search(r"^ +0  alive +29 ", shown.stdout, re.MULTILINE)
 
 
+def test_one_look_tells_who_has_just_died(flight_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its heartbeat is young still, and its lock is free: the one look waits until that tells."""
+    writer = live_rank(flight_dir)
+    (held,) = flight_dir.glob("*.lock")
+    train(writer, range(1, 30))
+    held.unlink()  # as free as the kernel makes it
+    assert top.main(["--once", "--dir", str(flight_dir)]) == 0
+    assert re.search(r"^ +0  lost +29 ", capsys.readouterr().out, re.MULTILINE)
+    writer.close()
+
+
 @pytest.mark.parametrize("width", range(40, 201, 20))
 def test_every_width_holds_the_state_and_the_step(tmp_path: Path, width: int) -> None:
     """What matters less goes first; no name commands the terminal."""

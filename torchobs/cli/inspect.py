@@ -11,7 +11,6 @@ from torchobs import settings
 from torchobs.cli import arguments
 from torchobs.cli.paint import paint_for, tolerant
 from torchobs.cli.report import report
-from torchobs.exporter.tracked import HOSTILE
 from torchobs.flight.place import find_existing
 from torchobs.postmortem import files, words
 from torchobs.postmortem.document import Options, document
@@ -84,7 +83,7 @@ def main(given: Sequence[str]) -> int:
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     """Read what the paths name. Raises :class:`NothingError`, or ``OSError`` for a directory that cannot be read."""
     given = [path for path in paths if not path.is_dir()]
-    ranks, bad = _read(given)
+    ranks, bad = files.facts_of_many(given)
     notes: list[str] = []
     for path in paths:
         if path.is_dir():
@@ -92,22 +91,12 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             bad += listed.bad
             found, others = _run(listed.found, run)
             chosen, earlier = files.newest(found)
-            more, worse = files.facts_of_many(chosen)
+            more, worse = files.facts_of_many([item.path for item in chosen], files.limit_of(len(chosen)))
             ranks, bad = ranks + more, bad + worse
             notes += _notes(earlier, others)
     if not ranks:
         raise NothingError(_nothing(paths, bad, run))
     return Chosen(ranks, bad, notes)
-
-
-def _read(paths: Sequence[Path]) -> tuple[list[Facts], list[tuple[str, str]]]:
-    ranks, bad = [], []
-    for path in paths:
-        try:
-            ranks.append(files.facts_of(path))
-        except HOSTILE as problem:
-            bad.append((path.name, files.reason(problem)))
-    return ranks, bad
 
 
 def _run(found: Sequence[Found], run: str | None) -> tuple[list[Found], list[tuple[str, str]]]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog, settings
 from torchobs.cli.checks import FAIL, OK, WARN, Check
-from torchobs.exporter.tracked import HOSTILE
 from torchobs.postmortem import files, words
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def _reason(facts: Facts, probe: str) -> str:
 
 
 def _facts(home: Path) -> Facts | None:
-    with contextlib.suppress(*HOSTILE):
-        for item in files.listing(home).found:
-            return files.facts_of(item.path)
+    with contextlib.suppress(OSError):
+        facts, _ = files.facts_of_many([item.path for item in files.listing(home).found])
+        return facts[0] if facts else None
     return None

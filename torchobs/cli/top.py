@@ -15,6 +15,7 @@ from torchobs.cli.paint import paint_for, size_of, tolerant
 from torchobs.cli.screen import QUIT, Terminal
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner
+from torchobs.exporter.states import FADED_AFTER_S
 from torchobs.exporter.tracked import HOSTILE
 from torchobs.flight.pace import RECORDS, pace
 from torchobs.postmortem import words
@@ -94,6 +95,8 @@ def _note(snapshot: Snapshot) -> str:
 
 def _once(scanner: Scanner) -> int:
     out = tolerant(sys.stdout)
+    if scanner.scan().fading:
+        time.sleep(FADED_AFTER_S)  # there is no next look that would tell whether it is dead
     seen, note = look(scanner)
     lines = frame(seen, paint_for(out), Screen(10_000), time.strftime("%H:%M:%S"), note)
     out.write("".join(f"{line.rstrip()}\n" for line in lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -76,26 +77,45 @@ def newest(found: Iterable[Found]) -> tuple[list[Found], list[Found]]:
     return sorted(chosen, key=lambda item: _by_rank(item.claim)), sorted(others, key=lambda item: item.header.wall_ns)
 
 
-def facts_of_many(found: Sequence[Found]) -> tuple[list[Facts], list[tuple[str, str]]]:
-    """Read files; of more than 16 only the last thousand records each. Returns the facts, and what could not be read."""
-    limit = _STEPS_OF_MANY if len(found) > _FEW else None
-    facts, bad = [], []
-    left = {directory: _left(directory) for directory in {item.path.parent for item in found}}
-    for item in found:
-        try:
-            facts.append(_with(facts_at(item.path, limit), left[item.path.parent]))
-        except HOSTILE as problem:
-            bad.append((item.path.name, reason(problem)))
-    return facts, bad
+def facts_of_many(paths: Sequence[Path], limit: int | None = None) -> tuple[list[Facts], list[tuple[str, str]]]:
+    """Read flight files, and what lies beside them; ``limit``: of each one's step records only so many.
+
+    Returns the facts, and what could not be read. A rank that may have died this very moment is looked at once more, when that
+    can be told: half a second later, for all of them at once.
+    """
+    left = {directory: _left(directory) for directory in {path.parent for path in paths}}
+    found = [_look(path, limit) for path in paths]
+    if any(isinstance(one, _Look) and one.fading for one in found):
+        time.sleep(states.FADED_AFTER_S)
+        found = [
+            _look(path, limit) if isinstance(one, _Look) and one.fading else one for path, one in zip(paths, found, strict=True)
+        ]
+    told = list(zip(paths, found, strict=True))
+    facts = [_with(one.facts, left[path.parent]) for path, one in told if isinstance(one, _Look)]
+    return facts, [(path.name, one) for path, one in told if isinstance(one, str)]
 
 
-def facts_of(path: Path) -> Facts:
-    """Read one flight file, and what lies beside it. Raises as :func:`facts_at`."""
-    return _with(facts_at(path), _left(path.parent))
+def limit_of(count: int) -> int | None:
+    """Return how many step records of each of so many files are read: of more than 16 only the last thousand."""
+    return _STEPS_OF_MANY if count > _FEW else None
 
 
-def facts_at(path: Path, limit: int | None = None) -> Facts:
-    """Read one flight file alone; ``limit``: of its step records only so many.
+class _Look(NamedTuple):
+    facts: Facts
+    fading: bool
+    """whether it is probably dead, and another look will tell"""
+
+
+def _look(path: Path, limit: int | None) -> _Look | str:
+    """Return what a file tells now, or why it tells nothing."""
+    try:
+        return _look_at(path, limit)
+    except HOSTILE as problem:
+        return reason(problem)
+
+
+def _look_at(path: Path, limit: int | None) -> _Look:
+    """Read one flight file alone.
 
     A copy, a truncated file or one behind a link gives what can be had of it, and ``problems`` says what is missing.
     Raises ``OSError`` or :class:`BadFlightFileError` when that is nothing.
@@ -105,11 +125,11 @@ def facts_at(path: Path, limit: int | None = None) -> Facts:
     try:
         tracked = open_tracked(fd, path.name, None, now)
     except HOSTILE:
-        return _salvage(path, limit, now)
+        return _Look(_salvage(path, limit, now), fading=False)
     else:
         with closing(tracked.file):
             tracked.observe(fd, now, None)
-            return _facts(tracked, path.name, limit, ())
+            return _Look(_facts(tracked, path.name, limit, ()), tracked.fading)
     finally:
         os.close(fd)
 
