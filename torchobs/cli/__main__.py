@@ -20,9 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run.main(given[1:])
         return 0
-    from torchobs.cli import commands
+    try:
+        from torchobs.cli import commands
 
-    return commands.main(given)
+        return commands.main(given)
+    except KeyboardInterrupt:  # while that is imported
+        return 130
 
 
 if __name__ == "__main__":

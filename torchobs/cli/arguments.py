@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 class Parser(argparse.ArgumentParser):
@@ -12,6 +16,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """See :class:`argparse.ArgumentParser`."""
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has examples\n")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Print it, and leave what that raises to whoever handles it for all commands; argparse says nothing of it."""
+        (file or sys.stderr).write(message)
 
 
 def parser(name: str, usage: str, description: str, examples: str) -> Parser:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import values
 from torchobs._version import __version__
+from torchobs.cli import output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,6 +56,10 @@ _EXTRA = frozenset({"click", "prometheus_client", "starlette", "uvicorn", "h11",
 def main(given: Sequence[str]) -> int:
     """Run the command that the arguments name and return its exit status."""
     name, *arguments = given or ["--help"]
+    return output.guarded(lambda: _run(name, arguments), f"torchobs {name}" if name in BRIEFS else "torchobs")
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
     if name in {"--help", "-h", "help"}:
         return _help(arguments)
     if name == "--version":

@@ -45,7 +45,10 @@ def main(given: Sequence[str]) -> int:
     except command.RefusedError as why:
         return command.refused("profile", why)
     output = Path(options.output or f"trace-rank{answer['rank']}.json.gz")
-    output.write_bytes(body)
+    try:
+        output.write_bytes(body)
+    except OSError as problem:
+        return command.refused("profile", command.RefusedError(f"{output}: {problem.strerror or problem}"))
     sys.stdout.write(f"{output}: {len(body)} bytes, {options.steps} steps of rank {answer['rank']}\n")
     return 0
 
@@ -53,7 +56,12 @@ def main(given: Sequence[str]) -> int:
 def _trace(path: Path, answer: dict[str, str | dict[str, str]], wait_s: float) -> bytes:
     link = answer["evidence"]
     assert isinstance(link, dict)  # noqa: S101  # the description has it so
-    if (body := command.evidence(path, link["href"], wait_s)) is not None:
+    try:
+        body = command.evidence(path, link["href"], wait_s)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"torchobs profile: no longer waited for; rank {answer['rank']} goes on profiling\n")
+        raise
+    if body is not None:
         return body
     raise command.RefusedError(f"there is no trace after {wait_s:g} s: no step has ended, or --wait is too short")
 

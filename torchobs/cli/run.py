@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from torchobs import guarding, settings, values
@@ -12,6 +13,8 @@ from torchobs.process import exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from _typeshed import SupportsWrite
 
 _DESCRIPTION = """\
 Run a training script, or a module, as Python would, with torchobs watching it. The script is not changed; its arguments, exit
@@ -33,6 +36,13 @@ Every setting is also a variable, TORCHOBS_LEVEL and so on; an option beats its 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"torchobs run: {message}\n{self.format_usage()}`torchobs run --help` has examples\n")
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Print the help, or a mistake, as the other commands do. Nothing of the user's runs after that."""
+        from torchobs.cli import output
+
+        if status := output.guarded(lambda: int(not (file or sys.stderr).write(message)), "torchobs run"):
+            sys.exit(status)
 
 
 def main(arguments: Sequence[str], begin: Callable[..., object] | None = None) -> None:
