@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torchobs.cli import checks, doctor, selftest
 from torchobs.cli.checks import FAIL, OK, WARN, Check
 from torchobs.cli.paint import Paint
 from torchobs.exporter.config import ExporterConfig
+from torchobs.flight import place
 from torchobs.flight.layout import DEFAULT_SIZE
 
 
@@ -71,6 +73,49 @@ def test_a_directory_that_cannot_be_made_fails(tmp_path: Path) -> None:
     found = checks.directory(str(tmp_path / "file" / "flight"), None)
     assert found.status == FAIL
     assert "TORCHOBS_DIR" in found.remedy
+
+
+def test_what_a_training_could_not_make_a_directory_of_fails(tmp_path: Path) -> None:
+    """Plain files, devices, the kernel's file systems, links to nowhere, a path below a file: each with the right reason."""
+    file, link, real = tmp_path / "file", tmp_path / "link", tmp_path / "real"
+    file.touch()
+    link.symlink_to(tmp_path / "nowhere")
+    real.mkdir()
+    (tmp_path / "to_real").symlink_to(real)
+    said = {
+        "/dev/null": "/dev/null is no directory",
+        str(file): f"{file} is no directory",
+        str(link): f"{link} is no directory",
+        str(file / "a" / "b"): f"{file} is no directory",
+        str(link / "a"): f"{link} is no directory",
+        "/proc/nope": "/proc is of the kernel's own (proc)",
+        str(tmp_path / "to_real"): "",
+    }
+    for path, why in said.items():
+        found = checks.directory(path, None)
+        assert (found.status, why in found.text, bool(found.remedy)) == (FAIL, True, True)
+        with pytest.raises(OSError, match=re.escape(path)):
+            place.open_place(path, None)
+        existing = place.find_existing(path, None)
+        assert checks.space(existing, DEFAULT_SIZE).status == (WARN if existing else OK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("nfs4", FAIL), ("fuse.sshfs", FAIL), ("lustre", FAIL), ("ext4", OK), ("tmpfs", OK)]
+)
+def test_a_directory_still_to_be_made_is_judged_by_its_file_system(tmp_path: Path, kind: str, status: str) -> None:
+    """On a server that may be away, a training would refuse it."""
+    mountinfo = f"1 0 0:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:2 / {tmp_path} rw - {kind} server:/x rw\n"
+    found = checks.directory(str(tmp_path / "a" / "b"), None, mountinfo)
+    assert (found.status, kind in found.text) == (status, status == FAIL)
+
+
+def test_where_the_best_place_cannot_be_made_the_next_one_is_told(tmp_path: Path) -> None:
+    """As a training takes it: a session's directory that is a plain file is passed over."""
+    (tmp_path / "torchobs").touch()
+    found = checks.directory(None, str(tmp_path))
+    assert "torchobs" in found.text
+    assert str(tmp_path / "torchobs") + " " not in found.text
 
 
 def test_room_is_judged_as_a_rank_judges_it(flight_dir: Path) -> None:

@@ -29,6 +29,8 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 LEAST_TORCH = (2, 4)
 """What README.md promises."""
 _LEAST_SHM = 1 << 30
+_OF_THE_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs"})
+"""File systems in which nobody makes a directory for files, though root may seem to."""
 _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
 """What adjtimex(2) returns while the kernel's clock is not synchronised."""
@@ -92,16 +94,18 @@ def variables(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("variables", OK, f"set and understood: {', '.join(given)}" if given else "none is set: the defaults hold")
 
 
-def directory(flight_dir: str | None, runtime_dir: str | None) -> Check:
+def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | None = None) -> Check:
     """Return where the flight files go, why there, and whether they can."""
+    if mountinfo is None:
+        listed = Path("/proc/self/mountinfo")
+        mountinfo = listed.read_text(errors="surrogateescape") if listed.exists() else ""
     tried = place.candidates(flight_dir, runtime_dir)
     found = place.find_existing(flight_dir, runtime_dir)
     why = _why(tried[0], flight_dir)
     if found is None:
-        return _not_there(tried[0], why, given=bool(flight_dir))
+        return _not_there(tried, flight_dir, mountinfo)
     status = os.stat(found)  # noqa: PTH116  # the same call as below, of what may be no directory any more
-    mountinfo = Path("/proc/self/mountinfo")
-    kind = place.filesystem_type(mountinfo.read_text(errors="replace") if mountinfo.exists() else "", os.path.realpath(found))
+    kind = place.filesystem_type(mountinfo, os.path.realpath(found))
     about = f"{found} ({why}; {kind or 'unknown file system'}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
     if not os.access(found, os.W_OK | os.X_OK):
         return Check("directory", FAIL, f"{about}: this user may not write there", _remedy_of_access(found, status))
@@ -136,15 +140,33 @@ def _why(path: str, flight_dir: str | None) -> str:
     )
 
 
-def _not_there(path: str, why: str, *, given: bool) -> Check:
+def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Check:
+    """Return which directory the first training makes, tried in its order."""
+    problems = []
+    for path in tried:
+        for name in (path,) if flight_dir else place._spare(path):  # noqa: SLF001  # the names that open_place tries
+            problem = _unmakeable(name, mountinfo, parents=bool(flight_dir))
+            if not problem:
+                return Check("directory", OK, f"{name} ({_why(path, flight_dir)}): the first training makes it")
+            problems.append(problem)
+    return Check("directory", FAIL, problems[0], "set TORCHOBS_DIR to a local directory of your own")
+
+
+def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
+    """Return why a training could not make that directory; empty if it could."""
+    if os.path.lexists(path):
+        return f"{path} is no directory" if not Path(path).is_dir() else f"{path} belongs to another user, or others may use it"
     above = Path(path).parent
-    while given and not above.exists():
+    while parents and not os.path.lexists(above):
         above = above.parent
-    if not os.access(above, os.W_OK | os.X_OK):
-        return Check(
-            "directory", FAIL, f"{path} cannot be made: this user may not write in {above}", "set TORCHOBS_DIR to another one"
-        )
-    return Check("directory", OK, f"{path} ({why}): the first training makes it")
+    if not above.is_dir():
+        return f"{path} cannot be made: {above} is no directory"
+    kind = place.filesystem_type(mountinfo, os.path.realpath(above))
+    if kind in _OF_THE_KERNEL:
+        return f"{path} cannot be made: {above} is of the kernel's own ({kind})"
+    if kind.partition(".")[0] in place._NETWORK:  # noqa: SLF001  # those that open_place refuses
+        return f"{path}: {kind} is a network or FUSE file system, on which a training step could block"
+    return "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: this user may not write in {above}"
 
 
 def _remedy_of_access(path: str, status: os.stat_result) -> str:
@@ -157,7 +179,10 @@ def space(path: str | None, size: int) -> Check:
     """Return whether a flight file of ``size`` bytes has room, on the file system and in the memory cgroup."""
     if path is None:
         return Check("room", OK, f"{words.size(size)} for each rank, asked for when there is a directory")
-    fd = place.open_directory(path)
+    try:
+        fd = place.open_directory(path)
+    except OSError as problem:  # a link: the check of the directory says so
+        return Check("room", WARN, f"{path} cannot be opened: {words.clean(problem.strerror)}", "see the directory above")
     try:
         short = room.shortage(fd, size)
     finally:
