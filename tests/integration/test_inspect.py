@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,16 @@ def test_a_part_of_a_file_gives_what_can_be_had(tmp_path: Path, kept: int, capsy
     status, out = inspected(capsys, part)
     assert status == 1
     assert f"{kept:,} of 1,048,576 bytes are there" in " ".join(out.split())
+
+
+def test_a_part_is_told_where_nothing_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pod whose root is read-only, and without a temporary directory."""
+    part = tmp_path / "part"
+    part.write_bytes(dead(tmp_path).save().path.read_bytes()[:900_000])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "read-only"))
+    assert inspected(capsys, part)[0] == 1
 
 
 def test_a_copy_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

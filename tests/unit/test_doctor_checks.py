@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,18 @@ def test_an_exporter_that_answers_is_ready(flight_dir: Path) -> None:
         assert checks.exporter(None, service.address).status == OK
         address = service.address
     assert checks.exporter(None, address).status == WARN
+
+
+def test_a_pod_without_a_temporary_directory_has_its_trial_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the flight files, or in shared memory; where that cannot be written to either, that is told, with the remedy."""
+    nowhere = str(tmp_path / "read-only")
+    monkeypatch.setattr(tempfile, "tempdir", nowhere)
+    assert selftest.places(str(tmp_path / "flight")) == (None, str(tmp_path), "/dev/shm")
+    (told,) = selftest.selftest([None, nowhere])
+    assert (told.status, told.text.startswith("no place for a trial"), "TMPDIR" in told.remedy) == (WARN, True, True)
+    tried = list(selftest.selftest([None, str(tmp_path)]))
+    assert tried[0].text.startswith("a training of five steps was recorded")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

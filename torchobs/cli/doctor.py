@@ -11,7 +11,7 @@ from torchobs._version import __version__
 from torchobs.cli import arguments, checks
 from torchobs.cli.checks import FAIL, OK, WARN, Check
 from torchobs.cli.paint import Paint, paint_for, tolerant
-from torchobs.cli.selftest import selftest
+from torchobs.cli.selftest import places, selftest
 from torchobs.cli.table import bullets
 from torchobs.flight.place import find_existing
 from torchobs.postmortem import words
@@ -87,7 +87,7 @@ def examine(*, training: bool) -> Iterator[Check]:
     yield checks.gpus()
     yield from checks.extras()
     if training and version is not None:
-        yield from selftest()
+        yield from selftest(places(path or flight_dir))
 
 
 def lines_of(check: Check, paint: Paint) -> list[str]:

@@ -14,7 +14,7 @@ from torchobs.cli.checks import FAIL, OK, WARN, Check
 from torchobs.postmortem import files, words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torchobs.postmortem.facts import Facts
 
@@ -33,9 +33,19 @@ for step in range({_STEPS}):
 """
 
 
-def selftest() -> Iterator[Check]:
-    """Yield whether a training is seen, and which probes are off, each with its reason."""
-    with tempfile.TemporaryDirectory(prefix="torchobs-doctor-") as home:
+def places(flight_dir: str | None) -> tuple[str | None, ...]:
+    """Return where a trial's directory may be: the temporary one, and where a hardened pod has none that can be written to."""
+    beside = (str(Path(flight_dir).parent),) if flight_dir else ()
+    return (None, *beside, "/dev/shm")  # noqa: S108  # the trial's directory below it is its own
+
+
+def selftest(where: Sequence[str | None]) -> Iterator[Check]:
+    """Yield whether a training is seen, and which probes are off, each with its reason; ``where``: :func:`places`."""
+    made = _home(where)
+    if made is None:
+        yield Check("probes", WARN, "no place for a trial: no temporary directory can be made", "set TMPDIR to one of your own")
+        return
+    with made as home:
         environ = {**settings.environment(), "TORCHOBS_DIR": home, "TORCHOBS_CONTROL_DIR": home, "TORCHOBS_ENABLED": "1"}
         try:
             argv = [sys.executable, "-c", _TRAINING]
@@ -44,6 +54,13 @@ def selftest() -> Iterator[Check]:
             yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
             return
         yield from judge(_facts(Path(home)), ran.returncode, ran.stderr)
+
+
+def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | None:
+    for directory in where:
+        with contextlib.suppress(OSError):
+            return tempfile.TemporaryDirectory(prefix="torchobs-doctor-", dir=directory)
+    return None
 
 
 def judge(facts: Facts | None, status: int, said: str) -> Iterator[Check]:

@@ -153,15 +153,27 @@ def _salvage(path: Path, limit: int | None, now: Now) -> Facts:
         problems.append(f"{len(raw):,} of {header.file_size:,} bytes are there")
     if path.is_symlink() or path.name != file_name(header) or not path.with_name(reader.lock_of(path.name)).exists():
         problems.append("a copy: whether its process still runs cannot be seen from it")
-    with tempfile.TemporaryFile() as copy:
-        copy.write(raw[: header.file_size].ljust(header.file_size, b"\0"))
-        copy.flush()
-        tracked = Tracked(FlightFile(os.dup(copy.fileno()), header), path.name, now, None)
+    with closing(FlightFile(_copy(raw[: header.file_size].ljust(header.file_size, b"\0")), header)) as file:
+        tracked = Tracked(file, path.name, now, None)
         # whoever copied it has no lock to ask for: it is taken for dead, however young its heartbeat
         tracked.same_boot = False
-        with closing(tracked.file):
-            tracked.observe(-1, now, None)
-            return _facts(tracked, path.name, limit, tuple(problems))
+        tracked.observe(-1, now, None)
+        return _facts(tracked, path.name, limit, tuple(problems))
+
+
+def _copy(raw: bytes) -> int:
+    """Return the descriptor of a file without a name that holds these bytes; in memory: a pod may have no directory for it."""
+    with open(_nameless(), "wb") as copy:
+        copy.write(raw)
+        copy.flush()
+        return os.dup(copy.fileno())
+
+
+def _nameless() -> int:
+    with suppress(OSError, AttributeError):  # not Linux
+        return os.memfd_create("torchobs-inspect")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str, ...]) -> Facts:
