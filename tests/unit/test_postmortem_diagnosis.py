@@ -178,6 +178,29 @@ def test_an_exception_is_told_with_its_place_and_its_root() -> None:
     )
 
 
+@pytest.mark.parametrize("reason", ["exception", "lost", "exit_code", "out_of_memory"])
+def test_a_thread_that_ended_by_an_exception_is_told_beside_the_end(reason: str) -> None:
+    """A prefetch thread fails, and a minute later the main thread, which waits for it, or somebody who kills it."""
+    events = [
+        fact(catalog.EVENT_EXCEPTION, 2.0, 20, exception__type="builtins.OSError", location="q.py:3 in log", thread="log"),
+        fact(
+            catalog.EVENT_EXCEPTION, 3.1, 31, exception__type="builtins.ValueError", location="q.py:7 in pre", thread="prefetch"
+        ),
+        fact(catalog.EVENT_EXCEPTION, 61.1, 31, exception__type="_queue.Empty", location="q.py:12 in <module>"),
+    ]
+    state = "lost" if reason in {"lost", "out_of_memory"} else "failed"
+    found = diagnose(facts(steps(31), state=state, reason=reason, events=events, last_s=START_S + 61.1))
+    (thread,) = [finding for finding in found if finding.kind == "thread_exception"]
+    assert thread.severity == "warning"
+    assert thread.text == (
+        "Thread 'prefetch' ended by ValueError at q.py:7 in pre, after step 31, 58 s before the end. So did 1 other "
+        "thread before."
+    )
+    assert found[0].kind != "thread_exception"
+    fine = diagnose(facts(steps(31), state="finished", reason="finished", events=events))
+    assert "thread_exception" not in {finding.kind for finding in fine}
+
+
 def test_a_kill_for_memory_is_told_with_its_evidence() -> None:
     """Both kinds: the kernel's count, and how full it was."""
     dead = facts(

@@ -34,6 +34,7 @@ def ending(facts: Facts) -> Iterator[Finding]:
     }
     yield tell.get(facts.reason, _finished)(facts)
     yield from stalled(facts)
+    yield from _threads(facts)
     yield from _complaints(facts)
 
 
@@ -148,6 +149,23 @@ def _complaints(facts: Facts) -> Iterator[Finding]:
         if late:
             age = max(0.0, facts.last_s - late[-1].time_s)
             yield Finding(severity, event.name.removeprefix("torchobs."), f"{tell(late[-1])}, {_before(age)} the end.")
+
+
+def _threads(facts: Facts) -> Iterator[Finding]:
+    """Yield the last thread that ended by an exception: whoever waits for what it was to bring fails later, or hangs.
+
+    However long that was before the end: the main thread may have waited for hours.
+    """
+    ended = [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if fact.text("thread")]
+    if not ended or facts.reason in {"finished", "interrupted"}:
+        return
+    last, others = ended[-1], {fact.text("thread") for fact in ended[:-1]} - {ended[-1].text("thread")}
+    during = f", after step {last.step:,}" if last.step else ""
+    also = f" So did {words.several(len(others), 'other thread')} before." if others else ""
+    text = (
+        f"Thread '{last.text('thread')}' ended by {_raised(last, '')}{during}, {_before(max(0.0, facts.last_s - last.time_s))}"
+    )
+    yield Finding(WARNING, "thread_exception", f"{text} the end.{also}")
 
 
 def _device_memory(fact: Fact) -> str:
