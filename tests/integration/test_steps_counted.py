@@ -101,6 +101,34 @@ def test_a_gan_has_one_step_per_pair_of_updates(run: Recording) -> None:
     assert {record.losses for record in steps} == {2}
 
 
+@pytest.mark.parametrize("every", [2, 5])
+@pytest.mark.parametrize("first", ["critic", "generator"])
+def test_of_several_critic_updates_each_is_a_step(run: Recording, every: int, first: str) -> None:
+    """The generator's update, each k-th time, is a part of the critic's next step; its tokens count, also at the end."""
+    one, two = mlp(0), mlp(1)
+    critic, generator = torch.optim.Adam(one.parameters()), torch.optim.Adam(two.parameters())
+    updates, offset = 30, 0 if first == "generator" else 1
+    for index in range(updates):
+        if (index + offset) % every == 0 and not offset:
+            train(two, generator, 1)
+        train(one, critic, 1)
+        if (index + offset) % every == 0 and offset:
+            train(two, generator, 1)
+            torchobs.log(tokens=7)
+    steps = run.steps()
+    assert len(steps) == updates
+    assert sum(record.losses for record in steps) == updates + updates // every - (first == "critic")
+    assert run.values()[("torchobs.tokens",)] == 7 * offset * updates // every
+
+
+def test_one_step_of_another_optimizer_at_the_end_is_a_step(run: Recording) -> None:
+    """Temperature scaling, say, after the training: an optimizer that has not stepped before."""
+    for seed, steps in ((0, 5), (1, 1)):
+        model = mlp(seed)
+        train(model, torch.optim.Adam(model.parameters()), steps)
+    assert len(run.steps()) == 6
+
+
 def test_a_second_stage_with_another_optimizer_goes_on(run: Recording) -> None:
     """When one optimizer of the cycle is never used again, the other one's steps count."""
     one, two = mlp(0), mlp(1)

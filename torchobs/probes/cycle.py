@@ -2,7 +2,8 @@
 
 A step ends when every optimizer of the cycle has stepped, and the cycle is learned: it is the set of optimizers seen before
 one of them steps again. So a GAN's two optimizers are one step, and so are the hundreds of an optimizer-in-backward; with a
-Wasserstein GAN's several critic updates the critic's are counted. Until the first repeat, an end is provisional.
+Wasserstein GAN's several critic updates the critic's are counted. Until the first repeat, an end is provisional; so is the
+generator's, which steps along now and then: a part of the next step, and of none at the run's end.
 """
 
 from __future__ import annotations
@@ -49,15 +50,17 @@ class _Ended(NamedTuple):
     now_ns: int
     spent_ns: Sequence[int]
     values: Values
+    along: bool
+    """Only such optimizers have stepped as step along now and then"""
 
 
 class Cycle:
     """The step in progress. All methods run in the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_append", "_append_plain", "_begun_ns", "_clean", "_compiling_ns", "_members", "_provisional", "_seen",
-        "arguments", "direct", "likely_end", "log_wins", "metered", "models", "segments", "sole", "step", "timed", "trace",
-        "values",
+        "_alive", "_along", "_append", "_append_plain", "_begun_ns", "_clean", "_compiling_ns", "_members", "_provisional",
+        "_seen", "arguments", "direct", "likely_end", "log_wins", "metered", "models", "segments", "sole", "step", "timed",
+        "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -84,6 +87,7 @@ class Cycle:
         self._clean = False
         self._members: set[int] = set()
         self._seen: set[int] = set()
+        self._along: set[int] = set()
         self._alive: dict[int, weakref.ref[object]] = {}
         self._provisional: _Ended | None = None
 
@@ -235,6 +239,7 @@ class Cycle:
         """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before."""
         if id(optimizer) in self._seen and self._is_same(optimizer):
             self._members = set(self._seen)
+            self._along.clear()
             self._commit()
         elif self._provisional is not None:
             self._go_on(self._provisional)
@@ -255,6 +260,7 @@ class Cycle:
             self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
         self._close(now_ns)
         if self._members and self._members <= self._seen:
+            self._along |= self._seen - self._members
             self._commit()
 
     def end_plainly(self, now_ns: int) -> None:
@@ -288,7 +294,8 @@ class Cycle:
         values.loss_sum = values.norm_squared = 0.0
 
     def _close(self, now_ns: int) -> None:
-        self._provisional = _Ended(now_ns, self._times(now_ns), self.values)
+        along = bool(self._seen) and self._seen <= self._along
+        self._provisional = _Ended(now_ns, self._times(now_ns), self.values, along)
         self.values = Values()
         self.sole = 0
 
@@ -309,11 +316,12 @@ class Cycle:
         self._alive.pop(key, None)
         self._seen.discard(key)
         self._members.discard(key)
+        self._along.discard(key)
         self.sole = 0 if self.sole == key else self.sole
 
     def _go_on(self, ended: _Ended) -> None:
         """The end was none: another optimizer of the same cycle steps."""
-        self._settle()
+        self._provisional = None
         self._replay()
         self.segments.add(ended.spent_ns)
         self.values.merge(ended.values)
@@ -344,6 +352,10 @@ class Cycle:
     def flush(self) -> None:
         """Write what is complete (at the rank's end)."""
         self.end_where_likely()
+        ended = self._provisional
+        if ended is not None and ended.along:  # a part of a step that does not come
+            ended.values.step, self._provisional = GONE, None
+            self.late(self.step, 0, 0.0, 0.0, ended.values.tokens, ended.values.samples)
         self._commit()
 
     def end_where_likely(self) -> None:
@@ -365,7 +377,7 @@ class Cycle:
         self._settle()
         self._seen.clear()
         if ended is not None:
-            self._write(*ended)
+            self._write(ended.now_ns, ended.spent_ns, ended.values)
 
     def _write(self, now_ns: int, spent: Sequence[int], values: Values) -> None:
         values.step = step = self.step + 1
