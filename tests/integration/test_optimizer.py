@@ -127,9 +127,56 @@ def test_rates_without_the_gradient_probe(flight_dir: Path) -> None:
         second = torch.optim.SGD(two.parameters(), lr=0.25)
         train(one, first)
         assert len(groups(run.look(), RATE)) == 4
-        train(two, second, steps=2 * probe.LOOK_STEPS)
-        # the first is the rate of the optimizer that the last step had
-        assert groups(run.look(), RATE) == {"0": 0.25, "1": 0.5, "2": 0.5, "3": 0.5, "4": 0.25}
+        train(two, second, steps=2)
+        assert groups(run.look(), RATE) == {"0": 0.5, "1": 0.5, "2": 0.5, "3": 0.5, "4": 0.25}
+
+
+def alternating(critic: Any, actor: Any, index: int) -> list[Any]:
+    """A twin delayed critic's updates, with the actor's every other time; then each alone for a while."""
+    if index < 40:
+        return [critic, actor] if index % 2 else [critic]
+    return [critic] if index < 80 else [actor]
+
+
+def delayed(critic: Any, actor: Any, index: int) -> list[Any]:
+    """The actor comes first."""
+    return [critic] if index % 3 else [actor, critic]
+
+
+@pytest.mark.parametrize("order", [alternating, delayed])
+def test_the_first_group_is_the_same_optimizer_s_in_every_step(run: Recording, order: Any) -> None:
+    """Where several step now together and now alone, no rate is shown as another's."""
+    models = mlp(0), mlp(1)
+    critic, actor = (torch.optim.Adam(m.parameters(), lr=rate) for m, rate in zip(models, (0.5, 0.25), strict=True))
+    first = order(critic, actor, 0)[0].param_groups[0]["lr"]
+    for index in range(120):
+        for optimizer in order(critic, actor, index):
+            train(models[optimizer is actor], optimizer, steps=1)
+        if not index % 7 and index > 1:
+            assert groups(run.look(), RATE) == {"0": first, "1": 0.75 - first}
+    assert {record.learning_rate for record in run.steps() if has(record, Flag.LEARNING_RATE)} == {first}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_who_goes_on_is_shown_in_place_of_who_went_before(run: Recording, *, same: bool) -> None:
+    """The next stage with the same model, and the next fold with another, though the former optimizers live on."""
+    kept, model = [], mlp(0)
+    for rate in (0.5, 0.25, 0.125):
+        model = model if same else mlp(0)
+        kept.append(torch.optim.SGD(model.parameters(), lr=rate))
+        train(model, kept[-1], steps=30)
+        assert groups(run.look(), RATE) == {"0": rate}
+    assert [record.learning_rate for record in run.steps()] == [0.5] * 30 + [0.25] * 30 + [0.125] * 30
+
+
+def test_another_s_place_is_that_of_the_parameters() -> None:
+    """The one that goes on with the second one's is second; with the first's and the third's it is first."""
+    one, two, three = ([torch.nn.Parameter(torch.ones(1))] for _ in range(3))
+    others: list[torch.optim.Optimizer] = [torch.optim.SGD(each) for each in (one, two, three)]
+    again, both, new = torch.optim.SGD(two), torch.optim.SGD(one + three), torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    assert probe._with(again, others) == [others[0], again, others[2]]
+    assert probe._with(both, others) == [both, others[1]]
+    assert probe._with(new, others) == [*others, new]
 
 
 def test_a_rate_on_its_way_from_a_device_belongs_to_its_step(run: Recording) -> None:

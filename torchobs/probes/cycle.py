@@ -59,8 +59,8 @@ class Cycle:
 
     __slots__ = (
         "_alive", "_along", "_append", "_append_plain", "_begun_ns", "_clean", "_compiling_ns", "_members", "_provisional",
-        "_seen", "arguments", "direct", "likely_end", "log_wins", "metered", "models", "segments", "sole", "step", "timed",
-        "trace", "values",
+        "_seen", "arguments", "direct", "likely_end", "log_wins", "metered", "models", "rated", "segments", "sole", "step",
+        "timed", "trace", "values",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -82,6 +82,8 @@ class Cycle:
         """Whether this step's hooks measure their own time."""
         self.models, self.sole = Models(), 0
         """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
+        self.rated = 0
+        """id of the optimizer whose learning rate is the record's, 0 if none's is"""
         self._append, self._append_plain = writer.append, writer.append_plain
         self._begun_ns = self._compiling_ns = 0
         self._clean = False
@@ -235,16 +237,21 @@ class Cycle:
 
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
-    def optimizer_begins(self, optimizer: object) -> None:
-        """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before."""
+    def optimizer_begins(self, optimizer: object) -> bool:
+        """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before.
+
+        Tell whether it has never stepped.
+        """
         if id(optimizer) in self._seen and self._is_same(optimizer):
             self._members = set(self._seen)
             self._along.clear()
             self._commit()
         elif self._provisional is not None:
             self._go_on(self._provisional)
-        if self.models.begins(optimizer, self.step):
+        fresh = not self.models.knows(optimizer)
+        if fresh and self.models.begins(optimizer, self.step):
             self.values.flags |= Flag.NEW_MODEL
+        return fresh
 
     def optimizer_ends(self, optimizer: object, now_ns: int) -> None:
         """It has stepped, or the loss scaler skipped it."""
@@ -298,11 +305,6 @@ class Cycle:
         self._provisional = _Ended(now_ns, self._times(now_ns), self.values, along)
         self.values = Values()
         self.sole = 0
-
-    def _settle(self) -> None:
-        """Nothing is provisional: the next step may be plain."""
-        self._provisional = None
-        self.sole = next(iter(self._members)) if len(self._members) == 1 and not self.direct else 0
 
     def _is_same(self, optimizer: object) -> bool:
         known = self._alive.get(id(optimizer))
@@ -373,8 +375,8 @@ class Cycle:
         arguments += named
 
     def _commit(self) -> None:
-        ended = self._provisional
-        self._settle()
+        ended, self._provisional = self._provisional, None
+        self.sole = next(iter(self._members)) if len(self._members) == 1 and not self.direct else 0  # the next may be plain
         self._seen.clear()
         if ended is not None:
             self._write(ended.now_ns, ended.spent_ns, ended.values)

@@ -39,9 +39,13 @@ class Models:
         self._parameters: dict[int, ref[Any]] = {}
         self._room = _ROOM
 
+    def knows(self, optimizer: object) -> bool:
+        """Tell whether it has stepped before."""
+        return _knows(self._optimizers, optimizer)
+
     def begins(self, optimizer: Any, step: int) -> bool:
         """Tell whether another model begins with this optimizer's step, the one after ``step``."""
-        if _knows(self._optimizers, optimizer):
+        if self.knows(optimizer):
             return False
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         unseen = bool(self._parameters) and not any(_knows(self._parameters, parameter) for parameter in parameters)

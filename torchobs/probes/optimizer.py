@@ -1,8 +1,10 @@
 """Hyperparameters by parameter group: the learning rate, and what else an optimizer may be given, or a scheduler may change.
 
-The first group's rate is in every step's record, where the step hook has read it; everything else is read by the sampler thread
-from ``param_groups``, where it costs training nothing. A rate that a device holds (capturable optimizers) is copied without
-waiting, once a second. Groups count on over several optimizers, in the order of their first step.
+The first group's rate is in the record of every step that its optimizer makes, where the step hook has read it; everything else
+is read by the sampler thread from ``param_groups``, where it costs training nothing. A rate that a device holds (capturable
+optimizers) is copied without waiting, once a second. Groups count on over several optimizers, in the order of their first step;
+one that goes on with another's parameters has its place, and with another model (``models``) counting begins anew. Those no
+longer used may live for long: a scheduler and its optimizer refer to each other.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import functools
 from math import nan
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from torchobs import catalog
 from torchobs.flight.record import Flag, Kind
 from torchobs.probes.indexed import Indexed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -41,6 +44,8 @@ class OptimizerProbe:
         """See :class:`~torchobs.probes.host.Probe`."""
         self._host = host
         self._optimizers: Indexed[None] = Indexed(MAX_GROUPS, lambda _: None)
+        self._first: Callable[[], object] = lambda: None
+        self._changes = host.cycle.models.changes
         self._shown: dict[tuple[Metric, int], float] = {}
         self._arrived: dict[int, float] = {}
         self._device_due_ns = 0
@@ -50,21 +55,35 @@ class OptimizerProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`: the host's lists go with the host."""
-        self._host.reads_rate = False
+        self._host.reads_rate, self._host.cycle.rated = False, 0
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure
         host, cycle = self._host, self._host.cycle
-        self._optimizers.of(optimizer)
+        if self._first() is not optimizer or cycle.models.changes != self._changes:
+            self._line_up(optimizer)
         rate = optimizer.param_groups[0].get("lr")
         number = _number(rate)
-        if number is not None and not cycle.values.flags & Flag.LEARNING_RATE:
+        if number is not None and id(optimizer) == cycle.rated and not cycle.values.flags & Flag.LEARNING_RATE:
             cycle.values.learning_rate = number
             cycle.values.flags |= Flag.LEARNING_RATE
         if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
             self._take_from_device()
         if host.norm_due <= cycle.step:  # the gradient probe, which is told first, has not said when
             host.norm_due, host.norm_step = cycle.step + LOOK_STEPS, cycle.step
+
+    def _line_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give it a place, if it has none, and find out whose is the first."""
+        models, living = self._host.cycle.models, [known for known, _ in self._optimizers.living()]
+        if models.changes != self._changes:
+            self._changes, living = models.changes, []
+        if not any(known is optimizer for known in living):
+            living = _with(optimizer, living)[:MAX_GROUPS]
+            lined_up: Indexed[None] = Indexed(MAX_GROUPS, lambda _: None)
+            for one in living:
+                lined_up.of(one)
+            self._optimizers = lined_up
+        self._first, self._host.cycle.rated = ref(living[0]), id(living[0])
 
     def _take_from_device(self) -> None:
         self._device_due_ns = monotonic_ns() + DEVICE_NS
@@ -112,6 +131,19 @@ class OptimizerProbe:
                 if cell is not None:
                     cell.set(value)
         self._shown = dict(found)
+
+
+def _with(optimizer: torch.optim.Optimizer, others: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return them all in order, but for those whose parameters this one goes on with: it has the place of the first of them."""
+    own = set(_parameters(optimizer))
+    left = [own.isdisjoint(_parameters(other)) for other in others]
+    place = left.index(False) if False in left else len(others)  # all before it stay
+    kept = [other for other, stays in zip(others, left, strict=True) if stays]
+    return [*kept[:place], optimizer, *kept[place:]]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _others(groups: list[dict[str, Any]]) -> dict[Metric, list[float | None]]:

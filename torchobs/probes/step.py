@@ -75,9 +75,9 @@ class StepProbe:
         before, tell = fuse.guard(self._before), fuse.guard(host.tell)
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            now_ns, trace = monotonic_ns(), cycle.trace
+            now_ns, trace, key = monotonic_ns(), cycle.trace, id(optimizer)
             # metered steps go the long way, so that a change of thread is seen, too
-            if id(optimizer) != cycle.sole or self._depth or cycle.metered or len(args) > 1 or kwargs or fuse.blown:
+            if key != cycle.sole or self._depth or cycle.metered or len(args) > 1 or kwargs or fuse.blown:
                 before(now_ns, optimizer, args, kwargs)
                 return
             if not trace or trace[-1] & 15 != BACKWARD_ENDS:
@@ -85,7 +85,7 @@ class StepProbe:
                 return
             self._depth = 1
             note(now_ns << 4 | STEP_BEGINS)
-            if host.reads_rate:
+            if key == cycle.rated:
                 groups = optimizer.param_groups
                 rate = groups[0].get("lr") if groups else None
                 if type(rate) is float:
@@ -103,8 +103,7 @@ class StepProbe:
             return
         host, cycle = self._host, self._cycle
         self._depth = 1
-        if id(optimizer) != cycle.sole:
-            cycle.optimizer_begins(optimizer)
+        fresh = id(optimizer) != cycle.sole and cycle.optimizer_begins(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
         if closure:
             cycle.begin_closure()
@@ -112,7 +111,7 @@ class StepProbe:
             if closure or get_ident() != host.thread:
                 host.thread, host.in_closure = get_ident(), closure
             cycle.trace.append(now_ns << 4 | (CLOSURE_BEGINS if closure else STEP_BEGINS))
-        if host.reads_rate:
+        if id(optimizer) == cycle.rated:
             rate = optimizer.param_groups[0].get("lr")
             if type(rate) is float and not cycle.values.flags & Flag.LEARNING_RATE:
                 cycle.values.learning_rate = rate
@@ -120,7 +119,7 @@ class StepProbe:
         if cycle.metered or not cycle.step:
             host.loop.note()
             host.spend(self.name, monotonic_ns() - now_ns)
-        if cycle.step >= host.norm_due or cycle.step == host.norm_step or closure:
+        if cycle.step >= host.norm_due or cycle.step == host.norm_step or closure or (fresh and host.reads_rate):
             host.tell(host.before_step, optimizer, closure)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
