@@ -57,6 +57,26 @@ def test_each_fold_is_judged_by_its_own_past(run: Recording, *, keeps: bool) -> 
     assert run.frames(catalog.EVENT_MODEL_CHANGE.name)[-1]["step"] == 2 * STEPS + 1
 
 
+def test_folds_just_worth_a_baseline_are_each_another(run: Recording) -> None:
+    """The shortest there are."""
+    for fold in range(4):
+        fit(*new(fold), steps=LEAST_STEPS)
+    run.look()
+    assert begun(run) == [fold * LEAST_STEPS + 1 for fold in (1, 2, 3)]
+
+
+def test_what_is_unusual_among_models_of_few_steps_is_found(run: Recording) -> None:
+    """Their losses are one training's, and one of them is far from all the others."""
+    for task in range(100):
+        model, optimizer = new(0)
+        fit(model, optimizer, 5)
+        if task == 80:
+            torch.nn.init.constant_(model.weight, 1e3)  # type: ignore[arg-type]
+            fit(model, optimizer, 1)
+    values = run.look()
+    assert values[catalog.ANOMALIES.name, "loss_spike"] > 0
+
+
 def test_what_is_unusual_within_a_later_fold_is_still_found(run: Recording) -> None:
     """The second fold's learning rate goes up sixtyfold."""
     fit(*new(0))
@@ -87,8 +107,8 @@ def another_optimizer() -> None:
 
 
 def one_each_few_steps() -> None:
-    """A new model every five steps, none of which is worth a baseline."""
-    for task in range(3):
+    """A new model every five steps, none of which is worth a baseline: Reptile's."""
+    for task in range(3 * LEAST_STEPS // 5):
         fit(*new(task), steps=5)
 
 

@@ -29,12 +29,14 @@ _ROOM = 1024
 class Models:
     """Which optimizers and parameters have been stepped. In the training thread."""
 
-    __slots__ = ("_optimizers", "_parameters", "_room", "changes", "since")
+    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "since")
 
     def __init__(self) -> None:
         self.changes = 0
         self.since = 0
         """The step after which the model at hand began"""
+        self._begun = 0
+        """The same of the last one that was unseen, whether or not it counted as another"""
         self._optimizers: dict[int, ref[Any]] = {}
         self._parameters: dict[int, ref[Any]] = {}
         self._room = _ROOM
@@ -49,7 +51,9 @@ class Models:
             return False
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         unseen = bool(self._parameters) and not any(_knows(self._parameters, parameter) for parameter in parameters)
-        another = unseen and bool(parameters) and step - self.since >= LEAST_STEPS
+        another = unseen and bool(parameters) and step - self._begun >= LEAST_STEPS
+        if unseen and parameters:
+            self._begun = step
         if another:
             self.changes, self.since = self.changes + 1, step
         self._optimizers[id(optimizer)] = ref(optimizer)
