@@ -245,6 +245,51 @@ def test_a_closure_of_a_first_order_optimizer(run: Recording) -> None:
     assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_closure_without_a_backward_is_as_good_as_none(run: Recording, *, clips: bool) -> None:
+    """Lightning's manual optimization: two optimizers, the backward before; from each one's second step on it has a norm."""
+    models = [mlp(0), mlp(1)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    norms = []
+    for index in range(6):
+        squares = 0.0
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = loss_of(model, index)
+            loss.backward()  # type: ignore[no-untyped-call]
+            squares += norm_of(model) ** 2
+            if clips:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step(lambda loss=loss: loss)
+        norms.append(squares**0.5)
+    steps = run.steps()
+    assert len(steps) == 6
+    assert [record.grad_norm for record in steps[1:]] == pytest.approx(norms[1:], rel=1e-4)
+    assert [has(record, Flag.CLOSURE) for record in steps] == [True] + [False] * 5
+
+
+def test_a_closure_that_skips_a_batch_remains_one(run: Recording) -> None:
+    """Lightning's automatic optimization, where ``training_step`` may return nothing, be it in the very first step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = []
+    for index in range(10):
+
+        def closure(index: int = index) -> torch.Tensor | None:
+            if index % 4 == 0:
+                return None
+            optimizer.zero_grad()
+            loss = loss_of(model, index)
+            loss.backward()  # type: ignore[no-untyped-call]
+            norms.append(norm_of(model))
+            return loss
+
+        optimizer.step(closure)
+    measured = [record for record in run.steps() if has(record, Flag.CLOSURE) and has(record, Flag.GRAD_NORM)]
+    assert [record.step for record in measured] == [3, 4, 6, 7, 8, 10]
+    assert [record.grad_norm for record in measured] == pytest.approx(norms[1:], rel=1e-4)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_the_loss_scaler_skips_is_a_skipped_step(run: Recording, fused: bool) -> None:  # noqa: FBT001
     """Skips count as steps and are marked, fused or not; loss and norm are without the scale."""

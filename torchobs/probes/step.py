@@ -1,12 +1,14 @@
 """Steps: the global optimizer hooks, which fire for every optimizer whenever it was made, fused, compiled or not.
 
 ``subclass.step`` → ``super().step`` and ZeroRedundancyOptimizer fire two pairs for one step: only the outermost counts. A
-step that raised leaves no post hook behind: the stack tells whether the outer step that we remember is still running.
+step that raised leaves no post hook behind: the stack tells whether the outer step that we remember is still running. A closure
+without a backward (Lightning gives one to every step, its manual optimization does the backward before) is as good as none.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
 from torchobs.probes.byhand import ByHand
 from torchobs.probes.models import ModelChanges
-from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, STEP_BEGINS
+from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_BEGINS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,6 +40,10 @@ class StepProbe:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._depth = 0
+        self._given = False
+        """Whether the step was given a closure"""
+        self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether none of its closures has done a backward"""
         self._backward = BackwardWatch()
 
     def install(self, host: Host) -> None:
@@ -105,11 +111,13 @@ class StepProbe:
         self._depth = 1
         fresh = id(optimizer) != cycle.sole and cycle.optimizer_begins(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
-        if closure:
+        self._given = closure and not host.backwards
+        if closure and self._idle.get(optimizer):
+            closure = False
+        elif closure:
             cycle.begin_closure()
         if not host.backwards:
-            if closure or get_ident() != host.thread:
-                host.thread, host.in_closure = get_ident(), closure
+            host.thread, host.in_closure = get_ident(), closure
             cycle.trace.append(now_ns << 4 | (CLOSURE_BEGINS if closure else STEP_BEGINS))
         if id(optimizer) == cycle.rated:
             rate = optimizer.param_groups[0].get("lr")
@@ -131,16 +139,30 @@ class StepProbe:
         host, cycle = self._host, self._cycle
         metered = cycle.metered
         self._depth = 0
+        if self._given:
+            self._closure_ends(optimizer)
         if id(optimizer) == cycle.sole:
             cycle.end_plainly(now_ns)
         else:
             cycle.optimizer_ends(optimizer, now_ns)
-        if host.in_closure:
-            host.in_closure = False
         if host.backwards:
             cycle.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass goes on
         if metered:
             host.spend(self.name, monotonic_ns() - now_ns)
+
+    def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
+        self._given = self._host.in_closure = False
+        for stamp in reversed(self._cycle.trace):
+            code = stamp & 15
+            if code in (CLOSURE_GOES_ON, BACKWARD_ENDS):
+                self._idle[optimizer] = False
+                return
+            if code in (CLOSURE_BEGINS, STEP_BEGINS):
+                if optimizer not in self._idle:
+                    self._idle[optimizer] = True
+                    self._host.norm_due = 0  # its gradients are measured before its step from now on
+                return
 
 
 def _steps_running() -> int:
