@@ -199,6 +199,19 @@ def test_a_page_of_another_site_learns_nothing(exporter: Service, path: str) -> 
     assert exporter.get(path, Origin="https://evil.example").status == 403
 
 
+@pytest.mark.parametrize("token", ["a-token-of-some-length", "another"])
+@pytest.mark.parametrize("header", ["Authorization", "Torchobs-Token"])
+def test_a_token_takes_nothing_away(flight_dir: Path, tmp_path: Path, header: str, token: str) -> None:
+    """Who sends it with every request sees the page, as without; a page of another site does not."""
+    (tmp_path / "token").write_text("a-token-of-some-length")
+    config = ExporterConfig(flight_dir=str(flight_dir), mode="node", api_token_file=str(tmp_path / "token"))
+    sent = {header: f"Bearer {token}" if header == "Authorization" else token}
+    with Service(config) as exporter:
+        assert exporter.get("/", **sent).status == 200
+        assert exporter.get("/", **sent, Origin="https://evil.example").status == 403
+        assert exporter.get("/", **sent, Host="evil.example:10960").status == 421
+
+
 def test_what_ranks_have_left_is_linked(writer: FlightWriter, exporter: Service, flight_dir: Path) -> None:
     """And the link leads to it."""
     stacks = flight_dir / evidence.named(writer.name, evidence.STUCK, 0).name

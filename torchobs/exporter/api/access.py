@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Door = Literal["socket", "loopback", "open"]
 READING = frozenset({"GET", "HEAD"})
+TOKEN_HEADERS = frozenset({"authorization", "torchobs-token"})
+"""By which a token comes, in lower case"""
+
 LEAST_TOKEN = 16
 """Characters; a generated one has more."""
 

@@ -111,7 +111,9 @@ def _refusal_of(request: Request) -> Problem | None:
     """Return why a request is not for the page: what the API says of reading, for it shows the same."""
     door = "socket" if reach.is_unix(request.scope) else access.door_of(request.scope)
     known = bool(request.scope.get(reach.LET_IN))
-    return access.refusal("GET", request.headers, door, access.Token(None), authenticated=known)
+    # a token is for the API: a client that sends it with everything sees what it would see without
+    headers = {name: value for name, value in request.headers.items() if name not in access.TOKEN_HEADERS}
+    return access.refusal("GET", headers, door, access.Token(None), authenticated=known)
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
