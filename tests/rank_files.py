@@ -131,11 +131,12 @@ def live_rank(directory: Path, **resource: str | int) -> FlightWriter:
     return open_writer(place.open_place(str(directory), None), {**RESOURCE, **resource})
 
 
-def train(writer: FlightWriter, steps: Sequence[int]) -> None:
+def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = None) -> None:
     """Write steps that end now, and everything else that the sampler thread would."""
     for step in steps:
         now_ns = time.monotonic_ns()
-        writer.append(step, now_ns, RecordKind.STEP, _FLAGS, 1, 0.1, 1.0 / step, 1.0, 1e-3, PHASES_S, 1024, 8)
+        told = 1.0 / step if loss is None else loss
+        writer.append(step, now_ns, RecordKind.STEP, _FLAGS, 1, 0.1, told, 1.0, 1e-3, PHASES_S, 1024, 8)
     writer.heartbeat()
     writer.fold()
     writer.publish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import math
 import re
 import threading
 import time
@@ -24,6 +25,7 @@ from torchobs.exporter import reach, service
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.live import feed, gather
 from torchobs.exporter.live.feed import Feed
+from torchobs.exporter.live.history import KEPT
 from torchobs.exporter.live.model import Choice
 from torchobs.exporter.live.sections import PARTS
 from torchobs.exporter.scan import Scanner, Snapshot
@@ -132,6 +134,16 @@ def test_numbers_are_those_of_the_metrics(writer: FlightWriter, exporter: Servic
         assert exporter.value(name, **labels) in page.values, name
     assert "step 3, loss 0.333" in page.text
     assert writer.name
+
+
+def test_a_loss_that_is_not_finite_any_more_is_not_shown_as_if_it_were(writer: FlightWriter, exporter: Service) -> None:
+    """Long after the last finite one has left the ring it is told as what it is, and the chart does not say "yet"."""
+    for first in range(4, KEPT + 104, 100):
+        train(writer, range(first, first + 100), loss=math.nan)
+    wait_until(lambda: "step 4,203, last finite loss 0.333" in exporter.page("/"))
+    page = Parsed(exporter.page("/")).text
+    assert "0.333No finite value lately." in page
+    assert "The loss is not finite" in page
 
 
 def test_hostile_names_are_text(writer: FlightWriter, exporter: Service) -> None:

@@ -92,7 +92,7 @@ def but(*others: Row) -> list[Row]:
         ),
         (
             but(row(0, anomalies=("nonfinite_loss",)), row(1, anomalies=("nonfinite_loss",))),
-            training(8) + "The loss is not finite on ranks 0 and 1.",
+            training(8).replace("loss", "last finite loss") + "The loss is not finite on ranks 0 and 1.",
             Severity.ERROR,
         ),
         (
@@ -161,6 +161,12 @@ def test_a_run_that_ended_after_a_divergence_was_not_all_well() -> None:
     (once,) = (health(run(with_anomalies(row(0, "finished", reason="finished"), nonfinite_loss=1))),)
     assert "1 loss that was not finite." in once.text
     assert once.level is Severity.WARNING
+
+
+def test_a_loss_that_is_not_finite_is_not_told_as_the_last_finite_one() -> None:
+    """What is shown is that of the first rank that has any: another rank's trouble is not its own."""
+    assert ", step 12,400, last finite loss 2.313, 1.90 steps/s." in health(run(row(0, anomalies=("nonfinite_loss",)))).text
+    assert ", step 12,400, loss 2.313, " in health(run(row(0), row(1, anomalies=("nonfinite_loss",)))).text
 
 
 def test_what_a_run_recovered_from_is_said_and_no_reason_to_worry() -> None:

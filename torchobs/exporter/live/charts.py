@@ -21,10 +21,10 @@ Points = list[tuple[float, float, float, float]]
 """x and, downwards, the mean, least and greatest of each bucket"""
 
 
-def sparkline(found: Curve | None, what: str, shown: Callable[[float], str]) -> Html:
-    """Return a line of the means within a band from the least to the greatest."""
+def sparkline(found: Curve | None, what: str, shown: Callable[[float], str], *, stale: bool = False) -> Html:
+    """Return a line of the means within a band from the least to the greatest. ``stale``: where there is none, there was."""
     if found is None:
-        return tag("p", "No value yet.", class_="none")
+        return tag("p", "No finite value lately." if stale else "No value yet.", class_="none")
     rows = _rows(found)
     svg = tag(
         "svg",

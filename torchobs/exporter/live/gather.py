@@ -36,6 +36,8 @@ class Curves(NamedTuple):
     loss: Curve | None = None
     norm: Curve | None = None
     time: Curve | None = None
+    read: bool = False
+    """whether records of its ring have been read: a chart that is not there then has no finite value in them"""
 
 
 class Details(NamedTuple):
@@ -100,7 +102,7 @@ class Gatherer:
         newest = file.latest(64)
         gap = not newest or newest[0].seq > history.upto + 1
         history.add(file.latest(KEPT) if gap else newest)
-        return history, Curves(curve(history.losses), curve(history.norms), curve(history.times))
+        return history, Curves(curve(history.losses), curve(history.norms), curve(history.times), read=history.upto > 0)
 
     def _look_at_events(self, scan: Scan, ranks: Iterable[Rank]) -> None:
         deadline = self._clock() + EVENTS_S

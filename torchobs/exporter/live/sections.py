@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from torchobs.catalog import LOSS, Severity
+from torchobs.catalog import GRAD_NORM, LOSS, Severity
 from torchobs.exporter.live import charts, figures, panels, ranktable
 from torchobs.exporter.live.html import EMPTY, Html, exact, joined, named, tag
 from torchobs.exporter.live.links import link, table
@@ -63,13 +63,13 @@ def _curves(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    loss = focus.readings.get(LOSS)
-    found = model.curves
+    loss, found = focus.readings.get(LOSS), model.curves
+    old_loss, old_norm = (found.read and focus.readings.get(metric) is not None for metric in (LOSS, GRAD_NORM))
+    loss_chart = charts.sparkline(found.loss, "Loss", figures.number, stale=old_loss)
+    norm_chart = charts.sparkline(found.norm, "Gradient norm", figures.number, stale=old_norm)
     cards = [
-        _card("Loss", exact(figures.number(loss), loss), charts.sparkline(found.loss, "Loss", figures.number)),
-        _card(
-            "Gradient norm", _last(found.norm, figures.number), charts.sparkline(found.norm, "Gradient norm", figures.number)
-        ),
+        _card("Loss", exact(figures.number(loss), loss), loss_chart),
+        _card("Gradient norm", _last(found.norm, figures.number), norm_chart),
         _card("Step time", _last(found.time, figures.seconds), charts.sparkline(found.time, "Step time", figures.seconds)),
     ]
     return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])

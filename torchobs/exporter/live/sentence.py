@@ -99,9 +99,11 @@ def _activity(run: Run, alive: Sequence[Row]) -> str:
 
 
 def _loss(run: Run, word: str) -> str:
-    losses = (row.readings.get(catalog.LOSS) for row in run.rows)
-    loss = next((value for value in losses if value is not None), None)
-    return "" if loss is None else f"{word} {figures.number(loss)}"
+    told = next((row for row in run.rows if row.readings.get(catalog.LOSS) is not None), None)
+    if told is None:
+        return ""
+    word = "last finite loss" if "nonfinite_loss" in told.anomalies else word
+    return f"{word} {figures.number(told.readings.get(catalog.LOSS))}"
 
 
 def _notes(run: Run) -> Iterator[_Note]:
