@@ -215,6 +215,28 @@ def test_focus_stays_where_it_is_while_the_page_changes(browser: Browser, export
     assert tab.run("document.activeElement.closest('tbody') !== null")
 
 
+def test_a_page_stays_with_its_run_when_another_begins(browser: Browser, exporter: Service, flight_dir: Path) -> None:
+    """It was opened before either; its heading, its numbers and its links are of the first, and the list has both."""
+    tab = browser.tab(f"http://{exporter.address}/")
+    wait_until(lambda: is_live(tab))
+    assert text_of(tab, "h1") == "torchobs exporter"
+    first = live_rank(flight_dir, run_id="a")
+    train(first, range(1, 4))
+    wait_until(lambda: text_of(tab, "h1") == "gpt a" and is_live(tab))
+    second = live_rank(flight_dir, run_id="b")
+    train(second, range(1, 90))
+    wait_until(lambda: "step 89" in text_of(tab, "#runs"))
+    train(first, [4])
+    wait_until(lambda: "step 4" in text_of(tab, ".sentence"))
+    assert text_of(tab, "h1") == "gpt a"
+    assert "run=gpt%2Fa" in tab.run("document.querySelector('#ranks th a').href")
+    tab.run("document.querySelector('#runs a').click()")
+    wait_until(lambda: text_of(tab, "h1") == "gpt b" and "step 89" in text_of(tab, ".sentence"))
+    assert tab.complaints == []
+    first.close()
+    second.close()
+
+
 @pytest.fixture
 def crowd(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FlightWriter]]:
     """A thousand ranks in small files; their heartbeats stand still, and none is unresponsive for it."""

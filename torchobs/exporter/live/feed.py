@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs.exporter.live import sections
 from torchobs.exporter.live.gather import NOTHING, Gatherer
+from torchobs.exporter.live.links import stream_of
 from torchobs.exporter.live.model import Modeller, focused, model
 from torchobs.exporter.watch import DEADLINE_S, FRESH_S
 
@@ -43,7 +44,7 @@ class Frame:
 
     number: int = 0
     parts: Mapping[Choice, Mapping[str, str]] = field(default_factory=dict)
-    """content by the element's id, and the title"""
+    """content by the element's id, the title, and ``stream``: where to go on listening"""
 
 
 class Feed:
@@ -143,7 +144,7 @@ class Feed:
     def _model(
         self, snapshot: Snapshot, details: Details, choices: list[Choice], left: Sequence[Mapping[str, Any]]
     ) -> dict[Choice, Model]:
-        runs = self._modeller.runs(snapshot, details)
+        runs = self._modeller.runs(snapshot, details, {choice.run for choice in choices})
         return {choice: model(runs, choice, details, left, time.time()) for choice in choices}
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -168,7 +169,15 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
 
 
 def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, dict[str, str]]:
-    return {choice: {**sections.rendered(shown), "title": sections.title(shown)} for choice, shown in models.items()}
+    return {choice: _parts(choice, shown) for choice, shown in models.items()}
+
+
+def _parts(choice: Choice, shown: Model) -> dict[str, str]:
+    parts = {**sections.rendered(shown), "heading": sections.heading(shown), "title": sections.title(shown)}
+    if shown.run and not choice.run:
+        # a page that was opened before any run: from now on it stays with this one
+        parts["stream"] = stream_of(choice._replace(run=shown.run.key))
+    return parts
 
 
 def _event(kind: str, fields: Mapping[str, object]) -> bytes:

@@ -11,7 +11,11 @@ from torchobs.exporter.live.model import Choice
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MOST_QUERY = 2000
+STREAM_PATH = "/live/stream"
+
+_MOST_QUERY = 16_000
+"""Room for the longest name of a run: it comes from a header of 4 KiB, of which each byte may take three in a query"""
+
 _MOST_PAGE = 1000
 
 
@@ -30,6 +34,11 @@ def query_of(choice: Choice) -> str:
     """Return the query that asks for a choice; empty for the usual one."""
     chosen = {name: str(value) for name, value in choice._asdict().items() if value != Choice._field_defaults[name]}
     return f"?{urlencode(chosen, errors='replace')}" if chosen else ""
+
+
+def stream_of(choice: Choice) -> str:
+    """Return where what changes of a choice is told."""
+    return f".{STREAM_PATH}{query_of(choice)}"
 
 
 def link(choice: Choice, words: str, section: str, *, label: str | None = None, current: bool = False) -> Html:

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchobs import catalog
 from torchobs.detect import stragglers
@@ -17,7 +17,7 @@ from torchobs.exporter.live.readings import Reader
 from torchobs.flight.pace import time_left_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torchobs.detect.stragglers import Slowness
     from torchobs.exporter.live.gather import Details
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torchobs.exporter.live.readings import Readings
     from torchobs.exporter.scan import Rank, Snapshot
     from torchobs.flight.pace import Pace
+
+T = TypeVar("T")
 
 PER_PAGE = 50
 MOST_EVENTS = 100
@@ -58,7 +60,7 @@ class Choice(NamedTuple):
     """What somebody wants to see; in a query all of it may be nonsense."""
 
     run: str = ""
-    """``job_name/run_id``; nonsense: the one that stepped last"""
+    """``job_name/run_id``; empty: the first of all, in their order"""
     rank: str = ""
     """whose curves and details; nonsense: the first that is there"""
     sort: str = SORTS[0]
@@ -164,6 +166,7 @@ class Model:
     choice: Choice
     runs: tuple[Run, ...]
     run: Run | None
+    """``None``: there is none at all, or not the one that the choice names"""
     focus: Row | None
     rows: tuple[Row, ...]
     """those shown: one page, as sorted"""
@@ -186,10 +189,11 @@ class Modeller:
     def __init__(self) -> None:
         self._reader = Reader(METRICS)
 
-    def runs(self, snapshot: Snapshot, details: Details) -> tuple[Run, ...]:
-        """Return all runs, the one that has stepped last first."""
+    def runs(self, snapshot: Snapshot, details: Details, asked: Collection[str] = ()) -> tuple[Run, ...]:
+        """Return the runs in their order: the first of them, and whichever are ``asked`` for."""
         self._reader.keep(snapshot.ranks)
-        return tuple(self._run(ranks, details) for ranks in grouped(snapshot.ranks)[:MOST_RUNS])
+        shown = (ranks for place, ranks in enumerate(grouped(snapshot.ranks)) if place < MOST_RUNS or _key(ranks) in asked)
+        return tuple(self._run(ranks, details) for ranks in shown)
 
     def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
         paces = {
@@ -241,7 +245,7 @@ def model(
     runs: tuple[Run, ...], choice: Choice, details: Details, evidence: Iterable[Mapping[str, Any]], now_s: float
 ) -> Model:
     """Return what one viewer sees. ``evidence`` is the API's list of it, the newest first; ``now_s`` is Unix time."""
-    run = next((run for run in runs if run.key == choice.run), runs[0] if runs else None)
+    run = _chosen({run.key: run for run in runs}, choice)
     rows = run.rows if run else ()
     focus = next((row for row in rows if row.rank == choice.rank), rows[0] if rows else None)
     ordered = ordered_rows(rows, choice.sort)
@@ -266,29 +270,41 @@ def model(
 
 
 def _sane(choice: Choice, run: Run | None, focus: Row | None, pages: int) -> Choice:
-    """Return the choice without what was nonsense in it, so that no link repeats that."""
+    """Return the choice without what was nonsense in it, so that no link repeats that.
+
+    The run is that which is shown, so that a page that is open stays with it whatever begins or ends. One that is not there may
+    be there soon, with its ranks: what was asked of it stays.
+    """
     return Choice(
-        run=choice.run if run and run.key == choice.run else "",
-        rank=choice.rank if focus and focus.rank == choice.rank else "",
+        run=run.key if run else choice.run,
+        rank=choice.rank if focus is None or focus.rank == choice.rank else "",
         sort=choice.sort if choice.sort in SORTS else SORTS[0],
-        page=min(max(choice.page, 1), pages),
+        page=min(max(choice.page, 1), pages) if run else max(choice.page, 1),
         layers=choice.layers if choice.layers in LAYER_SORTS else LAYER_SORTS[0],
     )
 
 
 def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
-    """Return the ranks by run: the run that has stepped last first, and in each the ranks in their own order."""
+    """Return the ranks by run, and in each run in their own order.
+
+    The runs' order changes only when one begins or ends, so that nothing moves under a mouse: those with a rank that is there
+    come before those that have ended, then the one of which a rank was started last, then the name decides.
+    """
     runs: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:
         runs.setdefault((rank.job_name, rank.run_id), []).append(rank)
-    return sorted(runs.values(), key=lambda members: min(map(_staleness, members)))
+    return sorted(runs.values(), key=_place)
 
 
 def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
     """Return the incarnation of the rank whose curves and details are shown."""
-    runs = grouped(ranks)
-    members = next((run for run in runs if f"{run[0].job_name}/{run[0].run_id}" == choice.run), runs[0] if runs else [])
+    members = _chosen({_key(run): run for run in grouped(ranks)}, choice) or []
     return next((rank.incarnation for rank in members if rank.rank == choice.rank), members[0].incarnation if members else None)
+
+
+def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
+    """Return the run that is chosen, of all by their keys. Who has chosen one is never shown another in its place."""
+    return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
 def trouble(row: Row) -> float:
@@ -315,8 +331,13 @@ def _descending(value: float | None) -> float:
     return float("inf") if value is None else -value
 
 
-def _staleness(rank: Rank) -> tuple[bool, float]:
-    return not rank.up, rank.progress_age_s if rank.progress_age_s is not None else rank.beat_age_s
+def _place(members: Sequence[Rank]) -> tuple[bool, int, str]:
+    up = any(rank.up for rank in members)
+    return not up, -max(rank.view.header.wall_ns for rank in members), _key(members)
+
+
+def _key(members: Sequence[Rank]) -> str:
+    return f"{members[0].job_name}/{members[0].run_id}"
 
 
 def _resource(rank: Rank, name: str) -> int:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from torchobs._version import __version__
 from torchobs.exporter.live import sections
-from torchobs.exporter.live.html import EMPTY, Html, joined, named, tag
-from torchobs.exporter.live.links import query_of
+from torchobs.exporter.live.html import EMPTY, Html, tag
+from torchobs.exporter.live.links import stream_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchobs.exporter.live.model import Model
 
-STYLE_PATH, SCRIPT_PATH, STREAM_PATH = "/live/live.css", "/live/live.js", "/live/stream"
+STYLE_PATH, SCRIPT_PATH = "/live/live.css", "/live/live.js"
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -38,7 +38,7 @@ def page(model: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]
             "main", *(tag("p", tag("strong", problem), role="alert", class_="problem") for problem in problems), *_parts(model)
         ),
         tag("footer", tag("p", f"torchobs {__version__}")),
-        data_stream=f".{STREAM_PATH}{query_of(model.choice)}",
+        data_stream=stream_of(model.choice),
     )
     return Html(f"<!doctype html>\n{tag('html', _head(model), body, lang='en')}\n")
 
@@ -57,12 +57,10 @@ def _head(model: Model) -> Html:
 
 
 def _header(model: Model, links: Sequence[tuple[str, str]]) -> Html:
-    run = model.run
-    name = joined([named(run.job_name), " ", tag("span", named(run.run_id), class_="run")]) if run else "torchobs exporter"
     status = tag("p", "As of when it was loaded", id="link", class_="link", data_state="still")
     pause = tag("button", "Pause", type="button", id="pause", hidden=True)
     others = tag("nav", *(tag("a", words, href=f".{path}") for path, words in links), aria_label="Elsewhere")
-    return tag("header", tag("h1", name), tag("div", status, pause, class_="controls"), others)
+    return tag("header", tag("h1", sections.heading(model), id="heading"), tag("div", status, pause, class_="controls"), others)
 
 
 def _parts(model: Model) -> list[Html]:

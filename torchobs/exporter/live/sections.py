@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torchobs.catalog import GRAD_NORM, LOSS, Severity
 from torchobs.exporter.live import charts, figures, panels, ranktable
-from torchobs.exporter.live.html import EMPTY, Html, exact, joined, named, tag
+from torchobs.exporter.live.html import EMPTY, Html, exact, joined, named, tag, text
 from torchobs.exporter.live.links import link, table
 from torchobs.exporter.live.model import Choice
-from torchobs.exporter.live.sentence import health
+from torchobs.exporter.live.sentence import MISSING, health
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,8 +36,15 @@ def title(model: Model) -> str:
     return f"{mark} {model.run.job_name[:80]} – torchobs" if model.run else "torchobs exporter"
 
 
+def heading(model: Model) -> Html:
+    """Return what the page is of: the run that is shown, or the one that is waited for."""
+    if model.run is None:
+        return named(model.choice.run) if model.choice.run else text("torchobs exporter")
+    return joined([named(model.run.job_name), " ", tag("span", named(model.run.run_id), class_="run")])
+
+
 def _health(model: Model) -> Html:
-    told = health(model.run)
+    told = MISSING if model.run is None and model.choice.run else health(model.run)
     level, mark, word = LEVELS[told.level] if model.run else ("quiet", "…", "Waiting")
     return joined(
         [
@@ -48,8 +55,8 @@ def _health(model: Model) -> Html:
 
 
 def _runs(model: Model) -> Html:
-    """Return the choice among runs, where there are several."""
-    if len(model.runs) < 2:  # noqa: PLR2004  # one is no choice
+    """Return the choice among runs, where there is any but the one that is shown."""
+    if all(run is model.run for run in model.runs):
         return EMPTY
     items = [
         tag("li", link(Choice(run=run.key), run.job_name, "health", current=run is model.run), " ", named(run.run_id), " ",

@@ -65,6 +65,14 @@ NOTHING = Health(
 )
 
 
+MISSING = Health(
+    Severity.INFO,
+    "No such run (any more). Once it is there it is shown here.",
+    "No such run (any more).",
+)
+"""Of a run that somebody has chosen and that is not there"""
+
+
 def health(run: Run | None) -> Health:
     """Return the sentence on a run."""
     if run is None:

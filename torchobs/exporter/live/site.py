@@ -13,8 +13,8 @@ from starlette.routing import Route
 from torchobs.exporter import reach
 from torchobs.exporter.api import access
 from torchobs.exporter.live.feed import Feed
-from torchobs.exporter.live.links import choice_of
-from torchobs.exporter.live.page import HEADERS, SCRIPT_PATH, STREAM_PATH, STYLE_PATH, page
+from torchobs.exporter.live.links import STREAM_PATH, choice_of
+from torchobs.exporter.live.page import HEADERS, SCRIPT_PATH, STYLE_PATH, page
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence

@@ -27,6 +27,7 @@
     for (const [id, html] of Object.entries(parts)) {
       const section = document.getElementById(id), template = document.createElement("template");
       if (id === "title") document.title = html;
+      else if (id === "stream") { document.body.dataset.stream = html; later(0); }
       else if (section) { template.innerHTML = html; morph(section, template.content); }
     }
   }
