@@ -341,6 +341,7 @@ def test_evidence_is_listed_and_downloaded(flight_dir: Path, writer: FlightWrite
     os.mkfifo(flight_dir / named(writer.name, STACKS, 4).name)
     (listed,) = web.get("/evidence")["evidence"]
     assert (listed["id"], listed["kind"], listed["rank"]) == (stacks.id, "stacks", "0")
+    assert (listed["job_name"], listed["run_id"]) == ("gpt", "run-1")
     reply = web.ask("GET", listed["href"], prefix="")
     assert (reply.status, len(reply.body)) == (200, listed["size_bytes"])
     assert reply.body == (flight_dir / stacks.name).read_bytes()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from torchobs.exporter.live.gather import NOTHING
 from torchobs.exporter.live.links import choice_of
 from torchobs.exporter.live.model import Choice, Model, Modeller, focused, model
 from torchobs.exporter.scan import Scanner, Snapshot
+from torchobs.flight import evidence
 from torchobs.flight.layout import Exit
 from torchobs.flight.writer import FlightWriter
 
@@ -186,6 +189,47 @@ def test_a_stream_of_a_run_that_is_not_there_yet_waits_for_it(served: Callable[.
         while "step 5" not in str(parts.get("health")):
             parts = stream.until("parts")
         assert parts["heading"] == '<bdi>jobs</bdi> <span class="run"><bdi>b</bdi></span>'
+
+
+def left_by(exporter: Service, run: str) -> list[tuple[str, ...]]:
+    """The rank and the link of what is listed as left by that run's ranks."""
+    page = exporter.page(f"/?run={run}").partition('<section id="evidence"')[2].partition("</section>")[0]
+    return re.findall(r'<td class="n"><bdi>([^<]*)</bdi></td><td><a href="\.([^"]*)">', page)
+
+
+def test_what_ranks_have_left_is_on_the_page_of_their_run(
+    served: Callable[..., FlightWriter], exporter: Service, flight_dir: Path
+) -> None:
+    """Under the name that the rank has there; also what one has left that was started again since."""
+    first, other = served("a"), served("b")
+    before = leave_stacks(flight_dir, first, 1)
+    first.exit(Exit.EXIT_CODE, 1)
+    first.close()
+    again = leave_stacks(flight_dir, served("a", 5, restart=1), 2)
+    others = [leave_stacks(flight_dir, other, number) for number in range(3, 3 + 8)]
+    wait_until(lambda: has(exporter, "/?run=jobs/a", "step 5"))
+    renamed = f"0-{first.header.incarnation.hex()[:8]}"
+    assert sorted(left_by(exporter, "jobs/a")) == [("0", again), (renamed, before)]
+    assert sorted(left_by(exporter, "jobs/b")) == sorted(("0", link) for link in others)
+    assert left_by(exporter, "jobs/c") == []
+
+
+def test_others_evidence_takes_no_room_on_a_page(
+    served: Callable[..., FlightWriter], exporter: Service, flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much newer it is."""
+    monkeypatch.setattr(models, "MOST_EVIDENCE", 1)
+    own = leave_stacks(flight_dir, served("a"), 1)
+    leave_stacks(flight_dir, served("b"), 2)
+    assert wait_until(lambda: left_by(exporter, "jobs/a")) == [("0", own)]
+
+
+def leave_stacks(flight_dir: Path, writer: FlightWriter, number: int) -> str:
+    """Stacks that a rank was asked for; where they are to be had."""
+    one = evidence.named(writer.name, evidence.STACKS, number)
+    (flight_dir / one.name).write_text("Thread 0x1 (most recent call first)\n")
+    os.utime(flight_dir / one.name, (1_700_000_000 + number,) * 2)
+    return f"/api/v1/evidence/{one.id}"
 
 
 def test_the_longest_name_of_a_run_is_found_by_its_link(served: Callable[..., FlightWriter], exporter: Service) -> None:

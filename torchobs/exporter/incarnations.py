@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 OVERLAP_NS = 3_000_000_000
 """Two that both beat for this long are two; less is one that ends while its successor starts."""
 
-_DIGITS = 8
+DIGITS = 8
+"""Of an incarnation, behind the rank"""
 
 
 class Claim(NamedTuple):
@@ -43,7 +44,7 @@ def resolve(claims: Iterable[Claim]) -> Mapping[str, str]:
     for group in rivals.values():
         newest = max(group, key=_seniority)
         others = [claim for claim in group if claim is not newest and _side_by_side(claim, newest)]
-        served |= {claim.incarnation: f"-{claim.incarnation[:_DIGITS]}" for claim in others}
+        served |= {claim.incarnation: f"-{claim.incarnation[:DIGITS]}" for claim in others}
         served[newest.incarnation] = ""
     return served
 

@@ -7,9 +7,11 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.exporter import labels
 from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.views import instant
 from torchobs.exporter.directory import Directory
+from torchobs.exporter.tracked import HOSTILE
 from torchobs.flight import evidence, lock, reader
 from torchobs.flight.evidence import PROFILE, STUCK
 from torchobs.flight.place import open_directory
@@ -34,12 +36,21 @@ class Found(NamedTuple):
     size: int
 
 
+class _Run(NamedTuple):
+    """Whose evidence is; ``None``: nobody can tell."""
+
+    job_name: str | None
+    run_id: str | None
+
+
 class Shelf:
     """One flight directory's. Everything in one thread."""
 
     def __init__(self, config: ExporterConfig) -> None:
         self._directory = Directory(config)
         self._hidden: dict[str, int] = {}
+        self._runs: dict[str, _Run] = {}
+        """by flight file: a rank that was started again has left evidence, too, and no snapshot knows whose"""
 
     def listing(self) -> list[dict[str, Any]]:
         """Return what there is, newest first; nothing where there is no directory."""
@@ -106,11 +117,23 @@ class Shelf:
         except OSError:
             return
         self._hidden = {one.name: 1 for one in there if one.name in self._hidden}
+        self._runs = {one.flight: self._runs[one.flight] for one in there if one.flight in self._runs}
         for one in there:
             with contextlib.suppress(OSError):
                 status = evidence.look(directory_fd, one, owner)
                 if one.name not in self._hidden:
-                    yield (status.st_mtime_ns, one.name, one), _described(one, status)
+                    yield (status.st_mtime_ns, one.name, one), _described(one, status, self._run_of(one))
+
+    def _run_of(self, one: Evidence) -> _Run:
+        """Return whose it is, as the flight file says that it belongs to; a file is opened for that once."""
+        if one.flight not in self._runs:
+            try:
+                with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
+                    job_name, run_id, _ = labels.identity(file.header.resource)
+            except HOSTILE:
+                return _Run(None, None)  # gone, or garbage; maybe not the next time
+            self._runs[one.flight] = _Run(job_name, run_id)
+        return self._runs[one.flight]
 
     def _open(self) -> tuple[int, int | None]:
         """Return the directory and the only owner whose files count. Raises ``OSError``."""
@@ -157,11 +180,12 @@ def link(one: Evidence) -> dict[str, str]:
     return {"id": one.id, "href": f"/api/v1/evidence/{one.id}"}
 
 
-def _described(one: Evidence, status: os.stat_result) -> dict[str, Any]:
+def _described(one: Evidence, status: os.stat_result, run: _Run) -> dict[str, Any]:
     return {
         **link(one),
         "kind": one.kind,
         "rank": one.rank,
+        **run._asdict(),
         "incarnation": one.incarnation,
         "time": instant(status.st_mtime_ns),
         "size_bytes": status.st_size,

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from torchobs import catalog
 from torchobs.detect import stragglers
 from torchobs.exporter import described, labels
+from torchobs.exporter.incarnations import DIGITS
 from torchobs.exporter.live import happenings
 from torchobs.exporter.live.gather import Curves
 from torchobs.exporter.live.readings import Reader
 from torchobs.flight.pace import time_left_s
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from torchobs.detect.stragglers import Slowness
     from torchobs.exporter.live.gather import Details
@@ -78,11 +79,12 @@ class Layer(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What a rank has left to be looked at: stacks, a profile. As the API describes it."""
+    """What a rank has left to be looked at: stacks, a profile."""
 
     href: str
     kind: str
-    rank: int
+    rank: str
+    """as it is called here; one that was started again since has its incarnation's first digits behind it"""
     time: str
     size_bytes: int
 
@@ -262,7 +264,7 @@ def model(
         curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
         events=_events(rows, details),
         layers=_layers(focus.readings, choice.layers) if focus else (),
-        evidence=tuple(islice((Evidence(*(one[name] for name in Evidence._fields)) for one in evidence), MOST_EVIDENCE)),
+        evidence=tuple(islice(_left_by(run, evidence), MOST_EVIDENCE)),
         total_steps=total or None,
         left_s=max((left_s for row in rows if (left_s := row.left_s) is not None), default=None),
         now_s=now_s,
@@ -356,6 +358,16 @@ def _memory(readings: Readings) -> tuple[float | None, float | None]:
 def _events(rows: Iterable[Row], details: Details) -> tuple[Happening, ...]:
     told = [event for row in rows for event in details.events.get(row.incarnation, ())[-MOST_EVENTS:]]
     return tuple(happenings.together(sorted(told, key=lambda event: event.at_s, reverse=True))[:MOST_EVENTS])
+
+
+def _left_by(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[Evidence]:
+    """Yield what the ranks of a run have left, also those that others have succeeded."""
+    names = {row.incarnation: row.rank for row in run.rows} if run else {}
+    for one in evidence:
+        rank, incarnation = one["rank"], one["incarnation"]
+        if incarnation in names or (run and (one["job_name"], one["run_id"]) == (run.job_name, run.run_id)):
+            called = names.get(incarnation, f"{rank}-{incarnation[:DIGITS]}")
+            yield Evidence(one["href"], one["kind"], called, one["time"], one["size_bytes"])
 
 
 def _layers(readings: Readings, sort: str) -> tuple[Layer, ...]:

@@ -128,7 +128,7 @@ def _evidence(model: Model) -> Html:
     head = [tag("th", word, scope="col", class_=kind or None) for word, kind in columns]
     rows = [
         tag("tr", tag("td", tag("time", one.time[:19].replace("T", " "), datetime=one.time)),
-            tag("td", f"{one.rank}", class_="n"),
+            tag("td", named(one.rank), class_="n"),
             tag("td", tag("a", one.kind.replace("_", " "), href=f".{one.href}")),
             tag("td", exact(figures.size(one.size_bytes), one.size_bytes), class_="n"))
         for one in model.evidence
