@@ -96,7 +96,9 @@ class Sampler:
         phase, since_ns = host.cycle.phase()
         if phase in _OF_EVALUATION and host.evaluating_since_ns:
             phase, since_ns = EVALUATION, host.evaluating_since_ns
-        writer.phase(1 + (LIVE_PHASES.index("idle") if host.idle else phase), since_ns)
+        elif host.idle:
+            phase = LIVE_PHASES.index("idle")
+        writer.phase(1 + phase, since_ns)
         for probe, sample in self._samples:
             call(host.fuse(probe), sample)
             self.breathe()
