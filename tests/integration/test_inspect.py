@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
-from tests.rank_files import BOOT, BORN_WALL_NS, File, live_rank, train
+from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import inspect
 from torchobs.flight.evidence import named
 from torchobs.flight.layout import Exit, Live
+from torchobs.flight.record import Flag, Kind
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"
@@ -184,6 +185,79 @@ def test_a_part_of_a_file_gives_what_can_be_had(tmp_path: Path, kept: int, capsy
     status, out = inspected(capsys, part)
     assert status == 1
     assert f"{kept:,} of 1,048,576 bytes are there" in " ".join(out.split())
+
+
+def finished(directory: Path) -> File:
+    """A rank of another boot that finished at step 40, whose loss was not finite from step 20 on; its totals are folded."""
+    file = File(directory, boot=bytes(16))
+    for number in range(1, 41):
+        file.step(number, number / 10, loss=2.0 if number < 20 else float("nan"))
+    file.writer.fold()
+    file.beat(4.0)
+    file.writer.exit(Exit.FINISHED, 0)
+    return file
+
+
+LIVE_END, SERIES_END, CORE_END, STEPS_AT = 4352, 197_760, 205_000, 330_880
+FALSE = ("without a step", "recovered.", "before its first step", "vanished")
+
+
+@pytest.mark.parametrize("how", ["cut", "zeroed"])
+@pytest.mark.parametrize(
+    ("kept", "says", "problem"),
+    [
+        (4096, "How rank 0 ended is not in this part of the file; nor are its steps.", "its last signs of life are"),
+        (LIVE_END, "; its steps are not in this part of the file.", "its totals are"),
+        (SERIES_END, "; its steps are not in this part of the file.", "its totals are"),
+        (CORE_END, "Rank 0 finished in order after step 40;", "40 step records are"),
+        (STEPS_AT + 128 * 10, "Rank 0 finished in order after step 40;", "30 step records are"),
+    ],
+)
+def test_nothing_is_asserted_of_what_is_missing(
+    tmp_path: Path, how: str, kept: int, says: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A download that broke off, and a file of the right size whose end was never written."""
+    path = finished(tmp_path).save().path
+    raw = path.read_bytes()
+    path.write_bytes(raw[:kept].ljust(len(raw) if how == "zeroed" else kept, b"\0"))
+    (rank,) = document(capsys, path)["ranks"]
+    told = " ".join(finding["text"] for finding in rank["findings"])
+    assert says in told
+    assert not [text for text in FALSE if text in told]
+    assert f"{problem} damaged or missing" in " ".join(rank["problems"])
+    assert rank["partial"]
+
+
+def test_records_with_bad_bytes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has its checksum; the rest is told as it is."""
+    path = finished(tmp_path).save().path
+    assert document(capsys, path)["ranks"][0]["problems"] == []
+    with path.open("r+b") as damaged:
+        for number in (3, 17, 39):
+            damaged.seek(STEPS_AT + 128 * number + 40)
+            damaged.write(b"\xff" * 3)
+    (rank,) = document(capsys, path)["ranks"]
+    assert (rank["problems"], rank["partial"], rank["last_step"]) == (["3 step records are damaged or missing"], True, 40)
+    assert len(document(capsys, path, "--steps", "100")["ranks"][0]["steps"]) == 37
+
+
+@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 9000])
+def test_a_whole_file_is_no_part(tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """However often its ring went round, with values that came late, and with the next record torn where the oldest was."""
+    file = File(tmp_path, boot=bytes(16))
+    for number in range(1, count + 1):
+        file.step(number, number / 10)
+        if not number % 1000:
+            file.writer.append(number, 0, Kind.LATE, Flag.LOSS, 1, 0.0, 2.0, 0.0, 0.0, PHASES_S)
+            file.writer.fold()
+    file.beat(count / 10)
+    path = file.save().path
+    (rank,) = document(capsys, path)["ranks"]
+    assert (rank["problems"], rank["partial"], rank["last_step"]) == ([], False, count)
+    with path.open("r+b") as torn:
+        torn.seek(STEPS_AT + 128 * ((count + count // 1000) % 4096) + 40)
+        torn.write(b"\xff" * 3)
+    assert document(capsys, path)["ranks"][0]["problems"] == []
 
 
 def test_a_part_is_told_where_nothing_can_be_written(

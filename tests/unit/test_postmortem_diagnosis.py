@@ -10,8 +10,9 @@ from tests.postmortems import PHASES, START_S, fact, facts, step, steps
 from torchobs import catalog
 from torchobs.catalog import RANK_STATES
 from torchobs.exporter.states import Memory
+from torchobs.postmortem.compare import first_failed
 from torchobs.postmortem.diagnosis import diagnose, worst
-from torchobs.postmortem.facts import Facts
+from torchobs.postmortem.facts import Facts, Step
 
 NAN = math.nan
 
@@ -65,6 +66,74 @@ def test_a_loss_that_turned_nan_is_told_with_the_gradient_before_it_and_the_rate
         "The loss turned NaN in step 812, 3 steps after the gradient norm rose 40-fold (from 1 to 40); the learning rate was "
         "0.001. It trained on for 9 steps with it."
     )
+
+
+PART = "(its steps are not in this part of the file)"
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [
+        ("finished", "Rank 0 finished in order after 0; its steps are not in this part of the file."),
+        ("lost", f"Rank 0 vanished without a word {PART}: killed (SIGKILL, or a SIGTERM that it did not handle), os._exit or"),
+        ("exit_code", f"Rank 0 left with exit status 0, {PART}."),
+    ],
+)
+def test_of_a_part_without_steps_it_is_not_said_that_there_were_none(reason: str, said: str) -> None:
+    """They may be in what is missing; by the totals it is known how far it came."""
+    assert diagnose(facts([], state="lost", reason=reason, partial=True))[0].text.startswith(said)
+    counted = diagnose(facts([], state="lost", reason=reason, partial=True, values={catalog.STEPS: 40}))[0].text
+    assert "after step 40" in counted
+    assert "not in this part" not in counted
+
+
+def test_of_a_part_without_its_live_words_the_end_is_not_known() -> None:
+    """Nor which rank failed first, nor whether it stood still, nor how old its checkpoint was."""
+    values = {catalog.CHECKPOINT_TIMESTAMP: START_S + 1, catalog.STEPS: 50}
+    part = facts(steps(50), reason="", partial=True, end_known=False, last_s=START_S + 3600, values=values)
+    (only,) = diagnose(part)
+    assert (only.kind, only.severity) == ("end_unknown", "warning")
+    assert only.text == "How rank 0 ended is not in this part of the file; it had come to step 50 at least."
+    assert diagnose(facts([], reason="", partial=True, end_known=False))[0].text.endswith("; nor are its steps.")
+    assert first_failed([part]) == (None, "")
+
+
+ODD = fact(catalog.EVENT_ANOMALY, 2.0, 20, kind="nonfinite_loss", value=NAN, baseline=2.0)
+UNKNOWN = "The loss was not finite in 21 steps, and whether it recovered is not in this part of the file."
+RECOVERED = "The loss was not finite in 21 steps, and recovered."
+WRONG = [step(number, NAN) for number in range(20, 41)]
+
+
+@pytest.mark.parametrize(
+    ("history", "counted", "said"),
+    [
+        ([], 40, UNKNOWN),
+        (steps(19), 40, UNKNOWN),
+        ([*steps(19), *WRONG, *steps(45)[40:]], 60, RECOVERED),
+        ([*steps(19), *WRONG[4:], *steps(45)[40:]], 60, UNKNOWN),
+        (steps(60)[50:], 60, RECOVERED),
+    ],
+)
+def test_of_a_part_a_loss_is_said_to_have_recovered_only_where_that_is_seen(
+    history: list[Step], counted: int, said: str
+) -> None:
+    """A finite loss after the last one that was not, or in the last step of all."""
+    values = {(catalog.ANOMALIES, "nonfinite_loss"): 21, catalog.STEPS: counted}
+    part = facts(history, state="finished", reason="finished", partial=True, values=values, events=[ODD])
+    assert told(part)["nonfinite_loss"] == said
+
+
+def test_of_a_part_without_the_newest_steps_no_stall_is_told() -> None:
+    """The hour after the last step that is here may have been full of steps; where the newest one is here, it was not."""
+    last_s = START_S + 3600
+    assert "stalled" not in told(facts(steps(50), values={catalog.STEPS: 36_000}, partial=True, last_s=last_s))
+    assert "stalled" not in told(facts(steps(50), partial=True, last_s=last_s))
+    assert "stalled" in told(facts(steps(50), values={catalog.STEPS: 50}, partial=True, last_s=last_s))
+
+
+def test_of_a_part_without_its_totals_no_checkpoint_is_missed() -> None:
+    """They would have told of it."""
+    assert "no_checkpoint" not in told(facts(steps(50), partial=True, last_s=START_S + 3600))
 
 
 def test_a_gradient_that_was_not_finite_first_is_named_before_a_norm_that_rose() -> None:

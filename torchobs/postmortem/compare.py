@@ -78,7 +78,8 @@ def first_failed(ranks: Sequence[Facts]) -> tuple[Facts | None, str]:
     likely first, for that is what a peer's end looks like from there; one that raised in code of its own was likely first when
     the others vanished, for a launcher ends them then.
     """
-    ended = sorted(((_end_s(facts), facts) for facts in ranks if facts.state in {"failed", "lost"}), key=lambda pair: pair[0])
+    failed = [facts for facts in ranks if facts.state in {"failed", "lost"} and facts.end_known]
+    ended = sorted(((_end_s(facts), facts) for facts in failed), key=lambda pair: pair[0])
     if not ended:
         return None, ""
     (first_s, first), *others = ended
@@ -140,8 +141,9 @@ def _missing(ranks: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _out_of_step(ranks: Sequence[Facts]) -> Iterator[Finding]:
-    furthest = max(facts.last_step for facts in ranks)
-    behind = [facts for facts in ranks if facts.last_step < furthest]
+    known = [facts for facts in ranks if not facts.partial or facts.last_step]
+    furthest = max((facts.last_step for facts in known), default=0)
+    behind = [facts for facts in known if facts.last_step < furthest]
     if behind and any(not facts.up for facts in ranks):
         least = min(behind, key=lambda facts: facts.last_step)
         text = f"Rank {least.rank} ended after step {least.last_step:,}, the furthest after step {furthest:,}."

@@ -71,6 +71,7 @@ def rank_document(facts: Facts, options: Options) -> dict[str, Any]:
     return {
         "file": facts.source,
         "problems": list(facts.problems),
+        "partial": facts.partial,
         "job_name": job_name,
         "run_id": run_id,
         "rank": rank,

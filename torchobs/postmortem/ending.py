@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torchobs.postmortem.facts import Fact, Facts
 
+_NO_STEPS = "its steps are not in this part of the file"
 _SHORTLY_S = 60.0
 """What a machine, a device or a worker complained of within this time before the end is told beside it."""
 
@@ -24,6 +25,9 @@ def ending(facts: Facts) -> Iterator[Finding]:
     if facts.up:
         yield _living(facts)
         yield from stalled(facts)
+        return
+    if not facts.end_known:
+        yield _unknown(facts)
         return
     tell = {
         "exception": _exception,
@@ -40,7 +44,9 @@ def ending(facts: Facts) -> Iterator[Finding]:
 
 def where(facts: Facts) -> str:
     """Return how far it had come: ``after step 812``."""
-    return f"after step {facts.last_step:,}" if facts.last_step else "before its first step was complete"
+    if facts.last_step:
+        return f"after step {facts.last_step:,}"
+    return f"({_NO_STEPS})" if facts.partial else "before its first step was complete"
 
 
 def _living(facts: Facts) -> Finding:
@@ -56,10 +62,17 @@ def _living(facts: Facts) -> Finding:
 
 def _finished(facts: Facts) -> Finding:
     length = words.duration(facts.last_s - facts.start_s)
+    if not facts.last_step and facts.partial:
+        return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}; {_NO_STEPS}.")
     if not facts.last_step:
         hint = "no optimizer stepped, and no backward was followed by a change (torchobs.step() says where steps end)"
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}, without a step: {hint}.")
     return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {where(facts)}; it ran for {length}.")
+
+
+def _unknown(facts: Facts) -> Finding:
+    known = f"it had come to step {facts.last_step:,} at least" if facts.last_step else "nor are its steps"
+    return Finding(WARNING, "end_unknown", f"How rank {facts.rank} ended is not in this part of the file; {known}.")
 
 
 def _exception(facts: Facts) -> Finding:
@@ -97,7 +110,7 @@ def _exit_code(facts: Facts) -> Finding:
 
 def _lost(facts: Facts) -> Finding:
     text = f"Rank {facts.rank} vanished without a word {where(facts)}{_phase(facts)}"
-    if not facts.same_boot and not facts.problems:
+    if not facts.same_boot and not facts.copied:
         return Finding(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
     return Finding(ERROR, "lost", f"{text}: killed (SIGKILL, or a SIGTERM that it did not handle), os._exit or a crash.")
 

@@ -116,6 +116,12 @@ class Facts:
     """of its latest steps"""
     left: tuple[Evidence, ...] = ()
     """files with something in them that it left beside its flight file"""
+    copied: bool = False
+    """a copy or a part, from which cannot be seen whether its process still runs, or its machine"""
+    partial: bool = False
+    """something that was written is missing or damaged (``problems`` says what): what is not here may have been all the same"""
+    end_known: bool = True
+    """whether the words that say how it ended are here"""
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -140,8 +146,22 @@ class Facts:
 
     @property
     def last_step(self) -> int:
-        """The number of the newest step; 0 before the first."""
-        return self.steps[-1].step if self.steps else 0
+        """The number of the newest step; 0 before the first, and where it is not known.
+
+        Of a file in part it may be known by the count alone.
+        """
+        newest = self.steps[-1].step if self.steps else 0
+        return max(newest, self._counted) if self.partial else newest
+
+    @property
+    def newest_is_here(self) -> bool:
+        """Whether the newest of ``steps`` is the last one that there was."""
+        counted = self.value(catalog.STEPS) is not None
+        return not self.partial or (counted and bool(self.steps) and self.steps[-1].step >= self._counted)
+
+    @property
+    def _counted(self) -> int:
+        return _count(self.values, catalog.STEPS.name)
 
     def described(self, name: str) -> str:
         """Return a fact of the process (``catalog.RANK_INFO``); empty if unknown."""
@@ -194,6 +214,22 @@ def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
     return tuple(_step([record, *late.get(record.step, ())], header) for record in ended)
 
 
+def missing_records(records: Sequence[StepRecord], room: int, values: Mapping[tuple[str, ...], Value]) -> int:
+    """Return how many of a dead rank's step records should be among these, of a ring with ``room`` for so many, and are not.
+
+    Numbers follow each other, but for those that were counted as lost when they were to be folded; and the newest step is as
+    far as was counted. The oldest one may be on its way to be overwritten.
+    """
+    first, newest = (records[0].seq, records[-1].seq) if records else (1, 0)
+    oldest = max(1, newest - room + 1)
+    if 1 < oldest == first - 1:
+        oldest = first
+    gaps = newest - oldest + 1 - len(records) - _count(values, catalog.FLIGHT_DROPPED.name, "record")
+    last = max((record.step for record in records if record.kind == Kind.STEP), default=0)
+    untold = _count(values, catalog.STEPS.name) - last
+    return min(max(0, gaps) + max(0, untold), room)
+
+
 def model_begins(steps: Sequence[Step], end: int) -> int:
     """Return the index of the first step, of those that are there, of the model that was trained in ``steps[end]``."""
     return next((index for index in range(min(end, len(steps) - 1), 0, -1) if steps[index].new_model), 0)
@@ -218,6 +254,11 @@ def _step(parts: Sequence[StepRecord], header: Header) -> Step:
         clipped=bool(flags & Flag.CLIPPED),
         new_model=bool(flags & Flag.NEW_MODEL),
     )
+
+
+def _count(values: Mapping[tuple[str, ...], Value], *key: str) -> int:
+    found = values.get(key)
+    return int(found) if found is not None and not isinstance(found, Distribution) and 0 <= found < _FAR else 0
 
 
 def _last(values: Sequence[float]) -> float | None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs import catalog
 from torchobs.exporter import labels, states
 from torchobs.exporter.described import last_memory
 from torchobs.exporter.incarnations import Claim, resolve
@@ -17,17 +18,19 @@ from torchobs.exporter.scan import system_clock
 from torchobs.exporter.tracked import HOSTILE, Tracked, open_tracked
 from torchobs.flight import evidence, reader
 from torchobs.flight.birth import file_name
-from torchobs.flight.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, decode_header
+from torchobs.flight.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
 from torchobs.flight.pace import pace
 from torchobs.flight.reader import FlightFile
 from torchobs.postmortem import words
-from torchobs.postmortem.facts import Facts, events_of, last_phase, steps_of, values_of
+from torchobs.postmortem.facts import Facts, events_of, last_phase, missing_records, steps_of, values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.exporter.tracked import Now
     from torchobs.flight.evidence import Evidence
+    from torchobs.flight.reader import Value, View
+    from torchobs.flight.record import StepRecord
 
 _FEW = 16
 _STEPS_OF_MANY = 1024
@@ -129,7 +132,7 @@ def _look_at(path: Path, limit: int | None) -> _Look:
     else:
         with closing(tracked.file):
             tracked.observe(fd, now, None)
-            return _Look(_facts(tracked, path.name, limit, ()), tracked.fading)
+            return _Look(_facts(tracked, path.name, limit), tracked.fading)
     finally:
         os.close(fd)
 
@@ -149,7 +152,7 @@ def _salvage(path: Path, limit: int | None, now: Now) -> Facts:
         raise BadFlightFileError("larger than any flight file")
     header = decode_header(raw[:HEADER_SIZE], min(int.from_bytes(raw[_SIZE_AT], "little"), MAX_READ_SIZE))
     problems = []
-    if len(raw) != header.file_size:
+    if cut := len(raw) != header.file_size:
         problems.append(f"{len(raw):,} of {header.file_size:,} bytes are there")
     if path.is_symlink() or path.name != file_name(header) or not path.with_name(reader.lock_of(path.name)).exists():
         problems.append("a copy: whether its process still runs cannot be seen from it")
@@ -158,7 +161,8 @@ def _salvage(path: Path, limit: int | None, now: Now) -> Facts:
         # whoever copied it has no lock to ask for: it is taken for dead, however young its heartbeat
         tracked.same_boot = False
         tracked.observe(-1, now, None)
-        return _facts(tracked, path.name, limit, tuple(problems))
+        facts = _facts(tracked, path.name, limit)
+        return replace(facts, problems=(*problems, *facts.problems), copied=bool(problems), partial=cut or facts.partial)
 
 
 def _copy(raw: bytes) -> int:
@@ -176,11 +180,13 @@ def _nameless() -> int:
         return os.dup(file.fileno())
 
 
-def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str, ...]) -> Facts:
+def _facts(tracked: Tracked, source: str, limit: int | None) -> Facts:
     header, view, up = tracked.header, tracked.view, tracked.up
-    memory, live = last_memory(view), view.live
-    state, why = (tracked.state, "") if up else states.ending(live.exit_reason, live.exit_code, memory)
+    memory, live, values = last_memory(view), view.live, values_of(view)
     begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
+    problems = () if up else _damage(view, values, records, limit)
+    end_known = up or live.exit_reason is not None or live.heartbeat_ns is not None
+    state, why = (tracked.state, "") if up else states.ending(live.exit_reason, live.exit_code, memory)
     steps = steps_of(records, header)
     phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
     return Facts(
@@ -189,18 +195,37 @@ def _facts(tracked: Tracked, source: str, limit: int | None, problems: tuple[str
         header=header,
         up=up,
         state=state,
-        reason=why,
+        reason=why if end_known else "",
         exit_code=live.exit_code,
         same_boot=tracked.same_boot,
         memory=memory,
-        last_s=header.wall_s(live.heartbeat_ns or header.monotonic_ns),
+        last_s=header.wall_s(live.heartbeat_ns or view.last_step_ns or header.monotonic_ns),
         phase=phase,
         phase_begun_s=begun_s,
         steps=steps,
         events=events_of(tracked.file.events(), header),
-        values=values_of(view),
+        values=values,
         pace=pace(records),
+        partial=bool(problems),
+        end_known=end_known,
     )
+
+
+def _damage(
+    view: View, values: Mapping[tuple[str, ...], Value], records: Sequence[StepRecord], limit: int | None
+) -> tuple[str, ...]:
+    """Return what a dead rank wrote and is not here, or not as it was written. A rank writes the first two at its start."""
+    problems = []
+    if view.live.heartbeat_ns is None:
+        problems.append("its last signs of life are damaged or missing")
+    if (catalog.STEPS.name,) not in values:
+        problems.append("its totals are damaged or missing")
+    room = view.header.regions[Region.STEPS].count
+    missing = missing_records(records, room if limit is None or len(records) < limit else limit, values)
+    if missing:
+        verb = "is" if missing == 1 else "are"
+        problems.append(f"{words.several(missing, 'step record')} {verb} damaged or missing")
+    return tuple(problems)
 
 
 def _left(directory: Path) -> dict[str, list[Evidence]]:

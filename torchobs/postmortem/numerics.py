@@ -183,7 +183,17 @@ def _spikes(facts: Facts) -> Iterator[Finding]:
         yield Finding(WARNING, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
     count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
-        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {words.several(count, 'step')}, and recovered.")
+        then = "and recovered" if _recovered(facts, count) else "and whether it recovered is not in this part of the file"
+        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {words.several(count, 'step')}, {then}.")
+
+
+def _recovered(facts: Facts, count: int) -> bool:
+    """Tell whether the last loss was finite, if the last one that is here was: records may be missing."""
+    if not facts.partial:
+        return True
+    seen = [step for step in facts.steps if step.loss is not None]
+    odd = sum(step.loss is not None and not isfinite(step.loss) for step in seen)
+    return bool(seen) and (seen[-1].step >= facts.last_step or odd >= count)
 
 
 def _again(facts: Facts, step: int, more: int, field: str) -> str:
@@ -192,7 +202,7 @@ def _again(facts: Facts, step: int, more: int, field: str) -> str:
         return ""
     later = [each for each in facts.steps if each.step > step]
     measured = sum(getattr(each, field) is not None for each in later)
-    whole = bool(facts.steps) and facts.steps[0].step <= step + 1 and more <= measured
+    whole = bool(facts.steps) and facts.steps[0].step <= step + 1 and more <= measured and not facts.partial
     of = f"of the {measured:,} later steps" if whole else "later steps"
     what = "a measured gradient norm" if field == "grad_norm" else "a measured loss"
     return f"; so it did in {more:,} more {of} with {what}"

@@ -46,17 +46,19 @@ def pace(facts: Facts) -> Iterator[Finding]:
 
 def _unsaved(facts: Facts) -> Iterator[Finding]:
     """Yield how much work went with a rank that did not finish."""
-    if facts.up or facts.reason == "finished" or not facts.last_step:
+    if facts.up or facts.reason == "finished" or not facts.last_step or not facts.end_known:
         return
     saved_s = facts.value(catalog.CHECKPOINT_TIMESTAMP)
     ran_s = facts.last_s - facts.start_s
     if saved_s is None or saved_s < facts.start_s:
+        if facts.partial:
+            return  # it may have been told in what is missing
         if ran_s >= _LEAST_LOSS_S and facts.rank == "0":
             text = f"No checkpoint was seen: all of its {words.duration(ran_s)} are lost, unless something unseen saved."
             yield Finding(WARNING, "no_checkpoint", text)
         return
     later = sum(step.end_s > saved_s for step in facts.steps)
-    more = "" if later < len(facts.steps) else " or more"
+    more = "" if later < len(facts.steps) and not facts.partial else " or more"
     text = f"The last checkpoint was complete {words.duration(facts.last_s - saved_s)} before the end"
     yield Finding(INFO, "checkpoint_age", f"{text}: {words.several(later, 'step')}{more} must be done again.")
 
@@ -89,7 +91,7 @@ def _slowed(facts: Facts) -> Iterator[Finding]:
     latest = facts.steps[model_begins(facts.steps, len(facts.steps)) :]
     timed = [step for step in latest if step.duration_s is not None]
     earlier, last = timed[:-_LAST], timed[-_LAST:]
-    if len(earlier) < _LEAST_EARLIER:
+    if len(earlier) < _LEAST_EARLIER or not facts.newest_is_here:
         return
     usual_s, now_s = (median([step.duration_s or 0.0 for step in steps]) for steps in (earlier, last))
     if now_s < max(_SLOWER * usual_s, usual_s + _LEAST_EXCESS_S):

@@ -47,6 +47,8 @@ def stall(facts: Facts) -> Stall | None:
     The factor is the exporter's, which calls no rank hung before a minute, for it may page a person. A rank that was stuck with
     Python's lock held has a short one: the heartbeat stopped with it.
     """
+    if not facts.newest_is_here or not facts.end_known:
+        return None
     timed = [step.duration_s for step in facts.steps[-_RECENT:] if step.duration_s is not None]
     usual_s, since_s = median(timed) if timed else None, facts.steps[-1].end_s if facts.steps else facts.start_s
     quiet_s, timeout_s = max(0.0, facts.last_s - since_s), _timeout_s(facts)
