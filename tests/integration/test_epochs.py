@@ -86,6 +86,27 @@ def test_a_new_loader_for_every_epoch(run: Recording) -> None:
     assert epochs(run) == 3
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_for_each_fold_whose_iterator_lives_on(run: Recording, workers: int) -> None:
+    """Persistent workers: an iterator that is exhausted is over; one whose last batch is being trained on is not."""
+    loop, kept = Loop(), list[Any]()
+
+    def persistent() -> Any:
+        return DataLoader(torch.ones(BATCHES * 2, 8), batch_size=2, num_workers=workers, persistent_workers=workers > 0)  # type: ignore[arg-type]
+
+    validation = persistent()
+    for training in [persistent() for _ in range(3)]:
+        for _ in range(2):
+            batches = iter(training)
+            for index, batch in enumerate(batches):
+                if index:
+                    loop.evaluate(validation)
+                loop.step(batch)
+            kept.append(batches)
+            loop.evaluate(validation)
+    assert epochs(run) == 6
+
+
 def test_a_batch_for_a_look_is_no_epoch(run: Recording) -> None:
     """``next(iter(loader))`` to see the shape, then two epochs."""
     loop, training = Loop(), loader()

@@ -2,8 +2,9 @@
 
 An iteration is an epoch if steps end before another one begins, and if it is the training loader's own: the first loader that
 trains is that. A loop that makes a new loader for every epoch is followed, too: when the iterator of the last epoch was gone
-before a step ended, the next iteration that trains is an epoch whoever's it is. (An evaluation amid an epoch leaves that
-iterator alive until a step has ended, one between two epochs trains nothing.)
+before a step ended, or exhausted (that of persistent workers lives as long as its loader), the next iteration that trains is an
+epoch whoever's it is. (An evaluation amid an epoch leaves that iterator alive until a step has ended, one between two epochs
+trains nothing.)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.budget import LONG_NS, Budget
+from torchobs.probes.trace import exhausted
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
@@ -33,7 +35,7 @@ class _Iteration:
     step: int
     """the last one that had ended"""
     gone: list[int]
-    """the same when the iterator went, once it is gone"""
+    """the same when the iterator went, or the next one began after it was exhausted"""
 
 
 class EpochProbe:
@@ -66,9 +68,17 @@ class EpochProbe:
     def _begun(self, loader: Any, iterator: Any) -> None:
         with self._lock:
             self._settle()
+            self._note_exhaustion()
             cycle, gone = self._host.cycle, list[int]()
             known = weakref.ref(iterator, lambda _: gone.append(cycle.ended))
             self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), cycle.ended, gone)
+
+    def _note_exhaustion(self) -> None:
+        epoch, cycle = self._epoch, self._host.cycle
+        iterator = epoch.iterator() if epoch is not None else None
+        sampler = id(getattr(iterator, "_index_sampler", None))  # as the data probe names its fetches
+        if epoch is not None and iterator is not None and sampler in exhausted(cycle.trace, cycle.arguments):
+            epoch.gone.append(cycle.ended)
 
     def sample(self) -> None:
         """Find out whether the latest iteration trains."""

@@ -51,3 +51,15 @@ def replay(segments: Segments, trace: Iterable[int], arguments: Sequence[int]) -
             segments.unpin(now_ns)
         else:
             segments.turn(PHASE_OF[code], now_ns)
+
+
+def exhausted(trace: Iterable[int], arguments: Sequence[int]) -> set[int]:
+    """Return the arguments of the fetches that found the end."""
+    following, fetching, found = iter(arguments), 0, set[int]()
+    for stamp in trace:
+        code = stamp & _CODE
+        if code in (FETCH, EVAL, TRAIN, PIN):
+            fetching = next(following)
+        elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD):
+            found.add(fetching)
+    return found
