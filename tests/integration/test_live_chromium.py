@@ -56,7 +56,11 @@ def browser(program: Callable[[str], str], tmp_path: Path) -> Iterator[Browser]:
 
 @pytest.fixture
 def ranks(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FlightWriter]]:
-    """Two living ranks with something in every part of the page, whose files have all the time that they take."""
+    """Two living ranks with something in every part of the page, whose files have all the time that they take.
+
+    Nobody beats their hearts, and they respond all the same.
+    """
+    monkeypatch.setattr(states, "UNRESPONSIVE_AFTER_S", 600.0)
     monkeypatch.setattr(feed, "DEADLINE_S", 20.0)
     monkeypatch.setattr(gather, "EVENTS_S", 20.0)
     made = [live_rank(flight_dir, rank=rank, job_name=HOSTILE) for rank in range(2)]
