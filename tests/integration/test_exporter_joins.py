@@ -13,6 +13,7 @@ from torchobs import catalog
 from torchobs.catalog import PHASES
 from torchobs.exporter.joins import Together, whole_norm
 from torchobs.exporter.scan import Snapshot
+from torchobs.flight.credit import credit
 from torchobs.flight.record import Flag
 from torchobs.flight.record import Kind as RecordKind
 
@@ -95,6 +96,24 @@ def test_who_waits_while_another_evaluates_alone_is_not_slow(flight_dir: Path, n
     snapshot = node.train(times, 20)
     assert [rank.standing.slowdown for rank in snapshot.ranks if rank.standing] == pytest.approx([1.0, 1.0])
     assert [max(rank.standing.excess_s.values()) for rank in snapshot.ranks if rank.standing] == pytest.approx([0.0, 0.0])
+
+
+def test_a_long_evaluation_that_is_shown_as_it_goes_on_makes_nobody_slow(flight_dir: Path, nodes: list[Node]) -> None:
+    """Rank 0 says so every second, the other that it has waited when its step ends: no window has only one of them."""
+    node = of(nodes, flight_dir, 2)
+    node.train([FAST, FAST], 1)
+    node.train([FAST, FAST], 20)
+    for seconds in range(1, 60):
+        node.clock.seconds += 1.0
+        node.files[0].writer.table.core.change(credit, 21, [0.0, seconds, 0.0, 0.0, 0.0], seconds + 1.0)
+        for file in node.files:
+            file.beat(node.clock.seconds)
+            file.save()
+        node.scanner.scan()
+    node.train([(*FAST, 60.0), (0.01, 0.02, 60.05, 0.01, 0.01)], 1)
+    for _ in range(4):
+        snapshot = node.train([FAST, FAST], 20)
+        assert [rank.standing.slowdown for rank in snapshot.ranks if rank.standing] == pytest.approx([1.0, 1.0])
 
 
 def test_what_is_long_ago_does_not_count(flight_dir: Path, nodes: list[Node]) -> None:
