@@ -76,6 +76,22 @@ def test_epochs_are_the_training_loader_s(run: Recording) -> None:
     assert epochs(run) == 3
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_evaluation_before_a_loop_s_first_step_is_no_epoch(run: Recording, workers: int) -> None:
+    """At each batch, also the first, where nothing has been trained on yet; and before the loop, with workers that stay."""
+    loop, training = Loop(), loader()
+    validation: Any = DataLoader(
+        torch.ones(BATCHES * 2, 8),  # type: ignore[arg-type]
+        batch_size=2, num_workers=workers, persistent_workers=workers > 0,
+    )  # fmt: skip
+    loop.evaluate(validation)
+    for _ in range(3):
+        for batch in training:
+            loop.evaluate(validation)
+            loop.step(batch)
+    assert epochs(run) == 3
+
+
 def test_a_new_loader_for_every_epoch(run: Recording) -> None:
     """What the last one's iterator is gone for; the evaluation's are new, too."""
     loop, kept = Loop(), []

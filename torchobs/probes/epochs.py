@@ -47,6 +47,8 @@ class EpochProbe:
         self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
         self._latest: _Iteration | None = None
+        self._around: _Iteration | None = None
+        """One that was going on when the latest began, no step having ended in it yet: an evaluation may come first"""
         self._epoch: _Iteration | None = None
         self._number = 0
 
@@ -68,17 +70,20 @@ class EpochProbe:
     def _begun(self, loader: Any, iterator: Any) -> None:
         with self._lock:
             self._settle()
-            self._note_exhaustion()
+            if self._epoch is not None and self._is_exhausted(self._epoch):
+                self._epoch.gone.append(self._host.cycle.ended)
+            pending = self._latest
+            if self._around is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
+                self._around = pending
             cycle, gone = self._host.cycle, list[int]()
             known = weakref.ref(iterator, lambda _: gone.append(cycle.ended))
             self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), cycle.ended, gone)
 
-    def _note_exhaustion(self) -> None:
-        epoch, cycle = self._epoch, self._host.cycle
-        iterator = epoch.iterator() if epoch is not None else None
+    def _is_exhausted(self, iteration: _Iteration) -> bool:
+        """Tell whether its iterator, if it is still there, came to its end in the step in progress."""
+        iterator, cycle = iteration.iterator(), self._host.cycle
         sampler = id(getattr(iterator, "_index_sampler", None))  # as the data probe names its fetches
-        if epoch is not None and iterator is not None and sampler in exhausted(cycle.trace, cycle.arguments):
-            epoch.gone.append(cycle.ended)
+        return iterator is not None and sampler in exhausted(cycle.trace, cycle.arguments, iteration.begun_ns)
 
     def sample(self) -> None:
         """Find out whether the latest iteration trains."""
@@ -92,6 +97,9 @@ class EpochProbe:
         if latest is None or self._host.cycle.ended <= latest.step:
             self._latest = latest
             return
+        around, self._around = self._around, None
+        if around is not None and (not around.gone or around.gone[0] > latest.step):
+            latest = around
         loader = latest.loader()  # that of `for batch in DataLoader(...)` may be gone
         known = epoch is not None and loader is not None and epoch.loader() is loader
         if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):

@@ -53,13 +53,13 @@ def replay(segments: Segments, trace: Iterable[int], arguments: Sequence[int]) -
             segments.turn(PHASE_OF[code], now_ns)
 
 
-def exhausted(trace: Iterable[int], arguments: Sequence[int]) -> set[int]:
-    """Return the arguments of the fetches that found the end."""
+def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> set[int]:
+    """Return the arguments of the fetches that found the end, since then."""
     following, fetching, found = iter(arguments), 0, set[int]()
     for stamp in trace:
         code = stamp & _CODE
         if code in (FETCH, EVAL, TRAIN, PIN):
             fetching = next(following)
-        elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD):
+        elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD) and stamp >> 4 >= since_ns:
             found.add(fetching)
     return found
