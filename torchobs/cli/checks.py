@@ -144,7 +144,7 @@ def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Chec
     """Return which directory the first training makes, tried in its order."""
     problems = []
     for path in tried:
-        for name in (path,) if flight_dir else place._spare(path):  # noqa: SLF001  # the names that open_place tries
+        for name in (path,) if flight_dir else place.spare(path):
             problem = _unmakeable(name, mountinfo, parents=bool(flight_dir))
             if not problem:
                 return Check("directory", OK, f"{name} ({_why(path, flight_dir)}): the first training makes it")
@@ -164,7 +164,7 @@ def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
     kind = place.filesystem_type(mountinfo, os.path.realpath(above))
     if kind in _OF_THE_KERNEL:
         return f"{path} cannot be made: {above} is of the kernel's own ({kind})"
-    if kind.partition(".")[0] in place._NETWORK:  # noqa: SLF001  # those that open_place refuses
+    if kind.partition(".")[0] in place.NETWORK:
         return f"{path}: {kind} is a network or FUSE file system, on which a training step could block"
     return "" if os.access(above, os.W_OK | os.X_OK) else f"{path} cannot be made: this user may not write in {above}"
 

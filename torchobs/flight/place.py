@@ -20,12 +20,13 @@ from pathlib import Path
 
 KUBERNETES_MOUNT = "/var/run/torchobs/flight"
 KUBERNETES_CONTROL = "/var/run/torchobs/control"
-_NETWORK = frozenset(
+NETWORK = frozenset(
     {
         *("nfs", "nfs4", "lustre", "fuse", "cifs", "smb3", "9p", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "virtiofs"),
         *("orangefs", "panfs", "pvfs2", "wekafs"),
     }
 )
+"""File systems on which a step could block; any other FUSE type begins with ``fuse.``."""
 _MEMORY = ("tmpfs", "ramfs")
 _SPARE_NAMES = 8
 
@@ -66,7 +67,7 @@ def open_place(flight_dir: str | None, runtime_dir: str | None) -> Place:
     problems = []
     for path in candidates(flight_dir, runtime_dir):
         given = _is_given(path, flight_dir)
-        for name in (path,) if given else _spare(path):
+        for name in (path,) if given else spare(path):
             try:
                 return _open(name, given=given)
             except OSError as problem:
@@ -87,7 +88,7 @@ def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None
     for path in candidates(flight_dir, runtime_dir):
         if _is_given(path, flight_dir):
             return path if Path(path).is_dir() else None
-        for name in _spare(path):
+        for name in spare(path):
             if _is_private(name):
                 return name
     return None
@@ -116,7 +117,8 @@ def _is_given(path: str, flight_dir: str | None) -> bool:
     return bool(flight_dir) or path == KUBERNETES_MOUNT
 
 
-def _spare(path: str) -> list[str]:
+def spare(path: str) -> list[str]:
+    """Return the names that are tried for a directory that nobody has named: another user may have taken one."""
     return [path, *(f"{path}-{number}" for number in range(1, _SPARE_NAMES))]
 
 
@@ -148,7 +150,7 @@ def _check(path: str, status: os.stat_result, *, given: bool) -> str:
     if not given and not _is_ours_alone(status):
         raise NoPlaceError("belongs to another user, or others may use it")
     kind = filesystem_type(_mountinfo(), os.path.realpath(path))
-    if kind.partition(".")[0] in _NETWORK:
+    if kind.partition(".")[0] in NETWORK:
         msg = f"{kind} is a network or FUSE file system, on which a training step could block"
         raise NoPlaceError(msg)
     return kind
