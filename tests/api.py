@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchobs.exporter import unixsocket
+from torchobs.exporter.http import unix_socket
 
 
 class Reply(NamedTuple):
@@ -30,7 +30,7 @@ class _Local(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        self.sock: socket.socket = unixsocket.connect(self._path)
+        self.sock: socket.socket = unix_socket.connect(self._path)
         self.sock.settimeout(10)
 
 

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from torchobs import catalog
-from torchobs.flight import core, reader, record
-from torchobs.flight.birth import Born, new_header
-from torchobs.flight.layout import MIN_SIZE, RECORD_SIZE, Header, Region, Span, encode_header
-from torchobs.flight.place import Place, open_place
-from torchobs.flight.record import Flag, Kind, Totals, Word
-from torchobs.flight.writer import FlightWriter
+from torchobs.flight.files.create import CreatedFile, new_header
+from torchobs.flight.files.location import FlightDirectory, open_place
+from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
+from torchobs.flight.metrics import core_series, fold
+from torchobs.flight.metrics.fold import RecordKind, StepFlag, Totals, Word
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.writer import FlightWriter
 
 NAME = f"r0-{0:032x}.flight"
-ALL_VALUES = Flag.LOSS | Flag.GRAD_NORM | Flag.LEARNING_RATE
+ALL_VALUES = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 Values = dict[tuple[str, tuple[tuple[str, Any], ...]], Any]
 
 
 class RecordingMemory:
-    """A :class:`torchobs.flight.memory.Memory` that keeps every store, in order: what a killed process may have done."""
+    """Keeps every store in order: what a killed process may have done. A :class:`torchobs.flight.writer.storage.Storage`."""
 
     def __init__(self, size: int) -> None:
         self.stores: list[tuple[int, bytes]] = []
@@ -39,7 +40,7 @@ class RecordingMemory:
     def snapshot(self) -> bytes:
         return bytes(self.content)
 
-    def move(self, born: Born, copied: bytes) -> None:
+    def move(self, born: CreatedFile, copied: bytes) -> None:
         raise NotImplementedError
 
     def detach(self) -> None:
@@ -52,7 +53,7 @@ def header(records: int | None = None, size: int = MIN_SIZE) -> Header:
     if records is None:
         return made
     ring = made.regions[Region.STEPS]
-    return replace(made, regions={**made.regions, Region.STEPS: Span(ring.offset, records * RECORD_SIZE, RECORD_SIZE)})
+    return replace(made, regions={**made.regions, Region.STEPS: Extent(ring.offset, records * RECORD_SIZE, RECORD_SIZE)})
 
 
 def recorded(records: int | None = None) -> tuple[FlightWriter, RecordingMemory]:
@@ -67,7 +68,7 @@ def fields(of: Header, number: int, **given: float) -> dict[str, Any]:
     return {
         "step": number,
         "end_ns": of.monotonic_ns + number * 250_000_000,
-        "kind": Kind.STEP,
+        "kind": RecordKind.STEP,
         "flags": ALL_VALUES,
         "losses": 1,
         "duration_s": 0.25,
@@ -97,14 +98,14 @@ def plain_step(writer: FlightWriter, number: int, *, loader: bool = True) -> int
     )  # fmt: skip
 
 
-def step_record(of: Header, number: int, **given: float) -> record.StepRecord:
+def step_record(of: Header, number: int, **given: float) -> fold.StepRecord:
     """The record that :func:`step` appends, if it is the one of that number."""
-    made = record.unpack(record.pack(number, **fields(of, number, **given), seed=of.seed), of.seed)
+    made = fold.unpack(fold.pack(number, **fields(of, number, **given), seed=of.seed), of.seed)
     assert made
     return made
 
 
-def place(directory: Path, *, in_memory: bool = True) -> Place:
+def place(directory: Path, *, in_memory: bool = True) -> FlightDirectory:
     """The directory, opened as a rank opens it, and taken for tmpfs or not."""
     return replace(open_place(str(directory), None), in_memory=in_memory)
 
@@ -165,7 +166,7 @@ def written(image: Image) -> tuple[FlightWriter, ImageMemory]:
 
 def values(view: reader.View, *, folded: bool = False) -> Values:
     """The points of a view by name and attributes; ``folded``: only those of the fold."""
-    keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core.series()}
+    keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core_series.series()}
     found: Values = {(point.series.name, point.series.attributes): point.value for point in view.points}
     return {key: value for key, value in found.items() if not folded or key in keys}
 
@@ -183,23 +184,23 @@ def whole(value: object) -> int:
 
 def totals(of: Header) -> Totals:
     """The fold's state before the first step."""
-    made = Totals(bytearray(record.WORDS * 8))
+    made = Totals(bytearray(fold.WORDS * 8))
     made.clear(of.wall_ns - of.monotonic_ns)
     return made
 
 
-def folded_states(of: Header, records: Sequence[record.StepRecord]) -> Iterator[Values]:
+def folded_states(of: Header, records: Sequence[fold.StepRecord]) -> Iterator[Values]:
     """The points after no record, after one, after two …: every state that ever existed."""
     state = totals(of)
     yield _fold_values(state)
     for one in records:
-        record.fold(state, [one])
+        fold.fold(state, [one])
         yield _fold_values(state)
 
 
 def _fold_values(state: Totals) -> Values:
     found: Values = {}
-    for metric, attributes, word in core.series():
+    for metric, attributes, word in core_series.series():
         if metric.kind is catalog.Kind.HISTOGRAM:
             total = word + len(metric.bounds) + 1
             counts, (sum_, least, greatest) = tuple(state.ints[word:total]), state.floats[total : total + 3]

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchobs.flight.otel.attributes import flat
-from torchobs.flight.place import open_place
-from torchobs.flight.points import Distribution
-from torchobs.flight.reader import open_path
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files.location import open_place
+from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import open_path
+from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.otel.attributes import flat
 
 
 class Seen(NamedTuple):

@@ -24,11 +24,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.rank_files import BORN_WALL_NS, Clock, S
 from tests.support import free_port, wait_until
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.described import Facts
-from torchobs.exporter.otlp.ledger import Counts
-from torchobs.exporter.otlp.options import PushConfig, Target
-from torchobs.exporter.otlp.push import Push
-from torchobs.exporter.scan import Scanner
+from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.otlp.counters import Counts
+from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.exporter.otlp.pipeline import PushPipeline
+from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -173,7 +173,7 @@ class Pushing:
         exporter = ExporterConfig(flight_dir=str(directory), **given)
         self.clock = Clock()
         self.scanner = Scanner(exporter, self.clock)
-        self.push = Push(config, exporter, clock or Fast())
+        self.push = PushPipeline(config, exporter, clock or Fast())
 
     def __enter__(self) -> Self:
         self.push.start()
@@ -186,14 +186,14 @@ class Pushing:
     def look(self, seconds: float, *, final: bool = True, wait: bool = True) -> None:
         """Scan at a moment of the clock and hand the snapshot over; with `final` all of it is pushed, and waited for."""
         self.clock.seconds = seconds
-        self.push.look(Facts(self.scanner.scan()), final=final)
+        self.push.look(ScrapeInput(self.scanner.scan()), final=final)
         if wait:
             wait_until(lambda: self.push.settled and self.push._facts is None, interval_s=0.005)
 
 
-def to(receiver: Receiver, **given: Any) -> Target:
+def to(receiver: Receiver, **given: Any) -> PushTarget:
     """The target that a receiver is, by a path that a signal would choose."""
-    return Target(receiver.url + given.pop("path", "/v1/metrics"), **given)
+    return PushTarget(receiver.url + given.pop("path", "/v1/metrics"), **given)
 
 
 def only_metrics(receiver: Receiver, **given: Any) -> PushConfig:

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from torchobs.catalog import SPAN_STEP, Kind, Metric
-from torchobs.exporter.tracked import Now
-from torchobs.flight import lock, place, spans
-from torchobs.flight.birth import file_name, lock_name
-from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
-from torchobs.flight.memory import DirectMemory
-from torchobs.flight.record import Flag
-from torchobs.flight.record import Kind as RecordKind
-from torchobs.flight.series import Scope
-from torchobs.flight.table import CORE, USER
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files import location, lock
+from torchobs.flight.files.create import file_name, lock_name
+from torchobs.flight.format import span_ids
+from torchobs.flight.format.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
+from torchobs.flight.format.series import Scope
+from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.writer.series_table import CORE, USER
+from torchobs.flight.writer.storage import DirectStorage
+from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.ranks.rank_file import Now
 
 S = 1_000_000_000
 BOOT = bytes(range(16))
@@ -39,7 +39,7 @@ RESOURCE: Mapping[str, str | int] = {
     "torchobs_version": "0.1.0",
 }
 PHASES_S = (0.01, 0.02, 0.03, 0.01, 0.005, 0.0, 0.0, 0.0)
-_FLAGS = Flag.LOSS | Flag.GRAD_NORM | Flag.LEARNING_RATE
+_FLAGS = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 
 
 class Clock:
@@ -74,7 +74,7 @@ class File:
         )
         self.buffer = bytearray(DEFAULT_SIZE)
         self.buffer[:HEADER_SIZE] = encode_header(self.header)
-        self.memory = DirectMemory(memoryview(self.buffer))
+        self.memory = DirectStorage(memoryview(self.buffer))
         self.writer = FlightWriter(self.header, self.memory)
         self.path = directory / file_name(self.header)
         self.lock_path = directory / lock_name(self.path.name)
@@ -95,7 +95,10 @@ class File:
         header, attrs = self.header, {"duration_s": 0.1, "grad_norm": 1.0} if attrs is None else attrs
         own = {"step": number, **attrs} if isinstance(attrs, dict) else attrs
         end_ns = header.wall_ns - header.monotonic_ns + BORN_NS + round(seconds * S)
-        identity = {"trace_id": spans.trace_id(header), "span_id": spans.step_span_id(spans.run_span_id(header), number)}
+        identity = {
+            "trace_id": span_ids.trace_id(header),
+            "span_id": span_ids.step_span_id(span_ids.run_span_id(header), number),
+        }
         frame = {"k": "span", "name": SPAN_STEP.name, **identity, "flags": 1, "t0": end_ns - S, "t1": end_ns, "attrs": own}
         self.writer.events.append({**frame, **given})
 
@@ -128,7 +131,7 @@ class File:
 
 def live_rank(directory: Path, **resource: str | int) -> FlightWriter:
     """A flight file of this process, by the machine's clocks; the caller beats and closes it."""
-    return open_writer(place.open_place(str(directory), None), {**RESOURCE, **resource})
+    return open_writer(location.open_place(str(directory), None), {**RESOURCE, **resource})
 
 
 def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = None) -> None:
@@ -145,9 +148,9 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
 def live_span(writer: FlightWriter, step: int) -> dict[str, Any]:
     """Write the span of a step of :func:`train` that ended now, as the sampler thread does; return its frame."""
     header, now_ns = writer.header, time.time_ns()
-    run = spans.run_span_id(header)
+    run = span_ids.run_span_id(header)
     frame = {
-        "k": "span", "name": SPAN_STEP.name, "trace_id": spans.trace_id(header), "span_id": spans.step_span_id(run, step),
+        "k": "span", "name": SPAN_STEP.name, "trace_id": span_ids.trace_id(header), "span_id": span_ids.step_span_id(run, step),
         "parent": run, "flags": 1, "kind": "internal", "t0": now_ns - S // 10, "t1": now_ns, "status": "unset",
         "attrs": {"step": step, "reason": "slow", "duration_s": 0.1, "grad_norm": 1.0},
         "scope": ["torchobs", "1.2", None, {"s": 1}],

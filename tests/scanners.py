@@ -10,7 +10,7 @@ import pytest
 from tests.rank_files import Clock, File
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.scan import Scanner, Snapshot
+from torchobs.ranks.scanner import Scanner, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

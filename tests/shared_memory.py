@@ -10,18 +10,18 @@ from pathlib import Path
 import torchobs
 from tests.training import Recording
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.probes.memory import MemoryProbe
+from torchobs.flight.reader import reader
+from torchobs.probes.memory.process_memory import MemoryProbe
 
 MIB = 1024**2
 
 if __name__ == "__main__":
     session = torchobs.init(flight_dir=sys.argv[1], disable_probes="memory")
-    writer, host, told = session.writer, session.host, []
+    writer, context, told = session.writer, session.context, []
     assert writer is not None
-    assert host is not None
+    assert context is not None
     probe = MemoryProbe(shared=sys.argv[2])
-    probe.install(host)
+    probe.install(context)
     for filled in (0.0, 3.0, 3.75, 3.875, 3.5, 2.0, 3.75):
         (Path(sys.argv[2]) / "x").write_bytes(bytes(int(filled * MIB)))
         probe.observe()

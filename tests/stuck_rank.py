@@ -21,8 +21,8 @@ import torch
 from torch import profiler
 
 import torchobs
-from torchobs import stacks
-from torchobs.flight import room
+from torchobs.flight.files import headroom
+from torchobs.runtime import stack_dump
 
 words: "queue.Queue[list[str]]" = queue.Queue()
 
@@ -63,8 +63,8 @@ def hold(seconds: int) -> None:
 
 def sudden(directory_fd: int, size: int) -> str | None:
     """Look for room as always; then, before a byte is written, another thread gives the signal its default back."""
-    vars(stacks)["shortage"] = room.shortage
-    lack = room.shortage(directory_fd, size)
+    vars(stack_dump)["shortage"] = headroom.shortage
+    lack = headroom.shortage(directory_fd, size)
     ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
     return lack
 
@@ -82,7 +82,7 @@ def obey(given: list[str], model: torch.nn.Module, optimizer: torch.optim.Optimi
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             gc.collect()
         case ["sudden"]:
-            vars(stacks)["shortage"] = sudden
+            vars(stack_dump)["shortage"] = sudden
         case ["become", uid]:
             os.seteuid(int(uid))
         case ["profile"]:

@@ -10,8 +10,8 @@ import torch
 
 import torchobs
 from tests.support import wait_until
-from torchobs.flight import reader
-from torchobs.flight.record import Flag, Kind, StepRecord
+from torchobs.flight.metrics.fold import RecordKind, StepFlag, StepRecord
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,10 +36,10 @@ class Recording:
 
     def records(self) -> list[StepRecord]:
         """All records, the pending end of the first cycle included (as shutdown would write it)."""
-        host = self.session.host
-        assert host is not None
-        host.cycle.flush()
-        file = reader.open_path(host.writer.path)
+        context = self.session.context
+        assert context is not None
+        context.recorder.flush()
+        file = reader.open_path(context.writer.path)
         try:
             return file.steps()
         finally:
@@ -47,7 +47,7 @@ class Recording:
 
     def steps(self) -> list[StepRecord]:
         """The step records."""
-        return [record for record in self.records() if record.kind == Kind.STEP]
+        return [record for record in self.records() if record.kind == RecordKind.STEP]
 
     def values(self) -> dict[tuple[str, ...], Any]:
         """Values by name and attribute values."""
@@ -85,9 +85,9 @@ class Recording:
 
     def errors(self) -> list[str]:
         """What went wrong in a probe."""
-        host = self.session.host
-        assert host is not None
-        return [f"{fuse.probe}: {fuse.trips} {fuse.errors}" for fuse in host.fuses.values() if fuse.errors]
+        context = self.session.context
+        assert context is not None
+        return [f"{breaker.probe}: {breaker.trips} {breaker.errors}" for breaker in context.breakers.values() if breaker.errors]
 
 
 def recording(flight_dir: Path, **overrides: object) -> Iterator[Recording]:
@@ -141,4 +141,4 @@ def has(record: StepRecord, flag: int) -> bool:
     return bool(record.flags & flag)
 
 
-__all__ = ["Flag", "Recording", "batch", "has", "loss_of", "mlp", "norm_of", "recording"]
+__all__ = ["Recording", "StepFlag", "batch", "has", "loss_of", "mlp", "norm_of", "recording"]

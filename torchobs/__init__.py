@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 from torchobs._version import __version__
 
 if TYPE_CHECKING:
-    from torchobs.facade import event, log, phase, step, watch
-    from torchobs.session import Session, init, shutdown
-    from torchobs.settings import Settings
+    from torchobs.api import event, log, phase, step, watch
+    from torchobs.config.settings import Settings
+    from torchobs.runtime.session import Session, init, shutdown
 
 __all__ = ["Session", "Settings", "__version__", "event", "init", "log", "phase", "shutdown", "step", "watch"]
 
 _HOMES = {
-    **dict.fromkeys(("event", "log", "phase", "step", "watch"), "torchobs.facade"),
-    **dict.fromkeys(("Session", "init", "shutdown"), "torchobs.session"),
-    "Settings": "torchobs.settings",
+    **dict.fromkeys(("event", "log", "phase", "step", "watch"), "torchobs.api"),
+    **dict.fromkeys(("Session", "init", "shutdown"), "torchobs.runtime.session"),
+    "Settings": "torchobs.config.settings",
 }
 
 
@@ -27,9 +27,9 @@ def __getattr__(name: str) -> Any:
     import sys
     from importlib import import_module
 
-    from torchobs.elsewhere import SUPPORTED
+    from torchobs.runtime.noop import SUPPORTED
 
-    home = _HOMES[name] if sys.platform in SUPPORTED or name == "Settings" else "torchobs.elsewhere"
+    home = _HOMES[name] if sys.platform in SUPPORTED or name == "Settings" else "torchobs.runtime.noop"
     value = globals()[name] = getattr(import_module(home), name)
     return value
 

@@ -25,14 +25,14 @@ from tests.rank_files import RESOURCE, train
 from tests.support import clean_environment
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.described import Facts
-from torchobs.exporter.encoder import Style
-from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.scan import Scanner
-from torchobs.flight import place
-from torchobs.flight.layout import DEFAULT_SIZE, MAX_SIZE
-from torchobs.flight.table import LAYERS, Cell
-from torchobs.flight.writer import open_writer
+from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.prometheus.exposition import Exposition
+from torchobs.exporter.prometheus.text_format import Style
+from torchobs.flight.files import location
+from torchobs.flight.format.layout import DEFAULT_SIZE, MAX_SIZE
+from torchobs.flight.writer.series_table import LAYERS, Cell
+from torchobs.flight.writer.writer import open_writer
+from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ class Rank:
     def __init__(self, directory: Path, number: int, gauges: int, world: int, here: int) -> None:
         who = {"rank": number, "local_rank": number % here, "world_size": world, "local_world_size": here}
         size = DEFAULT_SIZE if gauges < FIT else MAX_SIZE
-        self._writer = open_writer(place.open_place(str(directory), None), {**RESOURCE, **who}, size)
+        self._writer = open_writer(location.open_place(str(directory), None), {**RESOURCE, **who}, size)
         self._cells = [self._cell(index) for index in range(gauges)]
         self._step = self._changes = 0
         self.change()
@@ -89,7 +89,7 @@ def bare_lines() -> int:
     with flight_directory() as path:
         rank = Rank(path, 0, 0, 1, 1)
         scanner = Scanner(ExporterConfig(flight_dir=str(path)))
-        families = Exposition().families(Facts(scanner.scan()), Style(openmetrics=False))
+        families = Exposition().families(ScrapeInput(scanner.scan()), Style(openmetrics=False))
         lines = "".join(families).splitlines()
         scanner.close()
         rank._writer.close()

@@ -149,7 +149,11 @@ def measure(device: Any, training: Iterator[None], steps: int, blocks: int, leve
             for _ in range(max(WARM_UP, steps // 4)):  # learns the cycle and the interval
                 next(training)
         observed.append(device.block(training, steps, watched=True))
-        failed = [probe for probe, fuse in session.host.fuses.items() if fuse.errors] if session.host is not None else ["init"]
+        failed = (
+            [probe for probe, breaker in session.context.breakers.items() if breaker.errors]
+            if session.context is not None
+            else ["init"]
+        )
         with device.no_waiting():
             torchobs.shutdown()
         if failed:

@@ -25,10 +25,10 @@ import torch
 import torchobs
 from tests.bench.meter import Floor, Meter, empty_hooks
 from tests.bench.workloads import WORKLOADS
-from torchobs.flight import reader
-from torchobs.flight.record import Flag, StepRecord
-from torchobs.probes.cycle import Cycle
-from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
+from torchobs.flight.metrics.fold import StepFlag, StepRecord
+from torchobs.flight.reader import reader
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
+from torchobs.probes.core.step_recorder import StepRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -156,9 +156,9 @@ def in_situ(training: Iterator[None], steps: int, directory: Path, level: str) -
     while perf_counter_ns() < warm_at:
         run(training, 4, meter.step)
     meter.steps.clear()
-    before = session.host.cycle.step if session.host is not None else 0
+    before = session.context.recorder.step if session.context is not None else 0
     step_ms = run(training, steps, meter.step)
-    measured = {record.step for record in _steps(session) if record.step > before and record.flags & Flag.GRAD_NORM}
+    measured = {record.step for record in _steps(session) if record.step > before and record.flags & StepFlag.GRAD_NORM}
     meter.remove_outer()
     torchobs.shutdown()
     meter.remove()
@@ -178,21 +178,21 @@ def tight_loop(directory: Path) -> float:
     """The same bookkeeping with nothing between: µs per step."""
     session = torchobs.init(flight_dir=directory)
     assert session.writer is not None
-    cycle, optimizer = Cycle(session.writer), torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    cycle.timed = True  # as with the probe of phases, which is on by default
+    recorder, optimizer = StepRecorder(session.writer), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    recorder.timed = True  # as with the probe of phases, which is on by default
     lengths = []
     for index in range(4000):
         now = (index + 1) * 1_000_000
         begun = perf_counter_ns()
-        cycle.mark(FETCH, now, 1)
-        cycle.trace.append(now + 1 << 4 | FETCHED)
-        cycle.trace.append(now + 2 << 4 | BACKWARD_BEGINS)
-        cycle.add_loss(1.0, within_step=False)
-        cycle.trace.append(now + 3 << 4 | BACKWARD_ENDS)
-        if id(optimizer) != cycle.sole:  # as the hook asks
-            cycle.optimizer_begins(optimizer)
-        cycle.trace.append(now + 4 << 4 | STEP_BEGINS)
-        cycle.optimizer_ends(optimizer, now + 5)
+        recorder.mark(FETCH, now, 1)
+        recorder.trace.append(now + 1 << 4 | FETCHED)
+        recorder.trace.append(now + 2 << 4 | BACKWARD_BEGINS)
+        recorder.add_loss(1.0, within_step=False)
+        recorder.trace.append(now + 3 << 4 | BACKWARD_ENDS)
+        if id(optimizer) != recorder.sole:  # as the hook asks
+            recorder.optimizer_begins(optimizer)
+        recorder.trace.append(now + 4 << 4 | STEP_BEGINS)
+        recorder.optimizer_ends(optimizer, now + 5)
         lengths.append(perf_counter_ns() - begun)
     torchobs.shutdown()
     return statistics.median(lengths) / 1000

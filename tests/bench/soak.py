@@ -27,7 +27,7 @@ from tests.bench.processes import MIB, exporter, footprint, leave_in_order
 from tests.bench.scraping import ACCEPT
 from tests.bench.trend import Trend, trend
 from tests.support import clean_environment
-from torchobs.flight.clean import clean
+from torchobs.flight.files.cleanup import clean
 
 if TYPE_CHECKING:
     from tests.exporters import Program

@@ -20,8 +20,8 @@ from typing import Any
 import torchobs
 from tests.bench import meter
 from tests.bench.workloads import WORKLOADS
-from torchobs.probes.patching import Patch
-from torchobs.sampler import Sampler
+from torchobs.probes.core.patch import Patch
+from torchobs.runtime.sampler import Sampler
 
 QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
@@ -32,9 +32,9 @@ class Stretches:
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
         self._begun_ns = 0
-        original = Sampler.breathe
+        original = Sampler.yield_gil
 
-        def breathe(sampler: Sampler) -> None:
+        def yield_gil(sampler: Sampler) -> None:
             before_ns, last = thread_time_ns(), sampler.breathed
             original(sampler)
             if sampler.breathed != last:
@@ -43,7 +43,7 @@ class Stretches:
                 self.found.append((before_ns - self._begun_ns, f"{where}, line {caller.f_lineno}"))
                 self._begun_ns = thread_time_ns()
 
-        self._patch = Patch(Sampler, "breathe", breathe)
+        self._patch = Patch(Sampler, "breathe", yield_gil)
 
     def remove(self) -> None:
         """Restore what was wrapped."""

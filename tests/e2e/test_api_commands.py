@@ -18,7 +18,7 @@ import pytest
 from tests.api import Caller
 from tests.exporters import start_program
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.exporter.api import local as place
+from torchobs.exporter.api import unix_socket_path as place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from tests.exporters import start_program
 from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
-from torchobs.flight.layout import Exit
+from torchobs.flight.format.layout import Exit
 
 LIVES = (500, 400, 300, 200, 100)
 """Steps of each life: fewer every time, so that no counter overtakes its predecessor and hides the reset."""

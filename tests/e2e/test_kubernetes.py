@@ -23,7 +23,7 @@ from tests.otlp import Collector, pairs_of_json
 from tests.prometheus_server import PrometheusServer, newest_prometheus
 from tests.support import wait_until
 from torchobs.catalog import Kind, prometheus_label
-from torchobs.exporter.names import family_of, sample_name
+from torchobs.exporter.prometheus.name_registry import family_of, sample_name
 
 # Asked for here, before the fixture that hides what begins with TORCHOBS_ from every test.
 EXPORTER, TRAINER = (os.environ.get(f"TORCHOBS_TEST_{image}_IMAGE", "") for image in ("EXPORTER", "TRAINER"))

@@ -16,8 +16,8 @@ import pytest
 from tests.exporters import Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.flight import reader
-from torchobs.flight.record import Kind
+from torchobs.flight.metrics.fold import RecordKind
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +121,7 @@ def check_exemplars(prometheus: PrometheusServer, flight_dir: Path, began_s: flo
 def phases_of(path: Path) -> tuple[str, list[tuple[float, ...]]]:
     """The rank that a file is of, and the times of each of its steps by phase, in seconds."""
     file = reader.open_path(str(path))
-    steps = [step.phase_s for step in file.steps() if step.kind == Kind.STEP]
+    steps = [step.phase_s for step in file.steps() if step.kind == RecordKind.STEP]
     file.close()
     return str(file.header.resource["rank"]), steps
 

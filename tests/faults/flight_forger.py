@@ -5,7 +5,7 @@ import struct
 import zlib
 from collections.abc import Callable
 
-from torchobs.flight.layout import (
+from torchobs.flight.format.layout import (
     ALIGN,
     HEADER_SIZE,
     LIVE_WORDS,
@@ -16,7 +16,7 @@ from torchobs.flight.layout import (
     Region,
     words_crc,
 )
-from torchobs.flight.record import Word
+from torchobs.flight.metrics.fold import Word
 
 EXTREMES = (0, 1, 2, 7, 8, 63, 64, 255, 4095, 4096, 1 << 31, (1 << 32) - 1, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 FLOATS = tuple(

@@ -9,21 +9,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchobs.flight import lock, reader
-from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.place import Place, open_place
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files import lock
+from torchobs.flight.files.location import FlightDirectory, open_place
+from torchobs.flight.format.layout import MIN_SIZE
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 LARGE = 256 * 1024 * 1024
 C = ctypes.PyDLL(None)
 """The C library, called with the GIL held: its fork runs none of Python's hooks."""
 
 
-def nothing(_: Place, __: FlightWriter) -> None:
+def nothing(_: FlightDirectory, __: FlightWriter) -> None:
     """Only hold it."""
 
 
-def open_and_close_others(place: Place, writer: FlightWriter) -> None:
+def open_and_close_others(place: FlightDirectory, writer: FlightWriter) -> None:
     """Open and close every other file in the directory, the flight file itself among them."""
     (Path(place.path) / "other.lock").write_text("")
     for name in sorted(entry.name for entry in Path(place.path).iterdir()):
@@ -31,7 +32,7 @@ def open_and_close_others(place: Place, writer: FlightWriter) -> None:
             os.close(os.open(name, os.O_RDWR, dir_fd=place.fd))
 
 
-def read_own_file(place: Place, writer: FlightWriter) -> None:
+def read_own_file(place: FlightDirectory, writer: FlightWriter) -> None:
     """Be a reader, too, and ask who lives."""
     for name in reader.names(place.fd):
         file = reader.open_file(place.fd, name)
@@ -41,14 +42,14 @@ def read_own_file(place: Place, writer: FlightWriter) -> None:
         assert lock.held_here(place.fd, reader.lock_of(writer.name))
 
 
-def unmap_another(place: Place, _: FlightWriter) -> None:
+def unmap_another(place: FlightDirectory, _: FlightWriter) -> None:
     """Close another map and another writer."""
     mmap.mmap(-1, 4096).close()
     other = open_writer(open_place(place.path, None), {"rank": 1}, MIN_SIZE)
     other.close()
 
 
-def fork_and_exit(_: Place, __: FlightWriter) -> None:
+def fork_and_exit(_: FlightDirectory, __: FlightWriter) -> None:
     """A worker that ends."""
     child = os.fork()
     if not child:
@@ -56,7 +57,7 @@ def fork_and_exit(_: Place, __: FlightWriter) -> None:
     os.waitpid(child, 0)
 
 
-def fork_in_c_and_exit(_: Place, __: FlightWriter) -> None:
+def fork_in_c_and_exit(_: FlightDirectory, __: FlightWriter) -> None:
     """A child that Python knows nothing of: its descriptors are the kernel's business."""
     child = C.fork()
     if not child:
@@ -64,7 +65,7 @@ def fork_in_c_and_exit(_: Place, __: FlightWriter) -> None:
     os.waitpid(child, 0)
 
 
-def fork_in_c_and_exec(_: Place, __: FlightWriter) -> None:
+def fork_in_c_and_exec(_: FlightDirectory, __: FlightWriter) -> None:
     """As a C library that starts a helper does."""
     child = C.fork()
     if not child:
@@ -73,7 +74,7 @@ def fork_in_c_and_exec(_: Place, __: FlightWriter) -> None:
     os.waitpid(child, 0)
 
 
-def leave_a_child(_: Place, __: FlightWriter) -> None:
+def leave_a_child(_: FlightDirectory, __: FlightWriter) -> None:
     """A worker that outlives us; an OFD lock would live on in it."""
     if not os.fork():
         os.setsid()
@@ -81,13 +82,13 @@ def leave_a_child(_: Place, __: FlightWriter) -> None:
         os._exit(0)
 
 
-def become_another_program(_: Place, writer: FlightWriter) -> None:
+def become_another_program(_: FlightDirectory, writer: FlightWriter) -> None:
     """Exec: the trainer is gone, though its process lives."""
     say(writer)
     os.execvp("sleep", ["sleep", "60"])  # noqa: S606  # this is the test
 
 
-def grow_large(_: Place, __: FlightWriter) -> None:
+def grow_large(_: FlightDirectory, __: FlightWriter) -> None:
     """Take memory that takes a while to give back, and be ready to dump it."""
     resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     global large  # noqa: PLW0603  # until the end
@@ -95,7 +96,7 @@ def grow_large(_: Place, __: FlightWriter) -> None:
 
 
 large = b""
-SCENES: tuple[Callable[[Place, FlightWriter], None], ...] = (
+SCENES: tuple[Callable[[FlightDirectory, FlightWriter], None], ...] = (
     nothing, open_and_close_others, read_own_file, unmap_another, fork_and_exit, fork_in_c_and_exit, fork_in_c_and_exec,
     leave_a_child, become_another_program, grow_large,
 )  # fmt: skip

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from itertools import count
 
 from torchobs.catalog import Kind, Metric
-from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.place import Place, open_place
-from torchobs.flight.record import Flag
-from torchobs.flight.table import USER
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files.location import FlightDirectory, open_place
+from torchobs.flight.format.layout import MIN_SIZE
+from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.writer.series_table import USER
+from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 BUCKETS = 150
 HISTOGRAMS = [Metric(f"test.{name}", Kind.HISTOGRAM, "", "", bounds=tuple(map(float, range(BUCKETS - 1)))) for name in "ab"]
@@ -44,10 +44,10 @@ def rank(writer: FlightWriter) -> Iterator[int]:
     for number in count(1):
         now_ns = time.monotonic_ns()
         if number % 2:
-            writer.append(number, now_ns, 1, Flag.LOSS, 1, 0.25, number / 64, 0.0, 0.0, phases, 16, 2, 1.0)
+            writer.append(number, now_ns, 1, StepFlag.LOSS, 1, 0.25, number / 64, 0.0, 0.0, phases, 16, 2, 1.0)
         else:
             same = (now_ns << 4,) * 5
-            writer.append_plain(number, now_ns, Flag.LOSS, 1, *same, number / 64, 0.0, 0.0, 16, 2, 1.0, now_ns)
+            writer.append_plain(number, now_ns, StepFlag.LOSS, 1, *same, number / 64, 0.0, 0.0, 16, 2, 1.0, now_ns)
         yield number
 
 
@@ -62,7 +62,7 @@ def _sample(writer: FlightWriter) -> None:
 ROLES: dict[str, Callable[[FlightWriter], Iterator[int]]] = {"publish": publish, "rank": rank}
 
 
-def _live(place: Place, role: str, shared: memoryview, ready: int) -> None:
+def _live(place: FlightDirectory, role: str, shared: memoryview, ready: int) -> None:
     writer = open_writer(place, {"rank": 0}, MIN_SIZE)
     for number in ROLES[role](writer):
         shared[0] = number
@@ -70,7 +70,7 @@ def _live(place: Place, role: str, shared: memoryview, ready: int) -> None:
             os.write(ready, f"{writer.name}\n".encode())
 
 
-def _kill_one(place: Place, role: str, life_s: float) -> str:
+def _kill_one(place: FlightDirectory, role: str, life_s: float) -> str:
     acknowledged = mmap.mmap(-1, mmap.PAGESIZE)
     told, ready = os.pipe()
     child = os.fork()

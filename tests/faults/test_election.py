@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import wait_until
-from torchobs.flight.place import open_place
-from torchobs.flight.writer import FlightWriter, open_writer
-from torchobs.nodemode import announcement, election
+from torchobs.flight.files.location import open_place
+from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.node import announcement, election
 
 STEPPED = """
 import sys
 from types import SimpleNamespace
-from torchobs.nodemode import daemon, election
+from torchobs.node import election, lifetime
 
 def pause(step):
     print(step, flush=True)
@@ -44,13 +44,13 @@ def serve(flight_dir, address, *, announce, finished):
 directory_fd = election.open_directory(sys.argv[1])
 candidate = Stepped(directory_fd)
 if candidate.win():
-    daemon.hold(daemon.Post(sys.argv[1], "127.0.0.1:1", 60.0), candidate, directory_fd, serve)
+    lifetime.hold(lifetime.Post(sys.argv[1], "127.0.0.1:1", 60.0), candidate, directory_fd, serve)
 print("gone", flush=True)
 """
 
 CANDIDATE = """
 import sys
-from torchobs.cli.node import stand
+from torchobs.cli.node_exporter_process import stand
 
 def load():
     print("elected", flush=True)
@@ -61,7 +61,7 @@ def load():
 
 sys.stdin.readline()
 stand(sys.argv[1], "127.0.0.1:1", 60.0, load)
-heavy = {"torchobs.nodemode.daemon", "torchobs.flight.reader", "uvicorn"} & set(sys.modules)
+heavy = {"torchobs.node.lifetime", "torchobs.flight.reader.reader", "uvicorn"} & set(sys.modules)
 print("gone", *sorted(heavy - set(sys.argv[2:])), flush=True)
 """
 

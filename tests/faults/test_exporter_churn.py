@@ -15,7 +15,7 @@ from tests.exporters import Service
 from tests.rank_files import BOOT, Clock, File, live_rank, train
 from tests.scanners import scanner_of
 from tests.support import wait_until
-from torchobs.exporter import service
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
 
 CHURN_S = 3.0
@@ -79,7 +79,7 @@ class Vandal:
 @pytest.fixture
 def steady(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
     """A rank that trains all the while; returns how many steps it has written so far."""
-    monkeypatch.setattr(service, "TICK_S", 0.1)
+    monkeypatch.setattr(daemon, "TICK_S", 0.1)
     writer, done, steps = live_rank(flight_dir), threading.Event(), [0]
 
     def work() -> None:

@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.rank_files import BOOT, BORN_WALL_NS, Clock, File
 from tests.scanners import scanner_of
 from torchobs import catalog
-from torchobs.exporter import encoder
-from torchobs.exporter.described import Facts
-from torchobs.exporter.encoder import Style
-from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.otlp.collect import Metrics
-from torchobs.exporter.scan import Scanner, Snapshot
+from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.otlp.batches import Metrics
+from torchobs.exporter.prometheus import text_format
+from torchobs.exporter.prometheus.exposition import Exposition
+from torchobs.exporter.prometheus.text_format import Style
+from torchobs.ranks.scanner import Scanner, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,8 +58,8 @@ def ranks(flight_dir: Path) -> Iterator[tuple[File, File]]:
 
 def samples(snapshot: Snapshot) -> dict[tuple[str, str], float]:
     """What a page of it says, by name and labels."""
-    page = encoder.page(
-        Style(openmetrics=False), b"", Exposition(created=True).families(Facts(snapshot), Style(openmetrics=False))
+    page = text_format.page(
+        Style(openmetrics=False), b"", Exposition(created=True).families(ScrapeInput(snapshot), Style(openmetrics=False))
     )
     return {
         (sample.name, str(sorted(sample.labels.items()))): sample.value
@@ -138,7 +138,7 @@ def test_what_is_pushed_has_begun_before_it_ends(
         living.beat(clock.seconds)
         living.save()
         snapshot = scanner.scan()
-        for raw, number in metrics.collect(snapshot.ranks, (), clock().wall_ns, Facts(snapshot)):
+        for raw, number in metrics.collect(snapshot.ranks, (), clock().wall_ns, ScrapeInput(snapshot)):
             points += number
             for point in every_point(ExportMetricsServiceRequest.FromString(raw)):
                 assert point.start_time_unix_nano <= point.time_unix_nano

@@ -22,24 +22,25 @@ from tests.scanners import scanner_of, states
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.exporter import service
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.scan import Scanner, Snapshot
-from torchobs.flight import lock, reader
-from torchobs.flight.birth import file_name
-from torchobs.flight.layout import (
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import file_name
+from torchobs.flight.format.layout import (
     BLOCK_WORDS,
     HEADER_SIZE,
     MAX_READ_SIZE,
     RECORD_SIZE,
     SLOT_HEADER,
     SLOT_SIZE,
+    Extent,
     Region,
-    Span,
     encode_header,
     words_crc,
 )
-from torchobs.flight.series import Scope, Series, ValueType, encode
+from torchobs.flight.format.series import Scope, Series, ValueType, encode
+from torchobs.flight.reader import reader
+from torchobs.ranks.scanner import Scanner, Snapshot
 
 NOBODY = 65534
 ROOM = 8 << 20
@@ -74,7 +75,7 @@ def steps(client: Client) -> float | None:
 
 def test_a_directory_that_is_made_again_is_followed(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deleted, a file in its place, made again by its rank: no scrape fails, and the rank goes on where it was."""
-    monkeypatch.setattr(service, "TICK_S", 0.05)
+    monkeypatch.setattr(daemon, "TICK_S", 0.05)
     home = flight_dir / "run"
     home.mkdir(mode=0o700)
     writer = live_rank(home)
@@ -232,7 +233,7 @@ def forged(flight_dir: Path, series: int) -> Path:
     items = {Region.LIVE: 8, Region.SERIES: 1, Region.BLOCKS: 2 * SLOT_SIZE, Region.STEPS: RECORD_SIZE, Region.EVENTS: 64}
     regions, offset = {}, HEADER_SIZE
     for region, length in sizes.items():
-        regions[region] = Span(offset, length, items[region])
+        regions[region] = Extent(offset, length, items[region])
         offset += length
     header = replace(File(flight_dir, rank=1, seed=9).header, file_size=MAX_READ_SIZE, regions=regions)
     raw = bytearray(MAX_READ_SIZE)

@@ -14,7 +14,7 @@ from tests.exporters import EXPORTER, Program, Service
 from tests.faults.test_flight_full import mounted
 from tests.rank_files import live_rank, train
 from tests.support import clean_environment, wait_until
-from torchobs.exporter import service
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class _Full(list[str]):
 
 def test_an_address_that_could_not_be_announced_is_announced_later(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node's exporter whose directory is full does not fail by it: it serves, and says once where, when it can."""
-    monkeypatch.setattr(service, "TICK_S", 0.05)
+    monkeypatch.setattr(daemon, "TICK_S", 0.05)
     exporter = Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"))
     exporter.announced = _Full(3)
     with exporter:

@@ -17,12 +17,12 @@ from tests.rank_files import Clock, File
 from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.exporter import encoder
-from torchobs.exporter.described import Facts
-from torchobs.exporter.encoder import Style
-from torchobs.exporter.exposition import Exposition
-from torchobs.flight.layout import BLOCK_WORDS, HEADER_SIZE, SLOT_HEADER, SLOT_SIZE, Live, Region, words_crc
-from torchobs.flight.series import Scope, Series, ValueType, encode
+from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.prometheus import text_format
+from torchobs.exporter.prometheus.exposition import Exposition
+from torchobs.exporter.prometheus.text_format import Style
+from torchobs.flight.format.layout import BLOCK_WORDS, HEADER_SIZE, SLOT_HEADER, SLOT_SIZE, Live, Region, words_crc
+from torchobs.flight.format.series import Scope, Series, ValueType, encode
 
 NAMES = st.one_of(
     st.text(max_size=20),
@@ -96,10 +96,10 @@ def test_a_page_with_hostile_series_parses(series: list[Series], words: list[int
         plant(file, series, words)
         file.save().hold()
         scanner = scanner_of(home, Clock(0.2))
-        exposition, facts = Exposition(), Facts(scanner.scan())
+        exposition, facts = Exposition(), ScrapeInput(scanner.scan())
         page, classic = (
-            encoder.page(Style(is_openmetrics), foreign, exposition.families(facts, Style(is_openmetrics)))
-            for is_openmetrics, foreign in ((True, encoder.END.encode()), (False, b""))
+            text_format.page(Style(is_openmetrics), foreign, exposition.families(facts, Style(is_openmetrics)))
+            for is_openmetrics, foreign in ((True, text_format.END.encode()), (False, b""))
         )
         families = list(openmetrics_parser.text_string_to_metric_families(page.decode()))  # type: ignore[no-untyped-call]
         plain = list(text_string_to_metric_families(classic.decode()))
@@ -141,7 +141,9 @@ def test_exemplars_of_hostile_spans_lie_in_their_buckets(frames: list[tuple[int,
         file.save().hold()
         scanner = scanner_of(home, Clock(0.2))
         style = Style(openmetrics=True)
-        page = encoder.page(style, encoder.END.encode(), Exposition().families(Facts(scanner.scan()), style)).decode()
+        page = text_format.page(
+            style, text_format.END.encode(), Exposition().families(ScrapeInput(scanner.scan()), style)
+        ).decode()
         file.release()
         scanner.close()
     families = openmetrics_parser.text_string_to_metric_families(page)  # type: ignore[no-untyped-call]

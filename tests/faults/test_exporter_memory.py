@@ -16,19 +16,19 @@ from tests.faults.test_exporter_directory import forged
 from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, wait_until
 from torchobs.catalog import Kind, Metric
-from torchobs.exporter import scan
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.memory import RANK, RESERVED, Memory
-from torchobs.flight import reader
-from torchobs.flight.series import Scope
-from torchobs.flight.table import USER
+from torchobs.flight.format.series import Scope
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.series_table import USER
+from torchobs.ranks import scanner as rank_scanner
+from torchobs.ranks.memory_budget import RANK, RESERVED, Memory
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from torchobs.flight.writer import FlightWriter
+    from torchobs.flight.writer.writer import FlightWriter
 
 LIMIT = 96 << 20
 RANKS, SERIES = 24, 400
@@ -110,7 +110,7 @@ def test_the_heaviest_file_is_left_out(flight_dir: Path, files: list[File]) -> N
     assert opened[1].weight > opened[0].weight + 500 * 500
     clock, memory = Clock(0.1), Memory()
     memory.most_files = sum(RANK + one.weight for one in opened) - 1.0
-    scanner = scan.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, memory)
+    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, memory)
     snapshot = scanner.scan()
     assert ([rank.rank for rank in snapshot.ranks], snapshot.errors["memory"]) == (["0", "2"], 1)
     clock.seconds = 6.0
@@ -125,8 +125,8 @@ def test_the_heaviest_file_is_left_out(flight_dir: Path, files: list[File]) -> N
 
 def test_new_files_are_opened_some_at_a_time(flight_dir: Path, files: list[File], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many come, no scan takes longer than it may; at the end all are there."""
-    monkeypatch.setattr(scan, "OPENING_S", 0.0)
-    scanner = scan.Scanner(ExporterConfig(flight_dir=str(flight_dir)), Clock(0.1))
+    monkeypatch.setattr(rank_scanner, "OPENING_S", 0.0)
+    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), Clock(0.1))
     assert [len(scanner.scan().ranks) for _ in files] == [1, 2, 3]
     scanner.close()
 

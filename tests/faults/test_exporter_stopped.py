@@ -18,7 +18,7 @@ from tests import flights
 from tests.exporters import Program, start_program, state_on
 from tests.support import clean_environment, wait_until
 from torchobs import catalog
-from torchobs.flight import reader
+from torchobs.flight.reader import reader
 
 STOPPED_S = 2.5
 ANSWER_S = 5.0

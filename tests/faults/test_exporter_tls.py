@@ -17,8 +17,9 @@ from tests.exporters import Service
 from tests.faults.hostile_clients import GOOD, converse, crowd, over_tls
 from tests.support import wait_until
 from tests.web_configs import TLS, certify, outdate
-from torchobs.exporter import connections, service
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.http import connection_limits
 
 OK = b"HTTP/1.1 200 OK"
 METRICS = b"torchobs_build_info"
@@ -27,7 +28,7 @@ METRICS = b"torchobs_build_info"
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a file is looked at more often."""
-    monkeypatch.setattr(service, "TICK_S", 0.05)
+    monkeypatch.setattr(daemon, "TICK_S", 0.05)
 
 
 @pytest.fixture
@@ -84,9 +85,9 @@ def test_handshakes_that_never_end_keep_nobody_out(exporter: Service, home: Path
         for first in (b"", hello) * 6:
             slow.come(60, first)
             assert over_tls(exporter.address, trust) == OK
-        wait_until(lambda: 0 < slow.drip() <= connections.MOST_CONNECTIONS)
+        wait_until(lambda: 0 < slow.drip() <= connection_limits.MOST_CONNECTIONS)
         with monkeypatch.context() as sooner:
-            sooner.setattr(connections, "HEAD_S", 0.2)
+            sooner.setattr(connection_limits, "HEAD_S", 0.2)
             wait_until(lambda: slow.drip() == 0)
     assert over_tls(exporter.address, trust) == OK
 

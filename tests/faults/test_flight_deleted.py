@@ -11,12 +11,13 @@ import pytest
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import lock, reader
-from torchobs.flight.birth import lock_name
-from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
-from torchobs.flight.place import open_directory, open_place
-from torchobs.flight.table import USER
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import lock_name
+from torchobs.flight.files.location import open_directory, open_place
+from torchobs.flight.format.layout import MIN_SIZE, BadFlightFileError
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.series_table import USER
+from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)
 ROUNDS = 25
@@ -233,7 +234,7 @@ def test_threads_that_write_while_it_is_made_anew_lose_nothing(writer: FlightWri
 def test_a_directory_that_another_user_made_instead_is_not_used(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is private; whoever makes one in its place, open to all, does not get our file."""
     monkeypatch.setattr("tempfile.tempdir", str(flight_dir))
-    monkeypatch.setattr("torchobs.flight.place._roomy", lambda _: False)
+    monkeypatch.setattr("torchobs.flight.files.location._roomy", lambda _: False)
     writer = open_writer(open_place(None, None), {"rank": 0}, MIN_SIZE)
     directory = Path(writer.path).parent
     assert directory.parent == flight_dir

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests import flights
-from torchobs.flight import reader
-from torchobs.flight.birth import lock_name
-from torchobs.flight.clean import clean
-from torchobs.flight.layout import MIN_SIZE, BadFlightFileError
-from torchobs.flight.place import open_directory
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files.cleanup import clean
+from torchobs.flight.files.create import lock_name
+from torchobs.flight.files.location import open_directory
+from torchobs.flight.format.layout import MIN_SIZE, BadFlightFileError
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 NAMES = 100_000
 SCAN_LIMIT_S = 2.0

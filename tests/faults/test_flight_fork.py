@@ -12,11 +12,12 @@ import pytest
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import lock, reader
-from torchobs.flight.birth import lock_name
-from torchobs.flight.layout import MIN_SIZE, Exit
-from torchobs.flight.record import PHASE_NAMES
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import lock_name
+from torchobs.flight.format.layout import MIN_SIZE, Exit
+from torchobs.flight.metrics.fold import PHASE_NAMES
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 METRICS = [catalog.Metric(f"test.{index}", catalog.Kind.COUNTER, "", "", integer=True) for index in range(20)]
 CHILD_LIMIT_S = 20.0

@@ -10,15 +10,15 @@ import pytest
 
 from tests.cgroups import inside, memory_cgroup
 from tests.support import NEEDS_MOUNT
-from torchobs.flight.layout import MIN_SIZE
+from torchobs.flight.format.layout import MIN_SIZE
 
 MIB = 1 << 20
 LIMIT = 96 * MIB
 TRY = f"""
 import errno, os, sys
-from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.place import open_place
-from torchobs.flight.writer import open_writer
+from torchobs.flight.format.layout import MIN_SIZE
+from torchobs.flight.files.location import open_place
+from torchobs.flight.writer.writer import open_writer
 
 def attempt(directory, size=MIN_SIZE):
     place = open_place(directory, None)

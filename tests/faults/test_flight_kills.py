@@ -11,8 +11,8 @@ import pytest
 from tests import flights
 from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.flight.place import open_directory
+from torchobs.flight.files.location import open_directory
+from torchobs.flight.reader import reader
 
 Kill = Callable[[str, float], tuple[reader.View, int]]
 

@@ -12,11 +12,12 @@ import pytest
 
 from tests import flights
 from tests.support import wait_until
-from torchobs.flight import lock, reader
-from torchobs.flight.birth import lock_name
-from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.place import open_directory
-from torchobs.flight.writer import open_writer
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import lock_name
+from torchobs.flight.files.location import open_directory
+from torchobs.flight.format.layout import MIN_SIZE
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.writer import open_writer
 
 Play = Callable[[str], "Holder"]
 
@@ -161,7 +162,7 @@ def test_who_asks_while_another_thread_takes_the_lock_does_not_drop_it(
 
 def _held_from_outside(directory: Path, start: Callable[..., subprocess.Popen[str]]) -> list[str]:
     code = (
-        "import os, sys; from torchobs.flight import lock; fd = os.open(sys.argv[1], os.O_RDONLY)\n"
+        "import os, sys; from torchobs.flight.files import lock; fd = os.open(sys.argv[1], os.O_RDONLY)\n"
         "print(*[name for name in sorted(os.listdir(fd)) if name.endswith('.lock') and lock.is_held(fd, name)])"
     )
     held, _ = start(sys.executable, "-c", code, directory, stdout=subprocess.PIPE).communicate(timeout=60)

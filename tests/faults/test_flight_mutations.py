@@ -14,10 +14,10 @@ import pytest
 from tests import flights
 from tests.faults.flight_forger import Forger
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.flight.layout import HEADER_SIZE, BadFlightFileError, Header, Region, Span, encode_header
-from torchobs.flight.table import USER
-from torchobs.flight.writer import FlightWriter
+from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Extent, Header, Region, encode_header
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.series_table import USER
+from torchobs.flight.writer.writer import FlightWriter
 
 FILES = 100_000
 TASKS = 8
@@ -42,7 +42,7 @@ def forged_life() -> tuple[Header, bytes]:
     """A rank's file in the middle of its life: a wrapped ring, records that are not folded yet, two blocks, events."""
     header = flights.header(RECORDS)
     events = header.regions[Region.EVENTS]
-    header = replace(header, regions={**header.regions, Region.EVENTS: Span(events.offset, 4096, events.item_size)})
+    header = replace(header, regions={**header.regions, Region.EVENTS: Extent(events.offset, 4096, events.item_size)})
     memory = flights.RecordingMemory(header.file_size)
     writer = FlightWriter(header, memory)
     for number in range(1, STEPS + 1):
@@ -140,7 +140,7 @@ class Attack:
                 self.outcome.wrong.append(f"{series.name}: {old} → {new}")
         self.points = points
 
-    def _check(self, points: tuple[reader.Point, ...]) -> None:
+    def _check(self, points: tuple[reader.SeriesValue, ...]) -> None:
         """Every value is a number, every text can be put on a page, and no two series have one word."""
         for series, value in points:
             numbers = (value.sum, *value.counts) if isinstance(value, reader.Distribution) else (value,)

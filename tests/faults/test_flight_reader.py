@@ -10,11 +10,12 @@ import pytest
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import reader, record
-from torchobs.flight.layout import SLOT_SIZE, BadFlightFileError, Header, Region
-from torchobs.flight.memory import DirectMemory
-from torchobs.flight.table import USER
-from torchobs.flight.writer import FlightWriter
+from torchobs.flight.format.layout import SLOT_SIZE, BadFlightFileError, Header, Region
+from torchobs.flight.metrics import fold
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.series_table import USER
+from torchobs.flight.writer.storage import DirectStorage
+from torchobs.flight.writer.writer import FlightWriter
 
 RECORDS = 16
 ROUNDS = 250
@@ -33,7 +34,7 @@ class Stopped(reader.FlightFile):
         self.meanwhile()
         return first + second
 
-    def _following(self, upto: int) -> Iterator[record.StepRecord]:
+    def _following(self, upto: int) -> Iterator[fold.StepRecord]:
         self.meanwhile()
         for one in super()._following(upto):
             self.meanwhile()
@@ -45,7 +46,7 @@ class Training:
 
     def __init__(self, image: flights.Image) -> None:
         self._map = mmap.mmap(image.fd, image.header.file_size)
-        self.writer = FlightWriter(image.header, DirectMemory(memoryview(self._map)))
+        self.writer = FlightWriter(image.header, DirectStorage(memoryview(self._map)))
         self.steps = 0
 
     def run(self, rounds: int) -> None:

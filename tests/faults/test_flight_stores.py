@@ -8,9 +8,10 @@ import pytest
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import reader, record
-from torchobs.flight.layout import BadFlightFileError, Region
-from torchobs.flight.table import USER
+from torchobs.flight.format.layout import BadFlightFileError, Region
+from torchobs.flight.metrics import fold
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.series_table import USER
 
 RECORDS = 16
 STEPS = 60
@@ -32,7 +33,7 @@ class Life:
             self._round(number)
         ring = self.header.regions[Region.STEPS]
         raws = [raw for offset, raw in self.stores if ring.offset <= offset < ring.offset + ring.length]
-        records = [made for raw in raws if (made := record.unpack(raw, self.header.seed))]
+        records = [made for raw in raws if (made := fold.unpack(raw, self.header.seed))]
         assert [made.seq for made in records] == list(range(1, STEPS + 1))
         self.states = list(flights.folded_states(self.header, records))
 

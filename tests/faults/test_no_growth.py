@@ -39,8 +39,8 @@ def test_a_hundred_thousand_steps_leave_nothing_behind(flight_dir: Path) -> None
             model(inputs).sum().backward()
             optimizer.step()
         grown = resident() - before
-        assert session.host is not None
-        session.host.cycle.flush()
-        assert session.host.cycle.step == STEPS
+        assert session.context is not None
+        session.context.recorder.flush()
+        assert session.context.recorder.step == STEPS
         assert path.stat().st_size == size
     assert grown < ALLOWED, f"{grown} bytes more after {STEPS - WARM} steps"

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests import support
-from torchobs.flight.points import Distribution
-from torchobs.flight.reader import FlightFile, names, open_path
+from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import FlightFile, names, open_path
 
 VICTIM = """
 import os, signal, sys
 from pathlib import Path
 from tests import otel
-from torchobs.flight.otel import FlightMeterProvider, FlightTracerProvider
+from torchobs.otel import FlightMeterProvider, FlightTracerProvider
 
 writer = otel.new_file(Path(sys.argv[1]))
 meter = FlightMeterProvider(lambda: writer).get_meter("m")

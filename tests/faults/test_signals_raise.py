@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs import guarding
+from torchobs.support import error_guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,22 +57,24 @@ def wrong() -> None:
 
 
 @pytest.mark.usefixtures("handled")
-@pytest.mark.parametrize("use", [lambda fuse: fuse.guard(interrupted)(), lambda fuse: guarding.call(fuse, interrupted)])
-def test_what_a_handler_raises_in_our_code_passes(use: Callable[[guarding.Fuse], None]) -> None:
+@pytest.mark.parametrize(
+    "use", [lambda breaker: breaker.guard(interrupted)(), lambda breaker: error_guard.call(breaker, interrupted)]
+)
+def test_what_a_handler_raises_in_our_code_passes(use: Callable[[error_guard.CircuitBreaker], None]) -> None:
     """The user's time limit works wherever it strikes, and no probe is switched off for it."""
-    fuse = guarding.Fuse("probe")
+    breaker = error_guard.CircuitBreaker("probe")
     with pytest.raises(TimeIsUpError):
-        use(fuse)
-    assert (fuse.blown, fuse.trips) == (False, [])
+        use(breaker)
+    assert (breaker.blown, breaker.trips) == (False, [])
 
 
 @pytest.mark.usefixtures("handled")
 def test_the_same_exception_of_our_own_goes_no_further() -> None:
     """It is not the class that decides."""
-    fuse = guarding.Fuse("probe")
-    guarding.call(fuse, wrong)
-    assert fuse.blown
-    assert [trip.exception for trip in fuse.trips] == ["TimeIsUpError"]
+    breaker = error_guard.CircuitBreaker("probe")
+    error_guard.call(breaker, wrong)
+    assert breaker.blown
+    assert [trip.exception for trip in breaker.trips] == ["TimeIsUpError"]
 
 
 def test_the_end_is_written_though_workers_die_meanwhile() -> None:
@@ -88,7 +90,7 @@ def test_the_end_is_written_though_workers_die_meanwhile() -> None:
 
     before = signal.signal(signal.SIGUSR1, limit)
     try:
-        guarding.settle(guarding.Fuse("exits"), work)
+        error_guard.settle(error_guard.CircuitBreaker("exits"), work)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert done == [True]

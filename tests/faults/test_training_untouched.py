@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchobs
-from torchobs import guarding
+from torchobs.support import error_guard
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,26 +60,26 @@ def test_two_hundred_steps_are_bit_identical(flight_dir: Path, monkeypatch: pyte
     with torchobs.init(flight_dir=flight_dir, grad_interval=1) as session:
         assert session.active
         observed = train(precision)
-        assert session.host is not None
-        assert session.host.cycle.step >= STEPS - 1
+        assert session.context is not None
+        assert session.context.recorder.step >= STEPS - 1
     called: list[str] = []
-    original = guarding.Fuse.guard
+    original = error_guard.CircuitBreaker.guard
 
-    def failing(fuse: guarding.Fuse, function: Any) -> Any:
+    def failing(breaker: error_guard.CircuitBreaker, function: Any) -> Any:
         def fail(*args: Any) -> None:
             del args
             called.append(function.__qualname__)
             raise RuntimeError("a bug of ours")
 
-        guarded = original(fuse, fail)
+        guarded = original(breaker, fail)
 
         def every_time(*args: Any) -> Any:
-            fuse.blown = False  # so that every call raises, not only the first
+            breaker.blown = False  # so that every call raises, not only the first
             return guarded(*args)
 
         return every_time
 
-    monkeypatch.setattr(guarding.Fuse, "guard", failing)
+    monkeypatch.setattr(error_guard.CircuitBreaker, "guard", failing)
     with torchobs.init(flight_dir=flight_dir, grad_interval=1) as session:
         assert session.active
         broken = train(precision)

@@ -10,8 +10,8 @@ from torch.amp import GradScaler
 
 from tests import support
 from tests.gpu import no_waiting
-from tests.training import Flag, Recording, has, mlp
-from torchobs.flight.record import Kind
+from tests.training import Recording, StepFlag, has, mlp
+from torchobs.flight.metrics.fold import RecordKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: GradS
 
 def marked(run: Recording) -> set[int]:
     """The steps that are marked as skipped, at their end or later."""
-    return {record.step for record in run.records() if has(record, Flag.SKIPPED)}
+    return {record.step for record in run.records() if has(record, StepFlag.SKIPPED)}
 
 
 def test_scale_tracker_and_skips_of_every_step(run: Recording) -> None:
@@ -108,7 +108,7 @@ def test_a_rate_on_the_device_is_copied_and_not_waited_for(run: Recording) -> No
             optimizer.step()
     values = arrived(run)
     assert (values["torchobs.learning_rate", "0"], values["torchobs.learning_rate", "1"]) == (0.5, 0.25)
-    late = [record for record in run.records() if record.kind == Kind.LATE and has(record, Flag.LEARNING_RATE)]
+    late = [record for record in run.records() if record.kind == RecordKind.LATE and has(record, StepFlag.LEARNING_RATE)]
     assert [record.learning_rate for record in late] == [0.5]
 
 

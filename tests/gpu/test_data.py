@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording
-from torchobs.probes.pinning import PinningWatch, pageable_bytes
+from torchobs.probes.data.pinned_memory_hint import PinningWatch, pageable_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
@@ -26,10 +26,10 @@ def test_pinned_memory_and_the_device_s_own_are_not_pageable() -> None:
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_loader_that_does_not_pin_is_hinted_at(run: Recording, *, pinned: bool) -> None:
     """Once a CUDA device is in use, a batch is looked at, without a synchronisation of the device."""
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     probe = PinningWatch()
-    probe.install(host, host.fuse("loaders"))
+    probe.install(context, context.breaker("loaders"))
     torch.zeros(1, device="cuda")
     loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2, pin_memory=pinned)  # type: ignore[arg-type]
     iterator = iter(loader)

@@ -11,7 +11,7 @@ import torch
 import torchobs
 from tests import support
 from tests.training import Recording
-from torchobs.flight import reader
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

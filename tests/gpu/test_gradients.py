@@ -12,8 +12,8 @@ from torch import nn
 
 from tests import support
 from tests.gpu import no_waiting
-from tests.training import Flag, Recording, has, recording
-from torchobs.flight.record import Kind
+from tests.training import Recording, StepFlag, has, recording
+from torchobs.flight.metrics.fold import RecordKind
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,14 +51,16 @@ class Still(torch.optim.Optimizer):
 def delivered(run: Recording) -> dict[int, float]:
     """Norms by step, once the device has done everything and the sampler has looked."""
     torch.cuda.synchronize()
-    assert run.session.host is not None
-    run.session.host.cycle.flush()
-    support.wait_until(lambda: [record for record in run.records() if record.kind == Kind.LATE and has(record, Flag.GRAD_NORM)])
+    assert run.session.context is not None
+    run.session.context.recorder.flush()
+    support.wait_until(
+        lambda: [record for record in run.records() if record.kind == RecordKind.LATE and has(record, StepFlag.GRAD_NORM)]
+    )
     sampler = run.session._sampler
     assert sampler is not None
     sampler.stop()
     sampler.round(last=True)
-    return {record.step: record.grad_norm for record in run.records() if has(record, Flag.GRAD_NORM)}
+    return {record.step: record.grad_norm for record in run.records() if has(record, StepFlag.GRAD_NORM)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests import support
 from tests.training import recording
-from torchobs.flight.record import Flag
+from torchobs.flight.metrics.fold import StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,7 +101,7 @@ def observed(flight_dir: Path, train: Callable[[float], list[torch.Tensor]]) -> 
     for run in recording(flight_dir, level="advanced", overhead_budget=0.2):
         weights = train(0.3)
         run.look()
-        assert [record.step for record in run.records() if record.flags & Flag.GRAD_NORM]
+        assert [record.step for record in run.records() if record.flags & StepFlag.GRAD_NORM]
     return weights
 
 

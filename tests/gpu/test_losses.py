@@ -8,7 +8,7 @@ from torch.amp import GradScaler
 
 from tests import support
 from tests.gpu import no_waiting
-from tests.training import Flag, Recording, has, mlp
+from tests.training import Recording, StepFlag, has, mlp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=support.NEEDS_CUDA)
 
@@ -18,7 +18,7 @@ def losses(run: Recording) -> dict[int, float]:
     torch.cuda.synchronize()
     run.records()  # ends the step in progress
     run.look()
-    return {record.step: record.loss for record in run.records() if has(record, Flag.LOSS)}
+    return {record.step: record.loss for record in run.records() if has(record, StepFlag.LOSS)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -13,7 +13,7 @@ from tests import support
 from tests.gpu import no_waiting
 from tests.training import Recording, recording
 from torchobs import catalog
-from torchobs.probes.device_memory import DeviceMemoryProbe
+from torchobs.probes.memory.device_memory import DeviceMemoryProbe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,9 +47,9 @@ def run(flight_dir: Path) -> Iterator[Recording]:
 def probe(run: Recording) -> Iterator[DeviceMemoryProbe]:
     """The probe, installed."""
     found = DeviceMemoryProbe()
-    assert run.session.host is not None
+    assert run.session.context is not None
     torch.zeros(1, device="cuda")
-    found.install(run.session.host)
+    found.install(run.session.context)
     yield found
     found.remove()
     torch.cuda.empty_cache()

@@ -99,7 +99,7 @@ def test_a_profile_has_the_device_s_kernels_in_it(flight_dir: Path) -> None:
     """What the profiler's own library has to say is its business."""
     script = """
 import gzip, json, pathlib
-from torchobs.profiling import Profiles
+from torchobs.runtime.profiler import Profiles
 profiles = Profiles(session.host)
 train(3)
 profiles.ask(3, 1)

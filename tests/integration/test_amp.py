@@ -14,12 +14,12 @@ from torch.amp import GradScaler, autocast_mode, grad_scaler
 from torch.optim import optimizer as torch_optimizer
 
 import torchobs
-from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.flight.record import Kind
-from torchobs.probes.overflows import Overflows
-from torchobs.probes.scales import Scales
+from torchobs.flight.metrics.fold import RecordKind
+from torchobs.flight.reader import reader
+from torchobs.probes.precision.loss_scale import Scales
+from torchobs.probes.precision.overflows import Overflows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +70,7 @@ def test_scale_tracker_streak_and_skips_are_the_scaler_s_own(run: Recording, fus
         assert scale_of(values) == truth(scaler)
         assert (values[STREAK], values["torchobs.amp.overflows", "0"]) == (streak, skipped)
     assert truth(scaler)[0] == 256.0
-    assert [has(record, Flag.SKIPPED) for record in run.steps()] == overflows
+    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == overflows
     assert run.look()[SKIPPED] == 3
 
 
@@ -106,7 +106,7 @@ def test_each_optimizer_of_one_scaler_is_told_apart(run: Recording) -> None:
     values = run.look()
     assert (values["torchobs.amp.overflows", "0"], values["torchobs.amp.overflows", "1"]) == (0, 4)
     assert (values[STREAK], values[SKIPPED]) == (4, 4)
-    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, False, True, True, True, True]
+    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, False, True, True, True, True]
 
 
 def test_two_scalers_have_their_own_scales(run: Recording) -> None:
@@ -169,7 +169,7 @@ def test_a_subclass_that_overrides_everything_counts_once(run: Recording) -> Non
         scaler.update()
         assert scale_of(run.look()) == truth(scaler)
     assert run.look()[SKIPPED] == 1
-    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, True, False, False]
+    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, True, False, False]
 
 
 def test_a_subclass_defined_later_is_found(run: Recording) -> None:
@@ -230,32 +230,32 @@ class SlowDevice:
 
 def test_what_fused_optimizers_found_on_a_device_marks_its_step_once(run: Recording) -> None:
     """Two find an overflow in one step, another's was known at once: each step is marked by one record, each find counted."""
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     device: Any = SlowDevice()
-    host.device = device
+    context.device = device
     found_inf = torch.zeros((), device="meta")
     models = [mlp(seed) for seed in range(3)]
     plain, *fused = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    overflows = Overflows(host)
+    overflows = Overflows(context)
     for index in range(3):
         for optimizer in (plain, *fused):
-            host.cycle.optimizer_begins(optimizer)
+            context.recorder.optimizer_begins(optimizer)
             if optimizer is not plain:
                 overflows.fused(optimizer, found_inf)
             elif index == 1:
                 overflows.skipped(optimizer)
             else:
                 overflows.stepped(optimizer)
-            host.cycle.optimizer_ends(optimizer, time.monotonic_ns())
+            context.recorder.optimizer_ends(optimizer, time.monotonic_ns())
     overflows.sample()
-    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, True, False]
+    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, True, False]
     for deliver, value in zip(device.under_way, (1.0, 1.0, 0.0, 1.0, 0.0, 0.0), strict=True):
         deliver(value)
     overflows.sample()
-    late = [record.step for record in run.records() if record.kind == Kind.LATE]
+    late = [record.step for record in run.records() if record.kind == RecordKind.LATE]
     assert late == [1]
-    host.writer.fold()
+    context.writer.fold()
     values = run.look()
     assert [values["torchobs.amp.overflows", str(index)] for index in range(3)] == [1, 1, 2]
     assert (values[SKIPPED], values[STREAK]) == (2, 0)
@@ -263,13 +263,13 @@ def test_what_fused_optimizers_found_on_a_device_marks_its_step_once(run: Record
 
 def test_a_scale_on_a_device_is_copied_once_a_look(run: Recording) -> None:
     """After an update, and not again before the last was shown."""
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     device: Any = SlowDevice()
-    host.device = device
+    context.device = device
     scaler = GradScaler("cpu")
     scaler._scale, scaler._growth_tracker = torch.ones((), device="meta"), torch.zeros((), device="meta")
-    scales = Scales(host)
+    scales = Scales(context)
     for looks in range(1, 4):
         for _ in range(5):
             scales.updated(scaler)
@@ -333,7 +333,7 @@ def test_an_error_of_the_scaler_s_reaches_the_user_and_changes_nothing(run: Reco
     scaler.update()
     step(model, optimizer, scaler, overflows=True)
     scaler.update()
-    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, True]
+    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, True]
 
 
 def test_a_collapsed_scale_is_told_once(run: Recording, caplog: pytest.LogCaptureFixture) -> None:
@@ -377,7 +377,7 @@ def test_a_sharded_scaler_on_one_process(flight_dir: Path, tmp_path: Path) -> No
                 step(model, optimizer, scaler, overflows=index == 3)
                 scaler.update()
                 assert scale_of(run.look()) == truth(scaler)
-            assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False, False, False, True, False]
+            assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False, False, False, True, False]
             assert [record.loss for record in run.steps()] == losses
     finally:
         distributed.destroy_process_group()

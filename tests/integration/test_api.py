@@ -21,25 +21,27 @@ from tests.exporters import Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.exporter import service, states, unixsocket
-from torchobs.exporter.api import desk, openapi
-from torchobs.exporter.api import local as place
+from torchobs.config.settings import PROBES
+from torchobs.exporter import daemon
+from torchobs.exporter.api import commands, openapi
+from torchobs.exporter.api import unix_socket_path as place
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.scan import Scanner
-from torchobs.exporter.watch import Watch
-from torchobs.flight import control, evidence
-from torchobs.flight.evidence import PROFILE, STACKS, named
-from torchobs.flight.layout import Exit
-from torchobs.flight.place import control_directory
-from torchobs.flight.record import PHASE_NAMES, Flag, Kind
-from torchobs.settings import PROBES
+from torchobs.exporter.http import unix_socket
+from torchobs.exporter.snapshot_cache import SnapshotCache
+from torchobs.flight.files import artifacts, control
+from torchobs.flight.files.artifacts import PROFILE, STACKS, named
+from torchobs.flight.files.location import control_directory
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.ranks import state as rank_state
+from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from torchobs.flight.writer import FlightWriter
+    from torchobs.flight.writer.writer import FlightWriter
 
 TOKEN = "a-token-of-some-length"
 
@@ -47,8 +49,8 @@ TOKEN = "a-token-of-some-length"
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an exporter ends sooner when its test has; and ranks that beat once, and no more, are responsive all the time."""
-    monkeypatch.setattr(service, "TICK_S", 0.1)
-    monkeypatch.setattr(states, "UNRESPONSIVE_AFTER_S", 600.0)
+    monkeypatch.setattr(daemon, "TICK_S", 0.1)
+    monkeypatch.setattr(rank_state, "UNRESPONSIVE_AFTER_S", 600.0)
 
 
 @pytest.fixture
@@ -127,7 +129,9 @@ def test_the_learning_rate_is_that_of_the_first_group(flight_dir: Path, web: Cal
 
 def test_steps_have_what_came_late(writer: FlightWriter, web: Caller) -> None:
     """The last ones, oldest first; a value that a device delivered afterwards stands in its own step."""
-    writer.append(2, time.monotonic_ns(), Kind.LATE, Flag.LOSS | Flag.GRAD_NORM, 1, 0.0, 7.0, float("inf"), 0.0, (0.0,) * 8)
+    writer.append(
+        2, time.monotonic_ns(), RecordKind.LATE, StepFlag.LOSS | StepFlag.GRAD_NORM, 1, 0.0, 7.0, float("inf"), 0.0, (0.0,) * 8
+    )
     found = web.get("/ranks/0/steps?last=2")
     assert [step["step"] for step in found["steps"]] == [2, 3]
     assert (found["steps"][0]["loss"], found["steps"][0]["gradient_norm"]) == (7.0, "Infinity")
@@ -160,7 +164,7 @@ def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Ca
     writers = [live_rank(flight_dir, rank=rank) for rank in (0, 1)]
     train(writers[0], [1, 2])
     train(writers[1], [1, 2])
-    writers[0].append(3, time.monotonic_ns(), Kind.STEP, Flag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 8)
+    writers[0].append(3, time.monotonic_ns(), RecordKind.STEP, StepFlag.LOSS, 1, 0.1, float("nan"), 0.0, 0.0, (0.0,) * 8)
     wait_until(lambda: web.get("/debug/training/summary")["steps"] == 5)
     found = web.get("/debug/training/summary")
     assert found["steps"] == 5
@@ -227,7 +231,7 @@ def test_what_a_slow_rank_has_yet_to_read_is_not_replaced(
     flight_dir: Path, writer: FlightWriter, local: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes to its next look, which comes after a beat of its heart; another profile is refused until then."""
-    monkeypatch.setattr(desk, "UNREAD_NS", 0)
+    monkeypatch.setattr(commands, "UNREAD_NS", 0)
     writer.level(1)
     wait_until(lambda: local.get("/ranks")["ranks"][0]["level"] == "basic")
     stacks = local.post("/stacks").json["ranks"][0]["command"]
@@ -335,7 +339,7 @@ def test_evidence_is_listed_and_downloaded(flight_dir: Path, writer: FlightWrite
     """By an id, as an attachment that no browser runs; a link, a FIFO or an empty file in its place is not there."""
     stacks, profile = named(writer.name, STACKS, 1), named(writer.name, PROFILE, 2)
     (flight_dir / stacks.name).write_text("Thread 0x1\n" * 200_000)
-    os.truncate(flight_dir / stacks.name, evidence.LIMITS[STACKS])
+    os.truncate(flight_dir / stacks.name, artifacts.LIMITS[STACKS])
     (flight_dir / profile.name).symlink_to("/etc/passwd")
     (flight_dir / named(writer.name, STACKS, 3).name).touch()
     os.mkfifo(flight_dir / named(writer.name, STACKS, 4).name)
@@ -403,10 +407,10 @@ def test_the_socket_is_for_the_owner_and_the_group(exporter: Service, flight_dir
     wait_until(path.exists)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     assert stat.S_ISSOCK(path.stat().st_mode)
-    assert not list(flight_dir.glob(f"{unixsocket.TEMPORARY}*"))
+    assert not list(flight_dir.glob(f"{unix_socket.TEMPORARY}*"))
     exporter.stop()
     assert not path.exists()
-    unixsocket.bind_unix(path).close()
+    unix_socket.bind_unix(path).close()
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")):
         wait_until(lambda: _answers(path))
 
@@ -443,7 +447,7 @@ def test_on_another_address_it_takes_authentication(flight_dir: Path, tmp_path: 
     """The token, for reading too; without one there is nothing but a word on where to ask."""
 
     async def ask(config: ExporterConfig, **headers: str) -> httpx.Response:
-        watch = Watch(Scanner(config))
+        watch = SnapshotCache(Scanner(config))
         api = Api(config, watch)
         transport = httpx.ASGITransport(Starlette(routes=api.mounts()))
         async with httpx.AsyncClient(transport=transport) as client:

@@ -17,7 +17,7 @@ from tests.rank_files import live_rank, train
 from tests.support import wait_until
 from torchobs.exporter.api import openapi
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.evidence import STACKS, named
+from torchobs.flight.files.artifacts import STACKS, named
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from torch.amp import GradScaler, autocast_mode, grad_scaler
 
 import torchobs
 from tests.training import Recording, loss_of, mlp
-from torchobs.probes import autocast
+from torchobs.probes.precision import autocast
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -113,10 +113,10 @@ def test_autocast_costs_nothing_but_now_and_then(run: Recording) -> None:
 
 def test_autocast_dtypes_are_capped(run: Recording) -> None:
     """A label is never open-ended, whatever a plug-in device calls itself."""
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     watch = autocast.AutocastWatch()
-    watch.install(host, host.fuse("amp"))
+    watch.install(context, context.breaker("amp"))
     try:
         watch._seen = {autocast._Seen(f"device{index}", "bfloat16", training=False) for index in range(20)}
         watch.observe(scaled=False)

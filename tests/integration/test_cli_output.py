@@ -13,9 +13,9 @@ import pytest
 
 from tests.rank_files import live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.cli import command as requests
+from torchobs.cli import exporter_client as requests
 from torchobs.cli import profile
-from torchobs.flight.layout import Exit
+from torchobs.flight.format.layout import Exit
 
 PROGRAM = (sys.executable, "-m", "torchobs")
 COMMANDS = {
@@ -117,7 +117,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("inspect", "torchobs.cli.commands"), ("inspect", "torchobs.cli.report"), ("top", "torchobs.cli.live"),
+    [("inspect", "torchobs.cli.dispatch"), ("inspect", "torchobs.cli.inspect_view"), ("top", "torchobs.cli.top_view"),
      ("exporter", "torchobs.cli.exporter"), ("doctor", "torchobs.cli.selftest")],
 )  # fmt: skip
 def test_an_interrupt_while_it_imports_shows_nothing(name: str, module: str) -> None:

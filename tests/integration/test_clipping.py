@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,6 +51,6 @@ def test_every_clipped_step_has_its_norm_before_clipping(run: Recording) -> None
     assert len(records) == 300
     for record in records:
         if record.step % 40 != 11:
-            assert has(record, Flag.GRAD_NORM), record.step
+            assert has(record, StepFlag.GRAD_NORM), record.step
             assert record.grad_norm == pytest.approx(norms[record.step], rel=1e-5)
-    assert [has(record, Flag.CLIPPED) for record in records] == clipped
+    assert [has(record, StepFlag.CLIPPED) for record in records] == clipped

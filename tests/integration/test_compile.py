@@ -24,8 +24,8 @@ import torchobs
 from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.flight.record import PHASE_NAMES
+from torchobs.flight.metrics.fold import PHASE_NAMES
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -192,8 +192,8 @@ def test_what_cannot_be_compiled_fails_as_without_us(run: Recording) -> None:
     assert counted(found, catalog.COMPILE_FAILURES) == {"unsupported": 1, "error": 1}
     assert counted(found, catalog.COMPILE_COMPILATIONS) == {}
     assert found["torchobs.compile.in_progress",] == 0.0
-    assert run.session.host is not None
-    assert PHASE_NAMES[run.session.host.cycle.phase()[0]] == "other"
+    assert run.session.context is not None
+    assert PHASE_NAMES[run.session.context.recorder.phase()[0]] == "other"
 
 
 class Gate:
@@ -285,8 +285,8 @@ def test_a_compilation_in_another_thread_is_not_the_training_s(run: Recording) -
     thread.join()
     assert seen == [("other", 1.0)]
     assert counted(series(run), catalog.COMPILE_COMPILATIONS) == {"first": 2}
-    assert run.session.host is not None
-    assert not run.session.host.cycle.trace[2:]
+    assert run.session.context is not None
+    assert not run.session.context.recorder.trace[2:]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own looking at it
@@ -378,16 +378,16 @@ def test_an_import_of_dynamo_never_fails_for_us(flight_dir: Path, monkeypatch: p
 def test_a_probe_that_breaks_within_a_compilation_leaves_no_endless_one(flight_dir: Path) -> None:
     """A phase that never ended would keep a hang from being called one."""
     with torchobs.init(flight_dir=flight_dir) as session:
-        host = session.host
-        assert host is not None
+        context = session.context
+        assert context is not None
 
         def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-            assert PHASE_NAMES[host.cycle.phase()[0]] == "compile"
-            host.fuse("compile").blown = True
+            assert PHASE_NAMES[context.recorder.phase()[0]] == "compile"
+            context.breaker("compile").blown = True
             return graph.forward
 
         torch.compile(scaled, backend=backend)(torch.ones(3))
-        assert PHASE_NAMES[host.cycle.phase()[0]] != "compile"
+        assert PHASE_NAMES[context.recorder.phase()[0]] != "compile"
 
 
 def test_nothing_imports_dynamo_before_its_time(flight_dir: Path) -> None:
@@ -446,13 +446,13 @@ def test_inductor_cold_and_warm(flight_dir: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.serial
 def test_the_autograd_thread_s_compilation_is_the_training_s(run: Recording) -> None:
     """On a CUDA device a graph's backward is compiled by the engine's thread, which the training thread waits for."""
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     phases = []
 
     def compile_it() -> None:
         with callback.callback_handler.install_callbacks(callback.CallbackTrigger.LAZY_BACKWARD, "0/0"):
-            phases.append(PHASE_NAMES[host.cycle.phase()[0]])
+            phases.append(PHASE_NAMES[context.recorder.phase()[0]])
             time.sleep(0.2)
 
     def wait_for_it(gradient: torch.Tensor) -> torch.Tensor:

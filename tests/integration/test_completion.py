@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import clean_environment
 from torchobs.cli import completion
-from torchobs.cli.commands import BRIEFS
+from torchobs.cli.dispatch import BRIEFS
 
 SCRIPTS = {"bash": completion.bash, "zsh": completion.zsh, "fish": completion.fish}
 CASES = [

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
-from torchobs.probes.pinning import PinningWatch, pageable_bytes
-from torchobs.probes.starving import Starving
+from torchobs.probes.data.pinned_memory_hint import PinningWatch, pageable_bytes
+from torchobs.probes.data.starvation import Starving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -164,10 +164,10 @@ def test_nothing_is_left_of_the_watch(flight_dir: Path) -> None:
 
 def test_a_look_at_one_batch_leaves_the_iterator_as_it_was(run: Recording) -> None:
     """The next fetch is looked at, the ones after are not; the batches are the same, and no iterator lives longer for it."""
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     probe = PinningWatch()
-    probe.install(host, host.fuse("loaders"))
+    probe.install(context, context.breaker("loaders"))
     loader: Any = DataLoader(torch.zeros(6, 40_000), batch_size=2)  # type: ignore[arg-type]
     iterator = iter(loader)
     probe.arm(iterator)
@@ -197,10 +197,10 @@ def test_pageable_bytes_are_those_of_cpu_tensors_however_nested() -> None:
 @pytest.mark.serial
 def test_training_that_waits_for_its_data_is_told(run: Recording) -> None:
     """A state, and one event when it begins; the clock is the test's."""
-    host, now_s = run.session.host, [0.0]
-    assert host is not None
+    context, now_s = run.session.context, [0.0]
+    assert context is not None
     run.look()  # from here on nobody else folds and publishes
-    starving = Starving(host, lambda: now_s[0])
+    starving = Starving(context, lambda: now_s[0])
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -210,10 +210,10 @@ def test_training_that_waits_for_its_data_is_told(run: Recording) -> None:
             model(batch).sum().backward()
             time.sleep(0.002)
             optimizer.step()
-        host.writer.fold()
+        context.writer.fold()
         now_s[0] += 60.0
         starving.sample()
-        host.writer.publish()
+        context.writer.publish()
 
     train(DataLoader(torch.ones(SAMPLES, 8), batch_size=None))  # type: ignore[arg-type]
     assert run.values()[("torchobs.data.starved",)] == 0

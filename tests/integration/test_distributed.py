@@ -13,8 +13,8 @@ import torch
 
 from tests import support
 from tests.training import Recording, recording
-from torchobs.flight import reader
-from torchobs.probes.parallelism import Parallelism, recognise
+from torchobs.flight.reader import reader
+from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from torchobs import settings
 from torchobs.cli import doctor
+from torchobs.config import settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
-from torchobs import process
-from torchobs.flight import reader
+from torchobs.flight.reader import reader
+from torchobs.identity import process
 
 if TYPE_CHECKING:
     from collections.abc import Callable

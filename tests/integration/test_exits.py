@@ -14,9 +14,9 @@ import torch
 import torchobs
 from tests import support
 from tests.training import loss_of, mlp, recording
-from torchobs.flight import reader
-from torchobs.flight.layout import Exit
-from torchobs.probes.raised import describe, root_cause
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader import reader
+from torchobs.probes.lifecycle.exceptions import describe, root_cause
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -136,7 +136,7 @@ def test_run_needs_no_extra(tmp_path: Path) -> None:
 
 def test_a_fault_of_ours_is_not_called_a_missing_extra(tmp_path: Path) -> None:
     """Another module that is missing is a bug, and has its traceback."""
-    code = WITHOUT.format(module="torchobs.exporter.service", arguments=["exporter"])
+    code = WITHOUT.format(module="torchobs.exporter.daemon", arguments=["exporter"])
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30, cwd=tmp_path)
     assert said.returncode == 1
     assert "Traceback" in said.stderr
@@ -146,7 +146,7 @@ def test_a_fault_of_ours_is_not_called_a_missing_extra(tmp_path: Path) -> None:
 def test_the_exporter_loads_neither_torch_nor_the_sdk() -> None:
     """Its image has no torch, and 45 MiB are its budget."""
     code = (
-        "import sys, torchobs.cli.exporter, torchobs.exporter.service; "
+        "import sys, torchobs.cli.exporter, torchobs.exporter.daemon; "
         "print(sorted({'torch', 'numpy', 'psutil', 'pynvml', 'opentelemetry.sdk', 'google.protobuf'} & sys.modules.keys()))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)

@@ -10,7 +10,7 @@ from prometheus_client.samples import Timestamp
 
 from tests.integration.test_exporter_page import Exporter
 from tests.rank_files import BORN_WALL_NS, File, S
-from torchobs.flight import spans
+from torchobs.flight.format import span_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,8 +46,8 @@ def test_each_bucket_shows_its_newest_step_that_has_a_span(exporter: Exporter, f
     header = file.header
     assert slow is not None
     assert slow.labels == {
-        "trace_id": spans.trace_id(header),
-        "span_id": spans.step_span_id(spans.run_span_id(header), 3),
+        "trace_id": span_ids.trace_id(header),
+        "span_id": span_ids.step_span_id(span_ids.run_span_id(header), 3),
         "step": "3",
     }
     assert (slow.value, slow.timestamp) == (0.6, Timestamp(BORN_WALL_NS // S, 750_000_000))

@@ -14,12 +14,13 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from tests.exporters import Answer, Service
 from tests.rank_files import live_rank, train
 from tests.support import wait_until
-from torchobs.exporter import listener, service
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.metricspage import _deadline_s
-from torchobs.exporter.watch import DEADLINE_S
-from torchobs.flight.layout import Exit
-from torchobs.flight.writer import FlightWriter
+from torchobs.exporter.http import server
+from torchobs.exporter.prometheus.handler import _deadline_s
+from torchobs.exporter.snapshot_cache import DEADLINE_S
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.writer.writer import FlightWriter
 
 SCRAPE = {"X_Prometheus_Scrape_Timeout_Seconds": "10", "User_Agent": "Prometheus/3.11"}
 
@@ -27,7 +28,7 @@ SCRAPE = {"X_Prometheus_Scrape_Timeout_Seconds": "10", "User_Agent": "Prometheus
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an exporter ends sooner when its test has."""
-    monkeypatch.setattr(service, "TICK_S", 0.1)
+    monkeypatch.setattr(daemon, "TICK_S", 0.1)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def taken() -> Iterator[Callable[[int], int]]:
     def take(number: int) -> int:
         for first in range(20_000, 60_000, number + 7):
             try:
-                sockets.extend(listener.bind(address_of(f"127.0.0.1:{port}")) for port in range(first, first + number))
+                sockets.extend(server.bind(address_of(f"127.0.0.1:{port}")) for port in range(first, first + number))
             except OSError:
                 continue
             return first
@@ -192,7 +193,7 @@ def test_a_node_s_exporter_takes_the_next_free_port(flight_dir: Path, taken: Cal
     first = taken(3)
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"), listen=f"127.0.0.1:{first}") as exporter:
         assert exporter.announced == [exporter.address]
-        assert int(exporter.address.split(":")[1]) in range(first + 3, first + 3 + listener.NEXT_PORTS)
+        assert int(exporter.address.split(":")[1]) in range(first + 3, first + 3 + server.NEXT_PORTS)
         assert exporter.get("/-/healthy").status == 200
     assert exporter.code == 0
 
@@ -201,7 +202,7 @@ def test_a_node_s_exporter_without_any_port_gives_up(
     flight_dir: Path, taken: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its starter finds out by the exit code; nothing is announced."""
-    monkeypatch.setattr(listener, "NEXT_PORTS", 2)
+    monkeypatch.setattr(server, "NEXT_PORTS", 2)
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node"), listen=f"127.0.0.1:{taken(3)}") as exporter:
         assert not exporter.announced
     assert exporter.code == 1
@@ -209,8 +210,8 @@ def test_a_node_s_exporter_without_any_port_gives_up(
 
 def test_a_sidecar_waits_for_its_port(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves on the other one meanwhile, says what is wrong, and takes it as soon as it is free."""
-    monkeypatch.setattr(service, "RETRY_BIND_S", 0.1)
-    blocker = listener.bind(address_of("127.0.0.1:0"))
+    monkeypatch.setattr(daemon, "RETRY_BIND_S", 0.1)
+    blocker = server.bind(address_of("127.0.0.1:0"))
     port = blocker.getsockname()[1]
     addresses = (address_of(f"127.0.0.1:{port}"), address_of("127.0.0.1:0"))
     with Service(ExporterConfig(flight_dir=str(flight_dir), listen=addresses)) as exporter:
@@ -235,7 +236,7 @@ def test_every_interface_is_both_families(flight_dir: Path) -> None:
 def test_the_fleet_tells_when_the_duty_is_done(writer: FlightWriter, exporter: Service) -> None:
     """Ranks, who lives, how long ago the last scrape was, and how many last states nobody has got yet."""
     wait_until(lambda: exporter.fleets and exporter.fleets[-1].ranks == 1)
-    assert exporter.fleets[-1] == service.Fleet(ranks=1, alive=1, last_scrape_age_s=None, unscraped_final=0)
+    assert exporter.fleets[-1] == daemon.ServiceStatus(ranks=1, alive=1, last_scrape_age_s=None, unscraped_final=0)
     exporter.get(**SCRAPE)
     writer.exit(Exit.FINISHED, 0)
     writer.close()

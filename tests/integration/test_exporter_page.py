@@ -20,13 +20,13 @@ from tests.rank_files import Clock, File, S
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.described import Facts
-from torchobs.exporter.encoder import END, Style, page
-from torchobs.exporter.exposition import Exposition
-from torchobs.exporter.limits import Limits
-from torchobs.exporter.scan import EMPTY, Scanner
-from torchobs.flight.layout import BadFlightFileError, Exit
-from torchobs.flight.series import Scope
+from torchobs.exporter.exporter_metrics import ScrapeInput
+from torchobs.exporter.prometheus.exposition import Exposition
+from torchobs.exporter.prometheus.series_limits import SeriesLimits
+from torchobs.exporter.prometheus.text_format import END, Style, page
+from torchobs.flight.format.layout import BadFlightFileError, Exit
+from torchobs.flight.format.series import Scope
+from torchobs.ranks.scanner import EMPTY, Scanner
 
 USER = Scope("my.package", "1.0")
 
@@ -44,13 +44,13 @@ class Exporter:
         self.clock = Clock()
         self._scanner = Scanner(config, self.clock)
         self._exposition = Exposition(**given)  # type: ignore[arg-type]  # as Exposition takes them
-        self._facts = Facts(EMPTY)
+        self._facts = ScrapeInput(EMPTY)
         self.close = self._scanner.close
 
     def scan(self, seconds: float = 1.0) -> None:
         """Take a snapshot at a moment of the clock."""
         self.clock.seconds = seconds
-        self._facts = Facts(self._scanner.scan())
+        self._facts = ScrapeInput(self._scanner.scan())
 
     def openmetrics(self) -> str:
         """The page in OpenMetrics."""
@@ -402,7 +402,7 @@ def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file:
 
 def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:
     """One rank cannot fill Prometheus; what every rank has is not lost to it."""
-    exporter = Exporter(flight_dir, limits=Limits(per_rank=100))
+    exporter = Exporter(flight_dir, limits=SeriesLimits(per_rank=100))
     for index in range(150):
         file.set(user("my.layers", Kind.GAUGE), index, USER, layer=str(index))
     file.save()
@@ -418,12 +418,12 @@ def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> No
     """Whoever comes last stays outside, is counted, and gets in as soon as another has gone."""
     other = File(flight_dir, seed=2, rank=1).save()
     file.save()
-    both = Limits()
+    both = SeriesLimits()
     exporter = Exporter(flight_dir, limits=both)
     exporter.scan()
     exporter.text()
     exporter.close()
-    exporter = Exporter(flight_dir, limits=(limits := Limits(total=both.taken // 2)))
+    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=both.taken // 2)))
     exporter.scan()
     assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["0"]
     assert limits.dropped["total_limit"] == both.taken // 2
@@ -442,12 +442,12 @@ def test_a_series_that_is_left_out_is_counted_once(flight_dir: Path, file: File)
     for one in (file, *rest):
         one.set(user("my.size", Kind.GAUGE), 1, USER, a="1")
         one.save()
-    alone = Limits(drop=["my_size"])
+    alone = SeriesLimits(drop=["my_size"])
     exporter = Exporter(flight_dir, limits=alone)
     exporter.scan()
     exporter.text()
     exporter.close()
-    exporter = Exporter(flight_dir, limits=(limits := Limits(total=alone.taken // 3, drop=["my_size"])))
+    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=alone.taken // 3, drop=["my_size"])))
     exporter.scan()
     exporter.text()
     before = dict(limits.dropped)
@@ -463,7 +463,7 @@ def test_a_series_that_is_left_out_is_counted_once(flight_dir: Path, file: File)
 def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) -> None:
     """By the whole name that it has on the page; what the exporter says of a rank stays."""
     file.save()
-    limits = Limits(drop=["torchobs_steps_total", "torchobs_anomal.*|torchobs_rank_.*", "torchobs_los"])
+    limits = SeriesLimits(drop=["torchobs_steps_total", "torchobs_anomal.*|torchobs_rank_.*", "torchobs_los"])
     exporter = Exporter(flight_dir, limits=limits)
     exporter.scan()
     names = {sample.name for family in exporter.families().values() for sample in family.samples}

@@ -15,11 +15,11 @@ import pytest
 
 from tests.exporters import EXPORTER, Client, start_program
 from tests.support import clean_environment, wait_until
+from torchobs.config.option_types import Address
 from torchobs.exporter.config import ExporterConfig, Mode
-from torchobs.exporter.listener import bind
-from torchobs.exporter.service import Fleet, serve
-from torchobs.flight import place
-from torchobs.values import Address
+from torchobs.exporter.daemon import ServiceStatus, serve
+from torchobs.exporter.http.server import bind
+from torchobs.flight.files import location
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -100,9 +100,9 @@ def test_a_mistake_of_ours_ends_no_sidecar(
     mode: Mode, flight_dir: Path, caplog: pytest.LogCaptureFixture, free_port: Callable[[], int]
 ) -> None:
     """It is logged, and the next look is a new one; a node's exporter ends, for its trainings start another."""
-    asked: list[Fleet] = []
+    asked: list[ServiceStatus] = []
 
-    def finished(fleet: Fleet) -> bool:
+    def finished(fleet: ServiceStatus) -> bool:
         asked.append(fleet)
         if len(asked) == 1:
             raise RuntimeError("a mistake")
@@ -145,7 +145,7 @@ def test_no_place_for_temporary_files_is_no_reason_to_fail(monkeypatch: pytest.M
     """A root that is read-only has none, and Python then raises; the message of whoever needs one names it instead."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
-    assert place.candidates(None, None)[-1] == f"/tmp/torchobs-{os.getuid()}"
+    assert location.candidates(None, None)[-1] == f"/tmp/torchobs-{os.getuid()}"
 
 
 def test_a_host_that_is_no_name_is_as_any_that_cannot_be_listened_on() -> None:

@@ -18,9 +18,10 @@ from tests.exporters import EXPORTER, Service
 from tests.prometheus_server import PrometheusServer
 from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import USERS
-from torchobs.exporter import service, systemd
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.unixsocket import UnixAddress, bind_unix
+from torchobs.exporter.http import systemd
+from torchobs.exporter.http.unix_socket import UnixAddress, bind_unix
 
 STARTER = """
 import os, socket, sys
@@ -36,8 +37,8 @@ os.execv(sys.executable, [sys.executable, "-m", "torchobs", "exporter", "--web.s
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an exporter ends sooner when its test has, and tries sooner again."""
-    monkeypatch.setattr(service, "TICK_S", 0.05)
-    monkeypatch.setattr(service, "RETRY_BIND_S", 0.1)
+    monkeypatch.setattr(daemon, "TICK_S", 0.05)
+    monkeypatch.setattr(daemon, "RETRY_BIND_S", 0.1)
 
 
 @pytest.fixture

@@ -19,10 +19,11 @@ from tests.prometheus_server import PrometheusServer
 from tests.rank_files import live_rank, train
 from tests.support import wait_until, why_missing
 from tests.web_configs import ACCEPTED, HASH, PASSWORD, REFUSED, STRICTER, TLS, USERS, certify
-from torchobs.exporter import reach, service
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.web import tls, webconfig
-from torchobs.exporter.web.passwords import BusyError, Passwords
+from torchobs.exporter.http import client_scope
+from torchobs.exporter.http.auth import tls, web_config
+from torchobs.exporter.http.auth.basic import BusyError, Passwords
 
 METRICS = "torchobs_build_info"
 
@@ -30,7 +31,7 @@ METRICS = "torchobs_build_info"
 @pytest.fixture(autouse=True)
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a file is looked at more often, and an exporter ends sooner when its test has."""
-    monkeypatch.setattr(service, "TICK_S", 0.05)
+    monkeypatch.setattr(daemon, "TICK_S", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +110,10 @@ def serve(home: Path) -> Iterator[Callable[[str], Served]]:
 
 def _accepts(home: Path, text: str) -> bool:
     try:
-        found = webconfig.parse(text)
+        found = web_config.parse(text)
         if found.tls is not None:
             tls.context(found.tls, home)
-    except webconfig.WebConfigError:
+    except web_config.WebConfigError:
         return False
     return True
 
@@ -146,8 +147,8 @@ def test_what_python_cannot_do_is_refused_and_not_done_by_half(home: Path, text:
 def test_an_error_shows_no_hash() -> None:
     """The message goes to the log, and to a page."""
     for text in (f"basic_auth_users: {{a: '{HASH}x'}}", f"basic_auth_users: {{a: '{HASH}", f"{HASH}: [", f"a: {HASH}\n b: ]"):
-        with pytest.raises(webconfig.WebConfigError) as caught:
-            webconfig.parse(text)
+        with pytest.raises(web_config.WebConfigError) as caught:
+            web_config.parse(text)
         assert HASH[7:] not in str(caught.value)
 
 
@@ -181,7 +182,7 @@ def test_the_page_is_for_this_machine_and_for_who_is_known(
 ) -> None:
     """From elsewhere a password opens it; without any configured it stays shut."""
     served = serve(text)
-    monkeypatch.setattr(reach, "is_local", lambda scope: not scope)
+    monkeypatch.setattr(client_scope, "is_local", lambda scope: not scope)
     assert served.get("/", password=PASSWORD).status == status
 
 

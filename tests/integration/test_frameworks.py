@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.support import ROOT, clean_environment, free_port
-from torchobs.flight import reader
-from torchobs.flight.record import Kind, StepRecord
+from torchobs.flight.metrics.fold import RecordKind, StepRecord
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def seen(flight_dir: Path) -> list[Seen]:
         values = {
             (point.series.name, *(str(value) for _, value in point.series.attributes)): point.value for point in view.points
         }
-        steps = [record for record in file.steps() if record.kind == Kind.STEP]
+        steps = [record for record in file.steps() if record.kind == RecordKind.STEP]
         found.append(Seen(dict(file.header.resource), values, steps, [fields for _, fields in file.events()]))
         file.close()
     return sorted(found, key=lambda one: int(one.resource["rank"]))

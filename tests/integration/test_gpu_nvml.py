@@ -14,12 +14,12 @@ import pytest
 import torchobs
 from tests import nvml, support
 from tests.training import Recording, recording
-from torchobs.flight import reader
-from torchobs.probes.gpu import fleet as fleets
+from torchobs.flight.reader import reader
+from torchobs.probes.gpu import monitor as fleets
 from torchobs.probes.gpu import probe as probes
-from torchobs.probes.gpu.claims import Claims
-from torchobs.probes.gpu.fleet import Fleet, Place
-from torchobs.probes.gpu.used import Used, used
+from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
+from torchobs.probes.gpu.ownership import GpuOwnership
+from torchobs.probes.gpu.torch_devices import Used, used
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Bench:
 
     run: Recording
     fake: nvml.FakeNvml
-    fleet: Fleet
+    fleet: GpuMonitor
 
     def of(self, name: str, uuid: str = G0) -> Any:
         """The series of that name and device, by their other attributes, with their values."""
@@ -79,10 +79,10 @@ def bench(run: Recording, flight_dir: Path, monkeypatch: pytest.MonkeyPatch, req
     """A bench with one H100, or what the test's parameter makes."""
     made = request.param() if hasattr(request, "param") else {}
     library = nvml.installed(made.pop("gpus", [nvml.h100()]), monkeypatch)
-    place = Place(made.pop("local_rank", 0), made.pop("visible", None))
+    place = GpuAssignment(made.pop("local_rank", 0), made.pop("visible", None))
     devices = made.pop("used", None)
     assert run.session.writer is not None
-    fleet = Fleet(run.session.writer, Claims(str(flight_dir), "run"), place, lambda: devices)
+    fleet = GpuMonitor(run.session.writer, GpuOwnership(str(flight_dir), "run"), place, lambda: devices)
     yield Bench(run, library, fleet)
     fleet.close()
     assert library.initialised == 0, "what was initialised is given back"
@@ -303,7 +303,7 @@ def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(
     monkeypatch.setattr(fleets, "PATIENCE_S", 0.0)
     devices = [Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=False)]
     assert run.session.writer is not None
-    fleet = Fleet(run.session.writer, Claims(str(flight_dir), "run"), Place(0, None), lambda: devices)
+    fleet = GpuMonitor(run.session.writer, GpuOwnership(str(flight_dir), "run"), GpuAssignment(0, None), lambda: devices)
     bench = Bench(run, nvml.FakeNvml([]), fleet)
     bench.look()
     devices[1] = devices[1]._replace(in_use=True)
@@ -313,8 +313,8 @@ def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(
 
 
 def _claim(directory: str, taken: Any, leave: Any) -> None:
-    claims = Claims(directory, "run")
-    taken.put([claims.take("GPU-a"), claims.take("GPU-a"), Claims(directory, "another").take("GPU-b")])
+    claims = GpuOwnership(directory, "run")
+    taken.put([claims.take("GPU-a"), claims.take("GPU-a"), GpuOwnership(directory, "another").take("GPU-b")])
     leave.wait()
 
 
@@ -325,7 +325,7 @@ def test_one_rank_samples_a_gpu_and_another_follows_when_it_dies(flight_dir: Pat
     holder = context.Process(target=_claim, args=(str(flight_dir), taken, leave))
     holder.start()
     assert taken.get(timeout=60) == [True, True, True]
-    claims, another = Claims(str(flight_dir), "run"), Claims(str(flight_dir), "another")
+    claims, another = GpuOwnership(str(flight_dir), "run"), GpuOwnership(str(flight_dir), "another")
     assert not claims.take("GPU-a")
     assert claims.take("GPU-b")
     holder.kill()
@@ -337,7 +337,7 @@ def test_one_rank_samples_a_gpu_and_another_follows_when_it_dies(flight_dir: Pat
 
 def test_where_claims_cannot_be_made_everything_is_sampled(tmp_path: Path) -> None:
     """Twice is better than not at all."""
-    assert Claims(str(tmp_path / "nowhere"), "run").take("GPU-a")
+    assert GpuOwnership(str(tmp_path / "nowhere"), "run").take("GPU-a")
 
 
 def test_torch_without_cuda_tells_nothing() -> None:

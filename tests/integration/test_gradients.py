@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import torchobs
-from tests.training import Flag, Recording, has, loss_of, mlp, norm_of, recording
+from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.flight.control import LEVELS
+from torchobs.flight.files.control import LEVELS
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,7 +184,7 @@ def test_clipping_by_norm_is_counted_and_its_threshold_shown(run: Recording) -> 
         torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         optimizer.step()
     steps = run.steps()
-    assert [has(record, Flag.CLIPPED) for record in steps] == [True, False, True]
+    assert [has(record, StepFlag.CLIPPED) for record in steps] == [True, False, True]
     values = shown(run)
     assert values["torchobs.grad.clipped_steps",] == 2
     assert values["torchobs.grad.clip.max_norm",] == 1e-3
@@ -210,7 +210,7 @@ def test_every_way_to_clip_is_seen(run: Recording, how: str) -> None:
         else:
             clip_grad_norm_(model.parameters(), 1e-3, foreach=None if how == "imported before" else False)
         optimizer.step()
-    assert [has(record, Flag.CLIPPED) for record in run.steps()] == [True, True]
+    assert [has(record, StepFlag.CLIPPED) for record in run.steps()] == [True, True]
     assert layers(run).keys() == {"0", "2"}
 
 
@@ -223,7 +223,7 @@ def test_clipping_by_value_is_seen(run: Recording) -> None:
         backward(model)
         torch.nn.utils.clip_grad_value_(model.parameters(), limit)
         optimizer.step()
-    assert [has(record, Flag.CLIPPED) for record in run.steps()] == [True, False]
+    assert [has(record, StepFlag.CLIPPED) for record in run.steps()] == [True, False]
     assert shown(run)["torchobs.grad.clip.max_value",] == 1e6
 
 
@@ -247,7 +247,7 @@ def test_clipping_in_a_compiled_region_is_left_alone(run: Recording) -> None:
     assert compiled().item() == pytest.approx(expected, rel=1e-4)
     optimizer.step()
     assert run.steps()[0].grad_norm == pytest.approx(1e-3, rel=1e-2)
-    assert not has(run.steps()[0], Flag.CLIPPED)
+    assert not has(run.steps()[0], StepFlag.CLIPPED)
 
 
 def test_torch_s_functions_are_put_back(flight_dir: Path) -> None:
@@ -366,8 +366,8 @@ def norm_of_weights(layer: nn.Module) -> float:
 
 def test_the_level_decides_while_training_runs(run: Recording) -> None:
     """Four times as many layers at advanced, and back."""
-    assert run.session.host is not None
-    (changed,) = [changed for probe, changed in run.session.host.on_level if probe == "gradients"]
+    assert run.session.context is not None
+    (changed,) = [changed for probe, changed in run.session.context.on_level if probe == "gradients"]
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for level, series in (("basic", 17), ("advanced", 22)):

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 import torchobs
-from torchobs.flight.record import Flag
+from torchobs.flight.metrics.fold import StepFlag
 from tests.training import Recording, has
 
 rank, directory, *layouts = sys.argv[1:]
@@ -67,7 +67,7 @@ def train(how):
     layers = {key[1]: value for key, value in values.items() if key[0] == "torchobs.grad.layer.norm"}
     found = {
         "norms": [record.grad_norm for record in steps], "whole": whole,
-        "clipped": [has(record, Flag.CLIPPED) for record in steps],
+        "clipped": [has(record, StepFlag.CLIPPED) for record in steps],
         "ranks": values["torchobs.grad.norm_ranks",], "layers": layers, "errors": run.errors(),
     }
     torchobs.shutdown()

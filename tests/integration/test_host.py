@@ -12,19 +12,19 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
-from tests.recorded import unpack
+from tests.recorded_machines import unpack
 from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS, Metric
 from torchobs.cli.exporter import command
+from torchobs.exporter import daemon
 from torchobs.exporter import host as host_package
-from torchobs.exporter import service
 from torchobs.exporter.config import ExporterConfig, parse
-from torchobs.exporter.described import Facts
-from torchobs.exporter.encoder import END, Style, page
-from torchobs.exporter.exposition import Exposition
+from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.host import look
 from torchobs.exporter.host.look import Host
-from torchobs.exporter.scan import EMPTY
+from torchobs.exporter.prometheus.exposition import Exposition
+from torchobs.exporter.prometheus.text_format import END, Style, page
+from torchobs.ranks.scanner import EMPTY
 
 GOLDEN = Path(__file__).parent / "golden"
 OFF_TREE = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
@@ -69,7 +69,7 @@ class Machine:
 
     def page(self) -> str:
         """The page, in OpenMetrics; parsed, for what it does not admit is an error."""
-        style, facts = Style(openmetrics=True), Facts(EMPTY, host=self.facts)
+        style, facts = Style(openmetrics=True), ScrapeInput(EMPTY, host=self.facts)
         text = page(style, END.encode(), Exposition(host=True).families(facts, style)).decode()
         assert list(openmetrics_parser.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
         return text
@@ -322,7 +322,7 @@ def test_a_directory_that_is_not_there_is_a_failure_of_its_own(tmp_path: Path) -
 @pytest.fixture
 def running(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     """An exporter on a laptop that is asked for everything."""
-    monkeypatch.setattr(service, "TICK_S", 0.1)
+    monkeypatch.setattr(daemon, "TICK_S", 0.1)
     tree = unpack("laptop", tmp_path)
     config = ExporterConfig(
         flight_dir=str(flight_dir), mode="node", collect_host=HOST_COLLECTORS, procfs=tree.procfs, sysfs=tree.sysfs

@@ -10,34 +10,34 @@ import pytest
 from tests.exporters import Service
 from tests.otlp import Receiver, Request, Seen, points, to
 from tests.rank_files import Clock, File
-from tests.recorded import unpack
+from tests.recorded_machines import unpack
 from tests.scanners import scanner_of
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
-from torchobs.exporter import service
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.described import Facts, HostFacts, Said
-from torchobs.exporter.encoder import Style
-from torchobs.exporter.exposition import Exposition
+from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
 from torchobs.exporter.host import look
-from torchobs.exporter.otlp.collect import Metrics
+from torchobs.exporter.otlp.batches import Metrics
 from torchobs.exporter.otlp.options import PushConfig
-from torchobs.exporter.scan import EMPTY, Snapshot
-from torchobs.flight.series import Scope
+from torchobs.exporter.prometheus.exposition import Exposition
+from torchobs.exporter.prometheus.text_format import Style
+from torchobs.flight.format.series import Scope
+from torchobs.ranks.scanner import EMPTY, Snapshot
 
 BOOTED_NS, BORN_NS, NOW_NS = (seconds * 10**9 for seconds in (1_000_000_000, 1_100_000_000, 1_100_000_060))
 APPLICATION = Scope("opentelemetry.instrumentation.system_metrics", "0.50b0")
 
 
-def facts(cpu_s: float, *more: Said) -> Facts:
+def facts(cpu_s: float, *more: Sample) -> ScrapeInput:
     """What an exporter knows that looks at the processors."""
-    said = Said(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: "user"}, cpu_s)
-    own = Said(catalog.EXPORTER_HOST_DURATION, {}, 0.001)
-    return Facts(EMPTY, host=HostFacts((said, *more), (own,), BOOTED_NS))
+    said = Sample(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: "user"}, cpu_s)
+    own = Sample(catalog.EXPORTER_HOST_DURATION, {}, 0.001)
+    return ScrapeInput(EMPTY, host=HostFacts((said, *more), (own,), BOOTED_NS))
 
 
-def pushed(metrics: Metrics, told: Facts, at_ns: int = NOW_NS) -> list[Seen]:
+def pushed(metrics: Metrics, told: ScrapeInput, at_ns: int = NOW_NS) -> list[Seen]:
     """The points of one push."""
     return list(points([Request("/v1/metrics", {}, body, 0.0) for body, _ in metrics.collect((), (), at_ns, told)]))
 
@@ -65,7 +65,7 @@ def test_delta_counts_from_the_first_look_on() -> None:
 def test_what_does_not_answer_any_more_ends() -> None:
     """A file system whose server is gone gets the flag that Prometheus takes for an end."""
     metrics = Metrics(delta=False, series_limit=100, born_ns=BORN_NS)
-    size = Said(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1e15)
+    size = Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1e15)
     flags = [
         [one.point.flags for one in pushed(metrics, told) if one.metric.name == size.metric.name]
         for told in (facts(1.0, size), facts(2.0))
@@ -75,7 +75,7 @@ def test_what_does_not_answer_any_more_ends() -> None:
 
 def test_the_exporter_looks_anew_for_each_push(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nobody scrapes it: what changed since the last push is in the next one."""
-    monkeypatch.setattr(service, "TICK_S", 0.05)
+    monkeypatch.setattr(daemon, "TICK_S", 0.05)
     monkeypatch.setattr(look, "WAIT_S", 20.0)
     tree = unpack("laptop", tmp_path)
     with Receiver() as receiver:
@@ -114,8 +114,8 @@ def snapshot(flight_dir: Path) -> Snapshot:
 @pytest.mark.parametrize("host", [False, True])
 def test_an_application_keeps_its_names_and_forges_none_of_ours(snapshot: Snapshot, host: bool) -> None:  # noqa: FBT001  # as parametrize gives it
     """Its series have a rank, the machine's have none; with one family of another type only the machine's is there."""
-    machine = Said(catalog.SYSTEM_NETWORK_IO, {catalog.NETWORK_INTERFACE.name: "eth0"}, 9.0)
-    told = facts(12.5, machine)._replace(snapshot=snapshot) if host else Facts(snapshot)
+    machine = Sample(catalog.SYSTEM_NETWORK_IO, {catalog.NETWORK_INTERFACE.name: "eth0"}, 9.0)
+    told = facts(12.5, machine)._replace(snapshot=snapshot) if host else ScrapeInput(snapshot)
     lines = "".join(Exposition(host=host).families(told, Style(openmetrics=False))).splitlines()
     of = {name: [line for line in lines if line.startswith(name)] for name in ("system_", "torchobs_host_")}
     rank = 'job_name="gpt",rank="0",run_id="run-1"'

@@ -13,7 +13,8 @@ from tests import support
 # all that is asked here.
 RANK = """
 import json, pathlib, sys, time
-from torchobs import identity, process, settings
+from torchobs.config import settings
+from torchobs.identity import identity, process
 environ = settings.environment()
 found, problems = identity.discover(environ, settings.resolve({}, environ)[0], process.this_process())
 folder = pathlib.Path(sys.argv[1])

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.training import Recording, loss_of, mlp, recording
-from torchobs.probes import phases
-from torchobs.probes.loop import _COLLECTIVES_FILE
+from torchobs.probes.core.training_loop import _COLLECTIVES_FILE
+from torchobs.probes.step import phases
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,9 +21,9 @@ from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, File, live_rank, trai
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import inspect
-from torchobs.flight.evidence import named
-from torchobs.flight.layout import Exit, Live
-from torchobs.flight.record import Flag, Kind
+from torchobs.flight.files.artifacts import named
+from torchobs.flight.format.layout import Exit, Live
+from torchobs.flight.metrics.fold import RecordKind, StepFlag
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"
@@ -248,7 +248,7 @@ def test_a_whole_file_is_no_part(tmp_path: Path, count: int, capsys: pytest.Capt
     for number in range(1, count + 1):
         file.step(number, number / 10)
         if not number % 1000:
-            file.writer.append(number, 0, Kind.LATE, Flag.LOSS, 1, 0.0, 2.0, 0.0, 0.0, PHASES_S)
+            file.writer.append(number, 0, RecordKind.LATE, StepFlag.LOSS, 1, 0.0, 2.0, 0.0, 0.0, PHASES_S)
             file.writer.fold()
     file.beat(count / 10)
     path = file.save().path

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT, clean_environment
-from torchobs.flight import reader
+from torchobs.flight.reader import reader
 from torchobs.integrations.instrumentor import TorchInstrumentor, starts_others
 
 COMMAND = Path(sys.executable).parent / "opentelemetry-instrument"

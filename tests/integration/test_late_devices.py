@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.record import Kind
-from torchobs.probes.amp import AmpProbe
-from torchobs.probes.device import DeviceValues
-from torchobs.probes.gradients import GradientProbe
-from torchobs.probes.loss import LossProbe
-from torchobs.profiling import Profiles
+from torchobs.flight.metrics.fold import RecordKind
+from torchobs.probes.core.device_scalars import DeviceValues
+from torchobs.probes.gradients.gradients import GradientProbe
+from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.step.loss import LossProbe
+from torchobs.runtime.profiler import Profiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,32 +35,32 @@ class Late:
     """A recording whose device is a slow one, with the probes that read devices; the test asks them, not the sampler."""
 
     def __init__(self, run: Recording) -> None:
-        host, sampler = run.session.host, run.session._sampler
-        assert host is not None
+        context, sampler = run.session.context, run.session._sampler
+        assert context is not None
         assert sampler is not None
         sampler.stop()
-        self.run, self.host, self.device = run, host, SlowDevice()
-        host.device = DeviceValues(self.device)
+        self.run, self.context, self.device = run, context, SlowDevice()
+        context.device = DeviceValues(self.device)
         self.gradients, self.loss, self.amp = GradientProbe(), LossProbe(), AmpProbe()
         self.probes = (self.gradients, self.loss, self.amp)
         for probe in self.probes:
-            probe.install(host)
+            probe.install(context)
 
     def look(self) -> None:
         """What the sampler would do."""
-        self.host.device.poll()
+        self.context.device.poll()
         for probe in self.probes:
             probe.sample()
 
     def late(self, flag: int) -> list[Any]:
         """The late records with this flag."""
-        self.host.cycle.flush()
+        self.context.recorder.flush()
         self.look()
-        return [record for record in self.run.records() if record.kind == Kind.LATE and has(record, flag)]
+        return [record for record in self.run.records() if record.kind == RecordKind.LATE and has(record, flag)]
 
     def norms(self) -> list[tuple[int, float]]:
         """The norms that have arrived, by step."""
-        return [(record.step, record.grad_norm) for record in self.late(Flag.GRAD_NORM)]
+        return [(record.step, record.grad_norm) for record in self.late(StepFlag.GRAD_NORM)]
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_gradients_clipped_by_value_are_looked_at_later(late: Late, parameters: 
     sizes = [len(values) for values, _ in late.device.sent]
     assert sorted(sizes) == [1, TENSORS]
     late.device.land_as([0.5], copy=sizes.index(1))
-    assert [record.step for record in late.late(Flag.CLIPPED)] == [1]
+    assert [record.step for record in late.late(StepFlag.CLIPPED)] == [1]
 
 
 def test_the_loss_scale_of_a_fused_optimizer_is_divided_by_on_the_host(
@@ -162,9 +162,9 @@ def test_a_loss_that_never_lands_holds_nobody_up(late: Late, parameters: list[to
     late.device.land_as([9.0], copy=2)
     late.device.land_as([1.0] * TENSORS, copy=1)
     assert len(late.norms()) == 2
-    assert late.late(Flag.LOSS) == []
+    assert late.late(StepFlag.LOSS) == []
     late.device.land_as([8.0])
-    assert [(record.step, record.loss) for record in late.late(Flag.LOSS)] == [(1, 8.0), (2, 9.0)]
+    assert [(record.step, record.loss) for record in late.late(StepFlag.LOSS)] == [(1, 8.0), (2, 9.0)]
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -190,7 +190,11 @@ def test_losses_of_several_optimizers_before_their_cycle_is_known(late: Late, pa
     losses = [copy for copy in late.device.sent if copy[0].dtype is torch.float64 and len(copy[0]) == 1]
     for number, copy in enumerate(losses[::2]):  # each is followed by a norm of one tensor
         copy[1].put([10.0**number])
-    assert [(record.step, record.loss) for record in late.late(Flag.LOSS)] == [(1, 111.0), (2, 111_000.0), (3, 111_000_000.0)]
+    assert [(record.step, record.loss) for record in late.late(StepFlag.LOSS)] == [
+        (1, 111.0),
+        (2, 111_000.0),
+        (3, 111_000_000.0),
+    ]
 
 
 def test_a_step_that_is_forgotten_forgets_its_loss(late: Late, parameters: list[torch.nn.Parameter]) -> None:
@@ -198,14 +202,14 @@ def test_a_step_that_is_forgotten_forgets_its_loss(late: Late, parameters: list[
     optimizer = OPTIMIZERS["foreach"](parameters)
     optimizer.step()
     late.loss._take_later(torch.empty((), device="cuda"), within=False)
-    late.host.cycle.restart()
+    late.context.recorder.restart()
     for _ in range(2):
         late.loss._take_later(torch.empty((), device="cuda"), within=False)
         optimizer.step()
     for copy in [copy for copy in late.device.sent if len(copy[0]) == 1][1:]:
         copy[1].put([7.0])
     late.device.sent[1][1].put([99.0])
-    assert [record.loss for record in late.late(Flag.LOSS)] == [7.0, 7.0]
+    assert [record.loss for record in late.late(StepFlag.LOSS)] == [7.0, 7.0]
 
 
 @pytest.mark.parametrize("late", ["advanced"], indirect=True)
@@ -216,12 +220,12 @@ def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list
     ours for a step.
     """
     optimizer = OPTIMIZERS["foreach"](parameters)
-    late.host.tell(late.host.before_step, optimizer, False)  # noqa: FBT003  # a listener
-    late.host.cycle.optimizer_ends(optimizer, 1)
-    late.host.cycle.flush()
+    late.context.notify(late.context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+    late.context.recorder.optimizer_ends(optimizer, 1)
+    late.context.recorder.flush()
     late.device.land_as([1.0] * TENSORS)
     late.gradients.observe()
-    late.host.tell(late.host.before_step, optimizer, False)  # noqa: FBT003  # as above
+    late.context.notify(late.context.before_step, optimizer, False)  # noqa: FBT003  # as above
     assert late.gradients._updates._copied is not None
     loss, found_inf = torch.empty((), device="cuda"), torch.empty((), device="cuda")
     late.device.is_capturing = True
@@ -229,7 +233,7 @@ def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list
         late.loss._take_later(loss, within=False)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         its_own = len(seen.names)
-        late.host.tell(late.host.before_step, optimizer, False)  # noqa: FBT003  # as above
+        late.context.notify(late.context.before_step, optimizer, False)  # noqa: FBT003  # as above
         late.amp._overflows.fused(optimizer, found_inf)
         assert len(seen.names) == its_own
     late.device.is_capturing = False
@@ -246,12 +250,12 @@ def test_a_loss_is_not_unscaled_within_a_capture(late: Late) -> None:
         del scaled
         late.loss._take((torch.tensor(2.0),), {})
     assert "aten.div.Tensor" not in seen.names
-    assert not late.host.cycle.values.losses
+    assert not late.context.recorder.values.losses
 
 
 def test_a_profile_begins_and_ends_outside_of_captures(late: Late) -> None:
     """Both wait for the device, which would end a capture; it is begun at the next backward pass that is not captured."""
-    profiles = Profiles(late.host)
+    profiles = Profiles(late.context)
     profiles.ask(1, 1)
     model = mlp()
     for capturing in (True, False):
@@ -283,4 +287,4 @@ def test_a_training_on_fakes_is_not_recorded_and_breaks_nothing(flight_dir: Path
             loss_of(model, index).backward()  # type: ignore[no-untyped-call]
             following.step()
         real = run.steps()[-3:]
-        assert all(has(step, Flag.GRAD_NORM) and has(step, Flag.LOSS) for step in real)
+        assert all(has(step, StepFlag.GRAD_NORM) and has(step, StepFlag.LOSS) for step in real)

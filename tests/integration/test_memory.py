@@ -19,9 +19,9 @@ from tests.support import ROOT, wait_until
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.detect.growth import LEAST
-from torchobs.probes.limits import Limits
-from torchobs.probes.memory import MemoryProbe
-from torchobs.probes.process import Machine
+from torchobs.probes.memory.memory_limits import MemoryLimits
+from torchobs.probes.memory.process_memory import MemoryProbe
+from torchobs.probes.memory.process_stats import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,15 +53,15 @@ class Watched:
 
     def __init__(self, run: Recording, shared: str = "/dev/shm") -> None:
         self.run, self.seconds = run, 0.0
-        assert run.session.host is not None
+        assert run.session.context is not None
         self.probe = MemoryProbe(shared=shared, clock=lambda: self.seconds)
-        self.probe.install(run.session.host)
+        self.probe.install(run.session.context)
 
     def limit(self, left: float, total: float = 64 * 1024**3) -> None:
         """From now on this machine has so many bytes left, and no cgroup."""
-        host, machine = self.run.session.host, Machine(int(total), int(left), 0, 0)
-        assert host is not None
-        self.probe._limits = Limits(host.writer, lambda: machine, root="/nowhere")
+        context, machine = self.run.session.context, Machine(int(total), int(left), 0, 0)
+        assert context is not None
+        self.probe._limits = MemoryLimits(context.writer, lambda: machine, root="/nowhere")
 
     def train(self, step: Callable[[], None], points: int, steps: int) -> None:
         """Make so many points, each over so many steps."""
@@ -125,17 +125,17 @@ def test_workers_are_counted_with_what_they_hold(watched: Watched, start: Callab
 
 def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> None:
     """It takes milliseconds; and it goes when the level does."""
-    host = watched.run.session.host
-    assert host is not None
+    context = watched.run.session.context
+    assert context is not None
     watched.probe.observe()
     assert watched.value(catalog.MEMORY_HOST_PSS) is None
-    host.level = 2
+    context.level = 2
     watched.probe.observe()
     share, all_of_it = watched.value(catalog.MEMORY_HOST_PSS), watched.value(catalog.MEMORY_HOST_RSS)
     assert share is not None
     assert all_of_it is not None
     assert 0 < share <= all_of_it * 1.02
-    host.level = 1
+    context.level = 1
     watched.probe.observe()
     assert watched.value(catalog.MEMORY_HOST_PSS) is None
 

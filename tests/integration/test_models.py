@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.training import Flag, Recording, has
+from tests.training import Recording, StepFlag, has
 from torchobs import catalog
-from torchobs.probes.models import LEAST_STEPS
+from torchobs.probes.core.model_tracker import LEAST_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ def new(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 def begun(run: Recording) -> list[int]:
     """The steps that are the first of another model."""
-    return [record.step for record in run.steps() if has(record, Flag.NEW_MODEL)]
+    return [record.step for record in run.steps() if has(record, StepFlag.NEW_MODEL)]
 
 
 @pytest.mark.parametrize("keeps", [True, False])

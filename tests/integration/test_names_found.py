@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from torchobs.guarding import Fuse
-from torchobs.probes import names as module_of_names
-from torchobs.probes.names import Names
+from torchobs.probes.gradients import parameter_names as module_of_names
+from torchobs.probes.gradients.parameter_names import ParameterNames
+from torchobs.support.error_guard import CircuitBreaker
 
 
 @pytest.fixture
 def names() -> Any:
     """Names, with torch's hooks in place."""
-    fuse = Fuse("gradients")
-    found = Names(lambda: None)
-    found.built.install(fuse)
+    breaker = CircuitBreaker("gradients")
+    found = ParameterNames(lambda: None)
+    found.built.install(breaker)
     yield found
     found.built.remove()
-    assert not fuse.errors
+    assert not breaker.errors
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ class Net(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(()))
 
 
-def called(names: Names, model: torch.nn.Module) -> list[str | None]:
+def called(names: ParameterNames, model: torch.nn.Module) -> list[str | None]:
     """What its parameters are called."""
     names.look_for(list(model.parameters()))
     return [names.get(parameter) for parameter in model.parameters()]
 
 
-def test_a_module_built_after_init_is_known_without_a_look(names: Names, looks: list[int]) -> None:
+def test_a_module_built_after_init_is_known_without_a_look(names: ParameterNames, looks: list[int]) -> None:
     """Also its copied parts; the outermost module names them, and a wrapper around it leaves no trace."""
     model = Net()
     expected = ["scale", "blocks.0.0.weight", "blocks.0.0.bias", "blocks.1.0.weight", "blocks.1.0.bias"]
@@ -63,7 +63,7 @@ def test_a_module_built_after_init_is_known_without_a_look(names: Names, looks: 
     assert looks == []
 
 
-def test_a_bare_layer_is_its_own_model(names: Names, looks: list[int]) -> None:
+def test_a_bare_layer_is_its_own_model(names: ParameterNames, looks: list[int]) -> None:
     """It is given parameters and no child."""
     assert called(names, torch.nn.Linear(2, 1)) == ["weight", "bias"]
     assert looks == []
@@ -73,8 +73,8 @@ def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], m
     """Torch told nobody of them."""
     monkeypatch.setattr(module_of_names, "SCAN_AFTER_S", 0.0)
     model = Net()
-    names = Names(lambda: None)
-    names.built.install(Fuse("gradients"))
+    names = ParameterNames(lambda: None)
+    names.built.install(CircuitBreaker("gradients"))
     try:
         twin = copy.deepcopy(model)
         assert called(names, twin)[0] == "scale"
@@ -83,7 +83,7 @@ def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], m
         names.built.remove()
 
 
-def test_what_was_built_may_go(names: Names, looks: list[int]) -> None:
+def test_what_was_built_may_go(names: ParameterNames, looks: list[int]) -> None:
     """Nothing is kept alive, and another module at the same address is another."""
     for _ in range(50):
         Net()
@@ -99,11 +99,11 @@ def test_a_module_that_changes_while_it_is_walked_is_walked_again() -> None:
     parameters = list(model.parameters())
     changes = [torch.nn.Linear(1, 1)]
 
-    def breathe() -> None:
+    def yield_gil() -> None:
         if changes:
             model.append(changes.pop())
 
-    names = Names(breathe)
+    names = ParameterNames(yield_gil)
     names.watch(model)
     names.look_for(parameters)
     assert not changes

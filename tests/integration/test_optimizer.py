@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from tests.training import Flag, Recording, has, loss_of, mlp, recording
+from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.record import Kind
-from torchobs.probes import optimizer as probe
+from torchobs.flight.metrics.fold import RecordKind
+from torchobs.probes.optimizer import hyperparameters as probe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -154,7 +154,7 @@ def test_the_first_group_is_the_same_optimizer_s_in_every_step(run: Recording, o
             train(models[optimizer is actor], optimizer, steps=1)
         if not index % 7 and index > 1:
             assert groups(run.look(), RATE) == {"0": first, "1": 0.75 - first}
-    assert {record.learning_rate for record in run.steps() if has(record, Flag.LEARNING_RATE)} == {first}
+    assert {record.learning_rate for record in run.steps() if has(record, StepFlag.LEARNING_RATE)} == {first}
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -181,15 +181,15 @@ def test_another_s_place_is_that_of_the_parameters() -> None:
 
 def test_a_rate_on_its_way_from_a_device_belongs_to_its_step(run: Recording) -> None:
     """It is written as a late value of the step in which it was taken, and shown as the first group's."""
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     model = mlp()
     train(model, torch.optim.Adagrad(model.parameters(), lr=0.5))
     watching = probe.OptimizerProbe()
-    watching.install(host)
+    watching.install(context)
     watching._write_first(2, 0.125)
-    late = [record for record in run.records() if record.kind == Kind.LATE]
-    assert [(record.step, record.learning_rate, has(record, Flag.LOSS)) for record in late] == [(2, 0.125, False)]
+    late = [record for record in run.records() if record.kind == RecordKind.LATE]
+    assert [(record.step, record.learning_rate, has(record, StepFlag.LOSS)) for record in late] == [(2, 0.125, False)]
     assert groups(run.look(), RATE) == {"0": 0.125}
 
 

@@ -47,8 +47,8 @@ from opentelemetry.trace import (
 from typing_extensions import Self
 
 from tests import otel
-from torchobs.flight.otel import FlightMeterProvider, FlightTracerProvider
-from torchobs.flight.otel.attributes import cleaned
+from torchobs.otel import FlightMeterProvider, FlightTracerProvider
+from torchobs.otel.attributes import cleaned
 
 KEYS = st.sampled_from(["a", "b", "route", "rank", "ä"])
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=5)

@@ -20,12 +20,12 @@ from tests.rank_files import live_rank, live_span, train
 from tests.support import free_port, wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.flight import spans as identifiers
-from torchobs.flight.layout import Exit
-from torchobs.flight.otel import FlightMeterProvider, FlightTracerProvider
-from torchobs.flight.points import Distribution
-from torchobs.flight.reader import FlightFile, open_path
-from torchobs.flight.writer import FlightWriter
+from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.reader.reader import FlightFile, open_path
+from torchobs.flight.writer.writer import FlightWriter
+from torchobs.otel import FlightMeterProvider, FlightTracerProvider
 
 IDENTITY = {"job_name": "gpt", "run_id": "run-1", "rank": "0"}
 DATA = ("sum", "gauge", "histogram")

@@ -19,8 +19,8 @@ from tests.otlp import Fast, Pushing
 from tests.rank_files import File
 from tests.support import wait_until
 from tests.web_configs import certify
-from torchobs.exporter.otlp.options import PushConfig, Target
-from torchobs.exporter.otlp.rpc import METHODS, Rpc
+from torchobs.exporter.otlp.grpc_transport import METHODS, GrpcTransport
+from torchobs.exporter.otlp.options import PushConfig, PushTarget
 
 
 class Server(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
@@ -58,7 +58,7 @@ def pushed(directory: Path, pool: ThreadPoolExecutor, server: Server) -> Any:
     running = grpc.server(pool, handlers=(server,))
     port = running.add_insecure_port("127.0.0.1:0")
     running.start()
-    target = Target(f"http://127.0.0.1:{port}", "grpc", headers=(("Api-Key", "x y"),), gzip=True)
+    target = PushTarget(f"http://127.0.0.1:{port}", "grpc", headers=(("Api-Key", "x y"),), gzip=True)
     try:
         with Pushing(directory, PushConfig(metrics=target), Fast(100.0)) as pushing:
             pushing.look(0.1, wait=False)
@@ -90,7 +90,7 @@ def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: P
     trusted, server = tmp_path / "trusted.pem", Server()
     trusted.write_bytes(first.read_bytes())
     running, port = serving(pool, server, first)
-    rpc = Rpc(Target(f"https://127.0.0.1:{port}", "grpc", certificate=str(trusted)), "metrics", lambda _: (0, ""))
+    rpc = GrpcTransport(PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(trusted)), "metrics", lambda _: (0, ""))
     try:
         assert rpc.send(b"").kind == "sent"
         running.stop(None).wait()
@@ -111,7 +111,9 @@ def test_one_that_is_cancelled_makes_no_channel_any_more(
     running, port = serving(pool, server, certificate)
     try:
         for kind in ("retry", "sent"):
-            rpc = Rpc(Target(f"https://127.0.0.1:{port}", "grpc", certificate=str(certificate)), "metrics", lambda _: (0, ""))
+            rpc = GrpcTransport(
+                PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(certificate)), "metrics", lambda _: (0, "")
+            )
             assert rpc.send(b"").kind == kind
             rpc.cancel()
             outcome = rpc.send(b"")

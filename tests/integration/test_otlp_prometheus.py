@@ -16,11 +16,11 @@ from tests.prometheus_server import PrometheusServer, Series, newest_prometheus
 from tests.rank_files import live_rank, live_span, train
 from tests.support import NEEDS_PROGRAM, free_port, wait_until
 from torchobs import catalog
-from torchobs.exporter import states
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.otlp.options import PushConfig, Target
-from torchobs.flight.otel import FlightMeterProvider
-from torchobs.flight.writer import FlightWriter
+from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.flight.writer.writer import FlightWriter
+from torchobs.otel import FlightMeterProvider
+from torchobs.ranks import state
 
 MOVING = {metric.prometheus for metric in (catalog.RANK_PROGRESS_AGE, catalog.RANK_HEARTBEAT_TIMESTAMP)}
 """Other values at any two moments."""
@@ -42,7 +42,7 @@ def prometheus() -> Iterator[tuple[PrometheusServer, str]]:
 @pytest.fixture
 def rank(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlightWriter]:
     """A living rank that has trained, with instruments of its user; a heartbeat that is late makes it no other."""
-    monkeypatch.setattr(states, "UNRESPONSIVE_AFTER_S", 600.0)
+    monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)
     writer = live_rank(flight_dir, **{"k8s.pod.name": "pod-1"})
     train(writer, range(1, 5))
     live_span(writer, 2)
@@ -93,7 +93,7 @@ def test_what_is_pushed_is_what_is_scraped(
 ) -> None:
     """The same series, but for job, instance and target_info; and it ends when the rank has ended, as a scraped one does."""
     server, address = prometheus
-    target = Target(f"{server.url}/api/v1/otlp/v1/metrics")
+    target = PushTarget(f"{server.url}/api/v1/otlp/v1/metrics")
     config = ExporterConfig(flight_dir=str(flight_dir), push=PushConfig(metrics=target, interval_s=1.0), grace_s=3.0)
     incarnation = rank.header.incarnation.hex()
     pushed, scraped = f'{{job="gpt", instance="{incarnation}"}}', '{job="torchobs", job_name="gpt", rank!=""}'

@@ -16,8 +16,8 @@ from tests.rank_files import BORN_WALL_NS, File
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
-from torchobs.flight import spans as identifiers
-from torchobs.flight.series import Scope
+from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format.series import Scope
 
 USER = Scope("my.package", "1.0", "https://example.org/1", (("a", 1),))
 
@@ -233,7 +233,7 @@ def test_requests_are_cut_to_what_receivers_take(
     flight_dir: Path, receiver: Receiver, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most so many points each; nothing is lost between two of them, nor where a rank's points are cut."""
-    monkeypatch.setattr("torchobs.exporter.otlp.points.MOST_POINTS", 100)
+    monkeypatch.setattr("torchobs.exporter.otlp.metric_encoder.MOST_POINTS", 100)
     for number in range(400):
         file.set(user("my.c"), 1, USER, number=number)
     file.save()

@@ -19,9 +19,9 @@ from tests.otlp import Answer, Fast, Pushing, Receiver, Request, balanced, only_
 from tests.rank_files import File, S
 from tests.support import wait_until
 from torchobs.catalog import Kind, Metric
-from torchobs.exporter.otlp.options import PushConfig, Target
-from torchobs.exporter.otlp.web import Web
-from torchobs.flight.series import Scope
+from torchobs.exporter.otlp.http_transport import HttpTransport
+from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.flight.format.series import Scope
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -165,7 +165,7 @@ class NeverDone:
 def test_a_handshake_that_never_ends_is_left_after_the_timeout() -> None:
     """Each byte in time, and never the last."""
     with NeverDone() as server:
-        web = Web(Target(server.target, timeout_s=0.3), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target, timeout_s=0.3), lambda _: (0, ""), time.time)
         assert web.send(b"").words == "no answer within 0.3 s"
         web.close()
 
@@ -173,7 +173,7 @@ def test_a_handshake_that_never_ends_is_left_after_the_timeout() -> None:
 def test_a_handshake_that_never_ends_can_be_cancelled() -> None:
     """An exporter that must go does not wait for it."""
     with NeverDone() as server, ThreadPoolExecutor(1) as pool:
-        web = Web(Target(server.target, timeout_s=500.0), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target, timeout_s=500.0), lambda _: (0, ""), time.time)
         sent = pool.submit(web.send, b"")
         assert server.begun.wait(30)
         web.cancel()
@@ -223,7 +223,7 @@ class Early:
 def test_a_refusal_before_the_body_was_read_is_one(answer: bytes, kind: str, words: str) -> None:
     """The answer that is there counts, not the connection that broke; one that took nothing has not succeeded."""
     with Early(answer) as server:
-        web = Web(Target(server.target), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""), time.time)
         outcome = web.send(b"x" * 32 * 1024**2)
         web.close()
     assert outcome.kind == kind
@@ -235,7 +235,7 @@ def test_the_connection_of_an_early_refusal_is_not_used_again() -> None:
     """The next request has its own."""
     refused = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
     with Early(refused, refused) as server:
-        web = Web(Target(server.target), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""), time.time)
         kinds = [web.send(b"x" * 32 * 1024**2).kind for _ in range(2)]
         web.close()
     assert kinds == ["refused", "refused"]
@@ -270,7 +270,7 @@ def test_a_receiver_that_flaps_loses_nothing_uncounted(flight_dir: Path, file: F
             Timer(0.3, timeouts[-1].function).start()
         return said
 
-    monkeypatch.setattr("torchobs.exporter.otlp.web.Timer", timeout)
+    monkeypatch.setattr("torchobs.exporter.otlp.http_transport.Timer", timeout)
     with (
         Receiver(answer) as receiver,
         Pushing(flight_dir, only_metrics(receiver, timeout_s=60.0), Fast(1000.0)) as pushing,
@@ -317,7 +317,7 @@ def test_ten_minutes_without_a_receiver(flight_dir: Path, file: File, silent_por
     clock = Fast(120.0)
     file.set(CALLS, 0, USER)
     file.save()
-    target = Target(f"http://127.0.0.1:{silent_port}/v1/metrics")
+    target = PushTarget(f"http://127.0.0.1:{silent_port}/v1/metrics")
     config = PushConfig(metrics=target, interval_s=10.0, queue_bytes=40_000)
     with Pushing(flight_dir, config, clock) as pushing:
         added = 0

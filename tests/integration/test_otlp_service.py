@@ -20,14 +20,14 @@ from tests.rank_files import File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import certify
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.otlp.options import PushConfig, Target
+from torchobs.exporter.otlp.options import PushConfig, PushTarget
 
 OFF = """
 import sys
 from torchobs.cli.exporter import command
-import torchobs.exporter.service
+import torchobs.exporter.daemon
 from torchobs.exporter.config import ExporterConfig
-torchobs.exporter.service._push_of(ExporterConfig())
+torchobs.exporter.daemon._push_of(ExporterConfig())
 heavy = ("google", "grpc", "requests", "opentelemetry.proto", "opentelemetry.sdk")
 print([name for name in sys.modules if name.startswith(heavy)])
 """
@@ -150,7 +150,7 @@ def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytes
     with Receiver() as proxy, Receiver() as direct:
         monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//user:pass%20word@"))
         monkeypatch.setenv("no_proxy", "127.0.0.1")
-        push = PushConfig(metrics=Target("http://collector.example:4318/v1/metrics"), traces=to(direct, path="/v1/traces"))
+        push = PushConfig(metrics=PushTarget("http://collector.example:4318/v1/metrics"), traces=to(direct, path="/v1/traces"))
         with Service(ExporterConfig(flight_dir=str(flight_dir), push=push, grace_s=1e9)):
             wait_until(lambda: proxy.taken and direct.taken)
     (request, *_) = proxy.taken

@@ -12,8 +12,8 @@ from tests.otlp import Pushing, Receiver, attributes, balanced, points, spans, t
 from tests.rank_files import BORN_WALL_NS, File, S
 from tests.support import wait_until
 from torchobs.exporter.otlp.options import PushConfig
-from torchobs.flight import spans as identifiers
-from torchobs.flight.layout import Exit
+from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format.layout import Exit
 
 
 def frame(number: int, begun_s: float, ended_s: float, **more: object) -> dict[str, object]:

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.support import clean_environment, free_port, wait_until
-from torchobs.flight import reader
-from torchobs.flight.layout import Exit
-from torchobs.nodemode import announcement, election
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader import reader
+from torchobs.node import announcement, election
 
 RUN = (sys.executable, "-m", "torchobs", "run")
 

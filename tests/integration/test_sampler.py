@@ -10,8 +10,8 @@ import torch
 import torchobs
 from tests import support
 from tests.training import loss_of, mlp, recording
-from torchobs.flight import reader
-from torchobs.flight.layout import Exit
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from pathlib import Path

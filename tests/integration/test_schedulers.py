@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 import torchobs
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.probes import schedulers
+from torchobs.flight.reader import reader
+from torchobs.probes.optimizer import schedulers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -290,12 +290,12 @@ def test_a_scheduler_that_waits_for_its_turn_is_not_forgotten(run: Recording, mo
     monkeypatch.setattr(schedulers, "UNUSED_STEPS", 20)
     model = mlp()
     several = [torch.optim.SGD(model.parameters(), lr=0.5) for _ in range(2)]
-    by_hand, waiting = lrs.LinearLR(several[0]), lrs.StepLR(several[0], 10)
+    manual_steps, waiting = lrs.LinearLR(several[0]), lrs.StepLR(several[0], 10)
     composed = lrs.SequentialLR(several[1], [lrs.LinearLR(several[1]), lrs.StepLR(several[1], 2)], [1000])
-    train(model, several[0], by_hand, 30)
+    train(model, several[0], manual_steps, 30)
     train(model, several[1], composed, 30)
     also_waiting = lrs.StepLR(several[0], 10)
-    train(model, several[0], by_hand, 30)
+    train(model, several[0], manual_steps, 30)
     run.look()
     assert told(run) == []
     assert (waiting.last_epoch, also_waiting.last_epoch) == (0, 0)

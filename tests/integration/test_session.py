@@ -17,8 +17,8 @@ import torchobs
 from tests import support
 from tests.surface import surface
 from tests.training import Recording, loss_of, mlp, recording, train
-from torchobs.flight import reader
-from torchobs.flight.layout import Exit
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -144,8 +144,8 @@ def test_a_probe_that_raises_is_off_and_said_once(flight_dir: Path, caplog: pyte
         raise ZeroDivisionError
 
     with caplog.at_level(logging.WARNING, "torchobs"), torchobs.init(flight_dir=flight_dir) as session:
-        assert session.host is not None
-        session.host.takes_loss = session.host.fuse("loss").guard(fail)
+        assert session.context is not None
+        session.context.takes_loss = session.context.breaker("loss").guard(fail)
         train(3)
         run = Recording(session)
         support.wait_until(lambda: run.values().get(("torchobs.probe.errors", "loss")) == 1)

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, train
-from torchobs.flight import reader
-from torchobs.flight.layout import Exit
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from pathlib import Path

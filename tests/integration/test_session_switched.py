@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torchobs
 from tests import support
 from tests.surface import torch_hooks
-from tests.training import Flag, Recording, has, recording, train
-from torchobs.flight import control
-from torchobs.settings import PROBES
+from tests.training import Recording, StepFlag, has, recording, train
+from torchobs.config.settings import PROBES
+from torchobs.flight.files import control
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def commanding(run: Recording, flight_dir: Path) -> Iterator[Callable[[control.C
 
     def give(command: control.Command) -> None:
         control.write_command(directory, writer.header.incarnation, command)
-        assert run.session.host is not None
+        assert run.session.context is not None
         assert reader.poll() is not None
         for _ in range(2):  # the round under way may have looked before
             beat = run.view().live.heartbeat_ns
@@ -58,7 +58,7 @@ def test_the_control_file_switches_recording_off_and_on(flight_dir: Path) -> Non
             give(control.Command(level=1))
             train(5)
             assert len(run.steps()) == 3 + 5
-        assert [has(record, Flag.UNTIMED) for record in run.steps()[3:]] == [True, False, False, False, False]
+        assert [has(record, StepFlag.UNTIMED) for record in run.steps()[3:]] == [True, False, False, False, False]
         assert run.values()[("torchobs.tokens",)] == 0
 
 
@@ -71,8 +71,8 @@ def test_a_single_probe_is_switched_off_and_on(flight_dir: Path) -> None:
             train(3)
             give(control.Command(probes_off=0))
             train(3)
-        assert [has(record, Flag.LOSS) for record in run.steps()] == [True] * 3 + [False] * 3 + [True] * 3
-        assert all(has(record, Flag.GRAD_NORM) for record in run.steps())
+        assert [has(record, StepFlag.LOSS) for record in run.steps()] == [True] * 3 + [False] * 3 + [True] * 3
+        assert all(has(record, StepFlag.GRAD_NORM) for record in run.steps())
 
 
 def test_a_rank_that_starts_off_can_be_switched_on(flight_dir: Path) -> None:

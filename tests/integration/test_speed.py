@@ -13,26 +13,26 @@ from tests.rank_files import PHASES_S, live_rank
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.cli import inspect, top
-from torchobs.cli.live import Screen, frame
-from torchobs.cli.paint import Paint
-from torchobs.exporter import states
+from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.top_view import Screen, frame
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.live import figures
-from torchobs.exporter.scan import Scanner
-from torchobs.flight.record import Flag, Kind
-from torchobs.flight.table import CORE
+from torchobs.exporter.ui import formatting
+from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.writer.series_table import CORE
+from torchobs.ranks import state
+from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torchobs.flight.writer import FlightWriter
+    from torchobs.flight.writer.writer import FlightWriter
 
 TOKENS = 512
 
 
 def step(writer: FlightWriter, number: int, end_ns: int) -> None:
     """A step of a quarter of a second, and then an evaluation before the next."""
-    writer.append(number, end_ns, Kind.STEP, Flag.LOSS, 1, 0.25, 2.0, 0.0, 0.0, PHASES_S, TOKENS, 8)
+    writer.append(number, end_ns, RecordKind.STEP, StepFlag.LOSS, 1, 0.25, 2.0, 0.0, 0.0, PHASES_S, TOKENS, 8)
 
 
 def publish(writer: FlightWriter) -> None:
@@ -46,7 +46,7 @@ def test_everybody_who_shows_a_speed_shows_the_same(
     flight_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forty steps, unevenly: the page, top, inspect, the API, and the increase of the counters over the same time."""
-    monkeypatch.setattr(states, "UNRESPONSIVE_AFTER_S", 600.0)  # who is not alive has no speed, and nobody beats here
+    monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)  # who is not alive has no speed, and nobody beats here
     writer = live_rank(flight_dir)
     total = writer.table.open(catalog.TOTAL_STEPS, {}, CORE)
     assert total is not None
@@ -73,9 +73,9 @@ def test_everybody_who_shows_a_speed_shows_the_same(
     assert told["tokens_per_s"] == pytest.approx(gained[2] / gained[1], rel=1e-6)
     assert afterwards == told
     assert [one.pace.per_s for one in seen if one.pace] == [told["steps_per_s"]]
-    assert f'<data value="{told["steps_per_s"]}">{figures.rate(told["steps_per_s"], "steps")}</data>' in page
+    assert f'<data value="{told["steps_per_s"]}">{formatting.rate(told["steps_per_s"], "steps")}</data>' in page
     assert "<span>4 min</span>" in page  # of 960 steps
-    shown = frame(seen, Paint(120), Screen(40), "12:00:00")
+    shown = frame(seen, TerminalStyle(120), Screen(40), "12:00:00")
     assert "4 min 0 s left" in shown[0]
-    assert f" {figures.rate(told['steps_per_s']).removesuffix('/s')} " in shown[-1]
+    assert f" {formatting.rate(told['steps_per_s']).removesuffix('/s')} " in shown[-1]
     writer.close()

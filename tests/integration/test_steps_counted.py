@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import torchobs
-from tests.training import Flag, Recording, has, loss_of, mlp, norm_of, recording
+from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of, recording
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ def test_losses_and_norms_equal_the_reference(run: Recording, name: str) -> None
     assert [record.step for record in steps] == list(range(1, 13))
     assert [record.loss for record in steps] == losses
     assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
-    assert all(has(record, Flag.LEARNING_RATE) for record in steps)
+    assert all(has(record, StepFlag.LEARNING_RATE) for record in steps)
 
 
 def test_an_optimizer_made_before_init_is_seen(flight_dir: Path) -> None:
@@ -221,7 +221,7 @@ def test_lbfgs_evaluates_its_closure_many_times_in_one_step(run: Recording) -> N
     assert len(losses) > 3
     assert [record.loss for record in steps] == pytest.approx(last, rel=1e-12)
     assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
-    assert all(has(record, Flag.CLOSURE) for record in steps)
+    assert all(has(record, StepFlag.CLOSURE) for record in steps)
 
 
 def test_a_closure_of_a_first_order_optimizer(run: Recording) -> None:
@@ -265,7 +265,7 @@ def test_a_closure_without_a_backward_is_as_good_as_none(run: Recording, *, clip
     steps = run.steps()
     assert len(steps) == 6
     assert [record.grad_norm for record in steps[1:]] == pytest.approx(norms[1:], rel=1e-4)
-    assert [has(record, Flag.CLOSURE) for record in steps] == [True] + [False] * 5
+    assert [has(record, StepFlag.CLOSURE) for record in steps] == [True] + [False] * 5
 
 
 def test_a_closure_that_skips_a_batch_remains_one(run: Recording) -> None:
@@ -285,7 +285,7 @@ def test_a_closure_that_skips_a_batch_remains_one(run: Recording) -> None:
             return loss
 
         optimizer.step(closure)
-    measured = [record for record in run.steps() if has(record, Flag.CLOSURE) and has(record, Flag.GRAD_NORM)]
+    measured = [record for record in run.steps() if has(record, StepFlag.CLOSURE) and has(record, StepFlag.GRAD_NORM)]
     assert [record.step for record in measured] == [3, 4, 6, 7, 8, 10]
     assert [record.grad_norm for record in measured] == pytest.approx(norms[1:], rel=1e-4)
 
@@ -308,9 +308,9 @@ def test_what_the_loss_scaler_skips_is_a_skipped_step(run: Recording, fused: boo
         scaler.step(optimizer)
         scaler.update()
     steps = run.steps()
-    assert [has(record, Flag.SKIPPED) for record in steps] == [False, False, True, True, False, False]
+    assert [has(record, StepFlag.SKIPPED) for record in steps] == [False, False, True, True, False, False]
     assert [record.loss for record in steps] == losses
-    measured = [(a.grad_norm, b) for a, b in zip(steps, norms, strict=True) if not has(a, Flag.SKIPPED)]
+    measured = [(a.grad_norm, b) for a, b in zip(steps, norms, strict=True) if not has(a, StepFlag.SKIPPED)]
     assert [a for a, _ in measured] == pytest.approx([b for _, b in measured], rel=1e-4)
 
 
@@ -342,7 +342,7 @@ def test_a_disabled_scaler_changes_nothing(run: Recording) -> None:
         scaler.scale(loss_of(model, index)).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-    assert [has(record, Flag.SKIPPED) for record in run.steps()] == [False] * 3
+    assert [has(record, StepFlag.SKIPPED) for record in run.steps()] == [False] * 3
 
 
 def test_clipping_leaves_the_norm_before_it(run: Recording) -> None:

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from tests import support
 from tests.training import Recording, loss_of, mlp, recording
-from torchobs.flight import reader, spans
-from torchobs.flight.record import Flag
+from torchobs.flight.format import span_ids
+from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,8 +56,8 @@ def test_a_sampled_step_is_beneath_the_run(run: Recording) -> None:
     assert (step["trace_id"], step["parent"]) == (begun["trace_id"], begun["span_id"])
     assert run.session.writer is not None
     header = run.session.writer.header
-    assert step["span_id"] == spans.step_span_id(spans.run_span_id(header), step["attrs"]["step"])
-    assert step["trace_id"] == spans.trace_id(header)
+    assert step["span_id"] == span_ids.step_span_id(span_ids.run_span_id(header), step["attrs"]["step"])
+    assert step["trace_id"] == span_ids.trace_id(header)
 
 
 def test_a_step_s_span_says_what_the_histograms_count(run: Recording) -> None:
@@ -67,27 +68,27 @@ def test_a_step_s_span_says_what_the_histograms_count(run: Recording) -> None:
     for step in awaited(run, "user", 2):
         attributes = step["attrs"]
         record = records[attributes["step"]]
-        assert attributes.get("duration_s") == (None if record.flags & Flag.UNTIMED else record.duration_s)
+        assert attributes.get("duration_s") == (None if record.flags & StepFlag.UNTIMED else record.duration_s)
         assert attributes["grad_norm"] == record.grad_norm
-    assert records[1].flags & Flag.UNTIMED
+    assert records[1].flags & StepFlag.UNTIMED
 
 
 def test_a_norm_that_a_device_delivers_late_is_told(flight_dir: Path) -> None:
     """With the step's span, or after it where that was written before; not of a step that has none."""
     for run in recording(flight_dir, grad_interval=1000):
-        host = run.session.host
-        assert host is not None
+        context = run.session.context
+        assert context is not None
         train(8)
         run.look()
         run.look()
         (sampled,) = run.frames("torchobs.step")
         early, later, other = sampled["attrs"]["step"], 7, 8
         for step, norm in ((early, 2.5), (later, 3.5), (other, 4.5), (early, math.inf)):
-            host.cycle.late(step, Flag.GRAD_NORM, 0.0, norm)
+            context.recorder.late(step, StepFlag.GRAD_NORM, 0.0, norm)
         run.look()
-        host.anomalous.append(later)
+        context.anomalous.append(later)
         run.look()
-        file = reader.open_path(host.writer.path)
+        file = reader.open_path(context.writer.path)
         late = [fields for _, fields in file.events() if fields["k"] == "late"]
         file.close()
         assert late == [{"k": "late", "step": early, "grad_norm": 2.5}]
@@ -182,7 +183,7 @@ def test_the_launcher_s_decision_to_sample_holds(flight_dir: Path, *, sampled: b
         assert bool(found) == sampled
         assert {span["trace_id"] for span in found} <= {PARENT.split("-")[1]}
         assert run.session.writer is not None
-        assert spans.trace_id(run.session.writer.header) == PARENT.split("-")[1]
+        assert span_ids.trace_id(run.session.writer.header) == PARENT.split("-")[1]
 
 
 def test_every_nth_step_if_that_was_asked_for(flight_dir: Path) -> None:

@@ -25,11 +25,11 @@ from tests.scanners import scanner_of
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
-from torchobs.cli.live import Screen, Seen, frame, slowdowns
-from torchobs.cli.paint import Paint
-from torchobs.flight.layout import HEADER_SIZE, Live
-from torchobs.flight.record import LIVE_PHASES
-from torchobs.postmortem.facts import Step
+from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.cli.top_view import RankView, Screen, frame, slowdowns
+from torchobs.diagnosis.rank_report import Step
+from torchobs.flight.format.layout import HEADER_SIZE, Live
+from torchobs.flight.metrics.fold import LIVE_PHASES
 
 HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 PROGRAM = (sys.executable, "-m", "torchobs", "top")
@@ -205,7 +205,7 @@ def test_every_width_holds_the_state_and_the_step(tmp_path: Path, width: int) ->
     """What matters less goes first; no name commands the terminal."""
     files = ranks(tmp_path, 3, job_name=HOSTILE)
     seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
-    lines = frame(seen, Paint(width), Screen(24), "12:00:00")
+    lines = frame(seen, TerminalStyle(width), Screen(24), "12:00:00")
     assert max(map(len, lines)) <= width
     assert [line.split()[:3] for line in lines[-3:]] == [[str(n), "alive", "100"] for n in range(3)]
     assert not {*"".join(lines)} & {"\x1b", "\x07", "\r", "\n", "\u202e"}
@@ -224,11 +224,11 @@ def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int
             file.beat(12.0)
             file.save()
     seen, _ = top.look(scanner)
-    lines = frame(seen, Paint(100), Screen(height), "12:00:00")
+    lines = frame(seen, TerminalStyle(100), Screen(height), "12:00:00")
     assert len(lines) <= height
     if height > 3:
         assert any(line.split()[:2] == ["17", "lost"] for line in lines)
-    further = frame(seen, Paint(100), Screen(height, first=20), "12:00:00")
+    further = frame(seen, TerminalStyle(100), Screen(height, first=20), "12:00:00")
     assert len(further) <= height
     for file in files:
         file.release()
@@ -246,7 +246,7 @@ def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
         file.release()
 
 
-def slowed(one: Seen, by_s: float) -> list[Step]:
+def slowed(one: RankView, by_s: float) -> list[Step]:
     """The same steps, with a forward pass that takes so much longer."""
     return [step._replace(phase_s={**step.phase_s, "forward": 0.1 + by_s}) for step in one.steps]
 
@@ -257,7 +257,7 @@ def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:
     seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
     for turn in (5, 7):
         uneven = [one._replace(steps=slowed(one, 1e-4 * (turn * at % 12))) for at, one in enumerate(seen)]
-        lines = frame(uneven, Paint(100), Screen(10), "12:00:00")
+        lines = frame(uneven, TerminalStyle(100), Screen(10), "12:00:00")
         shown = [line.split()[0] for line in lines if line[:4].strip().isdigit()]
         assert len(shown) >= 3
         assert shown == [str(at) for at in range(len(shown))]
@@ -271,7 +271,7 @@ def test_who_is_at_something_that_takes_its_time_is_said_to_be(tmp_path: Path) -
     file.writer.phase(1 + LIVE_PHASES.index("idle"), BORN_NS)
     file.save()
     seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
-    row = frame(seen, Paint(100), Screen(24), "12:00:00")[-1]
+    row = frame(seen, TerminalStyle(100), Screen(24), "12:00:00")[-1]
     assert row.split()[1:5] == ["alive,", "idle", "100", "-"]
     file.release()
 
@@ -283,7 +283,7 @@ def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:
     other.beat(10.0)
     files.append(other.save().hold())
     seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
-    lines = frame(seen, Paint(100), Screen(40), "12:00:00")
+    lines = frame(seen, TerminalStyle(100), Screen(40), "12:00:00")
     assert [line.split()[1] for line in lines if line.startswith("gpt")] == ["one", "two"]
     for file in files:
         file.release()
@@ -317,7 +317,7 @@ def test_a_look_at_more_ranks_costs_no_more_for_each(tmp_path: Path) -> None:
         sys.setprofile(counted)
         try:
             seen, _ = top.look(scanner)
-            frame(seen, Paint(120), Screen(50), "12:00:00")
+            frame(seen, TerminalStyle(120), Screen(50), "12:00:00")
         finally:
             sys.setprofile(None)
         for file in files:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchobs
 from tests.training import Recording, batch, mlp
 from torchobs import probes
-from torchobs.flight import reader
+from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchobs.exporter.api.access import Door, Token, door_of, refusal
+from torchobs.exporter.api.authorization import AccessChannel, Token, access_channel, refusal
 
 TOKEN = "0123456789abcdef-token"
 JSON = {"content-type": "application/json; charset=utf-8"}
@@ -22,7 +22,7 @@ def token(tmp_path: Path) -> Token:
     return Token(str(path))
 
 
-def status(method: str, headers: dict[str, str], door: Door, token: Token) -> int:
+def status(method: str, headers: dict[str, str], door: AccessChannel, token: Token) -> int:
     """What the refusal answers with; 0 for none."""
     refused = refusal(method, headers, door, token)
     return refused.status if refused else 0
@@ -62,7 +62,7 @@ def status(method: str, headers: dict[str, str], door: Door, token: Token) -> in
         ("open", "POST", JSON | {"authorization": "Bearer wrong", "torchobs-token": TOKEN}, 401),
     ],
 )
-def test_the_gate(door: Door, method: str, headers: dict[str, str], expected: int, token: Token) -> None:
+def test_the_gate(door: AccessChannel, method: str, headers: dict[str, str], expected: int, token: Token) -> None:
     """With a token file."""
     assert status(method, headers, door, token) == expected
 
@@ -118,6 +118,6 @@ def test_a_password_or_a_certificate_is_enough_for_reading() -> None:
     [("127.0.0.1", "loopback"), ("127.8.9.1", "loopback"), ("::1", "loopback"), ("::ffff:127.0.0.1", "loopback"),
      ("10.1.2.3", "open"), ("fe80::1%eth0", "open"), ("", "open")],
 )  # fmt: skip
-def test_every_request_has_its_door(host: str, door: Door) -> None:
+def test_every_request_has_its_door(host: str, door: AccessChannel) -> None:
     """By the address of this machine that it came to, whatever is listened on."""
-    assert door_of({"server": (host, 10960)}) == door
+    assert access_channel({"server": (host, 10960)}) == door

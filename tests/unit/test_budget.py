@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchobs.probes.budget import Budget
+from torchobs.support.rate_limit import Budget
 
 S = 1_000_000_000
 

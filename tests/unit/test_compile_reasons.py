@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchobs import catalog
-from torchobs.probes import compile_reasons as reasons
+from torchobs.probes.compile import reasons
 
 GUARDS = [
     ("0/0: tensor 'x' size mismatch at index 0. expected 3, actual 4", "shape", "x: size at index 0"),

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from torchobs.detect.growth import LEAST, MOST, Growth, History, Point, grows, soonest, time_to_limit_s
+from torchobs.detect.growth import LEAST, MOST, Growth, MemoryHistory, MemoryPoint, grows, soonest, time_to_limit_s
 
 MIB = 1024**2
 GIB = 1024**3
 
 
-def course(used: Callable[[int], float], count: int = 48, steps: int = 100, seconds: float = 10.0) -> list[Point]:
+def course(used: Callable[[int], float], count: int = 48, steps: int = 100, seconds: float = 10.0) -> list[MemoryPoint]:
     """Points `steps` steps and `seconds` apart."""
-    return [Point(index * steps, index * seconds, used(index)) for index in range(count)]
+    return [MemoryPoint(index * steps, index * seconds, used(index)) for index in range(count)]
 
 
 def noise(spread: float, seed: int = 1) -> Callable[[], float]:
@@ -91,7 +91,7 @@ def test_too_little_to_say(count: int) -> None:
 
 def test_memory_that_grows_while_no_step_is_made_is_no_growth_per_step() -> None:
     """An evaluation that fills a list, a process that hangs."""
-    assert grows([Point(7, index * 10.0, index * GIB) for index in range(MOST)]) is None
+    assert grows([MemoryPoint(7, index * 10.0, index * GIB) for index in range(MOST)]) is None
 
 
 def test_the_limit_is_foretold_by_a_straight_line() -> None:
@@ -110,9 +110,9 @@ def test_the_limit_is_foretold_by_a_straight_line() -> None:
 
 def test_a_history_covers_the_run_in_few_points() -> None:
     """Points of the whole run get further apart evenly; the last ones stay as they came."""
-    history = History()
+    history = MemoryHistory()
     for index in range(10_000):
-        history.add(Point(index, index * 10.0, index))
+        history.add(MemoryPoint(index, index * 10.0, index))
     assert len(history.whole) <= MOST
     apart = {b.step - a.step for a, b in zip(history.whole, history.whole[1:], strict=False)}
     assert apart == {256}
@@ -122,9 +122,9 @@ def test_a_history_covers_the_run_in_few_points() -> None:
 
 def test_a_fast_leak_that_begins_late_is_seen_at_once() -> None:
     """After a day without growth, four minutes of a leak are enough, by the recent points."""
-    history = History()
+    history = MemoryHistory()
     for index in range(8640 + LEAST):
-        history.add(Point(index * 100, index * 10.0, 4 * GIB + max(0, index - 8640) * 100 * MIB))
+        history.add(MemoryPoint(index * 100, index * 10.0, 4 * GIB + max(0, index - 8640) * 100 * MIB))
     whole, recent = history.growths()
     assert whole is not None
     assert not whole.sustained

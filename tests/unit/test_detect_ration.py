@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchobs.detect.ration import BURST, REFILL_S, Ration
+from torchobs.detect.event_rate_limit import BURST, REFILL_S, Ration
 
 
 def test_a_flood_leaves_its_beginning_and_says_what_it_left_out() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchobs.detect.growth import LEAST, Point
+from torchobs.detect.growth import LEAST, MemoryPoint
 from torchobs.detect.rush import FORESIGHT, MOST, Rush
 
 GIB = 1024**3
@@ -20,7 +20,7 @@ def verdicts(used: Callable[[int], float], seconds: int = 300, steps_a_second: f
         level = used(second)
         if level > LIMIT:
             break
-        rush.see(Point(int(second * steps_a_second), float(second), level), LIMIT - level, LIMIT)
+        rush.see(MemoryPoint(int(second * steps_a_second), float(second), level), LIMIT - level, LIMIT)
         if rush.growth is not None:
             found.append((second, (LIMIT - level) / rush.growth.per_second))
     return found
@@ -70,11 +70,11 @@ def test_another_model_begins_with_a_ramp_of_its_own() -> None:
     rush = Rush()
     for tenth in range(MOST * 10):
         level = 32 * GIB + tenth * 0.05 * GIB
-        rush.see(Point(tenth, tenth / 10, level), LIMIT - level, LIMIT)
+        rush.see(MemoryPoint(tenth, tenth / 10, level), LIMIT - level, LIMIT)
     growth = rush.growth
     assert growth is not None
     assert growth.per_second == pytest.approx(0.5 * GIB, rel=0.1)
     assert growth.seconds * FORESIGHT == pytest.approx(155, rel=0.1)
     rush.begin()
     assert rush.growth is None
-    assert not rush.see(Point(10_000, 1000.0, LIMIT - 1), 1.0, LIMIT)
+    assert not rush.see(MemoryPoint(10_000, 1000.0, LIMIT - 1), 1.0, LIMIT)

@@ -11,9 +11,9 @@ import torch
 from tests.training import Recording, recording
 from torchobs import catalog
 from torchobs.detect.growth import LEAST
-from torchobs.probes.allocators import DeviceMemory, of_stats, used_devices
-from torchobs.probes.device_memory import DeviceMemoryProbe
-from torchobs.probes.oom import APART_S, OomObserver, _observe, largest, numbers
+from torchobs.probes.memory.allocators import DeviceMemory, of_stats, used_devices
+from torchobs.probes.memory.device_memory import DeviceMemoryProbe
+from torchobs.probes.memory.oom import APART_S, OomObserver, _observe, largest, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -123,9 +123,9 @@ class Device:
 
     def __init__(self, run: Recording, first: list[DeviceMemory]) -> None:
         self.run, self.memory, self.seconds = run, first, 0.0
-        assert run.session.host is not None
+        assert run.session.context is not None
         self.probe = DeviceMemoryProbe(lambda: self.memory, lambda: self.seconds)
-        self.probe.install(run.session.host)
+        self.probe.install(run.session.context)
 
     def observe(self, allocated: int, peak: int, **more: Any) -> None:
         """Let the device be in that state, and look."""
@@ -192,10 +192,10 @@ def test_errors_are_counted_from_the_start_on_and_over_a_reset(run: Recording) -
 def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> None:
     """Looks fall anywhere in a step; the least of ten is near the floor, and that grows by 10 MiB a step."""
     device = Device(run, [])
-    host = run.session.host
-    assert host is not None
+    context = run.session.context
+    assert context is not None
     for point in range(LEAST):
-        host.cycle.step = 100 * point
+        context.recorder.step = 100 * point
         floor = 10 * GIB + point * 1000 * MIB
         for look in range(10):
             device.memory = [DeviceMemory("cuda:0", floor + (look * 7 + point * 3) % 10 * 3 * GIB, floor, limit=TOTAL)]
@@ -248,8 +248,8 @@ SNAPSHOT = {
 def observer(run: Recording, module: OomCuda) -> OomObserver:
     """An observer that asks this torch."""
     found = OomObserver()
-    assert run.session.host is not None
-    found._host = run.session.host
+    assert run.session.context is not None
+    found._context = run.session.context
     vars(found)["_torch"] = module
     return found
 
@@ -258,8 +258,8 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
     """What was asked for, what there is, what is held; and where most of it is, if torch remembers."""
     module = OomCuda()
     watcher = observer(run, module)
-    assert run.session.host is not None
-    run.session.host.cycle.step = 17
+    assert run.session.context is not None
+    run.session.context.recorder.step = 17
     watcher.note(0, 8 * GIB, TOTAL, GIB)
     module.remembers = True
     watcher._last -= APART_S
@@ -307,21 +307,21 @@ def test_cuda_s_initialisation_attaches_once_and_a_removed_session_hears_nothing
     """Attaching would initialise CUDA, so it is left to do it; what it was asked to call is taken back; nobody can detach."""
     attached: list[Callable[[int, int, int, int], object]] = []
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False)
-    monkeypatch.setattr("torchobs.probes.oom._Listening.attached", False)
-    host = run.session.host
-    assert host is not None
+    monkeypatch.setattr("torchobs.probes.memory.oom._Listening.attached", False)
+    context = run.session.context
+    assert context is not None
     before = list(torch.cuda._queued_calls)
     first = OomObserver()
-    first.install(host)
+    first.install(context)
     assert not torch.cuda._initialized
     (queued,) = [call for call, *_ in torch.cuda._queued_calls if call not in [call for call, *_ in before]]
     first.remove()
     assert torch.cuda._queued_calls == before
-    first.install(host)
+    first.install(context)
     queued()  # as torch.cuda._lazy_init does
     assert attached == [_observe]
     second = OomObserver()
-    second.install(host)
+    second.install(context)
     assert len(attached) == 1
     vars(second)["_torch"] = OomCuda()
     _observe(0, GIB, TOTAL, 0)
@@ -343,15 +343,15 @@ def test_an_allocator_without_observers_costs_nobody_the_initialisation(
         raise RuntimeError("cudaMallocAsync does not yet support attachOutOfMemoryObserver")
 
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", refuse, raising=False)
-    monkeypatch.setattr("torchobs.probes.oom._Listening.attached", False)
-    host = run.session.host
-    assert host is not None
-    watcher, fuse = OomObserver(), host.fuse("oom")
-    watcher.install(host)
+    monkeypatch.setattr("torchobs.probes.memory.oom._Listening.attached", False)
+    context = run.session.context
+    assert context is not None
+    watcher, breaker = OomObserver(), context.breaker("oom")
+    watcher.install(context)
     for call, *_ in torch.cuda._queued_calls[-1:]:
         call()
-    assert fuse.blown
-    assert not host.fuse("device_memory").blown
-    assert [trip.exception for trip in fuse.trips] == ["RuntimeError"]
-    fuse.errors = 0
+    assert breaker.blown
+    assert not context.breaker("device_memory").blown
+    assert [trip.exception for trip in breaker.trips] == ["RuntimeError"]
+    breaker.errors = 0
     watcher.remove()

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.diagnosis_files import fact, facts, steps
 from tests.exporters import Service
-from tests.postmortems import fact, facts, steps
-from torchobs import catalog, settings
-from torchobs.cli import checks, doctor, selftest
-from torchobs.cli.checks import FAIL, OK, WARN, Check
-from torchobs.cli.paint import Paint
+from torchobs import catalog
+from torchobs.cli import doctor, doctor_checks, selftest
+from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
+from torchobs.cli.terminal_style import TerminalStyle
+from torchobs.config import settings
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight import place
-from torchobs.flight.layout import DEFAULT_SIZE
+from torchobs.flight.files import location
+from torchobs.flight.format.layout import DEFAULT_SIZE
 
 
 @pytest.mark.parametrize(
@@ -25,19 +26,19 @@ from torchobs.flight.layout import DEFAULT_SIZE
 )
 def test_torch_is_judged_by_its_version(version: str | None, status: str) -> None:
     """Nothing is imported for it."""
-    assert checks.torch(version).status == status
+    assert doctor_checks.torch(version).status == status
 
 
 @pytest.mark.parametrize(("platform", "status"), [("linux", OK), ("darwin", OK), ("win32", FAIL)])
 def test_systems(platform: str, status: str) -> None:
     """Where init() does nothing, that is said."""
-    assert checks.system(platform).status == status
+    assert doctor_checks.system(platform).status == status
 
 
 def test_a_misspelled_variable_is_named_with_the_right_one() -> None:
     """Ours and the exporter's; a value that is not allowed, too."""
     environ = {"TORCHOBS_LEVLE": "basic", "TORCHOBS_EXPORTER_GARCE": "5m", "TORCHOBS_FILE_SIZE": "7", "TORCHOBS_DIR": "/x"}
-    found = list(checks.variables(environ))
+    found = list(doctor_checks.variables(environ))
     assert [check.status for check in found] == [WARN] * 3
     told = " ".join(check.text for check in found)
     assert "TORCHOBS_LEVLE is no setting, did you mean TORCHOBS_LEVEL?" in told
@@ -47,31 +48,31 @@ def test_a_misspelled_variable_is_named_with_the_right_one() -> None:
 
 def test_what_is_set_and_understood_is_listed() -> None:
     """Names only: a value may be a secret."""
-    (found,) = checks.variables({"TORCHOBS_LEVEL": "basic", "TORCHOBS_EXPORTER_LOG_LEVEL": "info", "PATH": "/bin"})
+    (found,) = doctor_checks.variables({"TORCHOBS_LEVEL": "basic", "TORCHOBS_EXPORTER_LOG_LEVEL": "info", "PATH": "/bin"})
     assert (found.status, found.text) == (OK, "set and understood: TORCHOBS_EXPORTER_LOG_LEVEL, TORCHOBS_LEVEL")
 
 
 def test_the_exporter_s_variables_are_known() -> None:
     """Those of the push, too, and what Kubernetes says of a Service with the exporter's name."""
     environ = {"TORCHOBS_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "TORCHOBS_EXPORTER_SERVICE_HOST": "10.0.0.1"}
-    (found,) = checks.variables(environ)
+    (found,) = doctor_checks.variables(environ)
     assert (found.status, found.text) == (OK, "set and understood: TORCHOBS_EXPORTER_OTLP_ENDPOINT")
 
 
 def test_the_directory_is_told_with_the_reason(flight_dir: Path) -> None:
     """The path, why it is that one, the file system, mode and owner."""
-    found = checks.directory(str(flight_dir), None)
+    found = doctor_checks.directory(str(flight_dir), None)
     assert found.status in {OK, WARN}
     assert f"{flight_dir} (by TORCHOBS_DIR; " in found.text
     assert "mode 0700" in found.text
-    assert checks.directory(str(flight_dir / "a" / "b"), None).text.endswith("the first training makes it")
+    assert doctor_checks.directory(str(flight_dir / "a" / "b"), None).text.endswith("the first training makes it")
     assert not (flight_dir / "a").exists(), "doctor changes nothing"
 
 
 def test_a_directory_that_cannot_be_made_fails(tmp_path: Path) -> None:
     """With what to do; root, who may write everywhere, cannot make one below a file either."""
     (tmp_path / "file").write_text("")
-    found = checks.directory(str(tmp_path / "file" / "flight"), None)
+    found = doctor_checks.directory(str(tmp_path / "file" / "flight"), None)
     assert found.status == FAIL
     assert "TORCHOBS_DIR" in found.remedy
 
@@ -93,12 +94,12 @@ def test_what_a_training_could_not_make_a_directory_of_fails(tmp_path: Path) -> 
         str(tmp_path / "to_real"): "",
     }
     for path, why in said.items():
-        found = checks.directory(path, None)
+        found = doctor_checks.directory(path, None)
         assert (found.status, why in found.text, bool(found.remedy)) == (FAIL, True, True)
         with pytest.raises(OSError, match=re.escape(path)):
-            place.open_place(path, None)
-        existing = place.find_existing(path, None)
-        assert checks.space(existing, DEFAULT_SIZE).status == (WARN if existing else OK)
+            location.open_place(path, None)
+        existing = location.find_existing(path, None)
+        assert doctor_checks.space(existing, DEFAULT_SIZE).status == (WARN if existing else OK)
 
 
 @pytest.mark.parametrize(
@@ -107,22 +108,22 @@ def test_what_a_training_could_not_make_a_directory_of_fails(tmp_path: Path) -> 
 def test_a_directory_still_to_be_made_is_judged_by_its_file_system(tmp_path: Path, kind: str, status: str) -> None:
     """On a server that may be away, a training would refuse it."""
     mountinfo = f"1 0 0:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:2 / {tmp_path} rw - {kind} server:/x rw\n"
-    found = checks.directory(str(tmp_path / "a" / "b"), None, mountinfo)
+    found = doctor_checks.directory(str(tmp_path / "a" / "b"), None, mountinfo)
     assert (found.status, kind in found.text) == (status, status == FAIL)
 
 
 def test_where_the_best_place_cannot_be_made_the_next_one_is_told(tmp_path: Path) -> None:
     """As a training takes it: a session's directory that is a plain file is passed over."""
     (tmp_path / "torchobs").touch()
-    found = checks.directory(None, str(tmp_path))
+    found = doctor_checks.directory(None, str(tmp_path))
     assert "torchobs" in found.text
     assert str(tmp_path / "torchobs") + " " not in found.text
 
 
 def test_room_is_judged_as_a_rank_judges_it(flight_dir: Path) -> None:
     """Before a training finds out."""
-    assert checks.space(str(flight_dir), DEFAULT_SIZE).status == OK
-    full = checks.space(str(flight_dir), 1 << 60)
+    assert doctor_checks.space(str(flight_dir), DEFAULT_SIZE).status == OK
+    full = doctor_checks.space(str(flight_dir), 1 << 60)
     assert full.status == FAIL
     assert "bytes left" in full.text
 
@@ -132,9 +133,9 @@ def test_a_pod_s_volumes(tmp_path: Path) -> None:
     flight, control = tmp_path / "flight", tmp_path / "control"
 
     def found() -> Check | None:
-        return checks.kubernetes({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, str(flight), str(control))
+        return doctor_checks.kubernetes({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, str(flight), str(control))
 
-    assert checks.kubernetes({}) is None
+    assert doctor_checks.kubernetes({}) is None
     missing = found()
     assert missing
     assert (missing.status, "emptyDir" in missing.remedy) == (WARN, True)
@@ -155,19 +156,19 @@ def test_a_pod_s_volumes(tmp_path: Path) -> None:
 
 def test_shared_memory(tmp_path: Path) -> None:
     """What is not there, and what is there."""
-    assert checks.shared_memory(str(tmp_path / "none")).status == WARN
-    assert checks.shared_memory("/dev/shm").text.startswith("/dev/shm has ")
+    assert doctor_checks.shared_memory(str(tmp_path / "none")).status == WARN
+    assert doctor_checks.shared_memory("/dev/shm").text.startswith("/dev/shm has ")
 
 
 @pytest.mark.parametrize(("now_s", "state", "status"), [(1.8e9, 0, OK), (1.8e9, 5, WARN), (100.0, 0, FAIL)])
 def test_the_clock(now_s: float, state: int, status: str) -> None:
     """One that nothing keeps right, and one that is in the past."""
-    assert checks.clock(now_s, state).status == status
+    assert doctor_checks.clock(now_s, state).status == status
 
 
 def test_this_machine_s_own_figures_can_be_had() -> None:
     """Whatever they are: no check raises."""
-    found = [checks.cgroup(), checks.clock(), checks.gpus(), *checks.extras()]
+    found = [doctor_checks.cgroup(), doctor_checks.clock(), doctor_checks.gpus(), *doctor_checks.extras()]
     assert {check.status for check in found} <= {OK, WARN, FAIL}
     assert all(check.remedy for check in found if check.status != OK)
 
@@ -175,9 +176,9 @@ def test_this_machine_s_own_figures_can_be_had() -> None:
 def test_an_exporter_that_answers_is_ready(flight_dir: Path) -> None:
     """By the address it has; one that does not answer is only missed where one was announced."""
     with Service(ExporterConfig(flight_dir=str(flight_dir))) as service:
-        assert checks.exporter(None, service.address).status == OK
+        assert doctor_checks.exporter(None, service.address).status == OK
         address = service.address
-    assert checks.exporter(None, address).status == WARN
+    assert doctor_checks.exporter(None, address).status == WARN
 
 
 def test_a_pod_without_a_temporary_directory_has_its_trial_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,7 @@ def test_a_probe_that_is_off_is_told_with_its_reason() -> None:
 def test_every_finding_that_is_not_well_has_its_remedy_below_it() -> None:
     """Wrapped to the width, without a control character."""
     check = Check("directory", FAIL, "a\x1b[2Jb " * 20, "do this " * 10)
-    lines = doctor.lines_of(check, Paint(60))
+    lines = doctor.lines_of(check, TerminalStyle(60))
     assert max(map(len, lines)) <= 60
     assert lines[0].startswith("FAIL  directory: a?[2Jb")
     assert any(line.startswith("      -> do this") for line in lines)

@@ -4,9 +4,9 @@ import asyncio
 import socket
 from typing import cast
 
-from torchobs.exporter.accept import Acceptor
-from torchobs.exporter.connections import Connections
-from torchobs.exporter.protocol import HttpProtocol
+from torchobs.exporter.http.acceptor import Acceptor
+from torchobs.exporter.http.connection_limits import Connections
+from torchobs.exporter.http.protocol import HttpProtocol
 
 
 class Protocol(asyncio.Protocol):

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from isal import isal_zlib
 
-from torchobs.exporter import compression
+from torchobs.exporter.prometheus import compression
 
 
 def lines(number: int) -> list[bytes]:

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from torchobs.config.option_types import Address
 from torchobs.exporter import config
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.unixsocket import UnixAddress
-from torchobs.values import Address
+from torchobs.exporter.http.unix_socket import UnixAddress
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from torchobs.exporter.connections import HEAD_S, RESPONSE_S, Connections
+from torchobs.exporter.http.connection_limits import HEAD_S, RESPONSE_S, Connections
 
 
 class Transport(asyncio.Transport):

@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from torchobs.exporter.protocol import MOST_CHUNKS, BoundedConnection, paced
+from torchobs.exporter.http.protocol import MOST_CHUNKS, BoundedConnection, chunked_writes
 
 AT_ONCE = 64 * 1024
 
@@ -26,7 +26,7 @@ def sent_of(body: bytes) -> list[Message]:
         sent.append(message)
 
     async def ask() -> None:
-        await paced(app)({"type": "http"}, receive, send)
+        await chunked_writes(app)({"type": "http"}, receive, send)
 
     asyncio.run(ask())
     return sent

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.slow_device import SlowDevice
-from torchobs.probes.landing import Cuda
-from torchobs.probes.measuring import Devices, Measurement, from_norms, measure
-from torchobs.probes.norms import count_on_device, device_norms, host_norms, largest
+from torchobs.probes.core.pinned_buffers import Cuda
+from torchobs.probes.gradients.measurement import Devices, Measurement, from_norms, measure
+from torchobs.probes.gradients.norms import count_on_device, device_norms, host_norms, largest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

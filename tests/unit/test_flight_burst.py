@@ -10,9 +10,9 @@ import pytest
 from tests import flights
 from tests.support import wait_until
 from torchobs import catalog
-from torchobs.flight import reader
-from torchobs.flight.layout import MIN_SIZE
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.format.layout import MIN_SIZE
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,10 +10,10 @@ import pytest
 from tests import flights
 from torchobs import catalog
 from torchobs.catalog import Kind
-from torchobs.flight import reader
-from torchobs.flight.layout import BLOCK_WORDS
-from torchobs.flight.table import LAYERS, USER, Cell
-from torchobs.flight.writer import FlightWriter
+from torchobs.flight.format.layout import BLOCK_WORDS
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.series_table import LAYERS, USER, Cell
+from torchobs.flight.writer.writer import FlightWriter
 
 
 @pytest.fixture

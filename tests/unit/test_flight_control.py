@@ -8,8 +8,8 @@ from secrets import token_bytes
 
 import pytest
 
-from torchobs.flight import control
-from torchobs.flight.control import Command, ControlReader, write_command
+from torchobs.flight.files import control
+from torchobs.flight.files.control import Command, ControlReader, write_command
 
 TARGET = token_bytes(16)
 POLL_LIMIT_S = 50e-6

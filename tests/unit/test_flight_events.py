@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import flights
-from torchobs.flight import events
+from torchobs.flight.format import event_ring
 
 SEED = flights.header().seed
 
@@ -20,7 +20,7 @@ class Ring:
 
     def __init__(self, size: int = 1024) -> None:
         self.memory = flights.RecordingMemory(4096 + size)
-        self.ring = events.EventRing(self.memory, 4096, size, SEED, 0)
+        self.ring = event_ring.EventRing(self.memory, 4096, size, SEED, 0)
 
     @property
     def head(self) -> int:
@@ -33,7 +33,7 @@ class Ring:
 
     def seen(self) -> list[Any]:
         """The numbers of the events in it."""
-        return [fields["n"] for _, fields in events.scan(self.content(), SEED)]
+        return [fields["n"] for _, fields in event_ring.scan(self.content(), SEED)]
 
 
 def test_the_newest_events_are_there_in_order_however_often_the_ring_wrapped() -> None:
@@ -77,7 +77,7 @@ def numbers(payloads: list[bytes]) -> list[Any]:
 @pytest.mark.parametrize("pause", [1, 3, 5, 40])
 def test_a_tail_gives_each_event_once_and_reads_what_is_new(pause: int) -> None:
     """Over many laps, whoever looks often enough misses none; who looks too seldom gets what is left, in order."""
-    ring, tail = Ring(), events.Tail(1024, SEED)
+    ring, tail = Ring(), event_ring.Tail(1024, SEED)
     taken: list[int] = []
     for number in range(200):
         ring.ring.append({"n": number, "text": "x" * (number * 7 % 150)})
@@ -94,7 +94,7 @@ def test_a_tail_gives_each_event_once_and_reads_what_is_new(pause: int) -> None:
 
 def test_a_tail_waits_for_a_frame_whose_head_came_first() -> None:
     """Where stores are reordered, the head can be there before the frame: it is given with the next one."""
-    ring, tail = Ring(), events.Tail(1024, SEED)
+    ring, tail = Ring(), event_ring.Tail(1024, SEED)
     ring.ring.append({"n": 0})
     assert numbers(tail.take(ring.head, Reading(ring.content()))) == [0]
     before = ring.content()
@@ -107,7 +107,7 @@ def test_a_tail_waits_for_a_frame_whose_head_came_first() -> None:
 @pytest.mark.parametrize("head", [1, 64, 1 << 40, (1 << 64) - 1])
 def test_a_head_that_is_not_true_hides_nothing(head: int) -> None:
     """It is a hint: the whole ring is looked at, once."""
-    ring, tail = Ring(), events.Tail(1024, SEED)
+    ring, tail = Ring(), event_ring.Tail(1024, SEED)
     ring.ring.append({"n": 0, "text": "x" * 100})
     ring.ring.append({"n": 1})
     for at in (ring.head, head):
@@ -121,15 +121,17 @@ def test_a_frame_in_an_event_s_text_is_no_event() -> None:
     """Not even one that somebody has computed with the right seed: no frame begins inside another."""
     ring = Ring()
     payload = b'{"n":"forged"}'
-    inner = events._FRAME.pack(64, len(payload), zlib.crc32(payload, zlib.crc32(events._FRAME.pack(64, len(payload), 0), SEED)))
+    inner = event_ring._FRAME.pack(
+        64, len(payload), zlib.crc32(payload, zlib.crc32(event_ring._FRAME.pack(64, len(payload), 0), SEED))
+    )
     raw = bytearray(ring.content())
     outer = b'{"n":"' + b" " * (64 - 16 - 6) + inner + payload
     outer = outer.ljust(150) + b'"}'
-    crc = zlib.crc32(outer, zlib.crc32(events._FRAME.pack(0, len(outer), 0), SEED))
-    raw[: 16 + len(outer)] = events._FRAME.pack(0, len(outer), crc) + outer
-    assert [position for position, _ in events._frames(bytes(raw), SEED)] == [0]
+    crc = zlib.crc32(outer, zlib.crc32(event_ring._FRAME.pack(0, len(outer), 0), SEED))
+    raw[: 16 + len(outer)] = event_ring._FRAME.pack(0, len(outer), crc) + outer
+    assert [position for position, _ in event_ring._frames(bytes(raw), SEED)] == [0]
     raw[20] ^= 1  # the outer one damaged
-    assert [fields["n"] for _, fields in events.scan(bytes(raw), SEED)] == ["forged"]
+    assert [fields["n"] for _, fields in event_ring.scan(bytes(raw), SEED)] == ["forged"]
 
 
 @pytest.mark.parametrize(
@@ -178,19 +180,19 @@ def test_a_payload_that_is_no_object_is_no_event(payload: bytes) -> None:
     """Or one that could be put on a page."""
     ring = Ring(64 * 1024)
     ring.ring.put(payload)
-    assert [json.dumps(fields).encode() for _, fields in events.scan(ring.content(), SEED)] in ([], [b'{"n": "?"}'])
+    assert [json.dumps(fields).encode() for _, fields in event_ring.scan(ring.content(), SEED)] in ([], [b'{"n": "?"}'])
 
 
 def test_forged_lengths_cannot_make_a_scan_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen KiB to check at every 64 bytes of 1 MiB would be 256 MiB; it gives up after eight rings' worth."""
     size = 1 << 20
-    ring = b"".join(events._FRAME.pack(at, 16 * 1024, 0).ljust(64, b"\0") for at in range(0, size, 64))
+    ring = b"".join(event_ring._FRAME.pack(at, 16 * 1024, 0).ljust(64, b"\0") for at in range(0, size, 64))
     checked: list[int] = []
 
     def counting(data: bytes, _: int) -> int:
         checked.append(len(data))
         return 1
 
-    monkeypatch.setattr(events, "zlib", SimpleNamespace(crc32=counting))
-    assert list(events.scan(ring, SEED)) == []
+    monkeypatch.setattr(event_ring, "zlib", SimpleNamespace(crc32=counting))
+    assert list(event_ring.scan(ring, SEED)) == []
     assert size < sum(checked) < 10 * size

@@ -10,8 +10,8 @@ import pytest
 
 import torchobs.flight
 from tests import flights
-from torchobs.flight import layout
-from torchobs.flight.layout import (
+from torchobs.flight.format import layout
+from torchobs.flight.format.layout import (
     DEFAULT_SIZE,
     HEADER_SIZE,
     MAX_SIZE,
@@ -19,9 +19,9 @@ from torchobs.flight.layout import (
     RECORD_SIZE,
     RESOURCE_LIMIT,
     BadFlightFileError,
+    Extent,
     Header,
     Region,
-    Span,
     decode_header,
     encode_header,
     plan,
@@ -123,7 +123,7 @@ def test_a_ring_larger_than_any_is_refused() -> None:
     """16 MiB of forged records would hold a reader for half a second."""
     records = 2 * MAX_SIZE // RECORD_SIZE
     size = 16 * 1024 * 1024
-    spans = {**HEADER.regions, Region.STEPS: Span(8 * 1024 * 1024, records * RECORD_SIZE, RECORD_SIZE)}
+    spans = {**HEADER.regions, Region.STEPS: Extent(8 * 1024 * 1024, records * RECORD_SIZE, RECORD_SIZE)}
     with pytest.raises(BadFlightFileError, match="impossible"):
         decode_header(encode_header(replace(HEADER, file_size=size, regions=spans)), size)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight.series import Scope, Series, ValueType, decode, encode
+from torchobs.flight.format.series import Scope, Series, ValueType, decode, encode
 
 SEED = flights.header().seed
 TEXT = st.text(max_size=30)

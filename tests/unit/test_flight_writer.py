@@ -14,10 +14,12 @@ import pytest
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import lock, reader, writer
-from torchobs.flight.birth import create, file_name, lock_name
-from torchobs.flight.layout import DEFAULT_SIZE, HEADER_SIZE, MAX_SIZE, MIN_SIZE, RESOURCE_LIMIT, Exit, Region
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import create, file_name, lock_name
+from torchobs.flight.format.layout import DEFAULT_SIZE, HEADER_SIZE, MAX_SIZE, MIN_SIZE, RESOURCE_LIMIT, Exit, Region
+from torchobs.flight.reader import reader
+from torchobs.flight.writer import writer
+from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 RECORDS = 16
 METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)

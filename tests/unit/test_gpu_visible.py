@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchobs.probes.gpu.visible import Board, visible
+from torchobs.probes.gpu.visible_devices import Board, visible
 
 A, B, C = "GPU-8932f937-d72c", "GPU-8932ffff-0000", "GPU-1d1f0000-1111"
 PLAIN = [Board(A), Board(B), Board(C)]

@@ -10,12 +10,12 @@ import pytest
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host import filesystem, look
 from torchobs.exporter.host.lane import FRESH_S, STUCK_AFTER_S, Lane
 from torchobs.exporter.host.look import KEEP_S, Host
 
-SAID = Said(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1.0)
+SAID = Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1.0)
 
 
 class Server:
@@ -32,7 +32,7 @@ class Server:
     def up(self) -> None:
         self._up.set()
 
-    def collect(self, path: str = "/lustre/checkpoints") -> Iterable[Said]:
+    def collect(self, path: str = "/lustre/checkpoints") -> Iterable[Sample]:
         """As `filesystem.collect` does."""
         self.asked += 1
         assert path == "/lustre/checkpoints"
@@ -80,7 +80,7 @@ def test_a_lane_asks_no_second_time_while_it_waits(server: Server, clock: list[f
 def test_what_cannot_be_asked_is_an_answer(clock: list[float]) -> None:
     """The failure is told once by who asked, and the next question is asked."""
 
-    def fail() -> Iterable[Said]:
+    def fail() -> Iterable[Sample]:
         raise FileNotFoundError(2, "No such file or directory", "/lustre")
 
     lane = Lane(fail, lambda: clock[0])

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchobs.identity import Identity, discover
-from torchobs.launchers import tasks_on_node
-from torchobs.process import Process, parse_start_ticks, this_process
-from torchobs.settings import SettingsProblem, resolve
+from torchobs.config.settings import SettingsProblem, resolve
+from torchobs.identity.identity import Identity, discover
+from torchobs.identity.launchers import tasks_on_node
+from torchobs.identity.process import ProcessInfo, parse_start_ticks, this_process
 
-PROCESS = Process(
+PROCESS = ProcessInfo(
     host="node7",
     pid=4242,
     start_ns=1_763_680_000_123_456_789,
@@ -68,7 +68,7 @@ INDEXED = {"JOB_COMPLETION_INDEX": "3"}
 
 
 def _discover(
-    environ: Mapping[str, str], process: Process = PROCESS, **overrides: object
+    environ: Mapping[str, str], process: ProcessInfo = PROCESS, **overrides: object
 ) -> tuple[Identity, list[SettingsProblem]]:
     settings, _ = resolve(overrides, environ)
     identity, problems = discover(environ, settings, process)
@@ -432,7 +432,7 @@ def test_a_forked_child_is_another_process_of_this_parent() -> None:
         os.waitpid(pid, 0)
     os.close(write)
     with os.fdopen(read) as lines:
-        children = [Process(**json.loads(line)) for line in lines]
+        children = [ProcessInfo(**json.loads(line)) for line in lines]
     assert len({child.pid for child in children} | {os.getpid()}) == 3
     assert all(a.parent == b.parent == this_process().own != this_process().parent for a, b in pairwise(children))
     assert all(child.start_ns >= this_process().start_ns for child in children)

@@ -14,7 +14,7 @@ import torch
 import torchobs
 from tests import support
 from tests.training import Recording
-from torchobs.flight import reader
+from torchobs.flight.reader import reader
 from torchobs.integrations.batches import samples_in, tokens_in
 from torchobs.integrations.hooks import Hooks, scalars, tell_trainer
 
@@ -122,8 +122,8 @@ def test_a_phase_follows_another_and_ends_once(run: Recording) -> None:
         hooks.end()
         seen.append(hooks.phase)
     assert seen == [None, "evaluation", "checkpoint", None, None]
-    assert run.session.host is not None
-    assert run.session.host.cycle.phase()[0] == 4  # other
+    assert run.session.context is not None
+    assert run.session.context.recorder.phase()[0] == 4  # other
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from torchobs.exporter.config import PORT, duration_s
-from torchobs.flight.place import KUBERNETES_CONTROL, KUBERNETES_MOUNT
+from torchobs.flight.files.location import KUBERNETES_CONTROL, KUBERNETES_MOUNT
 
 MARGIN_S = 5
 

@@ -19,9 +19,9 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from tests import otel, support
 from torchobs import catalog
-from torchobs.flight.otel import FlightMeterProvider
-from torchobs.flight.place import open_place
-from torchobs.flight.writer import FlightWriter, open_writer
+from torchobs.flight.files.location import open_place
+from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.otel import FlightMeterProvider
 
 
 @pytest.fixture
@@ -378,7 +378,7 @@ def test_the_training_process_gets_no_sdk(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
-        "from torchobs.flight import otel\n"
+        "from torchobs import otel\n"
         "otel.install(lambda: None)\n"
         "from opentelemetry import metrics, trace\n"
         "metrics.get_meter('m').create_counter('c').add(1)\n"

@@ -25,9 +25,9 @@ from opentelemetry.trace import (
 )
 
 from tests import otel
-from torchobs.flight.otel import FlightSpan, FlightTracerProvider, SpanLimits
-from torchobs.flight.otel.frames import fit
-from torchobs.flight.writer import FlightWriter
+from torchobs.flight.writer.writer import FlightWriter
+from torchobs.otel import FlightSpan, FlightTracerProvider, SpanLimits
+from torchobs.otel.span_codec import fit
 
 REMOTE = SpanContext(0xABC, 0xDEF, is_remote=True, trace_flags=TraceFlags(1), trace_state=TraceState([("vendor", "x")]))
 

@@ -3,7 +3,7 @@
 import pytest
 
 from torchobs.exporter.otlp import options
-from torchobs.exporter.otlp.options import PushConfig, Target
+from torchobs.exporter.otlp.options import PushConfig, PushTarget
 
 BASE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
@@ -42,7 +42,7 @@ def test_without_an_endpoint_nothing_is_pushed(environ: dict[str, str]) -> None:
 )
 def test_the_signal_s_path_is_added_to_a_base(base: str, url: str) -> None:
     """As the specification says; gRPC has no paths."""
-    assert parsed({BASE: base}).metrics == Target(url)
+    assert parsed({BASE: base}).metrics == PushTarget(url)
     grpc = parsed({BASE: base, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}).metrics
     assert grpc is not None
     assert grpc.url == base
@@ -64,8 +64,8 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
     }
     headers = (("a", "all"), ("b", "x,y"))
     found = parsed(environ)
-    assert found.metrics == Target("http://metrics:2/x", headers=headers, timeout_s=2.5, gzip=True, certificate="/ca")
-    assert found.traces == Target("http://all:1/v1/traces", headers=(("a", "traces"),), timeout_s=2.5, certificate="/ca")
+    assert found.metrics == PushTarget("http://metrics:2/x", headers=headers, timeout_s=2.5, gzip=True, certificate="/ca")
+    assert found.traces == PushTarget("http://all:1/v1/traces", headers=(("a", "traces"),), timeout_s=2.5, certificate="/ca")
     assert (found.interval_s, found.span_delay_s, found.delta) == (15.0, 0.5, True)
     given = {"endpoint": "http://told:3", "metrics_endpoint": "http://m:4", "timeout": "1m", "interval": "5s"}
     told = parsed(environ, **given, temporality="cumulative")
@@ -117,7 +117,7 @@ def test_a_header_s_value_is_never_repeated(text: str) -> None:
         assert problems == ()
         return
     assert found is not None
-    assert found.metrics == Target("http://c:1/v1/metrics")
+    assert found.metrics == PushTarget("http://c:1/v1/metrics")
     assert problems
     assert not any("secret" in problem for problem in problems)
 

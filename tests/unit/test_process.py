@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.support import wait_until
-from torchobs.probes.process import Machine, Process, parse_machine
+from torchobs.probes.memory.process_stats import Machine, ProcessStats, parse_machine
 
 MIB = 1024**2
 MEMINFO = """MemTotal:       24682496 kB
@@ -23,8 +23,8 @@ SwapFree:        1048576 kB
 """
 COUNTED = """
 import os, threading
-from torchobs.probes.process import Process
-process, release = Process(), threading.Event()
+from torchobs.probes.memory.process_stats import ProcessStats
+process, release = ProcessStats(), threading.Event()
 threads, files = process.threads(), process.files()
 thread = threading.Thread(target=release.wait)
 thread.start()
@@ -38,8 +38,8 @@ assert process.files() == files
 FAMILY = """
 import json, subprocess, sys
 import psutil
-from torchobs.probes.process import Process
-process = Process()
+from torchobs.probes.memory.process_stats import ProcessStats
+process = ProcessStats()
 before = process.children()
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 child.stdout.readline()
@@ -60,14 +60,14 @@ child.communicate(b"\\n")
 
 
 @pytest.fixture
-def process() -> Process:
+def process() -> ProcessStats:
     """This process, by the means of this system."""
-    return Process()
+    return ProcessStats()
 
 
-def test_both_ways_say_the_same(process: Process) -> None:
+def test_both_ways_say_the_same(process: ProcessStats) -> None:
     """What macOS gets from psutil is what Linux reads itself."""
-    other = Process(linux=False)
+    other = ProcessStats(linux=False)
     assert process.resident().all == pytest.approx(other.resident().all, rel=0.05, abs=4 * MIB)
     wait_until(lambda: process.threads() == other.threads())  # unless one ended in between
     assert abs(process.files().open - other.files().open) <= 1
@@ -88,7 +88,7 @@ def are_left_the_same(one: Machine | None, other: Machine | None) -> bool:
     return bool(one.available == pytest.approx(other.available, rel=0.1) and one.swap_free == swap_free)
 
 
-def test_memory_that_is_touched_is_resident_and_anonymous(process: Process) -> None:
+def test_memory_that_is_touched_is_resident_and_anonymous(process: ProcessStats) -> None:
     """And no longer when it was given back."""
     gc.collect()  # lest anything else is given back meanwhile
     before = process.resident()
@@ -118,7 +118,7 @@ def test_children_of_children_are_found() -> None:
     assert found[1] == pytest.approx(reference, rel=0.1)
 
 
-def test_the_proportional_set_is_within_the_resident_one(process: Process) -> None:
+def test_the_proportional_set_is_within_the_resident_one(process: ProcessStats) -> None:
     """Pages that others have, too, count by their share."""
     share = process.proportional()
     assert share is not None

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from tests import flights
 from torchobs import catalog
-from torchobs.flight import core, record
-from torchobs.flight.layout import RECORD_SIZE
-from torchobs.flight.record import Anomaly, Flag, Kind, StepRecord, Totals, Word
+from torchobs.flight.format.layout import RECORD_SIZE
+from torchobs.flight.metrics import core_series, fold
+from torchobs.flight.metrics.fold import Anomaly, RecordKind, StepFlag, StepRecord, Totals, Word
 
 HEADER = flights.header()
 NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
@@ -39,7 +39,7 @@ RECORDS = st.lists(
     st.fixed_dictionaries(
         {
             "delay": st.sampled_from([0, 0, 0, 1, 5]),
-            "kind": st.sampled_from([Kind.STEP, Kind.STEP, Kind.LATE]),
+            "kind": st.sampled_from([RecordKind.STEP, RecordKind.STEP, RecordKind.LATE]),
             "flags": st.integers(0, 511),
             "loss": NUMBERS,
             "grad_norm": NUMBERS.map(abs),
@@ -59,7 +59,7 @@ def folded(batches: list[list[StepRecord]]) -> tuple[Totals, list[Anomaly]]:
     """The state after these batches, and what was found."""
     state, found = flights.totals(HEADER), list[Anomaly]()
     for batch in batches:
-        record.fold(state, batch, found)
+        fold.fold(state, batch, found)
     return state, found
 
 
@@ -87,7 +87,7 @@ def test_no_record_makes_a_counter_step_back_or_disappear(made: list[StepRecord]
     """After every record each counter and each bucket is there and at least what it was, however large the values are."""
     before: dict[Any, Any] = {}
     for state in flights.folded_states(HEADER, made):
-        for metric, attributes, _ in core.series():
+        for metric, attributes, _ in core_series.series():
             key = metric.name, tuple(attributes.items())
             if metric.kind is catalog.Kind.COUNTER:
                 assert state[key] >= before.get(key, 0)
@@ -119,17 +119,17 @@ def test_buckets_are_those_of_prometheus(durations: list[float]) -> None:
 
 def test_a_record_survives_its_packing() -> None:
     """What was put in comes out, and one flipped bit or another incarnation's seed does not validate."""
-    raw = record.pack(7, **flights.fields(HEADER, 9), seed=HEADER.seed)
+    raw = fold.pack(7, **flights.fields(HEADER, 9), seed=HEADER.seed)
     assert len(raw) == RECORD_SIZE
-    back = record.unpack(raw, HEADER.seed)
+    back = fold.unpack(raw, HEADER.seed)
     assert back is not None
     assert (back.seq, back.step, back.phase_s[:3], back.loss) == (7, 9, (0.0625, 0.0625, 0.125), 2.0 + 2 / 64)
-    assert record.unpack(raw, HEADER.seed ^ 1) is None
-    assert record.unpack(raw[:-1], HEADER.seed) is None
+    assert fold.unpack(raw, HEADER.seed ^ 1) is None
+    assert fold.unpack(raw[:-1], HEADER.seed) is None
     for bit in range(0, RECORD_SIZE * 8, 5):
         broken = bytearray(raw)
         broken[bit // 8] ^= 1 << bit % 8
-        assert record.unpack(bytes(broken), HEADER.seed) is None
+        assert fold.unpack(bytes(broken), HEADER.seed) is None
 
 
 @pytest.mark.parametrize("loader", [True, False])
@@ -139,9 +139,9 @@ def test_a_plain_step_s_times_are_those_between_its_boundaries(*, loader: bool) 
     before = len(memory.stores)
     flights.plain_step(writer, 7, loader=loader)
     (raw,) = [raw for _, raw in memory.stores[before:] if len(raw) == RECORD_SIZE]
-    made = record.unpack(raw, writer.header.seed)
+    made = fold.unpack(raw, writer.header.seed)
     assert made
-    assert (made.seq, made.step, made.kind, made.flags) == (1, 7, Kind.STEP, flights.ALL_VALUES)
+    assert (made.seq, made.step, made.kind, made.flags) == (1, 7, RecordKind.STEP, flights.ALL_VALUES)
     assert made.end_ns == writer.header.monotonic_ns + 7 * 250_000_000
     assert (made.loss, made.grad_norm, made.learning_rate, made.tokens, made.samples) == (2.0, 1.0, 0.5, 16, 2)
     assert made.duration_s == 0.25
@@ -155,14 +155,14 @@ def test_a_plain_step_whose_boundaries_are_not_in_order_is_no_record() -> None:
     writer, memory = flights.recorded()
     writer.append_plain(1, 1000, 0, 0, 0, 0, 900 << 4, 800 << 4, 950 << 4, 0.0, 0.0, 0.0, 0, 0, 1.0, 100)
     raw = next(raw for _, raw in reversed(memory.stores) if len(raw) == RECORD_SIZE)
-    assert record.unpack(raw, writer.header.seed) is None
+    assert fold.unpack(raw, writer.header.seed) is None
 
 
 def test_a_value_that_no_field_holds_is_refused() -> None:
     """A negative count or one over 64 bits raises struct.error, and never stores something else."""
     for wrong in ({"tokens": -1}, {"tokens": 2**64}, {"samples": 2**32}, {"kind": 1 << 16}):
         with pytest.raises(struct.error):
-            record.pack(1, **flights.fields(HEADER, 1, **wrong), seed=HEADER.seed)
+            fold.pack(1, **flights.fields(HEADER, 1, **wrong), seed=HEADER.seed)
 
 
 def test_a_non_finite_loss_is_counted_and_never_shown_as_a_value() -> None:
@@ -185,13 +185,13 @@ def test_an_anomaly_is_over_with_the_next_ordinary_step() -> None:
 
 def test_a_step_without_a_loss_does_not_end_an_anomaly() -> None:
     """Where norms are measured every tenth step, nine steps that measured nothing say nothing."""
-    points, _ = fold_steps({"grad_norm": nan}, {"flags": Flag.LOSS})
+    points, _ = fold_steps({"grad_norm": nan}, {"flags": StepFlag.LOSS})
     assert points[catalog.ANOMALY_ACTIVE.name, (("kind", "nonfinite_gradient"),)] == 1.0
 
 
 def test_a_loss_that_a_device_delivers_after_a_newer_one_is_not_shown() -> None:
     """The gauge is the newest step's; a late value of an older one moves neither it nor the baseline."""
-    late = {"step": 1, "kind": Kind.LATE, "flags": Flag.LOSS, "loss": 99.0}
+    late = {"step": 1, "kind": RecordKind.LATE, "flags": StepFlag.LOSS, "loss": 99.0}
     points, _ = fold_steps({"flags": 0}, {"loss": 3.0}, late)
     assert points[LAST] == 3.0
     assert points[catalog.STEPS.name, ()] == 2
@@ -199,7 +199,7 @@ def test_a_loss_that_a_device_delivers_after_a_newer_one_is_not_shown() -> None:
 
 def test_a_late_nan_is_counted_all_the_same() -> None:
     """It is an anomaly of its own step, though not the state of the newest."""
-    late = {"step": 1, "kind": Kind.LATE, "flags": Flag.LOSS | Flag.GRAD_NORM, "loss": nan, "grad_norm": inf}
+    late = {"step": 1, "kind": RecordKind.LATE, "flags": StepFlag.LOSS | StepFlag.GRAD_NORM, "loss": nan, "grad_norm": inf}
     points, found = fold_steps({"flags": 0}, {"loss": 3.0, "grad_norm": 1.0}, late)
     assert points[catalog.ANOMALIES.name, (("kind", "nonfinite_loss"),)] == 1
     assert points[catalog.GRAD_NONFINITE_STEPS.name, ()] == 1
@@ -210,7 +210,7 @@ def test_a_late_nan_is_counted_all_the_same() -> None:
 
 def test_a_late_record_is_no_step() -> None:
     """Norms that come a step later belong to their step; steps, times and durations are counted once."""
-    late = {"step": 1, "kind": Kind.LATE, "flags": Flag.GRAD_NORM, "grad_norm": 7.0}
+    late = {"step": 1, "kind": RecordKind.LATE, "flags": StepFlag.GRAD_NORM, "grad_norm": 7.0}
     points, _ = fold_steps({"flags": 0}, late)
     assert points[catalog.STEPS.name, ()] == 1
     assert sum(points[catalog.STEP_DURATION.name, ()].counts) == 1
@@ -227,7 +227,7 @@ def test_a_zero_norm_is_measured_and_is_no_explosion() -> None:
 
 def test_skipped_steps_are_steps_whose_time_is_not_productive() -> None:
     """What the loss scaler threw away is goodput's loss, not its gain."""
-    points, _ = fold_steps({}, {"flags": flights.ALL_VALUES | Flag.SKIPPED})
+    points, _ = fold_steps({}, {"flags": flights.ALL_VALUES | StepFlag.SKIPPED})
     assert points[catalog.STEPS.name, ()] == 2
     assert points[catalog.AMP_STEPS_SKIPPED.name, ()] == 1
     assert points[catalog.GOODPUT_TIME.name, (("state", "productive"),)] == 0.1875
@@ -237,7 +237,7 @@ def test_skipped_steps_are_steps_whose_time_is_not_productive() -> None:
 
 def test_the_first_step_has_no_duration() -> None:
     """Nobody saw it begin."""
-    points, _ = fold_steps({"flags": Flag.UNTIMED})
+    points, _ = fold_steps({"flags": StepFlag.UNTIMED})
     assert points[catalog.STEPS.name, ()] == 1
     assert sum(points[catalog.STEP_DURATION.name, ()].counts) == 0
 
@@ -252,7 +252,7 @@ def test_records_that_were_never_there_are_counted() -> None:
 def test_a_record_that_comes_after_its_number_was_passed_over_is_counted_once() -> None:
     """It adds its step, and takes nothing back: readers go on from the newest number."""
     state, _ = folded([[flights.step_record(HEADER, 2)]])
-    record.fold_late(state, [flights.step_record(HEADER, 1)], [])
+    fold.fold_late(state, [flights.step_record(HEADER, 1)], [])
     assert flights.folded_upto(state) == 2
     assert state.ints[Word.STEPS] == 2
 
@@ -262,9 +262,9 @@ def test_a_batch_that_is_given_again_changes_nothing() -> None:
     made = [flights.step_record(HEADER, number, loss=nan) for number in (1, 2, 3, 4)]
     state, found = folded([made[:3]])
     before = bytes(state.buffer)
-    record.fold(state, made[:3], found)
+    fold.fold(state, made[:3], found)
     assert bytes(state.buffer) == before
-    record.fold(state, made, found)
+    fold.fold(state, made, found)
     assert bytes(state.buffer) == bytes(folded([made])[0].buffer)
     assert [one.step for one in found] == [1, 2, 3, 4]
 
@@ -275,7 +275,7 @@ def test_a_fold_that_fails_changes_nothing() -> None:
     state.ints[Word.STEPS] = 2**64 - 1
     before = bytes(state.buffer)
     with pytest.raises(ValueError, match="Q"):
-        record.fold(state, [flights.step_record(HEADER, 2)])
+        fold.fold(state, [flights.step_record(HEADER, 2)])
     assert bytes(state.buffer) == before
 
 
@@ -289,19 +289,19 @@ def test_the_last_step_s_time_is_the_wall_clock_s_of_birth() -> None:
 def test_every_series_of_the_fold_has_words_of_its_own() -> None:
     """No two series share a word, all lie in the fold's part of the block, and each is in the catalog."""
     taken: list[int] = []
-    for metric, _, word in core.series():
+    for metric, _, word in core_series.series():
         width = len(metric.bounds) + 4 if metric.kind is catalog.Kind.HISTOGRAM else 1
         taken += range(word, word + width)
         assert catalog.BY_NAME[metric.name] is metric
     assert len(set(taken)) == len(taken)
-    assert max(taken) < record.WORDS
+    assert max(taken) < fold.WORDS
 
 
 def test_another_model_has_a_past_of_its_own() -> None:
     """The first losses and norms of a second fold, far above the converged first one's, are nothing unusual; later ones are."""
     converged = [{"loss": 0.01 + number % 3 * 1e-4, "grad_norm": 1e-3} for number in range(60)]
     fresh = [{"loss": 2.0 + number % 3 * 0.01, "grad_norm": 1.0 + number % 3 * 0.01} for number in range(60)]
-    begun = [{**fresh[0], "flags": flights.ALL_VALUES | Flag.NEW_MODEL}, *fresh[1:]]
+    begun = [{**fresh[0], "flags": flights.ALL_VALUES | StepFlag.NEW_MODEL}, *fresh[1:]]
     *_, found = fold_steps(*converged, *fresh)
     assert {anomaly.kind for anomaly in found} == {"loss_spike", "gradient_explosion"}
     points, found = fold_steps(*converged, *begun)
@@ -313,11 +313,13 @@ def test_another_model_has_a_past_of_its_own() -> None:
 
 def test_what_comes_late_of_the_former_model_is_not_the_new_one_s() -> None:
     """A device delivers the last fold's values when the next one has begun: they do not become what is usual of it."""
-    late = {"kind": Kind.LATE, "step": 1, "loss": 1e6, "grad_norm": 1e6}
+    late = {"kind": RecordKind.LATE, "step": 1, "loss": 1e6, "grad_norm": 1e6}
     points, found = fold_steps(
-        {"flags": 0}, {"flags": flights.ALL_VALUES | Flag.NEW_MODEL}, late, *[{"step": number} for number in range(4, 40)]
+        {"flags": 0}, {"flags": flights.ALL_VALUES | StepFlag.NEW_MODEL}, late, *[{"step": number} for number in range(4, 40)]
     )
     assert found == []
-    state, _ = folded([numbered([{"delay": 0, "flags": Flag.NEW_MODEL}, {"delay": 5, "kind": Kind.LATE, "loss": 1e6}])])
+    state, _ = folded(
+        [numbered([{"delay": 0, "flags": StepFlag.NEW_MODEL}, {"delay": 5, "kind": RecordKind.LATE, "loss": 1e6}])]
+    )
     assert state.floats[Word.LOSS_BASELINE] == 0.0 or state.ints[Word.LOSS_BASELINE + 2] == 1
     assert points[LAST] < 1e6

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from torchobs.cli import program, run
-from torchobs.process import exit_status
+from torchobs.cli import run, run_program
+from torchobs.identity.process import exit_status
 
 SCRIPT = ["train.py", "--level", "off", "-m", "--", "--help"]
 
@@ -130,4 +130,4 @@ def test_the_exporter_is_on_unless_somebody_has_spoken(
     (tmp_path / "x.py").touch()
     options, what = run._parse([*arguments, str(tmp_path / "x.py"), "--lr", "1"])
     assert run._overrides(options)["exporter"] is expected
-    assert what == program.Program(program.Kind.SCRIPT, str(tmp_path / "x.py"), ("--lr", "1"))
+    assert what == run_program.Program(run_program.ProgramKind.SCRIPT, str(tmp_path / "x.py"), ("--lr", "1"))

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.resources import OTELResourceDetector
 
-from torchobs import settings
-from torchobs.settings import Settings, SettingsError, listing, resolve
-from torchobs.values import Address
+from torchobs.config import settings
+from torchobs.config.option_types import Address
+from torchobs.config.settings import Settings, SettingsError, listing, resolve
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -300,7 +300,7 @@ def test_every_setting_is_documented_and_nothing_else_is(checkout: Path) -> None
     ]
 
 
-@pytest.mark.parametrize("module", ["settings", "identity"])
+@pytest.mark.parametrize("module", ["config.settings", "identity.identity"])
 def test_they_load_without_torch_and_without_opentelemetry(module: str) -> None:
     """Whoever reads the settings (the exporter has no torch) loads the standard library and nothing else."""
     program = f"import json, sys, torchobs.{module}; print(json.dumps(sorted(sys.modules)))"

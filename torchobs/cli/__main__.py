@@ -21,9 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run.main(given[1:])
         return 0
     try:
-        from torchobs.cli import commands
+        from torchobs.cli import dispatch
 
-        return commands.main(given)
+        return dispatch.main(given)
     except KeyboardInterrupt:  # while that is imported
         return 130
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.cli import arguments
-from torchobs.cli.commands import BRIEFS, OPTIONS
+from torchobs.cli.dispatch import BRIEFS, OPTIONS
 from torchobs.exporter import config
 
 if TYPE_CHECKING:

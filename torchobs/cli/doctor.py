@@ -6,15 +6,15 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from torchobs import settings
 from torchobs._version import __version__
-from torchobs.cli import arguments, checks
-from torchobs.cli.checks import FAIL, OK, WARN, Check
-from torchobs.cli.paint import Paint, paint_for, tolerant
+from torchobs.cli import arguments, doctor_checks
+from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
 from torchobs.cli.selftest import places, selftest
 from torchobs.cli.table import bullets
-from torchobs.flight.place import find_existing
-from torchobs.postmortem import words
+from torchobs.cli.terminal_style import TerminalStyle, paint_for, tolerant
+from torchobs.config import settings
+from torchobs.diagnosis import text_format
+from torchobs.flight.files.location import find_existing
 
 if TYPE_CHECKING:
     import argparse
@@ -69,33 +69,33 @@ def examine(*, training: bool) -> Iterator[Check]:
     chosen, _ = settings.resolve({}, environ)
     flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
     yield Check("torchobs", OK, __version__)
-    yield checks.system()
-    version = checks.torch_version()
-    yield checks.torch(version)
+    yield doctor_checks.system()
+    version = doctor_checks.torch_version()
+    yield doctor_checks.torch(version)
     if not chosen.enabled:
         yield Check("torchobs", WARN, "switched off by the environment", "unset TORCHOBS_ENABLED and OTEL_SDK_DISABLED")
-    yield from checks.variables(environ)
-    pod = checks.kubernetes(environ)
+    yield from doctor_checks.variables(environ)
+    pod = doctor_checks.kubernetes(environ)
     yield from [pod] if pod else []
-    yield checks.directory(flight_dir, runtime_dir)
+    yield doctor_checks.directory(flight_dir, runtime_dir)
     path = find_existing(flight_dir, runtime_dir)
-    yield checks.space(path, chosen.file_size)
-    yield checks.exporter(path, str(chosen.exporter_address))
-    yield checks.shared_memory()
-    yield checks.cgroup()
-    yield checks.clock()
-    yield checks.gpus()
-    yield from checks.extras()
+    yield doctor_checks.space(path, chosen.file_size)
+    yield doctor_checks.exporter(path, str(chosen.exporter_address))
+    yield doctor_checks.shared_memory()
+    yield doctor_checks.cgroup()
+    yield doctor_checks.clock()
+    yield doctor_checks.gpus()
+    yield from doctor_checks.extras()
     if training and version is not None:
         yield from selftest(places(path or flight_dir))
 
 
-def lines_of(check: Check, paint: Paint) -> list[str]:
+def lines_of(check: Check, paint: TerminalStyle) -> list[str]:
     """Return a check as lines: what was found, and what to do."""
     colour, mark = _MARKS[check.status]
-    first, *rest = bullets([f"{check.name}: {words.clean(check.text)}"], paint.width, " " * 6)
+    first, *rest = bullets([f"{check.name}: {text_format.clean(check.text)}"], paint.width, " " * 6)
     shown = [f"{paint(colour, mark)}  {first[6:]}", *rest]
-    return shown + bullets([words.clean(check.remedy)], paint.width, "      -> ") if check.remedy else shown
+    return shown + bullets([text_format.clean(check.remedy)], paint.width, "      -> ") if check.remedy else shown
 
 
 def summary(found: Sequence[Check]) -> str:
@@ -103,5 +103,7 @@ def summary(found: Sequence[Check]) -> str:
     fails, warns = (sum(check.status == status for check in found) for status in (FAIL, WARN))
     if not fails and not warns:
         return "All is well."
-    told = [words.several(fails, "failure")] if fails else []
-    return f"{words.either([*told, words.several(warns, 'warning')] if warns else told)}: each has its remedy above."
+    told = [text_format.several(fails, "failure")] if fails else []
+    return (
+        f"{text_format.either([*told, text_format.several(warns, 'warning')] if warns else told)}: each has its remedy above."
+    )

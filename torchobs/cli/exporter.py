@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchobs import settings, values
 from torchobs._version import __version__
-from torchobs.exporter import config, logs
+from torchobs.config import option_types, settings
+from torchobs.exporter import config, log_format
 from torchobs.exporter.otlp import options
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ until every scraper it has seen has fetched the final state. Every option is als
 """
 
 
-_KNOWN = (*config.OPTIONS, *options.OPTIONS, *logs.OPTIONS)
+_KNOWN = (*config.OPTIONS, *options.OPTIONS, *log_format.OPTIONS)
 _FALLBACKS = {"flight_dir": "TORCHOBS_DIR", "control_dir": "TORCHOBS_CONTROL_DIR"}
 
 
@@ -106,15 +106,15 @@ def command(context: click.Context, /, **given: str | tuple[str, ...] | None) ->
     chosen = replace(config.parse(found, environ.get("XDG_RUNTIME_DIR"), problems), push=push)
     if chosen.problems and _is_watched():
         raise click.UsageError("\n".join(chosen.problems))
-    from torchobs.exporter.service import serve
+    from torchobs.exporter.daemon import serve
 
-    logs.configure(**log)
+    log_format.configure(**log)
     context.exit(serve(chosen))
 
 
 def _log_settings(found: dict[str, tuple[str, ...]]) -> tuple[dict[str, str], list[str]]:
     chosen, problems = {"level": "info", "form": "logfmt"}, []
-    for name, option in zip(chosen, logs.OPTIONS, strict=True):
+    for name, option in zip(chosen, log_format.OPTIONS, strict=True):
         for text in found.get(option.field, ()):
             try:
                 chosen[name] = str(option.kind.parse(text))
@@ -124,7 +124,7 @@ def _log_settings(found: dict[str, tuple[str, ...]]) -> tuple[dict[str, str], li
 
 
 def _hint(word: str) -> str:
-    return f"{word!r}{values.closest(word.partition('=')[0], [option.flag for option in _KNOWN])}"
+    return f"{word!r}{option_types.closest(word.partition('=')[0], [option.flag for option in _KNOWN])}"
 
 
 def _is_watched() -> bool:

@@ -7,20 +7,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs import settings
 from torchobs.cli import arguments
-from torchobs.cli.paint import paint_for, tolerant
-from torchobs.cli.report import report
-from torchobs.flight.place import find_existing
-from torchobs.postmortem import files, words
-from torchobs.postmortem.document import Options, document
+from torchobs.cli.inspect_view import report
+from torchobs.cli.terminal_style import paint_for, tolerant
+from torchobs.config import settings
+from torchobs.diagnosis import load, text_format
+from torchobs.diagnosis.json_report import Options, document
+from torchobs.flight.files.location import find_existing
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from torchobs.postmortem.facts import Facts
-    from torchobs.postmortem.files import Found
+    from torchobs.diagnosis.load import LoadedFlight
+    from torchobs.diagnosis.rank_report import RankReport
 
 _DESCRIPTION = """\
 Say what became of a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events. It
@@ -41,7 +41,7 @@ Exit status: 0 if every rank is alive or finished, 1 if one failed, is lost or h
 class Chosen(NamedTuple):
     """What is to be told: a run's ranks, files that could not be read, and what else there is."""
 
-    ranks: list[Facts]
+    ranks: list[RankReport]
     bad: list[tuple[str, str]]
     notes: list[str]
 
@@ -68,13 +68,13 @@ def main(given: Sequence[str]) -> int:
     try:
         chosen = choose(options.paths or [_default()], options.run)
     except (NothingError, OSError) as problem:
-        print(f"torchobs inspect: {files.reason(problem) if isinstance(problem, OSError) else problem}", file=sys.stderr)  # noqa: T201
+        print(f"torchobs inspect: {load.reason(problem) if isinstance(problem, OSError) else problem}", file=sys.stderr)  # noqa: T201
         return 2
     if options.json:
         out.write(json.dumps(document(chosen.ranks, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
     else:
         paint = paint_for(out)
-        unread = [words.cut(f"not read: {words.clean(name)}: {why}", paint.width) for name, why in chosen.bad[:5]]
+        unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", paint.width) for name, why in chosen.bad[:5]]
         lines = [*report(chosen.ranks, wanted, paint), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
         out.write("".join(f"{line}\n" for line in lines))
     return int(any(facts.state not in {"alive", "finished"} for facts in chosen.ranks))
@@ -83,15 +83,15 @@ def main(given: Sequence[str]) -> int:
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     """Read what the paths name. Raises :class:`NothingError`, or ``OSError`` for a directory that cannot be read."""
     given = [path for path in paths if not path.is_dir()]
-    ranks, bad = files.facts_of_many(given)
+    ranks, bad = load.facts_of_many(given)
     notes: list[str] = []
     for path in paths:
         if path.is_dir():
-            listed = files.listing(path)
+            listed = load.listing(path)
             bad += listed.bad
             found, others = _run(listed.found, run)
-            chosen, earlier = files.newest(found)
-            more, worse = files.facts_of_many([item.path for item in chosen], files.limit_of(len(chosen)))
+            chosen, earlier = load.newest(found)
+            more, worse = load.facts_of_many([item.path for item in chosen], load.limit_of(len(chosen)))
             ranks, bad = ranks + more, bad + worse
             notes += _notes(earlier, others)
     if not ranks:
@@ -99,7 +99,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     return Chosen(ranks, bad, notes)
 
 
-def _run(found: Sequence[Found], run: str | None) -> tuple[list[Found], list[tuple[str, str]]]:
+def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[list[LoadedFlight], list[tuple[str, str]]]:
     """Return the files of the run that is asked for, or of the one that lived last, and the other runs."""
     wanted = [item for item in found if run is None or item.claim.rank[1].startswith(run)]
     if not wanted:
@@ -109,14 +109,14 @@ def _run(found: Sequence[Found], run: str | None) -> tuple[list[Found], list[tup
     return [item for item in wanted if item.claim.rank[:2] == last], sorted(others)
 
 
-def _notes(earlier: Sequence[Found], others: Sequence[tuple[str, str]]) -> list[str]:
+def _notes(earlier: Sequence[LoadedFlight], others: Sequence[tuple[str, str]]) -> list[str]:
     notes = []
     if earlier:
         names = ", ".join(item.path.name for item in earlier[-3:])
-        notes.append(f"{words.several(len(earlier), 'earlier attempt')} of these ranks: inspect {names}")
+        notes.append(f"{text_format.several(len(earlier), 'earlier attempt')} of these ranks: inspect {names}")
     if others:
-        names = ", ".join(words.clean(run_id, 60) for _, run_id in others[-3:])
-        notes.append(f"{words.several(len(others), 'other run')} in this directory: --run {names}")
+        names = ", ".join(text_format.clean(run_id, 60) for _, run_id in others[-3:])
+        notes.append(f"{text_format.several(len(others), 'other run')} in this directory: --run {names}")
     return notes
 
 
@@ -130,8 +130,8 @@ def _default() -> Path:
 
 def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None) -> str:
     if bad:
-        return f"nothing readable: {'; '.join(f'{words.clean(name)}: {why}' for name, why in bad[:5])}"
-    where = words.either([words.clean(path) for path in paths])
+        return f"nothing readable: {'; '.join(f'{text_format.clean(name)}: {why}' for name, why in bad[:5])}"
+    where = text_format.either([text_format.clean(path) for path in paths])
     if run is not None:
-        return f"no run {words.clean(run)!r} in {where}"
+        return f"no run {text_format.clean(run)!r} in {where}"
     return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"

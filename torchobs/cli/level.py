@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from torchobs.cli import arguments, command
-from torchobs.flight.control import LEVELS
+from torchobs.cli import arguments, exporter_client
+from torchobs.flight.files.control import LEVELS
 
 if TYPE_CHECKING:
     import argparse
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     made = arguments.parser("level", f"torchobs level {'|'.join(LEVELS)} [options]", _DESCRIPTION, _EXAMPLES)
     made.add_argument("level", choices=LEVELS, help="how much is watched")
     made.add_argument("--rank", metavar="RANK", help="a rank, or its incarnation (default: all)")
-    command.add_options(made)
+    exporter_client.add_options(made)
     return made
 
 
@@ -36,9 +36,9 @@ def main(given: Sequence[str]) -> int:
     """Run ``torchobs level`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
     try:
-        answer = command.post(command.socket_of(options), f"/debug/level/{options.level}", {}, options.rank)
-    except command.RefusedError as why:
-        return command.refused("level", why)
+        answer = exporter_client.post(exporter_client.socket_of(options), f"/debug/level/{options.level}", {}, options.rank)
+    except exporter_client.RefusedError as why:
+        return exporter_client.refused("level", why)
     told = ", ".join(rank["rank"] for rank in answer["ranks"])
     sys.stdout.write(f"{options.level} from now on: rank {told}\n")
     return 0

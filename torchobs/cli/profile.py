@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchobs.cli import arguments, command
-from torchobs.flight.control import MAX_PROFILE_STEPS
+from torchobs.cli import arguments, exporter_client
+from torchobs.flight.files.control import MAX_PROFILE_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", metavar="N", type=_steps, default=3, help="how many (default: 3)")
     made.add_argument("--output", "-o", metavar="FILE", help="where to (default: trace-rankRANK.json.gz)")
     made.add_argument("--wait", metavar="S", type=arguments.seconds, default=120.0, help="for how long (default: 120)")
-    command.add_options(made)
+    exporter_client.add_options(made)
     return made
 
 
@@ -39,16 +39,16 @@ def main(given: Sequence[str]) -> int:
     """Run ``torchobs profile`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
     try:
-        path = command.socket_of(options)
-        answer = command.post(path, "/profile", {"steps": options.steps}, options.rank)
+        path = exporter_client.socket_of(options)
+        answer = exporter_client.post(path, "/profile", {"steps": options.steps}, options.rank)
         body = _trace(path, answer, options.wait)
-    except command.RefusedError as why:
-        return command.refused("profile", why)
+    except exporter_client.RefusedError as why:
+        return exporter_client.refused("profile", why)
     output = Path(options.output or f"trace-rank{answer['rank']}.json.gz")
     try:
         output.write_bytes(body)
     except OSError as problem:
-        return command.refused("profile", command.RefusedError(f"{output}: {problem.strerror or problem}"))
+        return exporter_client.refused("profile", exporter_client.RefusedError(f"{output}: {problem.strerror or problem}"))
     sys.stdout.write(f"{output}: {len(body)} bytes, {options.steps} steps of rank {answer['rank']}\n")
     return 0
 
@@ -57,13 +57,13 @@ def _trace(path: Path, answer: dict[str, str | dict[str, str]], wait_s: float) -
     link = answer["evidence"]
     assert isinstance(link, dict)  # noqa: S101  # the description has it so
     try:
-        body = command.evidence(path, link["href"], wait_s)
+        body = exporter_client.evidence(path, link["href"], wait_s)
     except KeyboardInterrupt:
         sys.stderr.write(f"torchobs profile: no longer waited for; rank {answer['rank']} goes on profiling\n")
         raise
     if body is not None:
         return body
-    raise command.RefusedError(f"there is no trace after {wait_s:g} s: no step has ended, or --wait is too short")
+    raise exporter_client.RefusedError(f"there is no trace after {wait_s:g} s: no step has ended, or --wait is too short")
 
 
 def _steps(text: str) -> int:

@@ -7,9 +7,10 @@ import logging
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from torchobs import guarding, settings, values
-from torchobs.cli import program
-from torchobs.process import exit_status
+from torchobs.cli import run_program
+from torchobs.config import option_types, settings
+from torchobs.identity.process import exit_status
+from torchobs.support import error_guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,9 +40,9 @@ class _Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Print the help, or a mistake, as the other commands do. Nothing of the user's runs after that."""
-        from torchobs.cli import output
+        from torchobs.cli import stdio_guard
 
-        if status := output.guarded(lambda: int(not (file or sys.stderr).write(message)), "torchobs run"):
+        if status := stdio_guard.guarded(lambda: int(not (file or sys.stderr).write(message)), "torchobs run"):
             sys.exit(status)
 
 
@@ -51,17 +52,17 @@ def main(arguments: Sequence[str], begin: Callable[..., object] | None = None) -
     Returns when the script ends by itself. Raises what the script raises, ``SystemExit`` included.
     """
     options, what = _parse(list(arguments))
-    program.enter(what)
-    fuse = guarding.Fuse("run")
-    guarding.call(fuse, begin or _init, **_overrides(options))
-    for trip in fuse.trips:
+    run_program.enter(what)
+    breaker = error_guard.CircuitBreaker("run")
+    error_guard.call(breaker, begin or _init, **_overrides(options))
+    for trip in breaker.trips:
         logging.getLogger("torchobs").warning(
             "torchobs could not start (%s at %s): the script runs without it", trip.exception, trip.location
         )
     try:
-        program.execute(what)
+        run_program.execute(what)
     except SystemExit as leaving:
-        guarding.call(fuse, _note_exit, exit_status(leaving.code))
+        error_guard.call(breaker, _note_exit, exit_status(leaving.code))
         raise
 
 
@@ -87,37 +88,44 @@ def parser() -> _Parser:
     )  # fmt: skip
     made.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
     made.add_argument(
-        "--address", type=_checked(values.ADDRESS), metavar="HOST:PORT", help="where that exporter listens (127.0.0.1:10960)"
+        "--address",
+        type=_checked(option_types.ADDRESS),
+        metavar="HOST:PORT",
+        help="where that exporter listens (127.0.0.1:10960)",
     )
     made.add_argument("--dir", metavar="DIR", help="directory of the flight files (the best that the machine offers)")
-    made.add_argument("--level", type=_checked(values.LEVEL), help=f"how much is watched: {values.LEVEL.allowed} (basic)")
+    made.add_argument(
+        "--level", type=_checked(option_types.LEVEL), help=f"how much is watched: {option_types.LEVEL.allowed} (basic)"
+    )
     return made
 
 
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, program.Program]:
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
     own, command = split(arguments)
     made = parser()
     options, unknown = made.parse_known_args(own)
     if unknown:
-        made.error(f"unknown option {unknown[0]!r}, allowed is {values.either(_OPTIONS)}; the script's own come after its name")
+        made.error(
+            f"unknown option {unknown[0]!r}, allowed is {option_types.either(_OPTIONS)}; the script's own come after its name"
+        )
     if not command or command == ["-m"]:
         made.error("a script or `-m module` is missing")
     try:
         return options, _program(command)
-    except program.NoSuchProgramError as problem:
+    except run_program.NoSuchProgramError as problem:
         made.exit(2, f"torchobs run: {problem}\n")
 
 
-def _program(command: list[str]) -> program.Program:
+def _program(command: list[str]) -> run_program.Program:
     first, *rest = command
     if first == "-m":
         first, *rest = f"-m{rest[0]}", *rest[1:]
     if first.startswith("-m"):
-        return program.Program(program.Kind.MODULE, first[2:], tuple(rest))
-    return program.find(first, tuple(rest))
+        return run_program.Program(run_program.ProgramKind.MODULE, first[2:], tuple(rest))
+    return run_program.find(first, tuple(rest))
 
 
-def _checked(kind: values.Kind) -> Callable[[str], object]:
+def _checked(kind: option_types.ValueKind) -> Callable[[str], object]:
     def parse(text: str) -> object:
         try:
             return kind.parse(text)
@@ -145,7 +153,7 @@ def _init(**overrides: object) -> object:
 
 
 def _note_exit(status: int) -> None:
-    from torchobs import session
+    from torchobs.runtime import session
 
     if (running := session.current()) is not None:
         running.note_exit(status)

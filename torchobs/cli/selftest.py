@@ -9,14 +9,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchobs import catalog, settings
-from torchobs.cli.checks import FAIL, OK, WARN, Check
-from torchobs.postmortem import files, words
+from torchobs import catalog
+from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
+from torchobs.config import settings
+from torchobs.diagnosis import load, text_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torchobs.postmortem.facts import Facts
+    from torchobs.diagnosis.rank_report import RankReport
 
 _STEPS = 5
 _LIMIT_S = 120
@@ -63,9 +64,9 @@ def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | Non
     return None
 
 
-def judge(facts: Facts | None, status: int, said: str) -> Iterator[Check]:
+def judge(facts: RankReport | None, status: int, said: str) -> Iterator[Check]:
     """Yield what the trial showed: ``said`` is what it printed on standard error."""
-    lines = [words.clean(line) for line in said.splitlines() if line.strip()]
+    lines = [text_format.clean(line) for line in said.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     if status:
         yield Check(
@@ -91,15 +92,15 @@ def judge(facts: Facts | None, status: int, said: str) -> Iterator[Check]:
             yield Check("probes", OK, f"{name} is not installed (TORCHOBS_DISABLE_PROBES, or TORCHOBS_LEVEL)")
 
 
-def _reason(facts: Facts, probe: str) -> str:
+def _reason(facts: RankReport, probe: str) -> str:
     for fact in facts.told(catalog.EVENT_PROBE_DISABLED):
         if fact.text("probe") == probe:
             return f"{fact.text('exception.type')} at {fact.text('location')}"
     return "unknown"
 
 
-def _facts(home: Path) -> Facts | None:
+def _facts(home: Path) -> RankReport | None:
     with contextlib.suppress(OSError):
-        facts, _ = files.facts_of_many([item.path for item in files.listing(home).found])
+        facts, _ = load.facts_of_many([item.path for item in load.listing(home).found])
         return facts[0] if facts else None
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchobs.cli import arguments, command
+from torchobs.cli import arguments, exporter_client
 
 if TYPE_CHECKING:
     import argparse
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("stacks", "torchobs stacks [RANK] [options]", _DESCRIPTION, _EXAMPLES)
     made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation (default: all)")
-    command.add_options(made)
+    exporter_client.add_options(made)
     return made
 
 
@@ -38,23 +38,23 @@ def main(given: Sequence[str]) -> int:
     """Run ``torchobs stacks`` with these arguments and return its exit status."""
     options, missing = parser().parse_args(list(given)), 0
     try:
-        path = command.socket_of(options)
-        for answer in command.post(path, "/stacks", {}, options.rank)["ranks"]:
+        path = exporter_client.socket_of(options)
+        for answer in exporter_client.post(path, "/stacks", {}, options.rank)["ranks"]:
             try:
                 body = _written(path, answer)
-            except command.RefusedError as why:
-                missing += command.refused("stacks", why)
+            except exporter_client.RefusedError as why:
+                missing += exporter_client.refused("stacks", why)
                 continue  # others may have theirs
             sys.stdout.write(f"==> rank {answer['rank']} of {answer['run_id']} <==\n{body.decode(errors='replace')}\n")
-    except command.RefusedError as why:
-        return command.refused("stacks", why)
+    except exporter_client.RefusedError as why:
+        return exporter_client.refused("stacks", why)
     return int(missing > 0)
 
 
 def _written(path: Path, answer: Mapping[str, Any]) -> bytes:
     link = answer["evidence"]
     if link is None:
-        raise command.RefusedError(answer["refused"])
-    if (body := command.evidence(path, link["href"], _WAIT_S)) is None:
-        raise command.RefusedError(f"rank {answer['rank']} has not written them down within {_WAIT_S:g} s")
+        raise exporter_client.RefusedError(answer["refused"])
+    if (body := exporter_client.evidence(path, link["href"], _WAIT_S)) is None:
+        raise exporter_client.RefusedError(f"rank {answer['rank']} has not written them down within {_WAIT_S:g} s")
     return body

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.postmortem import words
+from torchobs.diagnosis import text_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,14 +25,16 @@ class Column(NamedTuple):
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Return a heading and a line per row, none wider than ``width``. Cells are clean texts."""
     kept = list(range(len(columns)))
-    widths = [max([words.columns(row[index]) for row in rows] + [len(columns[index].heading)]) for index in kept]
+    widths = [max([text_format.columns(row[index]) for row in rows] + [len(columns[index].heading)]) for index in kept]
     while sum(widths[index] + len(GAP) for index in kept) - len(GAP) > width:
         at = max(kept, key=lambda index: columns[index].dispensable)
         if not columns[at].dispensable:
             break
         kept.remove(at)
     heading = [column.heading for column in columns]
-    return [_line([words.pad(row[i], widths[i], right=columns[i].right) for i in kept], width) for row in (heading, *rows)]
+    return [
+        _line([text_format.pad(row[i], widths[i], right=columns[i].right) for i in kept], width) for row in (heading, *rows)
+    ]
 
 
 def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
@@ -49,7 +51,7 @@ def shares(parts: Mapping[str, float], width: int, total: float | None = None) -
     whole = sum(parts.values()) if total is None else total
     if whole <= 0:
         return []
-    shown = [f"{name} {words.percent(value / whole)}" for name, value in parts.items() if value > 0]
+    shown = [f"{name} {text_format.percent(value / whole)}" for name, value in parts.items() if value > 0]
     return flow(shown, width)
 
 
@@ -57,12 +59,12 @@ def flow(items: Sequence[str], width: int) -> list[str]:
     """Return items side by side, in as many lines as it takes; none is broken."""
     lines: list[str] = []
     for item in items:
-        if lines and words.columns(lines[-1]) + len(GAP) + words.columns(item) <= width:
+        if lines and text_format.columns(lines[-1]) + len(GAP) + text_format.columns(item) <= width:
             lines[-1] += GAP + item
         else:
-            lines.append(words.cut(item, width))
+            lines.append(text_format.cut(item, width))
     return lines
 
 
 def _line(cells: Sequence[str], width: int) -> str:
-    return words.cut(GAP.join(cells).rstrip(), width)
+    return text_format.cut(GAP.join(cells).rstrip(), width)

@@ -8,24 +8,24 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from torchobs import settings
 from torchobs.cli import arguments
-from torchobs.cli.live import Screen, Seen, frame
-from torchobs.cli.paint import paint_for, size_of, tolerant
-from torchobs.cli.screen import QUIT, Terminal
+from torchobs.cli.terminal import QUIT, Terminal
+from torchobs.cli.terminal_style import paint_for, size_of, tolerant
+from torchobs.cli.top_view import RankView, Screen, frame
+from torchobs.config import settings
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.rank_report import steps_of
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.scan import Scanner
-from torchobs.exporter.states import FADED_AFTER_S
-from torchobs.exporter.tracked import HOSTILE
-from torchobs.flight.pace import RECORDS, pace
-from torchobs.postmortem import words
-from torchobs.postmortem.facts import steps_of
+from torchobs.flight.metrics.throughput import RECORDS, pace
+from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.state import FADED_AFTER_S
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from torchobs.exporter.scan import Rank, Snapshot
+    from torchobs.ranks.scanner import Rank, Snapshot
 
 _DESCRIPTION = """\
 Watch the ranks of this machine live: state, step, speed, loss, gradient norm, where a step's time goes, memory, who slows the
@@ -71,25 +71,25 @@ def main(given: Sequence[str]) -> int:
         return _live(scanner, options.interval)
 
 
-def look(scanner: Scanner) -> tuple[list[Seen], str]:
+def look(scanner: Scanner) -> tuple[list[RankView], str]:
     """Return every rank with its last steps, and what to say if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
     return [_seen(scanner, rank, limit) for rank in snapshot.ranks], _note(snapshot)
 
 
-def _seen(scanner: Scanner, rank: Rank, limit: int) -> Seen:
+def _seen(scanner: Scanner, rank: Rank, limit: int) -> RankView:
     try:
         with scanner.flight_file(rank.incarnation) as file:
             records = file.steps(limit)
-            return Seen(rank, steps_of(records, file.header), pace(records))
+            return RankView(rank, steps_of(records, file.header), pace(records))
     except HOSTILE:
-        return Seen(rank, ())  # it is going, or was replaced: the next look says what is there
+        return RankView(rank, ())  # it is going, or was replaced: the next look says what is there
 
 
 def _note(snapshot: Snapshot) -> str:
     if snapshot.problems:
-        return f"{words.clean(snapshot.problems[0])}: start a training with `torchobs run train.py`"
+        return f"{text_format.clean(snapshot.problems[0])}: start a training with `torchobs run train.py`"
     return "no rank trains here, or did of late: `torchobs run train.py` starts one, `torchobs inspect` tells of the dead"
 
 
@@ -106,7 +106,7 @@ def _once(scanner: Scanner) -> int:
 def _live(scanner: Scanner, interval_s: float) -> int:
     out, first, due = tolerant(sys.stdout), 0, 0.0
     keys = sys.stdin.fileno() if sys.stdin.isatty() else -1
-    seen: list[Seen] = []
+    seen: list[RankView] = []
     note = ""
     with contextlib.suppress(KeyboardInterrupt), Terminal(out, keys) as terminal:
         while True:

@@ -36,7 +36,7 @@ FORESIGHT = 60.0
 HORIZON_S = 7 * 86_400.0
 
 
-class Point(NamedTuple):
+class MemoryPoint(NamedTuple):
     """Memory in use after so many steps, at so many seconds of any steady clock."""
 
     step: int
@@ -53,7 +53,7 @@ class Growth(NamedTuple):
     sustained: bool
 
 
-def grows(points: Sequence[Point], least_steps: int | None = None, steady: float = STEADY) -> Growth | None:
+def grows(points: Sequence[MemoryPoint], least_steps: int | None = None, steady: float = STEADY) -> Growth | None:
     """Return the trend over the last two thirds of ``points`` (in order, evenly spaced).
 
     ``None`` while there is too little to say: fewer than ``LEAST`` points, or hardly a step between them: fewer than
@@ -85,17 +85,17 @@ def time_to_limit_s(growth: Growth | None, left: float) -> float | None:
     return seconds if seconds <= min(FORESIGHT * growth.seconds, HORIZON_S) else None
 
 
-class History:
+class MemoryHistory:
     """The points of a run: the last ``LEAST`` as they came, and ``MOST`` at most of all of it, ever further apart."""
 
     __slots__ = ("_every", "_seen", "recent", "whole")
 
     def __init__(self) -> None:
-        self.recent: list[Point] = []
-        self.whole: list[Point] = []
+        self.recent: list[MemoryPoint] = []
+        self.whole: list[MemoryPoint] = []
         self._every, self._seen = 1, 0
 
-    def add(self, point: Point) -> None:
+    def add(self, point: MemoryPoint) -> None:
         """Take in the next point; the caller keeps the distance between points."""
         self.recent = [*self.recent[-LEAST + 1 :], point]
         self._seen += 1
@@ -120,7 +120,7 @@ def soonest(growths: Sequence[Growth | None], left: float) -> float | None:
     return min((seconds for growth in growths if (seconds := time_to_limit_s(growth, left)) is not None), default=None)
 
 
-def _slopes(points: Sequence[Point]) -> list[float]:
+def _slopes(points: Sequence[MemoryPoint]) -> list[float]:
     return [(b.used - a.used) / (b.step - a.step) for a, b in combinations(points, 2) if b.step > a.step]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from torchobs.detect.slow import FACTOR
+from torchobs.detect.slow_steps import FACTOR
 
 LEAST_S = 10.0
 """What a script does between two steps (a plot, a message, a garbage collection) is a part of training up to here."""

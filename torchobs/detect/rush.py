@@ -12,7 +12,7 @@ from collections import deque
 from math import inf
 from typing import TYPE_CHECKING
 
-from torchobs.detect.growth import Growth, Point, grows
+from torchobs.detect.growth import Growth, MemoryPoint, grows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ STEADY = 0.85
 IN_USE = 0.5
 
 
-def rushes(points: Sequence[Point], left: float, total: float) -> Growth | None:
+def rushes(points: Sequence[MemoryPoint], left: float, total: float) -> Growth | None:
     """Return the trend of ``points`` (in order, a second apart) if it uses up the bytes ``left`` of ``total`` soon."""
     if len(points) < 2 or left > (1.0 - IN_USE) * total or points[-1].used - points[0].used <= left / FORESIGHT / 2:  # noqa: PLR2004
         return None  # which it nearly always is: what follows is a matter of squares
@@ -43,12 +43,12 @@ class Rush:
     __slots__ = ("_least", "_points", "growth")
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=MOST)
+        self._points: deque[MemoryPoint] = deque(maxlen=MOST)
         self._least = inf
         self.growth: Growth | None = None
         """The trend that is to be feared; ``None`` if there is none"""
 
-    def see(self, point: Point, left: float, total: float) -> bool:
+    def see(self, point: MemoryPoint, left: float, total: float) -> bool:
         """Take in a look; tell whether there is a new verdict, or none any more."""
         self._least = min(self._least, point.used)
         if self._points and point.seconds - self._points[-1].seconds < 1.0:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from torchobs import settings, values
 from torchobs.catalog import HOST_COLLECTORS
-from torchobs.exporter import pattern, unixsocket
+from torchobs.config import option_types, settings
+from torchobs.config.option_types import Address, ValueKind
+from torchobs.exporter import pattern
 from torchobs.exporter.host import choice
-from torchobs.exporter.unixsocket import UnixAddress, unix_address_of
-from torchobs.values import Address, Kind
+from torchobs.exporter.http import unix_socket
+from torchobs.exporter.http.unix_socket import UnixAddress, unix_address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -98,7 +99,7 @@ class Option(NamedTuple):
     field: str
     flag: str
     metavar: str
-    kind: Kind
+    kind: ValueKind
     brief: str
     several: bool = False
     bare: str | None = None
@@ -132,11 +133,11 @@ def size_bytes(text: str) -> int:
 
 def address_of(text: str) -> Address:
     """Return the address for ``host:port``; an empty host is every interface. Raises ``ValueError``."""
-    return cast("Address", values.ADDRESS.parse(text))
+    return cast("Address", option_types.ADDRESS.parse(text))
 
 
 def _listen_address(text: str) -> Address | UnixAddress:
-    return unix_address_of(text) if text.startswith(unixsocket.PREFIX) else address_of(text)
+    return unix_address_of(text) if text.startswith(unix_socket.PREFIX) else address_of(text)
 
 
 def _pattern(text: str) -> str:
@@ -160,8 +161,8 @@ def _hang_timeout(text: str) -> float | None:
     return None if text == "auto" else duration_s(text)
 
 
-_PATH = Kind("a path", lambda text: str(values.PATH.parse(text)))
-_SECONDS = Kind("a duration such as 90s, 5m or 1h30m", duration_s)
+_PATH = ValueKind("a path", lambda text: str(option_types.PATH.parse(text)))
+_SECONDS = ValueKind("a duration such as 90s, 5m or 1h30m", duration_s)
 
 OPTIONS = (
     Option(
@@ -169,17 +170,17 @@ OPTIONS = (
         "Directory of the flight files. [default: where trainers of this user, or of this pod, put them]",
     ),
     Option(
-        "listen", "--web.listen-address", "ADDRESS", Kind("host:port or unix:/path", _listen_address),
+        "listen", "--web.listen-address", "ADDRESS", ValueKind("host:port or unix:/path", _listen_address),
         "HOST:PORT or unix:/PATH to listen on; may be given several times. [default: :10960, with --mode node 127.0.0.1:10960]",
         several=True,
     ),
     Option(
-        "systemd_socket", "--web.systemd-socket", "BOOLEAN", values.BOOLEAN,
+        "systemd_socket", "--web.systemd-socket", "BOOLEAN", option_types.BOOLEAN,
         "Listen on the sockets that systemd has opened (a .socket unit). [default: false]",
     ),
     Option(
-        "telemetry_path", "--web.telemetry-path", "PATH", Kind("a path that begins with / and has an end", _telemetry_path),
-        "Path of the metrics. [default: /metrics]",
+        "telemetry_path", "--web.telemetry-path", "PATH",
+        ValueKind("a path that begins with / and has an end", _telemetry_path), "Path of the metrics. [default: /metrics]",
     ),
     Option(
         "web_config_file", "--web.config.file", "FILE", _PATH,
@@ -198,41 +199,41 @@ OPTIONS = (
         "How long SIGTERM waits for every scraper to fetch the final state; a second one ends at once. [default: 90s]",
     ),
     Option(
-        "hang_timeout_s", "--hang-timeout", "DURATION", Kind("auto, or a duration such as 10m", _hang_timeout),
+        "hang_timeout_s", "--hang-timeout", "DURATION", ValueKind("auto, or a duration such as 10m", _hang_timeout),
         "How long a rank may take for a step before it is hung. [default: auto, 20 times its usual step, at least 1m]",
     ),
     Option(
-        "mode", "--mode", "[sidecar|node]", Kind("sidecar or node", _mode),
+        "mode", "--mode", "[sidecar|node]", ValueKind("sidecar or node", _mode),
         "sidecar: never leaves by itself, waits for a port that is taken. node: takes the next one. [default: sidecar]",
     ),
     Option(
-        "allow_foreign_owner", "--allow-foreign-owner", "BOOLEAN", values.BOOLEAN,
+        "allow_foreign_owner", "--allow-foreign-owner", "BOOLEAN", option_types.BOOLEAN,
         "Let an exporter that runs as root read the directory and the files of another user. [default: false]",
     ),
     Option(
-        "created_samples", "--created-samples", "BOOLEAN", values.BOOLEAN,
+        "created_samples", "--created-samples", "BOOLEAN", option_types.BOOLEAN,
         "Add a _created sample to every counter and histogram. [default: false]",
     ),
     Option(
-        "series_limit", "--series-limit", "NUMBER", values.integer(1),
+        "series_limit", "--series-limit", "NUMBER", option_types.integer(1),
         "Most series of one rank that are served; a histogram is one. [default: 20000]",
     ),
     Option(
-        "series_limit_total", "--series-limit-total", "NUMBER", values.integer(1),
+        "series_limit_total", "--series-limit-total", "NUMBER", option_types.integer(1),
         "Most series of all ranks together. [default: 1000000]",
     ),
     Option(
-        "memory_limit", "--memory-limit", "SIZE", Kind("bytes, such as 134217728 or 128Mi", size_bytes),
+        "memory_limit", "--memory-limit", "SIZE", ValueKind("bytes, such as 134217728 or 128Mi", size_bytes),
         "Memory to get by with: what does not fit is not served, and counted. [default: the container's limit]",
     ),
     Option(
         "drop_metrics", "--drop-metrics", "REGEX",
-        Kind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
+        ValueKind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
         "Metrics of the ranks not to serve, by the name they have on the page; may be given several times.",
         several=True,
     ),
     Option(
-        "api_socket", "--api.socket", "PATH", Kind("a path, or off", lambda text: str(values.PATH.parse(text))),
+        "api_socket", "--api.socket", "PATH", ValueKind("a path, or off", lambda text: str(option_types.PATH.parse(text))),
         "Unix socket for the API, over which commands are taken; its mode is 0660. [default: exporter.sock beside the flight "
         "files with --mode node, else off]",
     ),
@@ -267,7 +268,7 @@ def unknown_variables(environ: Mapping[str, str], options: Iterable[Option]) -> 
     known = [option.variable for option in options]
     others = {variable for setting in settings.listing() for variable in setting.variables}
     return [
-        f"{name} is no option{values.closest(name, known, PREFIX)}"  # its value may be a secret
+        f"{name} is no option{option_types.closest(name, known, PREFIX)}"  # its value may be a secret
         for name in sorted(environ.keys() - others - {*known})
         if name.startswith(PREFIX) and not settings.is_service_link(name)
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torchobs
 from torchobs import catalog
-from torchobs.guarding import Fuse, call
+from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -31,20 +31,20 @@ class Hooks:
     """Calls for one integration. What is raised in one goes no further, is told once, and switches the integration off."""
 
     def __init__(self, name: str) -> None:
-        self._fuse = Fuse(name)
+        self._breaker = CircuitBreaker(name)
         self._open: tuple[str, AbstractContextManager[None]] | None = None
 
     def call(self, function: Callable[..., None], *args: Any) -> None:
         """Call it, unless one has failed before."""
-        call(self._fuse, function, *args)
-        for trip in self._fuse.trips:
+        call(self._breaker, function, *args)
+        for trip in self._breaker.trips:
             what = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
             torchobs.event(catalog.EVENT_PROBE_DISABLED.name, **what)
             logger.warning(
                 "torchobs: the %s integration failed with %s at %s and is off; training is not affected",
                 trip.probe, trip.exception, trip.location,
             )  # fmt: skip
-        self._fuse.trips.clear()
+        self._breaker.trips.clear()
 
     @property
     def phase(self) -> str | None:

@@ -1,30 +1,30 @@
-"""What watches training: one signal per file, one class each with ``install`` and ``remove`` (``host.Probe``)."""
+"""What watches training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.probes.amp import AmpProbe
-from torchobs.probes.cgroup import CgroupProbe
-from torchobs.probes.checkpoint import CheckpointProbe
-from torchobs.probes.compile import CompileProbe
-from torchobs.probes.data import DataProbe
-from torchobs.probes.device_memory import DeviceMemoryProbe
-from torchobs.probes.distributed import DistributedProbe
-from torchobs.probes.epochs import EpochProbe
-from torchobs.probes.exits import ExitProbe
+from torchobs.probes.compile.compile import CompileProbe
+from torchobs.probes.data.epochs import EpochProbe
+from torchobs.probes.data.fetches import DataProbe
+from torchobs.probes.data.loaders import LoaderProbe
 from torchobs.probes.gpu import GpuProbe
-from torchobs.probes.gradients import GradientProbe
-from torchobs.probes.loaders import LoaderProbe
-from torchobs.probes.loss import LossProbe
-from torchobs.probes.memory import MemoryProbe
-from torchobs.probes.optimizer import OptimizerProbe
-from torchobs.probes.phases import PhaseProbe
-from torchobs.probes.schedulers import SchedulerProbe
-from torchobs.probes.step import StepProbe
+from torchobs.probes.gradients.gradients import GradientProbe
+from torchobs.probes.lifecycle.checkpoints import CheckpointProbe
+from torchobs.probes.lifecycle.distributed import DistributedProbe
+from torchobs.probes.lifecycle.exits import ExitProbe
+from torchobs.probes.memory.cgroup import CgroupProbe
+from torchobs.probes.memory.device_memory import DeviceMemoryProbe
+from torchobs.probes.memory.process_memory import MemoryProbe
+from torchobs.probes.optimizer.hyperparameters import OptimizerProbe
+from torchobs.probes.optimizer.schedulers import SchedulerProbe
+from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.step.loss import LossProbe
+from torchobs.probes.step.phases import PhaseProbe
+from torchobs.probes.step.steps import StepProbe
 
 if TYPE_CHECKING:
-    from torchobs.probes.host import Probe
+    from torchobs.probes.core.context import Probe
 
 PROBES: tuple[type[Probe], ...] = (
     ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, EpochProbe, CheckpointProbe, LossProbe, AmpProbe, GradientProbe,

@@ -19,23 +19,23 @@ from starlette.routing import Mount, Route
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.exporter.api import access, asked, history, openapi, problems, shelf, unwritten, views
-from torchobs.exporter.api.desk import Desk
+from torchobs.exporter.api import artifact_errors, artifacts, authorization, history, openapi, params, problems, serializers
+from torchobs.exporter.api.artifacts import ArtifactStore
+from torchobs.exporter.api.commands import CommandService
 from torchobs.exporter.api.problems import Problem
-from torchobs.exporter.api.shelf import Shelf
-from torchobs.exporter.tracked import HOSTILE
-from torchobs.flight.events import plain
+from torchobs.flight.format.event_ring import plain
+from torchobs.ranks.rank_file import HOSTILE
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from starlette.requests import Request
 
-    from torchobs.exporter.api.access import Door
+    from torchobs.exporter.api.authorization import AccessChannel
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.exporter.scan import Rank, Snapshot
-    from torchobs.exporter.watch import Scan, Watch
-    from torchobs.flight.reader import FlightFile
+    from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
+    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.ranks.scanner import Rank, Snapshot
 
 PREFIX = "/api/v1"
 MOST_RINGS = 256
@@ -49,12 +49,12 @@ T = TypeVar("T")
 class Api:
     """One per exporter; every listener has its own :meth:`mounts`."""
 
-    def __init__(self, config: ExporterConfig, watch: Watch, authenticated: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, config: ExporterConfig, watch: SnapshotCache, authenticated: Callable[[], bool] = lambda: False) -> None:
         """``authenticated``: whether everyone who comes by TCP has shown who they are."""
         self._config, self._watch, self._authenticated = config, watch, authenticated
-        self._token = access.Token(config.api_token_file)
-        self._shelf = Shelf(config)
-        self._desk = Desk(config, self._shelf)
+        self._token = authorization.Token(config.api_token_file)
+        self._shelf = ArtifactStore(config)
+        self._desk = CommandService(config, self._shelf)
         self._thread = ThreadPoolExecutor(1, "api")
         self._handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "status": self._status, "ranks": self._ranks, "debugSummary": self._debug_summary,
@@ -63,7 +63,7 @@ class Api:
             "clear": self._clear, "profile": self._profile, "stacks": self._stacks, "openapi": self._openapi,
         }  # fmt: skip
 
-    def mounts(self, door: Door | None = None) -> list[Mount]:
+    def mounts(self, door: AccessChannel | None = None) -> list[Mount]:
         """Return the API for listeners of that kind; ``None``: TCP, where each request has its own door."""
         routes = []
         for path, methods in openapi.PATHS.items():
@@ -91,28 +91,28 @@ class Api:
         self._thread.shutdown(wait=False)
 
     async def _answer(
-        self, own: Door | None, handlers: dict[str, Callable[[Request], Awaitable[Response]]], request: Request
+        self, own: AccessChannel | None, handlers: dict[str, Callable[[Request], Awaitable[Response]]], request: Request
     ) -> Response:
-        method, door = request.method, own or access.door_of(request.scope)
+        method, door = request.method, own or authorization.access_channel(request.scope)
         try:
-            refusal = access.refusal(method, request.headers, door, self._token, authenticated=self._authenticated())
+            refusal = authorization.refusal(method, request.headers, door, self._token, authenticated=self._authenticated())
             if refusal is not None:
                 raise refusal
             response = await handlers["GET" if method == "HEAD" else method](request)
         except Problem as problem:
             response = _problem(problem)
-        if method not in access.READING:
+        if method not in authorization.READING:
             _audit(request, door, response.status_code)
         return response
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
     async def _openapi(self, request: Request) -> Response:
-        asked.only(request)
+        params.only(request)
         return Response(openapi.TEXT, media_type="application/json", headers=_HEADERS)
 
     async def _status(self, request: Request) -> Response:
-        asked.only(request)
+        params.only(request)
         snapshot = await self._watch.fresh()
         return _json(
             {
@@ -126,23 +126,23 @@ class Api:
         )
 
     async def _ranks(self, request: Request) -> Response:
-        asked.only(request)
-        return _json({"ranks": [views.rank_view(rank) for rank in (await self._watch.fresh()).ranks]})
+        params.only(request)
+        return _json({"ranks": [serializers.rank_view(rank) for rank in (await self._watch.fresh()).ranks]})
 
     async def _debug_summary(self, request: Request) -> Response:
-        asked.only(request)
-        return _json(views.debug_summary(await self._watch.fresh(), len(await self._run(self._shelf.listing))))
+        params.only(request)
+        return _json(serializers.debug_summary(await self._watch.fresh(), len(await self._run(self._shelf.listing))))
 
     async def _training_summary(self, request: Request) -> Response:
-        asked.only(request)
-        return _json(views.training_summary(await self._watch.fresh()))
+        params.only(request)
+        return _json(serializers.training_summary(await self._watch.fresh()))
 
     async def _events(self, request: Request) -> Response:
-        asked.only(request, ("rank", "kind", "limit", "before"))
-        limit, name = asked.integer(request, "limit", 100, 1000), asked.kind(request)
+        params.only(request, ("rank", "kind", "limit", "before"))
+        limit, name = params.integer(request, "limit", 100, 1000), params.kind(request)
         cursor = request.query_params.get("before")
         before = None if cursor is None else history.position_of(cursor)
-        ranks = asked.ranks(await self._watch.fresh(), request.query_params.get("rank"))
+        ranks = params.ranks(await self._watch.fresh(), request.query_params.get("rank"))
         if len(ranks) > MOST_RINGS:
             raise problems.bad(f"There are {len(ranks)} ranks: say which one's events by the query parameter rank.")
         nothing: list[history.Dated] = []
@@ -150,24 +150,24 @@ class Api:
         return _json(history.page((one for one in found if name in {None, one.event["name"]}), before, limit))
 
     async def _steps(self, request: Request) -> Response:
-        asked.only(request, ("last",))
-        last = asked.integer(request, "last", 100, history.MOST_STEPS)
-        rank = asked.one_rank(await self._watch.fresh(), request.path_params["rank"])
+        params.only(request, ("last",))
+        last = params.integer(request, "last", 100, history.MOST_STEPS)
+        rank = params.one_rank(await self._watch.fresh(), request.path_params["rank"])
         nothing: dict[str, Any] = {"speed": None, "steps": []}
-        return _json({**views.named(rank), **await self._read(rank, partial(history.steps, last=last), nothing)})
+        return _json({**serializers.named(rank), **await self._read(rank, partial(history.steps, last=last), nothing)})
 
     async def _layers(self, request: Request) -> Response:
-        asked.only(request)
-        rank = asked.one_rank(await self._watch.fresh(), request.path_params["rank"])
-        return _json({**views.named(rank), "layers": views.layers(rank)})
+        params.only(request)
+        rank = params.one_rank(await self._watch.fresh(), request.path_params["rank"])
+        return _json({**serializers.named(rank), "layers": serializers.layers(rank)})
 
     async def _evidence(self, request: Request) -> Response:
-        asked.only(request)
+        params.only(request)
         return _json({"evidence": await self.evidence()})
 
     async def _download(self, request: Request) -> Response:
-        asked.only(request)
-        identifier = asked.evidence_id(request)
+        params.only(request)
+        identifier = params.evidence_id(request)
         try:
             found = await self._run(self._shelf.find, identifier)
         except Problem:
@@ -179,48 +179,48 @@ class Api:
             "Content-Disposition": f'attachment; filename="{found.evidence.name}"',
             "Content-Security-Policy": "sandbox",
         }
-        return StreamingResponse(shelf.read(found), headers=headers, media_type=shelf.media_type(found.evidence))
+        return StreamingResponse(artifacts.read(found), headers=headers, media_type=artifacts.media_type(found.evidence))
 
     async def _say_why(self, identifier: str) -> None:
         """Raise ``Problem`` if the rank that was asked for that evidence has said that there will be none."""
         incarnation = await self._run(self._desk.whose, identifier)
         for rank in (await self._watch.fresh()).ranks:
             if rank.incarnation == incarnation:
-                said = unwritten.find(await self._read(rank, history.events, []), identifier)
+                said = artifact_errors.find(await self._read(rank, history.events, []), identifier)
                 if said is not None:
-                    raise unwritten.problem(rank.rank, said)
+                    raise artifact_errors.problem(rank.rank, said)
 
     # -- commands ----------------------------------------------------------------------------------------------------------
 
     async def _level(self, request: Request) -> Response:
-        level = asked.level(request)
-        await asked.body(request)
+        level = params.level(request)
+        await params.body(request)
         return _json(await self._run(self._desk.level, await self._targets(request), level), 202)
 
     async def _probes(self, request: Request) -> Response:
-        mask, off = asked.probes(await asked.body(request, ("off",)))
+        mask, off = params.probes(await params.body(request, ("off",)))
         return _json(await self._run(self._desk.probes_off, await self._targets(request), mask, off), 202)
 
     async def _profile(self, request: Request) -> Response:
-        steps = asked.steps(await asked.body(request, ("steps",)))
-        asked.only(request, ("rank",))
-        rank = asked.one_rank(await self._watch.fresh(), request.query_params.get("rank"))
-        asked.living([rank])
+        steps = params.steps(await params.body(request, ("steps",)))
+        params.only(request, ("rank",))
+        rank = params.one_rank(await self._watch.fresh(), request.query_params.get("rank"))
+        params.living([rank])
         return _json(await self._run(self._desk.profile, rank, steps), 202)
 
     async def _stacks(self, request: Request) -> Response:
-        await asked.body(request)
+        await params.body(request)
         return _json(await self._run(self._desk.stacks, await self._targets(request)), 202)
 
     async def _clear(self, request: Request) -> Response:
-        asked.only(request)
-        await asked.body(request)
+        params.only(request)
+        await params.body(request)
         removed, hidden = await self._run(self._desk.clear)
         return _json({"removed": removed, "hidden": hidden})
 
     async def _targets(self, request: Request) -> list[Rank]:
-        asked.only(request, ("rank",))
-        return asked.living(asked.ranks(await self._watch.fresh(), request.query_params.get("rank")))
+        params.only(request, ("rank",))
+        return params.living(params.ranks(await self._watch.fresh(), request.query_params.get("rank")))
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ async def _http_problem(_: Request, error: Exception) -> Response:
     return _problem(Problem(status, "no-such-path", f"See {PREFIX}/openapi.json for what there is."))
 
 
-def _audit(request: Request, door: Door, status: int) -> None:
+def _audit(request: Request, door: AccessChannel, status: int) -> None:
     """Log who changed what. Its moment makes a line one of its own: alike ones are logged once a minute, as refusals are."""
     who = request.client.host if request.client else "a local process"
     rank, path = request.query_params.get("rank", "all")[:40], request.url.path[:100]

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.exporter.api.problems import bad
-from torchobs.exporter.api.views import instant, named, wall_ns
-from torchobs.flight.pace import RECORDS, pace, speed
-from torchobs.flight.record import PHASE_NAMES, Flag, Kind
+from torchobs.exporter.api.serializers import instant, named, wall_ns
+from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.metrics.throughput import RECORDS, pace, speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torchobs.exporter.scan import Rank
-    from torchobs.flight.reader import FlightFile
-    from torchobs.flight.record import StepRecord
+    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.ranks.scanner import Rank
 
 MOST_STEPS = 4096
 LATE_FACTOR = 3
@@ -79,10 +79,10 @@ def page(found: Iterable[Dated], before: Position | None, limit: int) -> dict[st
 def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
     """Return the last steps, oldest first, each with what was delivered after its end; and how fast they were."""
     records = file.steps(max(last * LATE_FACTOR, RECORDS))
-    ended = [record for record in records if record.kind == Kind.STEP][-last:]
+    ended = [record for record in records if record.kind == RecordKind.STEP][-last:]
     late: dict[int, list[StepRecord]] = {}
     for record in records:
-        if record.kind == Kind.LATE:
+        if record.kind == RecordKind.LATE:
             late.setdefault(record.step, []).append(record)
     return {
         "speed": speed(pace(records)),
@@ -107,22 +107,22 @@ def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank)
 
 def _step(record: StepRecord, late: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
     flags = record.flags
-    loss, norm = (record.loss if flags & Flag.LOSS else None), (record.grad_norm if flags & Flag.GRAD_NORM else None)
+    loss, norm = (record.loss if flags & StepFlag.LOSS else None), (record.grad_norm if flags & StepFlag.GRAD_NORM else None)
     for one in late:
-        loss = one.loss if one.flags & Flag.LOSS else loss
-        norm = one.grad_norm if one.flags & Flag.GRAD_NORM else norm
+        loss = one.loss if one.flags & StepFlag.LOSS else loss
+        norm = one.grad_norm if one.flags & StepFlag.GRAD_NORM else norm
         flags |= one.flags
     return {
         "step": record.step,
         "ended": instant(wall_ns(rank.view.header, record.end_ns)),
-        "duration_s": None if flags & Flag.UNTIMED else record.duration_s,
+        "duration_s": None if flags & StepFlag.UNTIMED else record.duration_s,
         "loss": loss,
         "losses": record.losses,
         "gradient_norm": norm,
-        "learning_rate": record.learning_rate if flags & Flag.LEARNING_RATE else None,
+        "learning_rate": record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
         "phases_s": dict(zip(PHASE_NAMES, record.phase_s, strict=True)),
         "tokens": record.tokens + sum(one.tokens for one in late),
         "samples": record.samples + sum(one.samples for one in late),
         "loss_scale": record.norm_scale,
-        "skipped": bool(flags & Flag.SKIPPED),
+        "skipped": bool(flags & StepFlag.SKIPPED),
     }

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.exporter.api.asked import EVIDENCE, RANK
+from torchobs.config.settings import PROBES
 from torchobs.exporter.api.history import LONGEST_NAME
-from torchobs.flight.control import LEVELS, MAX_PROFILE_STEPS
-from torchobs.flight.evidence import KINDS
-from torchobs.flight.record import LIVE_PHASES, PHASE_NAMES
-from torchobs.settings import PROBES
+from torchobs.exporter.api.params import EVIDENCE, RANK
+from torchobs.flight.files.artifacts import KINDS
+from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
+from torchobs.flight.metrics.fold import LIVE_PHASES, PHASE_NAMES
 
 Schema = dict[str, Any]
 

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host.tree import count, read
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ def booted_ns(stat: str) -> int | None:
     return int(found[1]) * 1_000_000_000 if found else None
 
 
-def collect(tree: Tree) -> Iterator[Said]:
+def collect(tree: Tree) -> Iterator[Sample]:
     """Yield what there is to say of the processors. Raises one of ``tree.FAILS``."""
     stat = parse(read(f"{tree.procfs}/stat"), os.sysconf("SC_CLK_TCK"))
     for mode, seconds in stat.times_s.items():
-        yield Said(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: mode}, seconds)
-    yield Said(catalog.HOST_CPUS, {}, stat.cpus)
+        yield Sample(catalog.SYSTEM_CPU_TIME, {catalog.CPU_MODE.name: mode}, seconds)
+    yield Sample(catalog.HOST_CPUS, {}, stat.cpus)
     for state, number in zip(catalog.THREAD_STATES, (stat.runnable, stat.blocked), strict=True):
         if number is not None:
-            yield Said(catalog.HOST_THREADS, {catalog.THREAD_STATE.name: state}, number)
-    yield Said(catalog.SYSTEM_CPU_LOAD, {}, load(read(f"{tree.procfs}/loadavg")))
+            yield Sample(catalog.HOST_THREADS, {catalog.THREAD_STATE.name: state}, number)
+    yield Sample(catalog.SYSTEM_CPU_LOAD, {}, load(read(f"{tree.procfs}/loadavg")))

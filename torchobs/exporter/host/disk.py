@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host.tree import bounded, count, is_physical, read
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _disk(name: str, fields: list[int]) -> Disk:
     )  # fmt: skip
 
 
-def collect(tree: Tree) -> Iterator[Said]:
+def collect(tree: Tree) -> Iterator[Sample]:
     """Yield what there is to say of the physical disks. Raises one of ``tree.FAILS``."""
     disks = [
         # a slash in a name (cciss/c0d0) is an exclamation mark in sysfs
@@ -59,9 +59,9 @@ def collect(tree: Tree) -> Iterator[Said]:
     ]  # fmt: skip
     for disk in bounded(disks, "disks"):
         own = {catalog.SYSTEM_DEVICE.name: disk.name}
-        yield Said(catalog.SYSTEM_DISK_IO_TIME, own, disk.busy_s)
+        yield Sample(catalog.SYSTEM_DISK_IO_TIME, own, disk.busy_s)
         for index, direction in enumerate(catalog.DISK_DIRECTION.values):
             one = {**own, catalog.DISK_DIRECTION.name: direction}
-            yield Said(catalog.SYSTEM_DISK_IO, one, disk.io[index])
-            yield Said(catalog.SYSTEM_DISK_OPERATIONS, one, disk.operations[index])
-            yield Said(catalog.SYSTEM_DISK_OPERATION_TIME, one, disk.operation_time_s[index])
+            yield Sample(catalog.SYSTEM_DISK_IO, one, disk.io[index])
+            yield Sample(catalog.SYSTEM_DISK_OPERATIONS, one, disk.operations[index])
+            yield Sample(catalog.SYSTEM_DISK_OPERATION_TIME, one, disk.operation_time_s[index])

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host.tree import read
 
 if TYPE_CHECKING:
@@ -48,22 +48,22 @@ def mountpoint(path: str) -> str:
     return found.point if found else ""
 
 
-def said(mount: Mount, status: os.statvfs_result) -> Iterator[Said]:
+def said(mount: Mount, status: os.statvfs_result) -> Iterator[Sample]:
     """Yield what there is to say of a file system. Space that only root may use is reserved."""
     own = {catalog.MOUNTPOINT.name: mount.point, catalog.FILESYSTEM_TYPE.name: mount.kind}
     size, free, available = (blocks * status.f_frsize for blocks in (status.f_blocks, status.f_bfree, status.f_bavail))
-    yield Said(catalog.SYSTEM_FILESYSTEM_LIMIT, own, size)
+    yield Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, own, size)
     space = (max(0, size - free), available, max(0, free - available))
     for state, number in zip(catalog.FILESYSTEM_STATES, space, strict=True):
-        yield Said(catalog.SYSTEM_FILESYSTEM_USAGE, {**own, catalog.FILESYSTEM_STATE.name: state}, number)
+        yield Sample(catalog.SYSTEM_FILESYSTEM_USAGE, {**own, catalog.FILESYSTEM_STATE.name: state}, number)
     if status.f_files:  # 0 where inodes are made as they are needed
         inodes = (max(0, status.f_files - status.f_ffree), status.f_ffree)
         for state, number in zip(catalog.INODE_STATES, inodes, strict=True):
-            yield Said(catalog.SYSTEM_FILESYSTEM_INODES, {**own, catalog.INODE_STATE.name: state}, number)
-    yield Said(catalog.HOST_FILESYSTEM_READONLY, own, float(bool(status.f_flag & os.ST_RDONLY)))
+            yield Sample(catalog.SYSTEM_FILESYSTEM_INODES, {**own, catalog.INODE_STATE.name: state}, number)
+    yield Sample(catalog.HOST_FILESYSTEM_READONLY, own, float(bool(status.f_flag & os.ST_RDONLY)))
 
 
-def collect(path: str) -> Iterator[Said]:
+def collect(path: str) -> Iterator[Sample]:
     """Yield what there is to say of the file system that a directory is on. Raises ``OSError``; may never return.
 
     A network file system whose server is gone answers no call, not even the one for the path: to be called where it can wait.

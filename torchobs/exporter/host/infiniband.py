@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host.tree import bounded, names_in, number_in, read
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def rate(text: str) -> float | None:
     return float(found[1]) * 1e9 / 8 if found else None
 
 
-def collect(tree: Tree) -> Iterator[Said]:
+def collect(tree: Tree) -> Iterator[Sample]:
     """Yield what there is to say of every port; nothing where there is none. Raises one of ``tree.FAILS``."""
     devices = f"{tree.sysfs}/class/infiniband"
     ports = [(device, port) for device in names_in(devices) for port in names_in(f"{devices}/{device}/ports")]
@@ -70,27 +70,27 @@ def collect(tree: Tree) -> Iterator[Said]:
         yield from _port(f"{devices}/{device}/ports/{port}", own)
 
 
-def _port(path: str, own: dict[str, str]) -> Iterator[Said]:
+def _port(path: str, own: dict[str, str]) -> Iterator[Sample]:
     yield from _link(path, own)
     for direction, (words, plain) in _IO.items():
         if (number := _bytes(path, words, plain)) is not None:
-            yield Said(catalog.HOST_INFINIBAND_IO, {**own, catalog.NETWORK_DIRECTION.name: direction}, number)
+            yield Sample(catalog.HOST_INFINIBAND_IO, {**own, catalog.NETWORK_DIRECTION.name: direction}, number)
     if (waited := number_in(f"{path}/counters/port_xmit_wait")) is not None:
-        yield Said(catalog.HOST_INFINIBAND_WAIT, own, waited)
+        yield Sample(catalog.HOST_INFINIBAND_WAIT, own, waited)
     for kind, file in _ERRORS.items():
         if (number := number_in(f"{path}/{file}")) is not None:
-            yield Said(catalog.HOST_INFINIBAND_ERRORS, {**own, catalog.INFINIBAND_ERROR.name: kind}, number)
+            yield Sample(catalog.HOST_INFINIBAND_ERRORS, {**own, catalog.INFINIBAND_ERROR.name: kind}, number)
     for kind, file in _CONGESTION.items():
         if (number := number_in(f"{path}/{file}")) is not None:
-            yield Said(catalog.HOST_INFINIBAND_CONGESTION, {**own, catalog.INFINIBAND_CONGESTION.name: kind}, number)
+            yield Sample(catalog.HOST_INFINIBAND_CONGESTION, {**own, catalog.INFINIBAND_CONGESTION.name: kind}, number)
 
 
-def _link(path: str, own: dict[str, str]) -> Iterator[Said]:
+def _link(path: str, own: dict[str, str]) -> Iterator[Sample]:
     if (now := state(_text(f"{path}/state"))) is not None:
         for known in catalog.INFINIBAND_STATES:
-            yield Said(catalog.HOST_INFINIBAND_STATE, {**own, catalog.INFINIBAND_STATE.name: known}, float(known == now))
+            yield Sample(catalog.HOST_INFINIBAND_STATE, {**own, catalog.INFINIBAND_STATE.name: known}, float(known == now))
     if (speed := rate(_text(f"{path}/rate"))) is not None:
-        yield Said(catalog.HOST_INFINIBAND_RATE, own, speed)
+        yield Sample(catalog.HOST_INFINIBAND_RATE, own, speed)
 
 
 def _bytes(path: str, words: str, plain: str) -> int | None:

@@ -15,7 +15,7 @@ from torchobs.exporter.host.tree import FAILS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torchobs.exporter.described import Said
+    from torchobs.exporter.exporter_metrics import Sample
 
 STUCK_AFTER_S = 5.0
 """Nothing that works takes so long."""
@@ -27,12 +27,12 @@ FRESH_S = 1.0
 class Answer(NamedTuple):
     """What a question has brought, and when."""
 
-    said: tuple[Said, ...]
+    said: tuple[Sample, ...]
     failure: Exception | None
     at_s: float
 
 
-def ask(question: Callable[[], Iterable[Said]], clock: Callable[[], float] = time.monotonic) -> Answer:
+def ask(question: Callable[[], Iterable[Sample]], clock: Callable[[], float] = time.monotonic) -> Answer:
     """Return the answer to a question; one of ``tree.FAILS`` is an answer as well."""
     try:
         return Answer(tuple(question()), None, clock())
@@ -43,7 +43,7 @@ def ask(question: Callable[[], Iterable[Said]], clock: Callable[[], float] = tim
 class Lane:
     """Asks one question, over and over, but never twice at a time. To be used by one thread."""
 
-    def __init__(self, question: Callable[[], Iterable[Said]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, question: Callable[[], Iterable[Sample]], clock: Callable[[], float] = time.monotonic) -> None:
         self._question, self._clock = question, clock
         self._thread: threading.Thread | None = None
         self._began_s = 0.0

@@ -15,12 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.exporter import labels
-from torchobs.exporter.described import HostFacts, Said
+from torchobs.exporter.exporter_metrics import HostFacts, Sample
 from torchobs.exporter.host import cpu, disk, filesystem, infiniband, memory, network, pressure
 from torchobs.exporter.host.lane import Answer, Lane, ask
 from torchobs.exporter.host.tree import FAILS, Tree, read
-from torchobs.flight.place import find_existing
+from torchobs.flight.files.location import find_existing
+from torchobs.ranks import labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ KEEP_S = 60.0
 """How old a lane's answer may be that is shown for want of a newer one: that is four scrapes or one."""
 MOST_PATHS = 32
 
-_AT_ONCE: Mapping[str, Callable[[Tree], Iterable[Said]]] = {
+_AT_ONCE: Mapping[str, Callable[[Tree], Iterable[Sample]]] = {
     "cpu": cpu.collect,
     "memory": memory.collect,
     "pressure": pressure.collect,
@@ -95,7 +95,7 @@ class Host:
     def take(self) -> None:
         """Look now."""
         began_s = self._clock()
-        said: list[Said] = []
+        said: list[Sample] = []
         for name, collect in self._at_once.items():
             said += self._heard(name, name, ask(collect, self._clock))
         for slow in self._slow:  # not before: threads that take the GIL from each other at every read take twice the time
@@ -114,7 +114,7 @@ class Host:
         """End the thread; one that does not answer is left behind."""
         self._thread.shutdown(wait=False)
 
-    def _heard(self, collector: str, about: str, answer: Answer) -> Iterable[Said]:
+    def _heard(self, collector: str, about: str, answer: Answer) -> Iterable[Sample]:
         """Return what was said; count a failure, and say it once."""
         if answer.at_s > self._heard_s.get(about, -math.inf):
             self._heard_s[about] = answer.at_s
@@ -130,11 +130,11 @@ class Host:
             _log.warning("host: %s: %s", about, problem)
             self._told[about] = problem
 
-    def _of_itself(self, took_s: float) -> Iterator[Said]:
-        yield Said(catalog.EXPORTER_HOST_DURATION, {}, took_s)
+    def _of_itself(self, took_s: float) -> Iterator[Sample]:
+        yield Sample(catalog.EXPORTER_HOST_DURATION, {}, took_s)
         name = catalog.HOST_COLLECTOR.name
         for collector, errors in self._errors.items():
-            yield Said(catalog.EXPORTER_HOST_ERRORS, {name: collector}, errors)
+            yield Sample(catalog.EXPORTER_HOST_ERRORS, {name: collector}, errors)
         stuck: dict[tuple[str, str], bool] = {}
         for slow in self._slow:
             key = slow.collector, self._mountpoints[slow.about]
@@ -143,7 +143,7 @@ class Host:
                 self._tell(slow.about, "no answer for seconds, and it is not asked again until there is one")
         for (collector, mountpoint), is_so in stuck.items():
             own = {name: collector, catalog.MOUNTPOINT.name: labels.text(mountpoint)}
-            yield Said(catalog.EXPORTER_HOST_STUCK, own, float(is_so))
+            yield Sample(catalog.EXPORTER_HOST_STUCK, own, float(is_so))
 
     def _booted(self) -> int:
         if not self._booted_ns:
@@ -167,17 +167,17 @@ def _slow(config: ExporterConfig, tree: Tree, clock: Callable[[], float]) -> Ite
             yield _Slow("filesystem", f"file system of {path}", filesystem.mountpoint(path), lane)
 
 
-def _of_flight_files(flight_dir: str | None, runtime_dir: str | None) -> Iterator[Said]:
+def _of_flight_files(flight_dir: str | None, runtime_dir: str | None) -> Iterator[Sample]:
     path = find_existing(flight_dir, runtime_dir)
     if path is not None:
         yield from filesystem.collect(path)
 
 
-def _mountpoint(said: Iterable[Said]) -> str:
+def _mountpoint(said: Iterable[Sample]) -> str:
     return next((one.attributes.get(catalog.MOUNTPOINT.name, "") for one in said), "")
 
 
-def _once(said: Iterable[Said]) -> Iterator[Said]:
+def _once(said: Iterable[Sample]) -> Iterator[Sample]:
     """Yield what a page and OTLP can show, each series once: two directories may be on one file system."""
     seen = set()
     for one in said:
@@ -185,4 +185,4 @@ def _once(said: Iterable[Said]) -> Iterator[Said]:
         key = one.metric.name, *attributes.values()
         if key not in seen and math.isfinite(one.value) and 0 <= one.value < _BEYOND:
             seen.add(key)
-            yield Said(one.metric, attributes, one.value)
+            yield Sample(one.metric, attributes, one.value)

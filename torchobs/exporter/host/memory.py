@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host.tree import count, read
 
 if TYPE_CHECKING:
@@ -42,26 +42,26 @@ def oom_kills(vmstat: str) -> int | None:
     return count(found[1]) if found else None
 
 
-def collect(tree: Tree) -> Iterator[Said]:
+def collect(tree: Tree) -> Iterator[Sample]:
     """Yield what there is to say of memory. Raises one of ``tree.FAILS``."""
     amounts = parse(read(f"{tree.procfs}/meminfo"))
-    yield Said(catalog.SYSTEM_MEMORY_LIMIT, {}, amounts["MemTotal"])
+    yield Sample(catalog.SYSTEM_MEMORY_LIMIT, {}, amounts["MemTotal"])
     for state, number in usage(amounts).items():
-        yield Said(catalog.SYSTEM_MEMORY_USAGE, {catalog.MEMORY_STATE.name: state}, number)
+        yield Sample(catalog.SYSTEM_MEMORY_USAGE, {catalog.MEMORY_STATE.name: state}, number)
     for metric, name in ((catalog.SYSTEM_MEMORY_AVAILABLE, "MemAvailable"), (catalog.SYSTEM_MEMORY_SHARED, "Shmem")):
         if name in amounts:
-            yield Said(metric, {}, amounts[name])
+            yield Sample(metric, {}, amounts[name])
     for state, name in zip(catalog.UNWRITTEN_STATES, ("Dirty", "Writeback"), strict=True):
         if name in amounts:
-            yield Said(catalog.HOST_MEMORY_UNWRITTEN, {catalog.UNWRITTEN_STATE.name: state}, amounts[name])
+            yield Sample(catalog.HOST_MEMORY_UNWRITTEN, {catalog.UNWRITTEN_STATE.name: state}, amounts[name])
     yield from _swap(amounts)
     kills = oom_kills(read(f"{tree.procfs}/vmstat"))
     if kills is not None:
-        yield Said(catalog.HOST_OOM_KILLS, {}, kills)
+        yield Sample(catalog.HOST_OOM_KILLS, {}, kills)
 
 
-def _swap(amounts: Mapping[str, int]) -> Iterator[Said]:
+def _swap(amounts: Mapping[str, int]) -> Iterator[Sample]:
     if "SwapTotal" in amounts and "SwapFree" in amounts:
         free = amounts["SwapFree"]
         for state, number in zip(catalog.PAGING_STATES, (max(0, amounts["SwapTotal"] - free), free), strict=True):
-            yield Said(catalog.SYSTEM_PAGING_USAGE, {catalog.PAGING_STATE.name: state}, number)
+            yield Sample(catalog.SYSTEM_PAGING_USAGE, {catalog.PAGING_STATE.name: state}, number)

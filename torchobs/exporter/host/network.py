@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host.tree import Tree, bounded, count, is_physical, read
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def parse(net_dev: str) -> list[Interface]:
     return found
 
 
-def collect(tree: Tree) -> Iterator[Said]:
+def collect(tree: Tree) -> Iterator[Sample]:
     """Yield what there is to say of the physical interfaces. Raises one of ``tree.FAILS``."""
     interfaces = parse(_net_dev(tree))
     # a bond's or a bridge's traffic is that of its members; a pod has nothing but a virtual interface
@@ -49,9 +49,9 @@ def collect(tree: Tree) -> Iterator[Said]:
     for interface in bounded(physical or [one for one in interfaces if one.name != "lo"], "network interfaces"):
         for index, direction in enumerate(catalog.NETWORK_DIRECTION.values):
             own = {catalog.NETWORK_INTERFACE.name: interface.name, catalog.NETWORK_DIRECTION.name: direction}
-            yield Said(catalog.SYSTEM_NETWORK_IO, own, interface.io[index])
-            yield Said(catalog.SYSTEM_NETWORK_ERRORS, own, interface.errors[index])
-            yield Said(catalog.SYSTEM_NETWORK_DROPPED, own, interface.dropped[index])
+            yield Sample(catalog.SYSTEM_NETWORK_IO, own, interface.io[index])
+            yield Sample(catalog.SYSTEM_NETWORK_ERRORS, own, interface.errors[index])
+            yield Sample(catalog.SYSTEM_NETWORK_DROPPED, own, interface.dropped[index])
 
 
 def _net_dev(tree: Tree) -> str:

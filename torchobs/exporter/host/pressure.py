@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.exporter.described import Said
+from torchobs.exporter.exporter_metrics import Sample
 from torchobs.exporter.host.tree import count, read
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def parse(pressure: str) -> dict[str, float]:
     return {waiting: count(total_us) / 1e6 for waiting, total_us in _LINE.findall(pressure)}
 
 
-def collect(tree: Tree) -> Iterator[Said]:
+def collect(tree: Tree) -> Iterator[Sample]:
     """Yield the time lost by resource; nothing where the kernel does not count it. Raises one of ``tree.FAILS``."""
     for resource in catalog.RESOURCE.values:
         try:
@@ -36,4 +36,4 @@ def collect(tree: Tree) -> Iterator[Said]:
             raise
         for waiting, seconds in parse(text).items():
             own = {catalog.RESOURCE.name: resource, catalog.WAITING.name: waiting}
-            yield Said(catalog.HOST_PRESSURE_TIME, own, seconds)
+            yield Sample(catalog.HOST_PRESSURE_TIME, own, seconds)

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from torchobs import values
+from torchobs.config import option_types
+from torchobs.config.option_types import ValueKind
 from torchobs.exporter.config import Option, duration_s
-from torchobs.exporter.otlp.ledger import SIGNALS
-from torchobs.values import Kind
+from torchobs.exporter.otlp.counters import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ _HEADER_VALUE = re.compile(r"[\x20-\x7e\t]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PushTarget:
     """Where one signal goes, and how."""
 
     url: str
@@ -43,8 +43,8 @@ class Target:
 class PushConfig:
     """What is pushed. ``None`` for a signal that is not."""
 
-    metrics: Target | None = None
-    traces: Target | None = None
+    metrics: PushTarget | None = None
+    traces: PushTarget | None = None
     interval_s: float = 60.0
     """between two pushes of all metrics"""
     span_delay_s: float = 5.0
@@ -53,7 +53,7 @@ class PushConfig:
     queue_bytes: int = 8 * 1024**2
     """of each signal"""
 
-    def targets(self) -> Iterator[tuple[str, Target]]:
+    def targets(self) -> Iterator[tuple[str, PushTarget]]:
         """Yield the signals that are pushed, and where to."""
         for signal, target in zip(SIGNALS, (self.metrics, self.traces), strict=True):
             if target is not None:
@@ -66,10 +66,10 @@ class _Value(NamedTuple):
     field: str
     metavar: str
     brief: str
-    kind: Kind
+    kind: ValueKind
     variable: str
     """of all signals; with the signal's name in it where ``each``"""
-    variable_kind: Kind
+    variable_kind: ValueKind
     each: bool = False
     secret: bool = False
     several: bool = False
@@ -79,13 +79,13 @@ class _Value(NamedTuple):
         return f"--otlp.{self.field.replace('_', '-')}"
 
 
-def _one_of(*words: str) -> Kind:
+def _one_of(*words: str) -> ValueKind:
     def parse(text: str) -> str:
         if text.lower() not in words:
             raise ValueError(text)
         return text.lower()
 
-    return Kind(values.either(words), parse)
+    return ValueKind(option_types.either(words), parse)
 
 
 def _url(text: str) -> str:
@@ -109,7 +109,7 @@ def _headers(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _milliseconds(text: str) -> float:
-    return _positive(float(values.integer(1).parse(text)) / 1000)  # type: ignore[arg-type]  # that kind is of integers
+    return _positive(float(option_types.integer(1).parse(text)) / 1000)  # type: ignore[arg-type]  # that kind is of integers
 
 
 def _positive(seconds: float) -> float:
@@ -118,13 +118,13 @@ def _positive(seconds: float) -> float:
     return seconds
 
 
-_URL = Kind("a URL such as http://collector:4318, without user and password", _url)
-_HEADERS = Kind("name=value,name=value with percent-encoded values", _headers)
-_SECONDS = Kind("a duration such as 10s or 1m", lambda text: _positive(duration_s(text)))
-_MILLISECONDS = Kind("milliseconds, at least 1", _milliseconds)
-_PATH = Kind("a path", lambda text: str(values.PATH.parse(text)))
+_URL = ValueKind("a URL such as http://collector:4318, without user and password", _url)
+_HEADERS = ValueKind("name=value,name=value with percent-encoded values", _headers)
+_SECONDS = ValueKind("a duration such as 10s or 1m", lambda text: _positive(duration_s(text)))
+_MILLISECONDS = ValueKind("milliseconds, at least 1", _milliseconds)
+_PATH = ValueKind("a path", lambda text: str(option_types.PATH.parse(text)))
 _COMPRESSION, _PROTOCOL, _TEMPORALITY = _one_of("none", "gzip"), _one_of(*PROTOCOLS), _one_of(*_TEMPORALITIES)
-_EXPORTER = Kind("otlp or none", lambda text: "otlp" in {word.strip() for word in text.lower().split(",")})
+_EXPORTER = ValueKind("otlp or none", lambda text: "otlp" in {word.strip() for word in text.lower().split(",")})
 
 _VALUES = (
     _Value(
@@ -199,7 +199,7 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tup
     ``given`` are the options as text, by field. What is said for one signal beats what is said for all, and an option its
     variable.
     """
-    asked = _Asked(given, environ)
+    asked = EnvResolver(given, environ)
     targets: dict[str, Any] = {signal: asked.target(signal) for signal in SIGNALS}
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or not any(targets.values()):
         return None, tuple(dict.fromkeys(asked.problems))
@@ -209,14 +209,14 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tup
     return PushConfig(**targets, delta=delta, **chosen), tuple(dict.fromkeys(asked.problems))
 
 
-class _Asked:
+class EnvResolver:
     """Looks a value up, and remembers what was wrong with the sources that it asked."""
 
     def __init__(self, given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
         self._given, self._environ = given, environ
         self.problems: list[str] = []
 
-    def target(self, signal: str) -> Target | None:
+    def target(self, signal: str) -> PushTarget | None:
         """Return where a signal goes; ``None`` if it is not to be pushed."""
         url, base = self.value(f"{signal}_endpoint"), self.value("endpoint")
         protocol = self.value("protocol", signal) or PROTOCOLS[0]
@@ -230,7 +230,7 @@ class _Asked:
             self.problems.append("the protocol grpc needs another package: pip install 'torchobs[otlp-grpc]'")
             return None
         timeout_s, gzip = self.value("timeout", signal) or 10.0, self.value("compression", signal) == "gzip"
-        return Target(url, protocol, timeout_s=timeout_s, gzip=gzip, **rest)
+        return PushTarget(url, protocol, timeout_s=timeout_s, gzip=gzip, **rest)
 
     def value(self, field: str, signal: str = "") -> Any:
         """Return a value, of the signal if it has its own; ``None`` where nobody said anything that is allowed."""
@@ -243,7 +243,7 @@ class _Asked:
                 self.problems.append(f"{source}{shown}: allowed is {kind.allowed}")
         return None
 
-    def _sources(self, one: _Value, signal: str) -> Iterator[tuple[str, Kind, str]]:
+    def _sources(self, one: _Value, signal: str) -> Iterator[tuple[str, ValueKind, str]]:
         variables = [one.variable]
         if one.each and signal:
             variables.insert(0, one.variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"))

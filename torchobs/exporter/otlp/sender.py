@@ -8,7 +8,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchobs.exporter.otlp.backlog import Backlog
+    from torchobs.exporter.otlp.queue import RequestQueue
     from torchobs.exporter.otlp.transport import Outcome, Transport
 
 FIRST_S, MOST_S = 1.0, 60.0
@@ -42,7 +42,7 @@ class Backoff:
 class Sender:
     """One per signal: a receiver of spans that hangs keeps no metrics waiting."""
 
-    def __init__(self, signal: str, backlog: Backlog, transport: Transport) -> None:
+    def __init__(self, signal: str, backlog: RequestQueue, transport: Transport) -> None:
         self._signal, self._backlog, self._transport = signal, backlog, transport
         self._backoff = Backoff()
         self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)

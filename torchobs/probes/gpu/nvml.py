@@ -9,10 +9,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
-from torchobs.probes.gpu.visible import Board
+from torchobs.probes.gpu.visible_devices import Board
 
 
-class Fault(Enum):
+class NvmlFault(Enum):
     """What to do about an error."""
 
     UNSUPPORTED = "never ask this device for it again"
@@ -23,28 +23,28 @@ class Fault(Enum):
 
 
 _FAULTS = {
-    2: Fault.UNSUPPORTED,  # invalid argument: what a MIG instance, or a link that is not there, is told
-    3: Fault.UNSUPPORTED,
-    4: Fault.UNSUPPORTED,  # no permission
-    13: Fault.UNSUPPORTED,  # the driver is older than the function
-    25: Fault.UNSUPPORTED,  # or than the version of its argument
-    26: Fault.UNSUPPORTED,  # or newer than it
-    15: Fault.LOST,
-    16: Fault.LOST,  # reset required
-    28: Fault.LOST,  # GPU not found
-    1: Fault.CLOSED,
-    9: Fault.CLOSED,
-    18: Fault.CLOSED,  # library and driver are of different versions
-    12: Fault.ABSENT,
+    2: NvmlFault.UNSUPPORTED,  # invalid argument: what a MIG instance, or a link that is not there, is told
+    3: NvmlFault.UNSUPPORTED,
+    4: NvmlFault.UNSUPPORTED,  # no permission
+    13: NvmlFault.UNSUPPORTED,  # the driver is older than the function
+    25: NvmlFault.UNSUPPORTED,  # or than the version of its argument
+    26: NvmlFault.UNSUPPORTED,  # or newer than it
+    15: NvmlFault.LOST,
+    16: NvmlFault.LOST,  # reset required
+    28: NvmlFault.LOST,  # GPU not found
+    1: NvmlFault.CLOSED,
+    9: NvmlFault.CLOSED,
+    18: NvmlFault.CLOSED,  # library and driver are of different versions
+    12: NvmlFault.ABSENT,
 }
 """By ``nvmlReturn_t``, whose numbers are a part of NVML's ABI."""
 
 RESET_REQUIRED = 16
 
 
-def fault_of(error: Any) -> Fault:
+def fault_of(error: Any) -> NvmlFault:
     """Return what an ``NVMLError`` means for the one who asked."""
-    return _FAULTS.get(error.value, Fault.PASSING)
+    return _FAULTS.get(error.value, NvmlFault.PASSING)
 
 
 class Gpu(NamedTuple):
@@ -107,7 +107,7 @@ class Library:
                 gpu = self._physical(index)
                 instances = self._instances(gpu)
             except self.error as error:
-                if fault_of(error) is Fault.CLOSED:
+                if fault_of(error) is NvmlFault.CLOSED:
                     raise
                 boards.append(Board(f"lost-{index}"))  # it keeps its number, by which the others are named
                 continue
@@ -126,7 +126,7 @@ class Library:
             mode, _ = self.api.nvmlDeviceGetMigMode(gpu.handle)
             count = self.api.nvmlDeviceGetMaxMigDeviceCount(gpu.handle) if mode else 0
         except self.error as error:
-            if fault_of(error) is Fault.UNSUPPORTED:
+            if fault_of(error) is NvmlFault.UNSUPPORTED:
                 return None
             raise
         found = [self._instance(gpu, index) for index in range(count)]

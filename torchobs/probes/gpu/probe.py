@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchobs import settings
-from torchobs.guarding import call
-from torchobs.probes.gpu.claims import Claims
-from torchobs.probes.gpu.fleet import Fleet, Place
+from torchobs.config import settings
+from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
+from torchobs.probes.gpu.ownership import GpuOwnership
+from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
-    from torchobs.probes.host import Host
+    from torchobs.probes.core.context import ProbeContext
 
 STUCK_S = 15.0
 """A round takes milliseconds, and a second per GPU while the driver loads their state (no persistence mode)."""
@@ -32,17 +32,19 @@ class GpuProbe:
         self._busy_since: float | None = None
         self._ending = self._silent = False
 
-    def install(self, host: Host) -> None:
-        """See :class:`~torchobs.probes.host.Probe`."""
-        self._host = host
-        described = host.writer.header.resource
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._context = context
+        described = context.writer.header.resource
         local_rank = described.get("local_rank", 0)
-        place = Place(int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
-        self._fleet = Fleet(host.writer, Claims(str(Path(host.writer.path).parent), str(described.get("run_id"))), place)
-        self._fuse = host.fuse(self.name)
+        place = GpuAssignment(int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
+        self._fleet = GpuMonitor(
+            context.writer, GpuOwnership(str(Path(context.writer.path).parent), str(described.get("run_id"))), place
+        )
+        self._breaker = context.breaker(self.name)
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.host.Probe`: one last look, then the thread ends. One that is stuck is left behind."""
+        """Look once more and end the thread; a stuck one is left behind (:class:`~torchobs.probes.core.context.Probe`)."""
         thread, self._thread = self._thread, None
         there = thread is not None and thread.is_alive()
         if there and self._busy_since is None:
@@ -76,8 +78,8 @@ class GpuProbe:
             if self._ending:
                 break
             self._busy_since = time.monotonic()
-            call(self._fuse, self._fleet.round)
+            call(self._breaker, self._fleet.round)
             self._busy_since = None
-            self._host.spent_ns[self.name] = time.thread_time_ns()
+            self._context.spent_ns[self.name] = time.thread_time_ns()
             self._looked.set()
         self._fleet.close()

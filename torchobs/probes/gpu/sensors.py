@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Metric
-from torchobs.probes.gpu.nvml import Fault, fault_of
+from torchobs.probes.gpu.nvml import NvmlFault, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -141,7 +141,7 @@ def _nvlink(api: Any, handle: Any) -> Iterator[Reading]:
         try:
             links.append(api.nvmlDeviceGetNvLinkState(handle, link))
         except api.NVMLError as error:
-            if fault_of(error) is not Fault.UNSUPPORTED:
+            if fault_of(error) is not NvmlFault.UNSUPPORTED:
                 raise
             break
     yield Reading(catalog.GPU_NVLINK_LINKS, sum(links))
@@ -210,9 +210,9 @@ class Sensors:
                     readings += alternatives[0](library.api, self.gpu.handle)
                     break
                 except library.error as error:
-                    if fault_of(error) in {Fault.LOST, Fault.CLOSED}:
+                    if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
                         raise
-                    if fault_of(error) is not Fault.UNSUPPORTED:
+                    if fault_of(error) is not NvmlFault.UNSUPPORTED:
                         break
                     del alternatives[0]
         self._left = [alternatives for alternatives in self._left if alternatives]
@@ -231,7 +231,7 @@ class Sensors:
         try:
             _, _, pending, failed = library.api.nvmlDeviceGetRemappedRows(self.gpu.handle)
         except library.error as error:
-            if fault_of(error) in {Fault.LOST, Fault.CLOSED}:
+            if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
                 raise
             return False, False
         return bool(pending), bool(failed)
@@ -241,7 +241,7 @@ class Sensors:
         try:
             (action,) = _fields(library.api, self.gpu.handle, [_FIELD_RECOVERY_ACTION])
         except library.error as error:
-            if fault_of(error) in {Fault.LOST, Fault.CLOSED}:
+            if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
                 raise
             return False
         return bool(action)

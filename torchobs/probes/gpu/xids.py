@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchobs.probes.gpu.nvml import Fault, fault_of
+from torchobs.probes.gpu.nvml import NvmlFault, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,7 +67,7 @@ class Xids:
                 self._set = api.nvmlEventSetCreate()
             api.nvmlDeviceRegisterEvents(gpu.handle, _CRITICAL, self._set)
         except self._library.error as error:
-            if fault_of(error) in {Fault.LOST, Fault.CLOSED}:
+            if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
                 raise
             return False
         self._watched[_address(gpu.handle)] = gpu.uuid

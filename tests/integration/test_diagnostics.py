@@ -1,0 +1,284 @@
+"""Stacks and profiles in the training process: by request, and by itself where it is stuck."""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import profiler
+
+import torchobs
+from tests import support
+from tests.training import Recording, loss_of, mlp, recording
+from torchobs.flight.files import artifacts, control
+from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName
+from torchobs.flight.files.location import open_directory
+from torchobs.runtime import profiler as torch_profiler
+from torchobs.runtime import watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    (flight_dir / "control").mkdir()
+    yield from recording(flight_dir)
+
+
+@pytest.fixture
+def ask(flight_dir: Path, run: Recording) -> Iterator[Callable[..., int]]:
+    """Give the session a command; return its number."""
+    fd = open_directory(str(flight_dir / "control"))
+    context = run.session.context
+    assert context is not None
+    yield lambda **what: control.write_command(fd, context.writer.header.incarnation, control.Command(**what))
+    os.close(fd)
+
+
+@pytest.fixture
+def step() -> Callable[[], None]:
+    """Take one training step."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def take() -> None:
+        optimizer.zero_grad()
+        loss_of(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return take
+
+
+def found(directory: Path, kind: str) -> list[ArtifactName]:
+    """The evidence of that kind in which there is something."""
+    fd = open_directory(str(directory))
+    try:
+        return [one for one in artifacts.names(fd) if one.kind == kind and (directory / one.name).stat().st_size]
+    finally:
+        os.close(fd)
+
+
+def soon(directory: Path, kind: str, step: Callable[[], None] = lambda: None) -> ArtifactName:
+    """The one there is in a moment, while training goes on."""
+
+    def look() -> list[ArtifactName]:
+        step()
+        return found(directory, kind)
+
+    (one,) = support.wait_until(look)
+    return one
+
+
+def test_stacks_on_request(run: Recording, flight_dir: Path, ask: Callable[..., int]) -> None:
+    """All threads with their names and no value of a variable, under the number of the command; an event says so."""
+    local_secret = "do not " + "show"
+    number = ask(stacks=True)
+    one = soon(flight_dir, STACKS)
+    text = (flight_dir / one.name).read_text()
+    assert one.number == number
+    assert "test_stacks_on_request" in text
+    assert "is 'MainThread'" in text
+    assert local_secret not in text
+    assert (flight_dir / one.name).stat().st_mode & 0o777 == 0o600
+    (event,) = support.wait_until(lambda: run.frames("torchobs.stacks"))  # told after the file is there
+    assert event["attrs"] == {"cause": "asked", "evidence": one.id}
+
+
+def training(run: Recording, step: Callable[[], None], event: str) -> None:
+    """Train until there is an event of that name."""
+
+    def look() -> list[dict[str, Any]]:
+        step()
+        return run.frames(event)
+
+    support.wait_until(look)
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a Chrome trace."""
+    with gzip.open(path) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def test_a_profile_of_three_steps(run: Recording, flight_dir: Path, ask: Callable[..., int], step: Callable[[], None]) -> None:
+    """It has three of what a step has, and is over after them; torch is as it was."""
+    step()
+    before = torch.autograd.backward, torch.autograd.profiler.profile._prepare_trace
+    number = ask(profile_steps=3)
+    one = soon(flight_dir, PROFILE, step)
+    assert one.number == number
+    names = [event.get("name") for event in trace(flight_dir / one.name)]
+    assert names.count("Optimizer.step#SGD.step") == 3
+    assert names.count("autograd::engine::evaluate_function: MseLossBackward0") == 3
+    assert (torch.autograd.backward, torch.autograd.profiler.profile._prepare_trace) == before
+    support.wait_until(lambda: run.frames("torchobs.profile.end"))  # told after the file is there
+    (begun,), (ended,) = run.frames("torchobs.profile.start"), run.frames("torchobs.profile.end")
+    assert begun["attrs"] == {"steps": 3, "evidence": one.id}
+    size = (flight_dir / one.name).stat().st_size
+    assert ended["attrs"] == {"reason": "complete", "steps": 3, "evidence": one.id, "size": size}
+
+
+def test_no_profile_beside_the_application_s_own(run: Recording, ask: Callable[..., int], step: Callable[[], None]) -> None:
+    """Ours does not begin, and says why."""
+    step()
+    with profiler.profile() as own:
+        ask(profile_steps=1)
+        training(run, step, "torchobs.profile.failed")
+    (failed,) = run.frames("torchobs.profile.failed")
+    assert failed["attrs"]["reason"] == "profiler_in_use"
+    assert own.events()
+
+
+def test_ours_makes_way_for_the_application_s_own(
+    run: Recording, flight_dir: Path, ask: Callable[..., int], step: Callable[[], None]
+) -> None:
+    """The application's begins as if there were no other, and has all its steps; ours is what it saw by then."""
+    step()
+    ask(profile_steps=1000)
+    training(run, step, "torchobs.profile.start")
+    with profiler.profile() as own:
+        step()
+    assert "aten::mse_loss" in {event.name for event in own.events() or ()}
+    one = soon(flight_dir, PROFILE, step)
+    assert trace(flight_dir / one.name)
+    (ended,) = support.wait_until(lambda: run.frames("torchobs.profile.end"))  # told after the file is there
+    assert ended["attrs"]["reason"] == "interrupted"
+
+
+def test_a_rank_that_does_not_train_has_no_profile(
+    run: Recording, ask: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so, and the next request is taken."""
+    monkeypatch.setattr(torch_profiler, "NO_STEP_S", 0.0)
+    ask(profile_steps=1)
+    support.wait_until(lambda: run.frames("torchobs.profile.failed"))
+    assert run.frames("torchobs.profile.failed")[0]["attrs"]["reason"] == "no_step"
+
+
+def test_a_profile_takes_no_more_memory_and_time_than_it_may(
+    run: Recording, flight_dir: Path, ask: Callable[..., int], step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the trace is what was seen by then."""
+    monkeypatch.setattr(torch_profiler, "MOST_GROWTH", -(1 << 40))
+    step()
+    ask(profile_steps=1000)
+    soon(flight_dir, PROFILE, step)
+    support.wait_until(lambda: run.frames("torchobs.profile.end"))
+    assert run.frames("torchobs.profile.end")[0]["attrs"]["reason"] == "memory"
+
+
+def test_a_profiler_that_raises_hurts_nobody(
+    run: Recording, ask: Callable[..., int], step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on, the event has the exception's class, and the next profile works."""
+    step()
+    with monkeypatch.context() as patched:
+        patched.setattr(profiler.profile, "start", lambda _: 1 / 0)
+        ask(profile_steps=1)
+        training(run, step, "torchobs.profile.failed")
+    assert run.frames("torchobs.profile.failed")[0]["attrs"]["exception.type"] == "ZeroDivisionError"
+    ask(profile_steps=1)
+    training(run, step, "torchobs.profile.end")
+
+
+def test_a_rank_that_holds_python_s_lock_writes_its_stacks_down(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a file that is there beforehand, while it is stuck; no system call of the application is interrupted by it."""
+    monkeypatch.setattr(watchdog, "SILENCE_S", 1.0)
+    for run in recording(flight_dir):
+
+        def told(run: Recording = run) -> list[dict[str, Any]]:
+            """The events, but for those of a machine that was slow."""
+            return [event["attrs"] for event in run.frames("torchobs.stacks") if event["attrs"]["silent_s"] >= 2]
+
+        support.wait_until(lambda: list(flight_dir.glob("*.stuck-0.txt")))
+        begun = time.monotonic()
+        run.whole_round()  # the timer is set
+        assert ctypes.PyDLL(None).sleep(2) == 0  # it would be 1 had a signal come
+        (event,) = support.wait_until(told)
+        silent_s = time.monotonic() - begun
+        (one,) = (one for one in found(flight_dir, STUCK) if one.id == event["evidence"])
+        text = (flight_dir / one.name).read_text()
+        assert "test_a_rank_that_holds_python_s_lock" in text
+        assert event["cause"] == "stuck"
+        assert event["silent_s"] < silent_s
+        ready = flight_dir / one.name.replace(str(one.number), "0")
+        support.wait_until(ready.exists)  # made after the event
+        assert ready.stat().st_size == 0  # ready for the next time
+        run.whole_round()
+        assert ctypes.PyDLL(None).sleep(2) == 0
+        support.wait_until(lambda: len(told()) == 2)
+        assert {event["evidence"] for event in told()} <= {one.id for one in found(flight_dir, STUCK)}
+
+
+def caught() -> int:
+    """The signals for which this process has a handler, as a mask."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return int(line.split()[1], 16)
+
+
+def test_the_signal_is_one_that_nobody_uses_and_is_given_back(flight_dir: Path) -> None:
+    """No handler of the application's is replaced; afterwards there is none, and no empty file."""
+    highest = signal.SIGRTMAX - 1
+    before = signal.signal(highest, lambda *_: None)
+    try:
+        mask = caught()
+        for run in recording(flight_dir):
+            support.wait_until(lambda: caught() != mask)
+            assert caught() == mask | 1 << (highest - 2)
+            assert callable(signal.getsignal(highest))
+            assert run.session._sampler is not None
+            run.session._sampler.stop()
+            run.session._sampler._thread.join()  # the end waits a second for it, and leaves it the handler then
+        assert caught() == mask
+        assert not list(flight_dir.glob("*.stuck-*"))
+    finally:
+        signal.signal(highest, before)
+
+
+def test_a_handler_that_somebody_installs_later_is_theirs(flight_dir: Path) -> None:
+    """It never sees a signal of ours, and stays when we go."""
+    seen, mask, ours = [], caught(), signal.SIGRTMAX - 1
+    try:
+        for run in recording(flight_dir):
+            support.wait_until(lambda: caught() != mask)
+            run.whole_round()
+            signal.signal(ours, lambda *_: seen.append(1))
+            run.whole_round()  # it is seen before the time is up
+            ctypes.PyDLL(None).sleep(round(watchdog.SILENCE_S) + 1)
+            run.whole_round()
+        assert seen == []
+        assert callable(signal.getsignal(ours))
+    finally:
+        signal.signal(ours, signal.SIG_DFL)
+
+
+def test_the_watchdog_can_be_switched_off(flight_dir: Path) -> None:
+    """By a setting: no handler, no file."""
+    mask = caught()
+    for _ in recording(flight_dir, watchdog=False):
+        time.sleep(0.3)
+        assert caught() == mask
+        assert not list(flight_dir.glob("*.stuck-*"))
+
+
+def test_a_forked_child_has_no_handler(run: Recording) -> None:
+    """Nor a timer, which POSIX does not inherit."""
+    support.wait_until(lambda: any(Path(run.session.writer.path).parent.glob("*.stuck-0.txt")))  # type: ignore[union-attr]
+    with_handler = caught()
+    child = os.fork()
+    if not child:
+        os._exit(0 if caught() == with_handler & ~(1 << (signal.SIGRTMAX - 2)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert caught() == with_handler
+    assert torchobs.init().active

@@ -1,0 +1,343 @@
+"""The exporter that a trainer starts on its node: whose child it is not, what it inherits not, how long it stays."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import torchobs
+from tests.support import clean_environment, free_port, wait_until
+from torchobs.node import announcement, election
+from torchobs.node.announcement import Announcement
+from torchobs.node.daemonize import NAME
+
+TRAINER = """
+import logging, os, signal, sys
+logging.basicConfig()
+from torchobs.flight.files.location import open_place
+from torchobs.flight.writer.writer import open_writer
+from torchobs.node.launch import ensure_exporter
+
+flight_dir, address, grace_s, rank, hostile = sys.argv[1:]
+writer = open_writer(open_place(flight_dir, None), {"rank": int(rank), "run_id": "r", "job_name": "j"})
+exec(hostile)
+ensure_exporter(flight_dir, address, logging.getLogger(), float(grace_s))
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+HOSTILE = """
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGRTMIN):
+    signal.signal(number, signal.SIG_IGN)
+os.umask(0o000)
+os.dup2(os.open("/dev/zero", os.O_RDONLY), 77, inheritable=True)
+os.mkdir(flight_dir + "/cwd"), os.chdir(flight_dir + "/cwd"), os.rmdir(flight_dir + "/cwd")
+os.environ.update(LD_PRELOAD="/gone.so", PYTHONPATH="/gone", PYTHONHOME="/gone", RANK="7", TORCHOBS_RUN_ID="mine", LC_TIME="C")
+"""
+
+NOBODY = 65534
+Trainer = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def trainer(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> Iterator[Trainer]:
+    """Start a rank that asks for an exporter, and wait until it has; its exporters end with the test."""
+    used = [flight_dir]
+
+    def run(
+        address: str = "127.0.0.1:0",
+        *,
+        grace_s: float = 60.0,
+        rank: int = 0,
+        hostile: str = "",
+        at: Path = flight_dir,
+        python: str = sys.executable,
+        **options: object,
+    ) -> subprocess.Popen[str]:
+        used.append(at)
+        options = {"env": clean_environment(), "stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "cwd": "/"} | options
+        child = start(python, "-c", TRAINER, at, address, str(grace_s), str(rank), hostile, **options)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    yield run
+    for process in exporters(*used):
+        with suppress(psutil.NoSuchProcess):  # it has left just now
+            process.kill()
+
+
+def exporters(*flight_dirs: Path) -> list[psutil.Process]:
+    """The processes, elected or not, that were started as exporters of these directories."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        arguments = process.info["cmdline"] or []
+        if "-I" in arguments and {str(path) for path in flight_dirs} & set(arguments):
+            found.append(process)
+    return found
+
+
+def announced(flight_dir: Path) -> Announcement:
+    """What the directory's exporter announces, once it does."""
+
+    def read() -> Announcement | None:
+        fd = election.open_directory(str(flight_dir))
+        try:
+            return announcement.read(fd)
+        finally:
+            os.close(fd)
+
+    found = wait_until(read, 20)
+    assert found is not None
+    return found
+
+
+def page(address: Announcement) -> str:
+    """The metrics that it serves."""
+    return httpx.get(f"{address.url}metrics", trust_env=False, timeout=10).text
+
+
+def ups(address: Announcement) -> dict[str, float]:
+    """`torchobs_rank_up` by rank, as the page has it."""
+    found = re.findall(r'^torchobs_rank_up\{job_name="j",rank="(\d+)",run_id="r"\} (\S+)$', page(address), re.MULTILINE)
+    return {rank: float(value) for rank, value in found}
+
+
+def log(flight_dir: Path) -> str:
+    """What the exporter has logged."""
+    return (flight_dir / "exporter.log").read_text()
+
+
+def test_a_rank_s_exporter_serves_it_and_says_where(trainer: Trainer, flight_dir: Path) -> None:
+    """Within a second or so of `init()`, without anybody having started anything."""
+    trainer()
+    found = announced(flight_dir)
+    wait_until(lambda: ups(found) == {"0": 1.0})  # whoever asks before its first look has ended waits two seconds at most
+    assert found.version == torchobs.__version__
+    assert found.url in log(flight_dir)
+    assert psutil.Process(found.pid).memory_info().rss < 60 * 2**20
+
+
+def test_nothing_that_a_trainer_set_for_itself_is_inherited(trainer: Trainer, flight_dir: Path) -> None:
+    """Affinity, signals, umask, descriptors, a working directory that is gone, the environment: all its own."""
+    child = trainer(hostile=HOSTILE)
+    found = announced(flight_dir)
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{found.pid}/status").read_text().splitlines() if ":\t" in line)
+    assert status["Name"] == NAME
+    assert status["Umask"] == "0077"
+    assert int(status["SigBlk"], 16) == 0
+    ignored = {number for number in signal.valid_signals() if int(status["SigIgn"], 16) >> (number - 1) & 1}
+    assert ignored <= {signal.SIGPIPE, signal.SIGXFSZ}
+    assert status["Cpus_allowed_list"] == Path("/proc/1/status").read_text().split("Cpus_allowed_list:\t")[1].split("\n")[0]
+    assert os.getpriority(os.PRIO_PROCESS, found.pid) == min(19, os.getpriority(os.PRIO_PROCESS, child.pid) + 5)
+    process = Path(f"/proc/{found.pid}")
+    files = {}
+    for link in (process / "fd").iterdir():
+        with suppress(FileNotFoundError):  # a file that it looked at and has closed
+            files[int(link.name)] = str(link.readlink())
+    assert str((process / "cwd").readlink()) == "/"
+    assert "/dev/zero" not in files.values()
+    assert files[0] == "/dev/null"
+    assert files[1] == files[2] == str(flight_dir / "exporter.log")
+    environ = (process / "environ").read_text()
+    assert "LC_TIME=C" in environ
+    assert not [name for name in ("LD_PRELOAD", "PYTHON", "RANK", "TORCHOBS_RUN_ID") if f"{name}=" in environ]
+
+
+def test_a_misspelt_variable_of_the_trainer_s_is_in_its_log(trainer: Trainer, flight_dir: Path) -> None:
+    """Once, with the option that may be meant; it serves all the same."""
+    variables = {"TORCHOBS_EXPORTER_GARCE": "5m", "TORCHOBS_EXPORTER_LOG_LEVEL": "info", "TORCHOBS_EXPORTER_ADDRESS": ":1"}
+    trainer(env={**clean_environment(), **variables})
+    found = announced(flight_dir)
+    wait_until(lambda: ups(found) == {"0": 1.0})
+    assert log(flight_dir).count("TORCHOBS_EXPORTER_") == 2, log(flight_dir)
+    assert "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?" in log(flight_dir)
+
+
+def test_a_misspelt_web_configuration_of_the_trainer_s_closes_the_door(trainer: Trainer, flight_dir: Path) -> None:
+    """As on the exporter's own command line."""
+    trainer(env={**clean_environment(), "TORCHOBS_EXPORTER_WEB_CONFIG": "web.yml"})
+    assert httpx.get(f"{announced(flight_dir).url}metrics", trust_env=False, timeout=10).status_code == 503
+
+
+def test_it_descends_from_no_trainer(trainer: Trainer, flight_dir: Path) -> None:
+    """Launchers end whatever descends from a rank; and no zombie is left for the trainer to find."""
+    child = trainer()
+    found = announced(flight_dir)
+    assert psutil.Process(child.pid).children(recursive=True) == []
+    assert child.pid not in {process.pid for process in psutil.Process(found.pid).parents()}
+    assert os.getsid(found.pid) not in {os.getsid(child.pid), found.pid}
+    assert os.getpgid(found.pid) != os.getpgid(child.pid)
+
+
+def test_a_killed_process_group_leaves_the_exporter_to_tell(trainer: Trainer, flight_dir: Path) -> None:
+    """Launchers and shells kill the whole group; the end is shown by the one who outlives it."""
+    child = trainer(start_new_session=True)
+    found = announced(flight_dir)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait(10)
+    wait_until(lambda: ups(found) == {"0": 0.0})
+
+
+def test_a_pipe_ends_with_the_trainer(trainer: Trainer, flight_dir: Path) -> None:
+    """`train | tee log` returns when the training does, while the exporter waits for a scraper."""
+    child = trainer(stderr=subprocess.STDOUT)
+    found = announced(flight_dir)
+    rest, _ = child.communicate("\n", timeout=10)
+    assert rest == ""
+    assert child.returncode == 0
+    assert psutil.pid_exists(found.pid)
+
+
+def test_it_leaves_when_the_last_state_was_scraped(trainer: Trainer, flight_dir: Path) -> None:
+    """Nothing is left behind but the lock, the log and the flight files."""
+    child = trainer()
+    found = announced(flight_dir)
+    child.communicate("\n", timeout=10)
+    wait_until(lambda: ups(found) == {"0": 0.0})
+    wait_until(lambda: not exporters(flight_dir))
+    assert {path.suffix for path in flight_dir.iterdir()} == {".lock", ".log", ".flight"}
+    assert "has left" in log(flight_dir)
+
+
+def test_it_leaves_after_the_grace_if_nobody_scrapes(trainer: Trainer, flight_dir: Path) -> None:
+    """A laptop without a Prometheus keeps no daemon."""
+    child = trainer(grace_s=0.5)
+    announced(flight_dir)
+    child.communicate("\n", timeout=10)
+    wait_until(lambda: not exporters(flight_dir))
+
+
+def test_ranks_that_start_together_have_one_exporter(
+    start: Callable[..., subprocess.Popen[str]], trainer: Trainer, flight_dir: Path
+) -> None:
+    """Four ranks see a free lock at the same time; one exporter serves all four, and the losers are gone without a word."""
+    del trainer  # which ends what these start
+    ranks = [
+        start(
+            sys.executable, "-c", TRAINER, flight_dir, "127.0.0.1:0", "60", str(rank), "sys.stdin.readline()",
+            env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    for child in ranks:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    for child in ranks:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+    found = announced(flight_dir)
+    wait_until(lambda: [process.pid for process in exporters(flight_dir)] == [found.pid], 20)
+    wait_until(lambda: ups(found) == dict.fromkeys("0123", 1.0))
+    assert log(flight_dir).count("pid ") == 1
+    assert "Traceback" not in log(flight_dir)
+
+
+def test_a_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_dir: Path) -> None:
+    """The next one is taken, and announced."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        trainer(f"127.0.0.1:{port}")
+        found = announced(flight_dir)
+        assert found.address != f"127.0.0.1:{port}"
+        wait_until(lambda: ups(found) == {"0": 1.0})
+
+
+def someone_else() -> tuple[str, dict[str, object]]:
+    """A Python, and the options to run it as another user; as this one where it cannot be done."""
+    if os.getuid() != 0:
+        return sys.executable, {}
+    packages = [str(Path(str(module.__file__)).parents[1]) for module in (torchobs, psutil)]
+    options = {
+        "user": NOBODY,
+        "group": NOBODY,
+        "extra_groups": [],
+        "env": clean_environment() | {"PYTHONPATH": os.pathsep.join(packages)},
+    }
+    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        try:
+            subprocess.run([python, "-c", "import torchobs"], check=True, cwd="/", **options)  # type: ignore[call-overload]
+        except (OSError, subprocess.CalledProcessError):
+            continue  # this Python lies in root's own home
+        return python, options
+    return sys.executable, {}
+
+
+def test_two_users_on_one_machine_are_both_served(trainer: Trainer, flight_dir: Path) -> None:
+    """The same address wanted by two users' jobs: each has its own exporter, which shows no other's ranks."""
+    theirs = flight_dir.with_name(f"{flight_dir.name}-theirs")
+    theirs.mkdir(0o700)
+    python, options = someone_else()
+    port = free_port()
+    try:
+        if options:
+            os.chown(theirs, NOBODY, NOBODY)
+        trainer(f"127.0.0.1:{port}")
+        mine = announced(flight_dir)
+        trainer(f"127.0.0.1:{port}", rank=1, at=theirs, python=python, **options)
+        other = announced(theirs)
+        assert mine.address != other.address
+        assert psutil.Process(other.pid).uids().real == (NOBODY if options else os.getuid())
+        wait_until(lambda: ups(mine) == {"0": 1.0})
+        wait_until(lambda: ups(other) == {"1": 1.0})
+    finally:
+        for process in exporters(theirs):  # which would make its socket anew while the directory is removed
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        wait_until(lambda: not exporters(theirs))
+        shutil.rmtree(theirs)
+
+
+def test_sigterm_ends_it(trainer: Trainer, flight_dir: Path) -> None:
+    """Whoever does not want it ends it like any daemon; the training goes on."""
+    child = trainer(hostile=HOSTILE)
+    found = announced(flight_dir)
+    os.kill(found.pid, signal.SIGTERM)
+    wait_until(lambda: not psutil.pid_exists(found.pid))
+    assert not (flight_dir / announcement.NAME).exists()
+    assert child.poll() is None
+
+
+def test_the_next_rank_replaces_a_killed_one(trainer: Trainer, flight_dir: Path) -> None:
+    """Nothing was lost with it: its successor serves the rank that was there before as well."""
+    trainer()
+    killed = announced(flight_dir)
+    os.kill(killed.pid, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(killed.pid))
+    trainer(rank=1)
+    wait_until(lambda: announced(flight_dir).pid != killed.pid)  # elected, it takes away what the killed one announced
+    found = announced(flight_dir)
+    wait_until(lambda: ups(found) == {"0": 1.0, "1": 1.0})
+
+
+def test_it_runs_the_trainer_s_own_torchobs(trainer: Trainer, flight_dir: Path, tmp_path: Path) -> None:
+    """One from PYTHONPATH, beside a directory's own queue.py, wins over the installed one in the exporter, too."""
+    shutil.copytree(Path(torchobs.__file__).parent, tmp_path / "torchobs", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "torchobs" / "_version.py").write_text('__version__ = "9.8.7"\n')
+    (tmp_path / "h11.py").write_text("raise SystemExit('shadowed')\n")
+    trainer(env=clean_environment() | {"PYTHONPATH": str(tmp_path)})
+    assert announced(flight_dir).version == "9.8.7"
+
+
+def test_the_announcement_is_for_this_user_alone(trainer: Trainer, flight_dir: Path) -> None:
+    """As are lock and log."""
+    trainer()
+    announced(flight_dir)
+    files = [path for path in flight_dir.glob("exporter.*") if not path.is_socket()]  # which the directory's mode protects
+    modes = {path.name: path.stat().st_mode & 0o777 for path in files}
+    assert modes == {"exporter.json": 0o600, "exporter.lock": 0o600, "exporter.log": 0o600}
+    assert json.loads((flight_dir / "exporter.json").read_text()).keys() == {"pid", "address", "url", "started", "version"}

@@ -1,0 +1,77 @@
+"""Ranks that a script starts itself, by `multiprocessing`, under `torchobs run`: nothing in the script knows of torchobs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import clean_environment
+from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader import reader
+
+SCRIPT = """
+import sys
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import destroy_process_group, init_process_group
+
+def rank(index, place):
+    # a file: a port may be taken by now, and the store behind it ends with the rank that has it, asked for or not
+    init_process_group("gloo", init_method=f"file://{place}", rank=index, world_size=2)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    destroy_process_group()
+
+def double(x):
+    return 2 * x
+
+if __name__ == "__main__":
+    method, place = sys.argv[1:]
+    with mp.get_context(method).Pool(1) as pool:
+        print(pool.map(double, [1]))
+    if method == "spawn":
+        mp.spawn(rank, (place,), nprocs=2)
+    else:
+        ranks = [mp.get_context(method).Process(target=rank, args=(index, place)) for index in range(2)]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        print([each.exitcode for each in ranks])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_ranks_of_multiprocessing_are_seen_without_their_help(method: str, tmp_path: Path, flight_dir: Path) -> None:
+    """Each is a rank of one run, from its process group to its end; neither a pool's worker nor who started them is one."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), str(script), method]
+    place = str(tmp_path / "rendezvous")
+    done = subprocess.run([*command, place], env=clean_environment(), capture_output=True, text=True, check=False, timeout=110)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == ("[2]\n" if method == "spawn" else "[2]\n[0, 0]\n")
+    assert sorted(map(told, flight_dir.glob("*.flight"))) == [(0, 2, 3, Exit.FINISHED), (1, 2, 3, Exit.FINISHED)]
+    assert len({run_of(path) for path in flight_dir.glob("*.flight")}) == 1
+
+
+def told(path: Path) -> tuple[object, ...]:
+    """Rank, world size, steps and the reason of the end."""
+    file = reader.open_path(str(path))
+    view = file.read(final=True)
+    steps = {point.series.name: point.value for point in view.points}["torchobs.steps"]
+    resource = file.header.resource
+    file.close()
+    return resource["rank"], resource["world_size"], steps, view.live.exit_reason
+
+
+def run_of(path: Path) -> object:
+    """Its run."""
+    file = reader.open_path(str(path))
+    file.close()
+    return file.header.resource["job_name"], file.header.resource["run_id"]

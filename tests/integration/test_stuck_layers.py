@@ -1,0 +1,184 @@
+"""Layers that learn nothing from the first step on are named; whatever else has small gradients, or none, is left in peace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training import Recording, recording
+from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+WIDTH = 16
+Built = tuple[nn.Module, torch.optim.Optimizer]
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A recording."""
+    torch.manual_seed(0)
+    yield from recording(flight_dir)
+
+
+def train(run: Recording, built: Built, inputs: Callable[[], torch.Tensor], *, warm_up: int = 0) -> list[dict[str, Any]]:
+    """Train for more than a hundred steps, with looks; return what was told. The learning rate rises for ``warm_up`` steps."""
+    model, optimizer = built
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / warm_up) if warm_up else 1.0)
+    for number in range(1, LASTING_STEPS + 61):
+        optimizer.zero_grad(set_to_none=False)
+        torch.autograd.backward((model(inputs()) - torch.randn(8, 1)).square().mean())
+        optimizer.step()
+        scheduler.step()
+        if number % 40 == 0:
+            run.look()
+    return [frame["attrs"] for frame in run.frames(catalog.EVENT_UNMOVED_LAYERS.name)]
+
+
+def rows() -> torch.Tensor:
+    """Inputs of a network of that width."""
+    return torch.randn(8, WIDTH)
+
+
+def chain(activation: type[nn.Module], depth: int) -> Any:
+    """Linear layers, an activation after each but the last."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(WIDTH, WIDTH), activation()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 1))
+
+
+def test_groups_that_come_and_go_are_not_mixed_up(run: Recording) -> None:
+    """The same parameters in four groups, then in one: which group's rate is a parameter's is asked anew."""
+    model = chain(nn.ReLU, 1)
+    split = torch.optim.SGD([{"params": [one]} for one in model.parameters()], lr=0.1)
+    for optimizer in (split, torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert train(run, (model, optimizer), rows) == []  # and no probe has failed: ``recording``
+
+
+# --- what learns nothing ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(torch.optim.SGD, 0.1), (torch.optim.Adam, 1e-3)])
+def test_the_first_layers_of_a_deep_sigmoid_network(run: Recording, kind: Any, rate: float) -> None:
+    """Each layer divides the gradient by seven: of 25 at least the first six do not move, and Adam hardly helps."""
+    model = chain(nn.Sigmoid, 24)
+    (told,) = train(run, (model, kind(model.parameters(), lr=rate)), rows)
+    assert told["cause"] == "vanishing"
+    assert told["layers"][:3] == ["0", "2", "4"]
+    assert 6 <= told["layers_affected"] < told["layers_measured"] == 25
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] >= told["layers_affected"]
+
+
+def test_units_that_are_dead_are_found_by_the_layer_behind_them(run: Recording) -> None:
+    """The bias of -10 is layer 4's: nothing gets through to 0 and 2, and only zeros come into 6, which has a bias to learn."""
+    model = chain(nn.ReLU, 5)
+    with torch.no_grad():
+        model[4].bias.fill_(-10.0)
+    (told,) = train(run, (model, torch.optim.Adam(model.parameters(), lr=1e-3)), rows)
+    assert told["cause"] == "dead_units"
+    assert told["at"] == "6"
+    assert told["layers"] == ["0", "2", "4", "6"]
+
+
+class Translator(nn.Module):
+    """An encoder whose last state a decoder carries on over a hundred steps of its own, at the end of which the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.RNN(WIDTH, WIDTH, batch_first=True)
+        self.decoder = nn.RNN(WIDTH, WIDTH, batch_first=True)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """Of shape (batch, time, width) to one number each."""
+        _, state = self.encoder(inputs)
+        states, _ = self.decoder(inputs, state)
+        return self.head(states[:, -1])
+
+
+def test_what_lies_before_a_long_recurrence(run: Recording) -> None:
+    """The decoder's own weights have the gradient of its last steps; to the encoder it comes through all of them."""
+    model = Translator()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (told,) = train(run, (model, optimizer), lambda: torch.randn(8, 60, WIDTH))
+    assert (told["cause"], told["layers"]) == ("vanishing", ["encoder"])
+
+
+# --- what is healthy ----------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Three blocks ``x + f(x)``, each by another habit that leaves gradients of nothing in the first steps or for good."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.habit = habit
+        self.blocks = nn.ModuleList(chain(nn.ReLU, 2) for _ in range(3))
+        block: Any
+        for block in self.blocks:
+            block[-1] = nn.Linear(WIDTH, WIDTH)
+            if habit == "zero-initialised":
+                nn.init.zeros_(block[-1].weight)
+                nn.init.zeros_(block[-1].bias)
+        self.gates = nn.Parameter(torch.zeros(3)) if habit == "gated" else None
+        self.table = nn.Embedding(5_000, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row."""
+        state = inputs + self.table(torch.randint(0, 5_000, (8,)))
+        for index, block in enumerate(self.blocks):
+            state = state + block(state) * (1.0 if self.gates is None else self.gates[index])
+        if self.habit == "unused":
+            state = state + 0.0 * sum(parameter.sum() for parameter in self.unused.parameters())
+        return self.head(state)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a LoRA beside it, whose second matrix begins at zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 1)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inputs: torch.Tensor) -> Any:
+        """One number a row."""
+        return self.head(torch.relu(self.base(inputs) + self.up(self.down(inputs))))
+
+
+def normalised() -> nn.Module:
+    """Biases before a normalisation, whose gradient is zero but for rounding."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "zero-initialised": lambda: Branches("zero-initialised"),
+    "gated": lambda: Branches("gated"),
+    "unused": lambda: Branches("unused"),
+    "adapted": Adapted,
+    "normalised": normalised,
+    "deep and rectified": lambda: chain(nn.ReLU, 6),
+    "deep and linear": lambda: chain(nn.Identity, 20),
+    "eight layers of tanh": lambda: chain(nn.Tanh, 8),
+}
+
+
+@pytest.mark.parametrize(("kind", "warm_up"), [(torch.optim.SGD, 0), (torch.optim.AdamW, 2000)])
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_healthy_is_left_in_peace(run: Recording, name: str, kind: Any, warm_up: int) -> None:
+    """Frozen, unused, adapted, gated, seldom used, normalised: also while the learning rate is next to nothing."""
+    model = HEALTHY[name]()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert train(run, (model, kind(trained, lr=0.02 if kind is torch.optim.SGD else 1e-3)), rows, warm_up=warm_up) == []
+    assert run.values()[catalog.GRAD_UNMOVED_LAYERS.name,] == 0.0

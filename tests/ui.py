@@ -1,0 +1,119 @@
+"""A live page for tests: a model of it as a snapshot would give it, without a file; what a browser is told of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+from torchobs.detect.stragglers import Slowness
+from torchobs.exporter import daemon
+from torchobs.exporter.ui import data as page_data
+from torchobs.exporter.ui import sse
+from torchobs.exporter.ui.view_model import Row, Run
+from torchobs.flight.metrics.throughput import Throughput
+from torchobs.ranks.metric_values import Readings
+
+if TYPE_CHECKING:
+    import pytest
+    from typing_extensions import Self
+
+    from tests.exporters import Client
+
+PACE = Throughput(
+    steps=64, step_s=0.5, mean_s=0.52, phases_s=(0.05, 0.15, 0.2, 0.08, 0.02), aside_s=0.0, window_s=33.0, per_s=1.9,
+    tokens_per_s=31_000.0, samples_per_s=None,
+)  # fmt: skip
+
+
+def row(  # each is what some test is about
+    rank: int = 0,
+    state: str = "alive",
+    *,
+    reason: str = "",
+    age_s: float = 0.1,
+    slow: Slowness | None = None,
+    phase: str = "backward",
+    anomalies: tuple[str, ...] = (),
+    **given: float | None,
+) -> Row:
+    """A rank 12,400 steps into its training, or as a test wants it."""
+    values: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
+    return Row(
+        rank=str(rank),
+        incarnation=f"{rank:032x}",
+        state=state,
+        reason=reason,
+        phase=None if reason else phase,
+        beat_age_s=age_s,
+        progress_age_s=None if reason else age_s,
+        readings=Readings({f"torchobs.{name}": {(): value} for name, value in values.items() if value is not None}),
+        pace=None if reason else PACE,
+        slowness=slow,
+        anomalies=anomalies,
+        memory=None,
+        memory_share=None,
+    )
+
+
+def run(*rows: Row, expected: int = 0, world_size: int = 0) -> Run:
+    """A run of these ranks."""
+    return Run("gpt", "run-1", rows, expected or len(rows), world_size or expected or len(rows))
+
+
+class Parsed(HTMLParser):
+    """The tags of a page, its text, and the exact values of its numbers."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.values: list[float] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name == "href"]
+        self.values += [float(value or "nan") for name, value in attrs if tag == "data" and name == "value"]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+class Stream:
+    """A viewer's stream, inside a `with` block."""
+
+    def __init__(self, exporter: Client, query: str = "") -> None:
+        self._connection = http.client.HTTPConnection(exporter.address, timeout=10)
+        self._connection.request("GET", f"/live/stream{query}")
+        self.answer = self._connection.getresponse()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self.answer.close()
+
+    def next(self) -> tuple[str, dict[str, object]]:
+        """The next event's name and data."""
+        lines = [self.answer.readline().decode() for _ in range(3)]
+        assert lines[2] == "\n", lines
+        return lines[0].removeprefix("event: ").strip(), json.loads(lines[1].removeprefix("data: "))
+
+    def until(self, name: str) -> dict[str, object]:
+        """The data of the next event of that name."""
+        while True:
+            found, data = self.next()
+            if found == name:
+                return data
+
+
+def shorten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test need not wait for whole ones; and files have all the time that they take on a machine that is busy."""
+    monkeypatch.setattr(daemon, "TICK_S", 0.1)
+    monkeypatch.setattr(sse, "TICK_S", 0.1)
+    monkeypatch.setattr(sse, "DEADLINE_S", 20.0)
+    monkeypatch.setattr(page_data, "EVENTS_S", 20.0)

@@ -1,0 +1,300 @@
+"""Recorded trees of /proc and /sys/fs/cgroup: v1, v2, hybrid, in containers of each kind, nested limits, and none at all."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from torchobs.probes.memory.cgroup_fs import (
+    Cpu,
+    Hierarchy,
+    again,
+    cpu_of,
+    field,
+    hierarchy,
+    memory_of,
+    number,
+    pressure,
+    read,
+    tightest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+GIB = 1024**3
+
+V2_STAT = """anon {anon}
+file {file}
+kernel 41943040
+slab_reclaimable {slab}
+slab_unreclaimable 1048576
+shmem 1048576
+inactive_anon 4096
+active_anon {anon}
+inactive_file {inactive}
+active_file {active}
+unevictable 0
+"""
+V1_STAT = """cache 1
+rss 2
+inactive_file 1
+active_file 1
+hierarchical_memory_limit {limit}
+total_cache 3221225472
+total_rss 1073741824
+total_swap {swap}
+total_inactive_file {inactive}
+total_active_file {active}
+"""
+V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1_MOUNTS = """29 23 0:25 / /sys/fs/cgroup ro,nosuid - tmpfs tmpfs ro,mode=755
+33 29 0:29 {root} /sys/fs/cgroup/memory rw,nosuid shared:9 - cgroup cgroup rw,memory
+34 29 0:30 {root} /sys/fs/cgroup/cpu,cpuacct rw,nosuid shared:10 - cgroup cgroup rw,cpu,cpuacct
+"""
+UNIFIED = "31 29 0:27 / /sys/fs/cgroup/unified rw,nosuid shared:5 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def plant(root: Path, files: Mapping[str, str]) -> str:
+    """Write a tree; its root is what the functions are given."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(root)
+
+
+def v2_group(where: str, *, limit: str = "max", usage: int = 3 * GIB, cpu: str = "max 100000") -> dict[str, str]:
+    """The files of one v2 group that uses 3 GiB: 1 GiB inactive file pages, 0.5 active, 0.25 slabs."""
+    stat = V2_STAT.format(anon=GIB, file=GIB * 3 // 2, slab=GIB // 4, inactive=GIB, active=GIB // 2)
+    files = {
+        "cgroup.events": "populated 1\nfrozen 0\n",
+        "memory.current": f"{usage}\n",
+        "memory.max": f"{limit}\n",
+        "memory.stat": stat,
+        "memory.peak": f"{usage + 5}\n",
+        "memory.swap.current": "4096\n",
+        "memory.swap.max": "max\n",
+        "memory.events": "low 0\nhigh 0\nmax 8\noom 2\noom_kill 2\noom_group_kill 0\n",
+        "cpu.max": f"{cpu}\n",
+        "cpu.stat": "usage_usec 5000000\nnr_periods 100\nnr_throttled 40\nthrottled_usec 2500000\n",
+        "memory.pressure": "some avg10=1.00 avg60=0.5 avg300=0.1 total=1500000\nfull avg10=0.0 avg60=0.0 total=500000\n",
+    }
+    return {f"sys/fs/cgroup{where}/{name}": text for name, text in files.items()}
+
+
+def v1_group(where: str, *, limit: int = 9223372036854771712, usage: int = 3 * GIB, quota: int = -1) -> dict[str, str]:
+    """The files of one v1 group, memory and CPU."""
+    stat = V1_STAT.format(limit=limit, swap=8192, inactive=GIB, active=GIB // 2)
+    memory = {
+        "memory.usage_in_bytes": f"{usage}\n",
+        "memory.limit_in_bytes": f"{limit}\n",
+        "memory.max_usage_in_bytes": f"{usage + 5}\n",
+        "memory.stat": stat,
+        "memory.memsw.limit_in_bytes": f"{limit + GIB if limit < 1 << 62 else limit}\n",
+        "memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n",
+    }
+    cpu = {
+        "cpu.cfs_quota_us": f"{quota}\n",
+        "cpu.cfs_period_us": "100000\n",
+        "cpu.stat": "nr_periods 100\nnr_throttled 40\nthrottled_time 2500000000\n",
+    }
+    return {
+        **{f"sys/fs/cgroup/memory{where}/{name}": text for name, text in memory.items()},
+        **{f"sys/fs/cgroup/cpu,cpuacct{where}/{name}": text for name, text in cpu.items()},
+    }
+
+
+def test_v2_in_a_container_with_its_own_namespace(tmp_path: Path) -> None:
+    """Docker and Kubernetes today: the path is "/", and the mount's root is the container's own group."""
+    root = plant(tmp_path, v2_group("", limit=str(4 * GIB), cpu="250000 100000"))
+    groups = hierarchy("0::/\n", V2_MOUNT.format(root="/"), "memory", root)
+    assert groups == Hierarchy(v2=True, levels=("/sys/fs/cgroup",))
+    found = tightest(groups, root)
+    assert found is not None
+    level, memory = found
+    assert level == "/sys/fs/cgroup"
+    assert (memory.usage, memory.working_set, memory.limit) == (3 * GIB, 2 * GIB, 4 * GIB)
+    assert memory.pinned == GIB + GIB // 4  # no file pages, no reclaimable slabs
+    assert memory.left == 4 * GIB - memory.pinned
+    assert (memory.swap, memory.swap_limit, memory.peak, memory.oom_kills) == (4096, None, 3 * GIB + 5, 2)
+    assert cpu_of(groups, root) == Cpu(2.5, 100, 40, 2.5)
+    assert pressure(read(f"{root}/sys/fs/cgroup/memory.pressure")) == {"some": 1.5, "full": 0.5}
+
+
+def test_v2_on_a_host_the_least_room_of_the_nested_groups_counts(tmp_path: Path) -> None:
+    """A slice of 8 GiB that is nearly full is tighter than the 4 GiB of the service in it; the root group has no figures."""
+    root = plant(
+        tmp_path,
+        {
+            "sys/fs/cgroup/cgroup.controllers": "cpu memory\n",
+            **v2_group("/user.slice", limit=str(8 * GIB), usage=8 * GIB, cpu="100000 100000"),
+            **v2_group("/user.slice/train.service", limit=str(4 * GIB), usage=2 * GIB, cpu="max 100000"),
+        },
+    )
+    groups = hierarchy("0::/user.slice/train.service\n", V2_MOUNT.format(root="/"), "memory", root)
+    assert groups is not None
+    assert groups.levels == ("/sys/fs/cgroup/user.slice/train.service", "/sys/fs/cgroup/user.slice", "/sys/fs/cgroup")
+    found = tightest(groups, root)
+    assert found is not None
+    assert found[0] == "/sys/fs/cgroup/user.slice"
+    assert memory_of("/sys/fs/cgroup", v2=True, root=root) is None
+    cpu = cpu_of(groups, root)
+    assert cpu is not None
+    assert cpu.limit == 1.0
+
+
+def test_v2_without_any_limit_is_the_innermost_group(tmp_path: Path) -> None:
+    """A working set, and no limit; no quota, so nothing to throttle."""
+    root = plant(tmp_path, {**v2_group("/a.slice"), **v2_group("/a.slice/b.scope", usage=2 * GIB)})
+    groups = hierarchy("0::/a.slice/b.scope\n", V2_MOUNT.format(root="/"), "memory", root)
+    assert groups is not None
+    found = tightest(groups, root)
+    assert found is not None
+    assert found[0] == "/sys/fs/cgroup/a.slice/b.scope"
+    assert (found[1].limit, found[1].left) == (None, None)
+    assert cpu_of(groups, root) is None
+
+
+def test_v1_in_a_container_without_a_namespace(tmp_path: Path) -> None:
+    """The path is the host's; what is mounted is the container's group, and its name stands in mountinfo."""
+    path = "/kubepods/burstable/pod1234/abcd"
+    root = plant(tmp_path, v1_group("", limit=4 * GIB, quota=150_000))
+    membership = f"5:memory:{path}\n4:cpu,cpuacct:{path}\n1:name=systemd:{path}\n"
+    groups = hierarchy(membership, V1_MOUNTS.format(root=path), "memory", root)
+    assert groups == Hierarchy(v2=False, levels=("/sys/fs/cgroup/memory",))
+    found = tightest(groups, root)
+    assert found is not None
+    memory = found[1]
+    assert (memory.working_set, memory.pinned, memory.limit) == (2 * GIB, 3 * GIB // 2, 4 * GIB)
+    assert (memory.swap, memory.swap_limit, memory.oom_kills) == (8192, GIB, 3)
+    cpu = hierarchy(membership, V1_MOUNTS.format(root=path), "cpu", root)
+    assert cpu is not None
+    assert cpu_of(cpu, root) == Cpu(1.5, 100, 40, 2.5)
+
+
+def test_v1_where_the_whole_hierarchy_is_mounted_but_the_path_is_not_there(tmp_path: Path) -> None:
+    """Then what is mounted is one's own group; and v1 tells of limits further out, which nothing else shows."""
+    root = plant(tmp_path, v1_group(""))
+    stat = tmp_path / "sys/fs/cgroup/memory/memory.stat"
+    stat.write_text(V1_STAT.format(limit=2 * GIB, swap=0, inactive=0, active=0))
+    groups = hierarchy("5:memory:/docker/abcd\n", V1_MOUNTS.format(root="/"), "memory", root)
+    assert groups == Hierarchy(v2=False, levels=("/sys/fs/cgroup/memory",))
+    found = tightest(groups, root)
+    assert found is not None
+    assert found[1].limit == 2 * GIB
+
+
+def test_v1_s_root_group_without_a_limit_is_the_machine_and_no_group(tmp_path: Path) -> None:
+    """Its usage is everybody's."""
+    root = plant(tmp_path, v1_group(""))
+    groups = hierarchy("5:memory:/\n", V1_MOUNTS.format(root="/"), "memory", root)
+    assert groups is not None
+    assert tightest(groups, root) is None
+
+
+def test_a_hybrid_system_has_memory_where_v1_has_it_and_pressure_where_v2_is(tmp_path: Path) -> None:
+    """What systemd calls hybrid mounts v2 without controllers."""
+    files = {
+        **v1_group("/job", limit=4 * GIB),
+        "sys/fs/cgroup/unified/job/cgroup.events": "populated 1\n",
+        "sys/fs/cgroup/unified/job/memory.pressure": "some avg10=0.00 avg60=0.00 avg300=0.00 total=7\n",
+    }
+    root = plant(tmp_path, files)
+    membership, mounts = "5:memory:/job\n4:cpu,cpuacct:/job\n0::/job\n", V1_MOUNTS.format(root="/") + UNIFIED
+    assert hierarchy(membership, mounts, "memory", root) == Hierarchy(
+        v2=False, levels=("/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory")
+    )
+    unified = hierarchy(membership, mounts, "", root)
+    assert unified is not None
+    assert unified.v2
+    assert unified.levels[0] == "/sys/fs/cgroup/unified/job"
+
+
+def test_a_hybrid_system_may_have_given_a_controller_to_v2(tmp_path: Path) -> None:
+    """What no v1 hierarchy lists is v2's."""
+    files = {f"sys/fs/cgroup/unified/job/{name}": text for name, text in (("memory.current", "7"), ("memory.max", "9"))}
+    root = plant(tmp_path, files)
+    groups = hierarchy("4:cpu,cpuacct:/job\n0::/job\n", V1_MOUNTS.format(root="/") + UNIFIED, "memory", root)
+    assert groups is not None
+    found = tightest(groups, root)
+    assert found is not None
+    assert (found[1].usage, found[1].limit, found[1].pinned) == (7, 9, 7)
+
+
+def test_a_path_outside_of_the_namespace_is_not_followed(tmp_path: Path) -> None:
+    """A process that was moved sees `/../other`: only what is mounted is looked at."""
+    root = plant(tmp_path, v2_group("", limit=str(4 * GIB)))
+    groups = hierarchy("0::/../../etc\n", V2_MOUNT.format(root="/"), "memory", root)
+    assert groups == Hierarchy(v2=True, levels=("/sys/fs/cgroup",))
+
+
+@pytest.mark.parametrize(
+    ("membership", "mounts"),
+    [
+        ("", ""),
+        ("0::/\n", ""),
+        ("", V2_MOUNT.format(root="/")),
+        ("nonsense", "nonsense - cgroup2"),
+        ("0::/\n", "1 2 3 - ext4 a b"),
+    ],
+)
+def test_no_cgroup_at_all(tmp_path: Path, membership: str, mounts: str) -> None:
+    """No mount, no membership, or neither is readable."""
+    assert hierarchy(membership, mounts, "memory", str(tmp_path)) is None
+
+
+def test_a_mount_point_with_a_blank_in_its_name(tmp_path: Path) -> None:
+    """The kernel escapes it."""
+    (tmp_path / "my groups").mkdir()
+    mount = "30 23 0:26 / /my\\040groups rw - cgroup2 cgroup2 rw\n"
+    assert hierarchy("0::/\n", mount, "memory", str(tmp_path)) == Hierarchy(v2=True, levels=("/my groups",))
+
+
+@pytest.mark.parametrize("v2", [True, False])
+def test_a_second_look_sees_what_changes_fast(tmp_path: Path, v2: bool) -> None:  # noqa: FBT001  # a parameter of the test
+    """Usage, pages, swap, kills; the limit stays what it was."""
+    root = plant(tmp_path, v2_group("", limit=str(4 * GIB)) if v2 else v1_group("", limit=4 * GIB))
+    level = "/sys/fs/cgroup" if v2 else "/sys/fs/cgroup/memory"
+    first = memory_of(level, v2=v2, root=root)
+    assert first is not None
+    usage = 7 * GIB // 2
+    plant(tmp_path, v2_group("", limit="max", usage=usage) if v2 else v1_group("", limit=8 * GIB, usage=usage))
+    second = again(level, first, v2=v2, root=root)
+    assert (second.usage, second.limit, second.oom_kills) == (7 * GIB // 2, 4 * GIB, first.oom_kills)
+    assert second.pinned == first.pinned + GIB // 2
+
+
+def test_a_group_that_is_gone_is_as_it_was(tmp_path: Path) -> None:
+    """A process that was moved: found out at the next thorough look."""
+    root = plant(tmp_path, v2_group("", limit=str(4 * GIB)))
+    first = memory_of("/sys/fs/cgroup", v2=True, root=root)
+    assert first is not None
+    assert again("/gone", first, v2=True, root=root) == first
+
+
+def test_fields_stand_at_the_beginning_of_a_line() -> None:
+    """`total_inactive_file` is not `inactive_file`; what is no number is none."""
+    text = "total_inactive_file 5\ninactive_file 7\nbad max\nlast 3"
+    assert [field(text, name) for name in ("inactive_file ", "total_inactive_file ", "last ")] == [7, 5, 3]
+    assert [field(text, name) for name in ("file ", "bad ", "lost ")] == [None, None, None]
+    assert field("", "a ") is None
+    assert field("a ", "a ") is None
+    assert [number("12\n"), number("max\n"), number(""), number("-1"), number("²")] == [12, None, None, None, None]
+
+
+def test_a_long_file_is_read_whole(tmp_path: Path) -> None:
+    """The mounts of a node with many pods fill far more than a page."""
+    path = tmp_path / "long"
+    path.write_text("x" * 100_000)
+    assert len(read(str(path))) == 100_000
+    assert read(str(tmp_path / "missing")) == ""
+    assert read(str(tmp_path)) == ""
+
+
+def test_pressure_without_a_total_is_none() -> None:
+    """Kernels without PSI have no file; a line that is cut is passed over."""
+    assert pressure("") == {}
+    assert pressure("some avg10=0.0\nfull total=2000000") == {"full": 2.0}

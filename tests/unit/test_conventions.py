@@ -1,0 +1,123 @@
+"""The rules of the house that no other tool checks."""
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.metadata import metadata, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from torchobs import _version
+
+PACKAGE = Path(_version.__file__).parent
+METADATA = metadata("torchobs")
+REQUIREMENTS = [Requirement(line) for line in METADATA.get_all("Requires-Dist") or ()]
+WATCHERS = ("exporter", "cli")  # whatever else is in the package may run in a training process
+SDK_ONLY = ("opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.proto")
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module of the package by its path inside it."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), path
+
+
+def imported(source: str) -> set[str]:
+    """The absolute module names that `source` imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def test_a_plain_install_brings_three_packages_and_no_torch() -> None:
+    """A training image must not get conflicts from us, and torch is the user's own in every extra, too."""
+    assert {r.name for r in REQUIREMENTS if r.marker is None} == {"nvidia-ml-py", "opentelemetry-api", "psutil"}
+    assert "torch" not in {r.name for r in REQUIREMENTS}
+
+
+def test_the_installed_version_is_the_one_in_the_source() -> None:
+    """The version is written once, in `_version.py`."""
+    assert version("torchobs") == _version.__version__
+
+
+def test_the_extra_all_holds_what_is_ours_to_choose() -> None:
+    """`torchobs[all]` means all, but for tools of ours, and training frameworks, which would bring a torch."""
+
+    def brought_by(extra: str) -> set[str]:
+        return {r.name for r in REQUIREMENTS if r.marker and r.marker.evaluate({"extra": extra})}
+
+    left_out = {"all", "dev", "bench", "lightning", "transformers", "accelerate"}
+    extras = set(METADATA.get_all("Provides-Extra") or ()) - left_out
+    assert brought_by("all") == set().union(*map(brought_by, extras))
+
+
+def test_every_ignored_lint_rule_has_its_reason_beside_it(checkout: Path) -> None:
+    """An ignore without a reason cannot be argued with."""
+    text = (checkout / "pyproject.toml").read_text().split("[tool.ruff.lint]")[1].split("[tool.mypy]")[0]
+    ignores = re.findall(r'^ +"[A-Z]+[0-9]*",.*$', text, re.MULTILINE)
+    assert len(ignores) > 10
+    assert not [line for line in ignores if not re.search(r", +# \S+ \S+", line)]
+
+
+def test_warnings_are_errors_and_every_exception_says_why(checkout: Path, pytestconfig: pytest.Config) -> None:
+    """`filterwarnings` begins with error; what it lets pass has a comment above it."""
+    first, *exceptions = pytestconfig.getini("filterwarnings")
+    assert first == "error"
+    lines = (checkout / "pyproject.toml").read_text().splitlines()
+    for exception in exceptions:
+        (at,) = (number for number, line in enumerate(lines) if exception in line.replace("\\\\", "\\"))
+        assert lines[at - 1].lstrip().startswith("#")
+
+
+def test_no_module_has_two_subjects() -> None:
+    """Past 400 lines a file is two files. The catalog is one table, as long as there are metrics."""
+    lengths = {name: len(path.read_text().splitlines()) for name, path in sources() if name != "catalog.py"}
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+
+
+def test_only_the_guard_catches_everything() -> None:
+    """A blanket handler anywhere else would hide what the guard disables, counts and logs."""
+    blanket = re.compile(r"except\s*:|(except\b|suppress\()[^:\n]*\b(Base)?Exception\b")
+    assert [name for name, path in sources() if blanket.search(path.read_text())] == ["support/error_guard.py"]
+
+
+def test_only_the_settings_read_the_environment() -> None:
+    """Every variable is documented, validated and named in one place."""
+    reading = re.compile(r"\bos\.(environb?|getenv)\b|from os import .*\b(environ|getenv)\b")
+    assert {name for name, path in sources() if reading.search(path.read_text())} == {"config/settings.py"}
+
+
+def test_the_training_process_gets_no_sdk() -> None:
+    """Nothing that a trainer may import names the OpenTelemetry SDK, its exporters or protobuf, even in a function.
+
+    import-linter cannot say so: it knows `opentelemetry` only as one package, API and SDK together.
+    """
+    trainer = {name: path for name, path in sources() if not name.startswith(WATCHERS)}
+    found = {
+        name: banned
+        for name, path in trainer.items()
+        if (banned := {module for module in imported(path.read_text()) if module.startswith(SDK_ONLY)})
+    }
+    assert found == {}
+
+
+def test_the_readme_s_commands_exist(checkout: Path) -> None:
+    """A newcomer types what the README and CONTRIBUTING say."""
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (checkout / "Makefile").read_text(), re.MULTILINE))
+    for page in ("README.md", "CONTRIBUTING.md", "docs/architecture.md"):
+        named = set(re.findall(r"(?:\$ |`)make ([a-z-]+)", (checkout / page).read_text()))
+        assert named <= targets
+    assert {"demo", "test"} <= targets
+
+
+def test_links_between_pages_lead_somewhere(checkout: Path) -> None:
+    """Every relative link in a page names a file that is there."""
+    for page in [*checkout.glob("*.md"), *(checkout / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,76 @@
+"""Layers that learn nothing are told from those that wake up, are not used, or are slow with all the others."""
+
+from collections.abc import Callable
+
+import pytest
+
+from torchobs.detect.stuck_layers import LASTING_LOOKS, LASTING_STEPS, Judge, LayerSample, StuckLayers
+
+
+def moving(part: float) -> LayerSample:
+    """A layer whose weights move by that part."""
+    return LayerSample(part, unfed=False, zero=False)
+
+
+USUAL, LOST = moving(1e-3), moving(1e-12)
+UNFED = LayerSample(0.0, unfed=True, zero=False)
+ZERO = LayerSample(0.0, unfed=False, zero=True)
+NOTHING = StuckLayers((), (), ())
+
+
+def judged(layers: Callable[[int], dict[str, LayerSample]], looks: int = 6, every: int = 50) -> StuckLayers:
+    """What is said at the last of so many looks, so many steps apart."""
+    judge = Judge()
+    return [judge.judge(look * every, layers(look)) for look in range(1, looks + 1)][-1]
+
+
+def test_what_is_lost_or_unfed_is_told_with_the_layers_before_it() -> None:
+    """In the model's order; a gradient of zero behind the last of them is another matter."""
+    found = judged(lambda _: {"a": ZERO, "b": LOST, "c": ZERO, "d": UNFED, "e": USUAL, "f": ZERO})
+    assert found == StuckLayers(("b",), ("d",), ("a", "c"))
+    assert found.all == ("a", "c", "b", "d")
+
+
+def test_gradients_of_zero_alone_are_no_finding() -> None:
+    """A part that is not used."""
+    assert judged(lambda _: {"a": ZERO, "b": USUAL, "c": ZERO}) == NOTHING
+
+
+@pytest.mark.parametrize("seen", [LOST, UNFED])
+def test_it_has_to_last(seen: LayerSample) -> None:
+    """Three looks and a hundred steps, without one between them in which the layer moves."""
+    layers = {"a": seen, "b": USUAL}
+    assert judged(lambda _: layers, looks=LASTING_LOOKS - 1, every=1000) == NOTHING
+    assert judged(lambda _: layers, looks=20, every=LASTING_STEPS // 20) == NOTHING
+    assert judged(lambda _: layers, looks=LASTING_LOOKS, every=LASTING_STEPS // 2).all == ("a",)
+    assert judged(lambda look: {"a": USUAL if look == 4 else seen, "b": USUAL}) == NOTHING
+
+
+def test_all_layers_may_be_slow_together() -> None:
+    """At a learning rate of nearly nothing no weight moves, and all keep pace; nor does a slow one matter that does move."""
+    assert judged(lambda _: {"a": moving(1e-12), "b": moving(1e-9)}) == NOTHING
+    assert judged(lambda _: {"a": moving(1e-7), "b": moving(10.0)}) == NOTHING
+    assert judged(lambda _: {"a": moving(0.0), "b": moving(0.0)}) == NOTHING
+
+
+def test_a_layer_that_wakes_up_is_left_in_peace() -> None:
+    """Behind a gate that opens, eleven times as wide at each look; one that only varies far below is lost all the same."""
+    assert judged(lambda look: {"a": moving(1e-14 * 11.0**look), "b": moving(1.0)}) == NOTHING
+    assert judged(lambda look: {"a": moving(1e-18 * 30.0 ** (look % 3)), "b": USUAL}).lost == ("a",)
+
+
+def test_an_optimizer_that_goes_by_signs_is_not_judged_by_size() -> None:
+    """How far it moves is not known; that only zeros come into a layer is."""
+    unknown = LayerSample(None, unfed=False, zero=False)
+    found = judged(lambda _: {"a": unknown, "b": LayerSample(None, unfed=True, zero=False), "c": unknown})
+    assert found == StuckLayers((), ("b",), ())
+
+
+def test_only_what_is_in_doubt_is_worth_a_look_every_second() -> None:
+    """A part that is not used is no doubt; a layer that is lost for now is one."""
+    doubts, judge = [], Judge()
+    for step, seen in enumerate((ZERO, LOST, ZERO, UNFED, USUAL)):
+        judge.judge(step, {"a": seen, "b": USUAL})
+        doubts.append(judge.doubts)
+    assert doubts == [False, True, False, True, False]
+    assert judge.looks == len(doubts)

@@ -1,0 +1,112 @@
+"""Several ranks side by side: who failed first, who is slow and in what, who fell behind."""
+
+from __future__ import annotations
+
+from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps
+from torchobs import catalog
+from torchobs.diagnosis.compare import compare, first_failed, slowest
+from torchobs.diagnosis.rank_report import RankReport
+
+
+def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **given: object) -> RankReport:
+    """One of four ranks."""
+    history = [step(n, phase_s=phases or PHASES) for n in range(1, count + 1)]
+    return facts(history, resource={"rank": number, "local_world_size": 2, "world_size": 2}, **given)  # type: ignore[arg-type]
+
+
+def told(*ranks: RankReport) -> dict[str, str]:
+    """What is said of them, by kind."""
+    return {finding.kind: finding.text for finding in compare(ranks)}
+
+
+def test_a_single_rank_is_compared_with_nobody() -> None:
+    """Nothing is said."""
+    assert compare([rank(0)]) == []
+
+
+def test_the_rank_whose_own_phases_are_longest_is_the_slowest() -> None:
+    """The others wait for it within backward, which is no sign of slowness."""
+    slow = {**PHASES, "data": 0.21}
+    waits = {**PHASES, "backward": 0.25}
+    text = told(rank(0, phases=waits), rank(1, phases=slow))["slowest_rank"]
+    assert text == "Rank 1 was the slowest: data took it 210 ms a step, and the others 10 ms, who waited."
+
+
+def test_small_differences_have_no_slowest_rank() -> None:
+    """Somebody is always last: by less than a tenth of a step it is noise."""
+    assert slowest({"0": PHASES, "1": {**PHASES, "data": 0.0149}}) is None
+    assert slowest({"0": {"data": 1e-4, "forward": 1e-3}, "1": {"data": 1e-3, "forward": 1e-3}}) is None
+    assert slowest({"0": PHASES}) is None
+
+
+def test_the_first_to_fail_is_told_when_times_are_exact() -> None:
+    """Exceptions have dates; the others fail because of it."""
+    first = rank(
+        1, state="failed", reason="exception", last_s=START_S + 12,
+        events=[fact(catalog.EVENT_EXCEPTION, 10.0, 100, exception__type="builtins.ValueError", location="a.py:1 in f")],
+    )  # fmt: skip
+    second = rank(
+        0, state="failed", reason="exception", last_s=START_S + 11,
+        events=[fact(catalog.EVENT_EXCEPTION, 10.2, 100, exception__type="torch.DistBackendError", location="b.py:2 in g")],
+    )  # fmt: skip
+    assert told(second, first)["first_failed"] == "Rank 1 failed first, 200 ms before rank 0: look there for the cause."
+
+
+def test_ranks_that_vanished_within_a_heartbeat_have_no_first() -> None:
+    """A heartbeat comes every half second: what is closer cannot be told."""
+    assert (
+        "which was first cannot be told" in told(rank(0, last_s=START_S + 10), rank(1, last_s=START_S + 10.3))["first_failed"]
+    )
+    assert "Rank 0 failed first" in told(rank(0, last_s=START_S + 10), rank(1, last_s=START_S + 12))["first_failed"]
+
+
+def test_one_that_failed_alone_is_named() -> None:
+    """The others finished, or run on."""
+    alive = rank(0, state="alive", reason="", up=True)
+    assert told(alive, rank(1))["first_failed"].startswith("Only rank 1 failed, at ")
+
+
+def test_ranks_out_of_step_and_missing_ranks_are_told() -> None:
+    """By the step each had come to, and by the size that the launcher gave."""
+    assert told(rank(0), rank(1, count=97))["out_of_step"] == (
+        "Rank 1 ended after step 97, the furthest after step 100. 1 rank behind."
+    )
+    assert "out_of_step" not in told(rank(0), rank(1))
+    many = [facts(steps(10), resource={"rank": n, "local_world_size": 8}) for n in range(6)]
+    assert told(*many)["ranks_missing"].startswith("6 of the 8 ranks of this machine are here")
+
+
+def raised(number: int, seconds: float, location: str, **attributes: str) -> RankReport:
+    """A rank that an exception ended."""
+    event = fact(
+        catalog.EVENT_EXCEPTION, seconds, 100, exception__type="builtins.RuntimeError", location=location, **attributes
+    )
+    joined = fact(catalog.EVENT_DISTRIBUTED, 0.1, world_size=2)
+    return rank(number, state="failed", reason="exception", last_s=START_S + seconds, events=[joined, event])
+
+
+def test_a_rank_that_vanished_is_likely_first_when_its_peers_raised_in_collectives() -> None:
+    """What the end of a peer looks like: an error of torch.distributed, or of DDP within backward."""
+    for location in (
+        "torch/autograd/graph.py:979 in _engine_run_backward",
+        "torch/distributed/distributed_c10d.py:83 in wrapper",
+    ):
+        pair = [raised(0, 10.1, location), rank(1, last_s=START_S + 9.9)]
+        assert told(*pair)["first_failed"].startswith("Rank 1 vanished, and within 500 ms the others raised in collective")
+        found, _ = first_failed(pair)
+        assert found is pair[1]
+
+
+def test_a_rank_that_raised_in_its_own_code_is_likely_first_when_its_peers_vanished() -> None:
+    """A launcher ends them by SIGTERM then, of which they leave no word."""
+    pair = [rank(0, last_s=START_S + 9.9), raised(1, 10.1, "train.py:7 in batch")]
+    assert told(*pair)["first_failed"].startswith("Rank 1 raised in code of its own and the others ended within 500 ms")
+    assert first_failed(pair)[0] is pair[1]
+
+
+def test_nobody_failed_first_where_nobody_failed() -> None:
+    """A run that is well has no such sentence."""
+    assert first_failed([rank(0, state="alive", reason="", up=True), rank(1, state="finished", reason="finished")]) == (
+        None,
+        "",
+    )

@@ -1,0 +1,134 @@
+"""A time without a step at the end: when it is told, and what is said of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.diagnosis_files import START_S, fact, facts, steps
+from torchobs import catalog
+from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.json_report import Options, rank_document
+from torchobs.diagnosis.rank_report import RankReport, last_phase
+from torchobs.diagnosis.stall import stall
+from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
+from torchobs.flight.reader.reader import Distribution
+
+FLIGHT = f"r0-{0:032x}.flight"
+
+
+def left(kind: str, seconds: float | None) -> ArtifactName:
+    """A file written so many seconds after the start; `None`: while the rank is stuck."""
+    return named(FLIGHT, kind, 0 if seconds is None else round(1e3 * (START_S + seconds)))
+
+
+def quiet(seconds: float, **given: Any) -> RankReport:
+    """A rank whose 201 steps took 0.1 s each, and that ended so many seconds after the last."""
+    last_s = START_S + 20.1
+    durations = Distribution((0,) * 4 + (201,), 20.1, 0.1, 0.1)
+    return facts(
+        steps(201),
+        **{
+            "phase": "other", "phase_begun_s": last_s, "last_s": last_s + seconds, "values": {catalog.STEP_DURATION: durations},
+            **given,
+        },
+    )  # fmt: skip
+
+
+def told(of: RankReport) -> Finding | None:
+    """What is said of it."""
+    return next((finding for finding in diagnose(of) if finding.kind == "stalled"), None)
+
+
+def test_a_rank_that_was_killed_while_it_hung_is_said_to_have_hung() -> None:
+    """How long, what is usual, the phase, and where the stacks are: those of before the last step are of something else."""
+    hung = quiet(69.0, left=(left(STACKS, 5.0), left(STACKS, 85.0), left(PROFILE, 86.0)))
+    assert told(hung) == Finding(
+        ERROR, "stalled",
+        "It likely hung: no step ended in the last 1 min 9 s, where one usually took 100 ms; it was outside of all phases "
+        f"all that time. Where its threads were then is written in {left(STACKS, 85.0).name}, beside the flight file.",
+    )  # fmt: skip
+
+
+def test_programs_have_it_in_numbers() -> None:
+    """Beside the sentence."""
+    made = rank_document(quiet(69.0, left=(left(STACKS, 85.0),)), Options())
+    assert made["stall"] == {
+        "seconds": pytest.approx(69.0), "usual_step": 0.1, "phase": "other", "phase_seconds": pytest.approx(69.0), "hung": True,
+        "lock_held": False, "stacks": (left(STACKS, 85.0).name,),
+    }  # fmt: skip
+    assert made["evidence"] == [{"file": left(STACKS, 85.0).name, "kind": "stacks", "id": left(STACKS, 85.0).id}]
+    assert rank_document(quiet(0.1), Options())["stall"] is None
+
+
+def test_stacks_that_are_gone_are_named_by_the_event() -> None:
+    """A copy of the flight file alone."""
+    event = fact(catalog.EVENT_STACKS, 80.0, cause="asked", evidence="0123456789abcdef")
+    found = told(quiet(69.0, events=[event]))
+    assert found is not None
+    assert "is written in evidence 0123456789abcdef" in found.text
+
+
+def test_without_stacks_it_says_how_to_have_them() -> None:
+    """The next time."""
+    found = told(quiet(69.0, phase="backward", phase_begun_s=START_S + 59.1))
+    assert found is not None
+    assert "in the phase backward the last 30 s of that time. No stacks of that time are here: `torchobs stacks`" in found.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "given", "severity"),
+    [
+        (9.0, {}, None),
+        (30.0, {}, WARNING),
+        (30.0, {"state": "failed", "reason": "interrupted"}, WARNING),
+        (600.0, {"state": "failed", "reason": "exception"}, ERROR),
+        (600.0, {"phase": "evaluation"}, INFO),
+        (600.0, {"phase": "idle"}, INFO),
+        (600.0, {"state": "finished", "reason": "finished"}, None),
+        (30.0, {"state": "alive", "reason": "", "up": True}, WARNING),
+        (69.0, {"state": "hung", "reason": "", "up": True}, ERROR),
+    ],
+)
+def test_what_is_long_and_how_bad_it_is(seconds: float, given: dict[str, Any], severity: str | None) -> None:
+    """A slow batch is nothing, a time that nobody would call a hang yet is worth a look, an evaluation takes what it takes."""
+    found = told(quiet(seconds, **given))
+    assert (found.severity if found else None) == severity
+
+
+def test_a_rank_that_had_trained_and_did_something_else_did_not_hang() -> None:
+    """A notebook, a server, an upload, killed in the end: how long ago its last step was, and no verdict."""
+    killed = quiet(600.0, phase="idle")
+    text = " ".join(finding.text for finding in diagnose(killed))
+    assert "Rank 0 vanished without a word after step 201, after it had left its training loop: killed" in text
+    assert "No step ended in the last 10 min 0 s, where one usually took 100 ms: it had left its training loop, and did" in text
+    found = stall(killed)
+    assert found is not None
+    assert (found.hung, found.phase) == (False, "idle")
+
+
+def test_a_rank_that_held_the_lock_is_told_however_short_its_silence_seems() -> None:
+    """Its heartbeat stopped with the lock."""
+    found = told(quiet(0.5, left=(left(STUCK, None),)))
+    assert found is not None
+    assert found.severity == ERROR
+    assert "It ended with Python's lock held in native code, outside of all phases: for seconds at least, where" in found.text
+    assert left(STUCK, None).name in found.text
+
+
+def test_a_phase_of_before_the_last_step_is_not_where_it_stopped() -> None:
+    """The sampler thread wrote it, and could not write another: the training thread took the lock right after its step."""
+    before, since = START_S + 19.9, START_S + 20.1
+    assert last_phase("data", before, steps(200)) == (None, None)
+    assert last_phase("forward", since, steps(200)) == ("forward", since)
+    assert last_phase("data", before, []) == ("data", before)
+
+
+def test_before_the_first_step_only_half_an_hour_is_long() -> None:
+    """Data are loaded, models compiled."""
+    assert stall(facts(last_s=START_S + 1700, phase="data")) is None
+    found = told(facts(last_s=START_S + 1900, phase="data", phase_begun_s=START_S))
+    assert found is not None
+    assert "no step ended in the last 31 min 40 s; it was in the phase data" in found.text

@@ -1,0 +1,71 @@
+"""The exporter's log: one line per fact, and a machine can read it."""
+
+import contextlib
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchobs.exporter import log_format
+
+
+def record(message: str, *arguments: object, level: int = logging.WARNING) -> logging.LogRecord:
+    """A record as a logger makes it."""
+    made = logging.LogRecord("torchobs.ranks.scanner", level, __file__, 1, message, arguments, None)
+    made.created, made.msecs = 1_700_000_000.25, 250
+    return made
+
+
+def test_a_line_of_logfmt() -> None:
+    """Time in UTC, level, source, message; quoted where it has to be."""
+    line = log_format.Formatter("logfmt").format(record("cannot listen on %s", ":80"))
+    assert line == 'time=2023-11-14T22:13:20.250Z level=warn source=torchobs.ranks.scanner msg="cannot listen on :80"'
+    assert (
+        log_format.Formatter("logfmt")
+        .format(record("ready", level=logging.INFO))
+        .endswith("level=info source=torchobs.ranks.scanner msg=ready")
+    )
+
+
+@pytest.mark.parametrize("text", ['a"b', "a\nb level=error", "a=b", "\x1b[31m", ""])
+def test_nothing_in_a_message_makes_a_second_line_or_field(text: str) -> None:
+    """File names are whatever somebody chose."""
+    line = log_format.Formatter("logfmt").format(record("%s", text))
+    assert len(line.splitlines()) == 1
+    assert line.endswith(f"msg={json.dumps(text)}")
+    assert json.loads(log_format.Formatter("json").format(record("%s", text)))["msg"] == text
+
+
+def test_json_has_the_trace_of_an_exception() -> None:
+    """On the same line."""
+    problem = record("a scan failed")
+    try:
+        int("why")
+    except ValueError:
+        problem.exc_info = sys.exc_info()
+    assert "ValueError: invalid literal" in json.loads(log_format.Formatter("json").format(problem))["trace"]
+    assert len(log_format.Formatter("logfmt").format(problem).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("level", "name"), [(10, "debug"), (20, "info"), (30, "warn"), (40, "error"), (50, "error"), (5, "debug")]
+)
+def test_levels_are_prometheus_own(level: int, name: str) -> None:
+    """Four, and everything else is the nearest of them."""
+    assert json.loads(log_format.Formatter("json").format(record("x", level=level)))["level"] == name
+
+
+def test_a_line_that_cannot_be_written_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or a pipe that nobody reads, costs the line and no more."""
+    handler = log_format.Handler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler, logging.NullHandler()])
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        handler.setStream(full)
+        for _ in range(3):
+            handler.handle(record("no room"))
+        assert (handler.lost, log_format.lost()) == (3, 3)
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()

@@ -1,0 +1,253 @@
+"""Where stores go: into the map at once, or to the file by the sampler, in an order and a size that no crash minds."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import flights
+from torchobs import catalog
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import CreatedFile, create
+from torchobs.flight.format.layout import HEADER_SIZE, MIN_SIZE, Region
+from torchobs.flight.reader import reader
+from torchobs.flight.writer import storage
+from torchobs.flight.writer.series_table import USER
+from torchobs.flight.writer.storage import DeferredStorage, DirectStorage
+from torchobs.flight.writer.writer import FlightWriter, open_writer
+
+METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)
+
+
+@pytest.fixture
+def born(flight_dir: Path) -> Iterator[CreatedFile]:
+    """A new file."""
+    made = create(flights.place(flight_dir, in_memory=False), flights.header(16))
+    yield made
+    lock.release(made.lock_fd)
+    os.close(made.place.fd)
+
+
+def on_disk(born: CreatedFile) -> bytes:
+    """What the file holds."""
+    return (Path(born.place.path) / born.name).read_bytes()
+
+
+def test_a_direct_store_is_there_at_once(born: CreatedFile) -> None:
+    """Bytes and words; there is nothing to flush."""
+    direct = DirectStorage(memoryview(born.map))
+    direct.store(8192, b"abc")
+    direct.word(HEADER_SIZE // 8, 2**64 - 1)
+    assert on_disk(born)[8192:8195] == b"abc"
+    assert on_disk(born)[HEADER_SIZE : HEADER_SIZE + 9] == b"\xff" * 8 + b"\0"
+    assert direct.snapshot() == on_disk(born)
+
+
+def test_stores_side_by_side_are_written_together(born: CreatedFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write lets the GIL go, and a busy thread keeps it for 5 ms: a hundred step records are one write."""
+    deferred, writes = DeferredStorage(born), Interrupted(10_000)
+    steps = born.header.regions[Region.STEPS].offset
+    for number in range(100):
+        deferred.store(steps + number * 128, bytes([number]) * 128)
+    deferred.store(HEADER_SIZE + 4096, b"elsewhere")
+    monkeypatch.setattr(storage, "os", _Os(writes))
+    deferred.flush()
+    assert writes.offsets == [HEADER_SIZE + 4096, steps]
+    assert deferred.snapshot() == on_disk(born)
+    deferred.detach()
+
+
+def test_a_deferred_store_waits_for_the_flush(born: CreatedFile) -> None:
+    """The training thread touches no page of the file; the newest bytes of every place arrive, each once."""
+    before = on_disk(born)
+    deferred = DeferredStorage(born)
+    for number in range(5):
+        deferred.store(8192, bytes([number]) * 3)
+        deferred.word(HEADER_SIZE // 8, number)
+    assert on_disk(born) == before
+    assert deferred.snapshot()[8192:8195] == b"\x04\x04\x04"
+    deferred.flush()
+    assert on_disk(born)[8192:8195] == b"\x04\x04\x04"
+    assert on_disk(born)[HEADER_SIZE] == 4
+    assert deferred.snapshot() == on_disk(born)
+    deferred.detach()
+
+
+def test_a_deferred_flush_does_not_store_through_the_map(born: CreatedFile) -> None:
+    """A store into a mapped page that waits for writeback holds the GIL, and the training with it; a write does not."""
+    deferred = DeferredStorage(born)
+    born.map.close()  # a store through it would raise
+    deferred.store(8192, b"abc")
+    deferred.flush()
+    assert on_disk(born)[8192:8195] == b"abc"
+    deferred.detach()
+
+
+def test_what_waits_is_bounded_however_long_nobody_flushes(born: CreatedFile) -> None:
+    """A sampler that hangs for an hour: memory for one file, and not one series is lost."""
+    deferred = DeferredStorage(born)
+    writer = FlightWriter(born.header, deferred, None)
+    cell = writer.table.cell(METRIC, {}, USER)
+    assert cell
+    for number in range(1, 3001):
+        flights.step(writer, number)
+        cell.add(1)
+        writer.table.publish()
+        writer.event("test", {"number": number})
+    ring = born.header.regions[Region.EVENTS].length // 64
+    assert len(deferred._dirty) < ring + 500
+    deferred.flush()
+    file = reader.open_path(f"{born.place.path}/{born.name}")
+    view = file.read()
+    assert flights.value(view, catalog.STEPS) == 3000
+    assert flights.value(view, METRIC) == 3000
+    assert [fields["attrs"]["number"] for _, fields in file.events()][-1] == 3000
+    file.close()
+    deferred.detach()
+
+
+class Interrupted:
+    """`os.pwrite` that works so many times, then fails once, as a full or a broken disk does."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.offsets: list[int] = []
+
+    def __call__(self, fd: int, data: bytes, offset: int) -> int:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(5, "Input/output error")
+        self.offsets.append(offset)
+        return os.pwrite(fd, data, offset)
+
+
+class _Os:
+    """The module `os`, with another `pwrite`."""
+
+    close = staticmethod(os.close)
+
+    def __init__(self, pwrite: Interrupted) -> None:
+        self.pwrite = pwrite
+
+
+def test_killed_in_the_middle_of_a_flush_the_file_is_what_it_was_or_newer(
+    flight_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After every single write of every flush: readable, exact, never behind; and what failed is written by the next flush."""
+    header = flights.header(16)
+    born = create(flights.place(flight_dir, in_memory=False), header)
+    writer = FlightWriter(header, DeferredStorage(born), None)
+    states = list(flights.folded_states(header, [flights.step_record(header, number) for number in range(1, 121)]))
+    follower, last, number = reader.open_path(f"{flight_dir}/{born.name}"), 0, 0
+    writer.memory.flush()
+    while number < 120:
+        for _ in range(3):
+            number += 1
+            flights.step(writer, number)
+        writer.fold()
+        for times in range(60):
+            writes = Interrupted(times)
+            monkeypatch.setattr(storage, "os", _Os(writes))
+            try:
+                writer.memory.flush()
+            except OSError:
+                finished = False
+            else:
+                finished = True
+            monkeypatch.undo()
+            fresh = reader.open_path(f"{flight_dir}/{born.name}")
+            shown = [_exact_steps(view, states) for view in (follower.read(), fresh.read(final=True))]
+            assert last <= shown[0] <= shown[1]
+            last = shown[1]
+            fresh.close()
+            if finished:
+                break
+        assert last == number
+    assert follower.rejected == 0
+    follower.close()
+    writer.memory.detach()
+
+
+def _exact_steps(view: reader.View, states: list[flights.Values]) -> int:
+    steps = flights.whole(flights.value(view, catalog.STEPS))
+    assert flights.values(view, folded=True) == states[steps]
+    return steps
+
+
+def test_the_core_is_written_before_the_records_that_may_replace_folded_ones(
+    born: CreatedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of two slots the one that was stored first."""
+    deferred = DeferredStorage(born)
+    writer = FlightWriter(born.header, deferred, None)
+    deferred.flush()
+    writes = Interrupted(10_000)
+    monkeypatch.setattr(storage, "os", _Os(writes))
+    for number in range(1, 4):
+        flights.step(writer, number)
+        writer.fold()
+    deferred.flush()
+    monkeypatch.undo()
+    steps = born.header.regions[Region.STEPS]
+    is_record = [steps.offset <= offset < steps.offset + steps.length for offset in writes.offsets]
+    assert is_record == sorted(is_record)
+    assert is_record.count(True) == 1, "three records side by side are one write"
+    deferred.detach()
+
+
+def test_two_threads_that_flush_at_once_do_not_disturb_each_other(flight_dir: Path) -> None:
+    """At the end of a run the training thread may flush beside the sampler: no exception, and nothing older comes last."""
+    writer = open_writer(flights.place(flight_dir, in_memory=False), {"rank": 0}, MIN_SIZE)
+    done = threading.Event()
+    problems: list[BaseException] = []
+
+    def flush() -> None:
+        try:
+            while not done.is_set():
+                writer.publish()
+        except OSError as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=flush) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 2001):
+        flights.step(writer, number)
+    done.set()
+    for thread in threads:
+        thread.join()
+    writer.fold()
+    writer.publish()
+    file = reader.open_path(writer.path)
+    assert problems == []
+    assert flights.value(file.read(), catalog.STEPS) == 2000
+    assert [record.step for record in file.steps(5)] == [1996, 1997, 1998, 1999, 2000]
+    file.close()
+    writer.close()
+
+
+def test_a_file_that_is_closed_is_never_written_by_a_late_flush(born: CreatedFile) -> None:
+    """Its descriptor's number may be another file's by then: a checkpoint, say."""
+    deferred = DeferredStorage(born)
+    deferred.store(8192, b"abc")
+    number = deferred._fd
+    deferred.detach()
+    checkpoint = Path(born.place.path) / "checkpoint"
+    checkpoint.write_bytes(bytes(9000))
+    with checkpoint.open("r+b", buffering=0) as file:
+        assert file.fileno() == number
+        deferred.flush()
+    assert checkpoint.read_bytes() == bytes(9000)
+
+
+def test_a_file_that_is_closed_while_a_flush_is_stuck_keeps_its_descriptor(born: CreatedFile) -> None:
+    """The stuck thread has its number: it is not closed under it."""
+    deferred = DeferredStorage(born)
+    number = deferred._fd
+    assert deferred._flushing.acquire(blocking=False)
+    deferred.detach()
+    os.fstat(number)  # still open
+    deferred._flushing.release()
+    os.close(number)

@@ -1,0 +1,130 @@
+"""How near the end is, as a share of a limit, and how often it is asked; kills are counted from the start on."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.rank_files import File
+from tests.unit.test_cgroup_fs import GIB, V2_MOUNT, plant, v2_group
+from torchobs import catalog
+from torchobs.flight.reader.reader import open_path
+from torchobs.probes.memory.memory_limits import MemoryLimits
+from torchobs.probes.memory.process_stats import Machine
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MACHINE = Machine(total=64 * GIB, available=48 * GIB, swap_total=0, swap_free=0)
+
+
+class Rank:
+    """A flight file and a recorded tree."""
+
+    def __init__(self, tmp_path: Path, flight_dir: Path, machine: Machine | None = MACHINE, *, container: bool = True) -> None:
+        self.tree, self.file = tmp_path / "tree", File(flight_dir)
+        self.membership("/" if container else None)
+        self.machine = machine
+        self.limits = MemoryLimits(self.file.writer, lambda: self.machine, str(self.tree))
+
+    def membership(self, path: str | None) -> None:
+        """Set which group the process is in."""
+        plant(self.tree, {"proc/self/cgroup": f"0::{path}\n" if path else "", "proc/self/mountinfo": V2_MOUNT.format(root="/")})
+
+    def group(self, **given: object) -> None:
+        """Set the group's files; 1.75 GiB of its usage can be given back."""
+        plant(self.tree, v2_group("", **given))  # type: ignore[arg-type]
+
+    def look(self, *, thorough: bool = True) -> dict[str, float]:
+        """Look, and return what the file holds of it."""
+        self.limits.look(thorough=thorough)
+        file = open_path(str(self.file.save().path))
+        try:
+            points = file.read().points
+        finally:
+            file.close()
+        names = {catalog.MEMORY_HOST_UTILIZATION.name, catalog.CGROUP_MEMORY_OOM_KILLS.name}
+        names.add(catalog.CGROUP_MEMORY_LAST_OOM_KILL.name)
+        found = [(series, value) for series, value in points if series.name in names]
+        return {str(dict(series.attributes).get("limit", series.name)): float(value) for series, value in found}  # type: ignore[arg-type]
+
+
+def test_the_share_of_each_limit_that_cannot_be_given_back(tmp_path: Path, flight_dir: Path) -> None:
+    """Of 8 GiB 5.75 are taken of which 1.75 are file pages; of the machine's 64 a quarter."""
+    rank = Rank(tmp_path, flight_dir)
+    rank.group(limit=str(8 * GIB), usage=int(5.75 * GIB))
+    found = rank.look()
+    assert found["cgroup"] == pytest.approx(0.5)
+    assert found["machine"] == pytest.approx(0.25)
+    assert (rank.limits.left, rank.limits.grouped) == (4 * GIB, 4 * GIB)
+
+
+def test_without_a_cgroup_the_machine_is_the_limit(tmp_path: Path, flight_dir: Path) -> None:
+    """And no series speaks of one."""
+    rank = Rank(tmp_path, flight_dir, container=False)
+    assert rank.look() == {"machine": pytest.approx(0.25)}
+    assert (rank.limits.left, rank.limits.grouped) == (48 * GIB, None)
+
+
+def test_a_group_without_a_limit_has_no_share(tmp_path: Path, flight_dir: Path) -> None:
+    """Its kills are counted all the same."""
+    rank = Rank(tmp_path, flight_dir)
+    rank.group()
+    assert rank.look() == {"machine": pytest.approx(0.25), "torchobs.cgroup.memory.oom_kills": 0}
+
+
+def test_without_either_there_is_nothing(tmp_path: Path, flight_dir: Path) -> None:
+    """A kernel that tells nothing."""
+    rank = Rank(tmp_path, flight_dir, None, container=False)
+    assert rank.look() == {}
+    assert rank.limits.left is None
+
+
+def test_swap_is_room(tmp_path: Path, flight_dir: Path) -> None:
+    """What may be swapped out counts on both sides of the share, as far as the machine has it."""
+    rank = Rank(tmp_path, flight_dir, Machine(64 * GIB, 16 * GIB, swap_total=8 * GIB, swap_free=4 * GIB))
+    rank.group(limit=str(8 * GIB), usage=int(9.75 * GIB))
+    assert rank.look() == {
+        "cgroup": pytest.approx(0.75),
+        "machine": pytest.approx(1 - 20 / 72),
+        "torchobs.cgroup.memory.oom_kills": 0,
+    }
+
+
+def test_kills_are_counted_from_the_start_on_and_dated(tmp_path: Path, flight_dir: Path) -> None:
+    """The two kills before are not this rank's; the next one is, even in a quick look."""
+    rank = Rank(tmp_path, flight_dir)
+    rank.group(limit=str(8 * GIB))
+    first = rank.look()
+    assert first["torchobs.cgroup.memory.oom_kills"] == 0
+    assert "torchobs.cgroup.memory.last_oom_kill.timestamp" not in first
+    plant(rank.tree, {"sys/fs/cgroup/memory.events": "oom 3\noom_kill 3\n"})
+    second = rank.look(thorough=False)
+    assert second["torchobs.cgroup.memory.oom_kills"] == 1
+    assert second["torchobs.cgroup.memory.last_oom_kill.timestamp"] > 0
+
+
+def test_a_process_that_was_moved_is_found_again(tmp_path: Path, flight_dir: Path) -> None:
+    """Schedulers move processes when they have started; a kill counter that another group begins at is not added."""
+    rank = Rank(tmp_path, flight_dir)
+    plant(rank.tree, v2_group("/a", limit=str(8 * GIB), usage=int(5.75 * GIB)))
+    plant(rank.tree, v2_group("/b", limit=str(16 * GIB), usage=int(5.75 * GIB)))
+    plant(rank.tree, {"sys/fs/cgroup/b/memory.events": "oom_kill 9\n"})
+    rank.membership("/a")
+    assert rank.look()["cgroup"] == pytest.approx(0.5)
+    rank.membership("/b")
+    found = rank.look()
+    assert found["cgroup"] == pytest.approx(0.25)
+    assert found["torchobs.cgroup.memory.oom_kills"] == 0
+
+
+@pytest.mark.parametrize(("usage", "delay_s"), [(3.0, 1.0), (8.35, 0.32), (9.0, -0.03)])
+def test_it_is_asked_more_often_near_the_limit(tmp_path: Path, flight_dir: Path, usage: float, delay_s: float) -> None:
+    """Once a second; sooner where 2 GB/s could reach nine tenths before; every time beyond them."""
+    rank = Rank(tmp_path, flight_dir)
+    rank.group(limit=str(8 * GIB), usage=int(usage * GIB))
+    rank.look()
+    assert rank.limits._due - time.monotonic() == pytest.approx(delay_s, abs=0.1)
+    assert rank.limits.due() == (delay_s < 0)

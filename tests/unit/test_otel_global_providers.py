@@ -1,0 +1,210 @@
+"""torchobs as the default of the OpenTelemetry API's globals. One process per test: the API's globals are set once."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import support
+
+PREPARED = """
+import logging, sys
+from opentelemetry import metrics, trace
+from opentelemetry.metrics import Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pathlib import Path
+from tests import otel
+from torchobs.otel import Installed, install, observe, uninstall
+
+logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+writer = otel.new_file(Path(sys.argv[1]))
+reader, spans = InMemoryMetricReader(), InMemorySpanExporter()
+
+def the_application_sets_its_own():
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)
+    metrics.set_meter_provider(MeterProvider([reader], shutdown_on_exit=False))
+
+def theirs():
+    data = reader.get_metrics_data()
+    found = data.resource_metrics[0].scope_metrics if data else []
+    return {metric.name: metric.data.data_points[0] for scope in found for metric in scope.metrics}
+
+def ours():
+    return {name: value for (name, _), value in otel.values(writer).items()}
+
+def our_spans():
+    return [frame["name"] for frame in otel.frames(writer)]
+
+def their_spans():
+    return [span.name for span in spans.get_finished_spans()]
+"""
+
+
+@pytest.fixture
+def script(flight_dir: Path) -> Callable[[str], str]:
+    """Run lines in a process of their own; return what the API and torchobs logged."""
+
+    def run(lines: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", PREPARED + textwrap.dedent(lines), flight_dir],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=support.ROOT,
+            env=support.clean_environment(),
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    return run
+
+
+def test_what_was_handed_out_before_records_too(script: Callable[[str], str]) -> None:
+    """A library gets its meter and tracer when it is imported, before torchobs.init()."""
+    log = script(
+        """
+        counter = metrics.get_meter("library", "1").create_counter("early")
+        histogram = metrics.get_meter("library", "1").create_histogram("sizes", explicit_bucket_boundaries_advisory=[1, 2])
+        metrics.get_meter("library").create_observable_gauge("watched", [lambda _: [Observation(7)]])
+        tracer = trace.get_tracer("library")
+        counter.add(1)
+        assert install(lambda: writer) == Installed(True, True)
+        counter.add(2)
+        histogram.record(1.5)
+        with tracer.start_as_current_span("span"):
+            pass
+        observe(5.0)
+        assert ours() == {"early": 2, "sizes": ((0, 1, 0), 1.5, 1.5, 1.5, (1.0, 2.0)), "watched": 7}, ours()
+        assert our_spans() == ["span"]
+        """
+    )
+    assert log == ""
+
+
+def test_a_provider_that_the_application_has_set_is_not_replaced(script: Callable[[str], str]) -> None:
+    """Nothing of the application's is taken away from its own telemetry; the caller is told."""
+    log = script(
+        """
+        the_application_sets_its_own()
+        assert install(lambda: writer) == Installed(False, False)
+        metrics.get_meter("m").create_counter("c").add(1)
+        trace.get_tracer("t").start_span("s").end()
+        assert theirs()["c"].value == 1
+        assert their_spans() == ["s"]
+        assert (ours(), our_spans()) == ({}, [])
+        """
+    )
+    assert log == ""
+
+
+def test_an_application_that_sets_its_own_later_gets_all(script: Callable[[str], str]) -> None:
+    """Not refused, no warning, and what was handed out before goes over to it: under `torchobs run` that is any application."""
+    log = script(
+        """
+        proxied = metrics.get_meter("before").create_counter("proxied")
+        proxied_tracer = trace.get_tracer("before")
+        install(lambda: writer)
+        meter, tracer = metrics.get_meter("between"), trace.get_tracer("between")
+        counter, updown = meter.create_counter("counter", "1", "d"), meter.create_up_down_counter("updown")
+        gauge = meter.create_gauge("gauge")
+        histogram = meter.create_histogram("histogram", explicit_bucket_boundaries_advisory=[1, 2])
+        for kind in ("counter", "up_down_counter", "gauge"):
+            getattr(meter, f"create_observable_{kind}")(f"observed.{kind}", [lambda _: [Observation(7)]])
+
+        def use(amount):
+            for one in (proxied, counter, updown):
+                one.add(amount)
+            gauge.set(amount)
+            histogram.record(amount)
+            with proxied_tracer.start_as_current_span(f"proxied {amount}"), tracer.start_as_current_span(f"span {amount}"):
+                pass
+
+        use(1)
+        observe(5.0)
+        the_application_sets_its_own()
+        use(2)
+        meter.create_counter("made.after").add(5)
+        metrics.get_meter("after").create_counter("got.after").add(6)
+        observe(5.0)
+        found = theirs()
+        for name in ("proxied", "counter", "updown", "gauge"):
+            assert found[name].value == 2, name
+        for kind in ("counter", "up_down_counter", "gauge"):
+            assert found[f"observed.{kind}"].value == 7, kind
+        assert found["histogram"].explicit_bounds == (1.0, 2.0)
+        assert (found["made.after"].value, found["got.after"].value) == (5, 6)
+        assert their_spans() == ["span 2", "proxied 2"]
+        assert our_spans() == ["span 1", "proxied 1"]
+        assert ours()["counter"] == 1
+        """
+    )
+    assert log == ""
+
+
+def test_libraries_that_ask_are_told_that_no_provider_is_set(script: Callable[[str], str]) -> None:
+    """Set-up code looks for the API's proxies to see whether it may set a provider: ours is such a proxy."""
+    script(
+        """
+        install(lambda: writer)
+        from opentelemetry.metrics._internal import _ProxyMeterProvider
+        assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+        assert isinstance(metrics.get_meter_provider(), _ProxyMeterProvider)
+        """
+    )
+
+
+def test_install_and_uninstall_may_be_repeated(script: Callable[[str], str]) -> None:
+    """init(), shutdown(), init() in one process: the same instrument writes to each session's file, and to none between."""
+    log = script(
+        """
+        install(lambda: writer)
+        counter, tracer = metrics.get_meter("m").create_counter("c"), trace.get_tracer("t")
+        counter.add(1)
+        uninstall()
+        counter.add(10)
+        tracer.start_span("between").end()
+        assert (ours(), our_spans()) == ({"c": 1}, [])
+        second = otel.new_file(Path(sys.argv[1]))
+        assert install(lambda: second) == Installed(True, True)
+        counter.add(100)
+        tracer.start_span("second").end()
+        assert (ours(), our_spans()) == ({"c": 1}, [])
+        assert otel.values(second) == {("c", "{}"): 100}
+        assert [frame["name"] for frame in otel.frames(second)] == ["second"]
+        uninstall()
+        the_application_sets_its_own()
+        counter.add(1000)
+        tracer.start_span("theirs").end()
+        assert theirs()["c"].value == 1000
+        assert their_spans() == ["theirs"]
+        assert install(lambda: second) == Installed(False, False)
+        """
+    )
+    assert log == ""
+
+
+def test_context_goes_from_our_spans_into_requests_and_back(script: Callable[[str], str]) -> None:
+    """The API's propagators see our spans: a trace goes on through services that know nothing of torchobs."""
+    script(
+        """
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator as Propagator
+        install(lambda: writer)
+        tracer, carrier = trace.get_tracer("t"), {}
+        with tracer.start_as_current_span("client") as client:
+            Propagator().inject(carrier)
+        tracer.start_span("server", context=Propagator().extract(carrier)).end()
+        client_frame, server_frame = otel.frames(writer)
+        assert server_frame["parent"] == client_frame["span_id"] and server_frame["remote"]
+        assert server_frame["trace_id"] == client_frame["trace_id"]
+        """
+    )

@@ -1,0 +1,169 @@
+"""What a cycle writes: plain steps as their boundaries, any other by its timeline, and both the same."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.flights import recorded
+from torchobs.flight.files.location import open_place
+from torchobs.flight.format.layout import RECORD_SIZE
+from torchobs.flight.metrics.fold import RecordKind, StepFlag, StepRecord, unpack
+from torchobs.flight.reader import reader
+from torchobs.flight.writer.writer import FlightWriter, open_writer
+from torchobs.probes.core.boundaries import (
+    BACKWARD_BEGINS,
+    BACKWARD_ENDS,
+    EVAL,
+    FETCH,
+    FETCHED,
+    FETCHED_NO_GRAD,
+    PHASE_OF,
+    STEP_BEGINS,
+    TRAIN,
+)  # fmt: skip
+from torchobs.probes.core.step_recorder import StepRecorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+class Optimizer:
+    """Anything that can be weakly referenced, and has groups of parameters."""
+
+    param_groups: tuple[dict[str, list[object]], ...] = ()
+
+
+@pytest.fixture
+def writer(flight_dir: Path) -> Iterator[FlightWriter]:
+    """A real flight file."""
+    opened = open_writer(open_place(str(flight_dir), None), {"rank": 0})
+    yield opened
+    opened.close()
+
+
+def records(writer: FlightWriter) -> list[StepRecord]:
+    """What is in the file."""
+    file = reader.open_path(writer.path)
+    try:
+        return file.steps()
+    finally:
+        file.close()
+
+
+def step(
+    recorder: StepRecorder, optimizer: object, at: int, lengths: tuple[int, int, int, int, int, int], *, loader: bool
+) -> int:
+    """One step from ``at``: lengths of other, fetch, forward, backward, other, optimizer. Return its end."""
+    other, fetch, forward, backward, more, optimizing = lengths
+    at += other
+    if loader:
+        recorder.mark(FETCH, at, 1)
+        at += fetch
+        recorder.mark(FETCHED, at)
+    at += forward
+    recorder.mark(BACKWARD_BEGINS, at)
+    at += backward
+    recorder.mark(BACKWARD_ENDS, at)
+    at += more
+    recorder.optimizer_begins(optimizer)
+    recorder.mark(STEP_BEGINS, at)
+    at += optimizing
+    recorder.optimizer_ends(optimizer, at)
+    return at
+
+
+LENGTHS = st.tuples(*[st.integers(0, 10**10)] * 6)
+
+
+@given(st.lists(st.tuples(LENGTHS, st.booleans()), min_size=3, max_size=6))
+def test_a_plain_record_tells_the_same_times_as_the_timeline(steps: list[tuple[tuple[int, ...], bool]]) -> None:
+    """The boundaries in the record, worked out by the reader, are what the replayed timeline would have said."""
+    plain, replayed = _run(steps, timed_plainly=True), _run(steps, timed_plainly=False)
+    assert [record.kind for record in plain] == [RecordKind.STEP] * len(steps)
+    for one, other in zip(plain, replayed, strict=True):
+        assert one.phase_s == pytest.approx(other.phase_s, rel=1e-6, abs=1e-9)
+        assert one.duration_s == pytest.approx(other.duration_s, rel=1e-9, abs=1e-9)
+        assert (one.step, one.end_ns, one.flags) == (other.step, other.end_ns, other.flags)
+
+
+def _run(steps: list[tuple[tuple[int, ...], bool]], *, timed_plainly: bool) -> list[StepRecord]:
+    writer, memory = recorded()
+    recorder, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
+    recorder.timed = True
+    for lengths, loader in steps:
+        if not timed_plainly and recorder._clean:
+            recorder.timeline.restart(at)
+            recorder._clean = False
+        at = step(recorder, optimizer, at, lengths, loader=loader)  # type: ignore[arg-type]
+    recorder.flush()
+    found = [unpack(data, writer.header.seed) for _, data in memory.stores if len(data) == RECORD_SIZE]
+    return [record for record in found if record is not None]
+
+
+def test_what_is_not_plain_is_replayed(writer: FlightWriter) -> None:
+    """The same number of boundaries with other meanings: nothing of them passes for a plain step."""
+    recorder, optimizer = StepRecorder(writer), Optimizer()
+    recorder.timed = True
+    at = 10**12
+    for _ in range(3):
+        at = step(recorder, optimizer, at, (0, 10, 10, 10, 10, 10), loader=True)
+    recorder.mark(EVAL, at, 7)
+    recorder.mark(TRAIN, at + 1000, 7)
+    at = step(recorder, optimizer, at + 1000, (0, 0, 50, 50, 0, 50), loader=False)
+    recorder.mark(FETCH, at, 1)
+    recorder.mark(FETCHED_NO_GRAD, at + 500)
+    at = step(recorder, optimizer, at + 500, (0, 0, 50, 50, 0, 50), loader=False)
+    evaluation, odd = records(writer)[3:]
+    assert evaluation.phase_s[5] == pytest.approx(1000e-9)
+    assert evaluation.duration_s == pytest.approx(150e-9)
+    assert odd.duration_s == pytest.approx(650e-9)
+
+
+def test_an_end_is_provisional_until_the_cycle_is_known(writer: FlightWriter) -> None:
+    """After the first step it might be one of a GAN's two optimizers; from the second on steps are written as they end."""
+    recorder, optimizer = StepRecorder(writer), Optimizer()
+    at = step(recorder, optimizer, 10**12, (0, 1, 1, 1, 1, 1), loader=True)
+    assert records(writer) == []
+    step(recorder, optimizer, at, (0, 1, 1, 1, 1, 1), loader=True)
+    assert [record.step for record in records(writer)] == [1, 2]
+
+
+def test_the_first_step_without_a_loader_has_no_duration(writer: FlightWriter) -> None:
+    """Nothing before its backward was seen; the next one has."""
+    recorder, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
+    for _ in range(3):
+        at = step(recorder, optimizer, at, (0, 0, 5, 5, 5, 5), loader=False)
+    assert [bool(record.flags & StepFlag.UNTIMED) for record in records(writer)] == [True, False, False]
+
+
+def test_evaluation_without_end_keeps_the_trace_short(writer: FlightWriter) -> None:
+    """A million fetches and no step: the trace is worked off on the way."""
+    recorder = StepRecorder(writer)
+    for index in range(20_000):
+        recorder.mark(FETCH, 10**12 + 2 * index, 1)
+        recorder.mark(FETCHED_NO_GRAD, 10**12 + 2 * index + 1)
+    assert len(recorder.trace) <= 4097
+    assert len(recorder.arguments) <= 4097
+
+
+def test_the_sampler_sees_what_the_training_thread_does(writer: FlightWriter) -> None:
+    """The last boundary names the phase, and since when."""
+    recorder = StepRecorder(writer)
+    assert recorder.phase() == (4, 0)
+    recorder.mark(FETCH, 77, 1)
+    assert recorder.phase() == (PHASE_OF[FETCH], 77)
+
+
+def test_several_threads_may_write_late_values(writer: FlightWriter) -> None:
+    """A late record belongs to its step, counts no step, and adds its tokens."""
+    recorder = StepRecorder(writer)
+    recorder.late(3, StepFlag.LOSS, 1.5, 0.0, tokens=4)
+    (record,) = records(writer)
+    assert (record.kind, record.step, record.loss, record.tokens) == (RecordKind.LATE, 3, 1.5, 4)
+    assert abs(record.end_ns - time.monotonic_ns()) < 10**10

@@ -1,0 +1,204 @@
+"""Numbers as the page shows them, its curves, and text that stays text."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from torchobs.catalog import Severity
+from torchobs.exporter.ui import formatting
+from torchobs.exporter.ui.charts import alternative, sparkline, stacked
+from torchobs.exporter.ui.events import EventRow, grouped, of_ring
+from torchobs.exporter.ui.html import Html, exact, joined, named, tag, text
+from torchobs.exporter.ui.sparkline_data import BUCKETS, KEPT, RecentValues, curve, heights
+from torchobs.exporter.ui.urls import choice_of, query_of
+from torchobs.exporter.ui.view_model import Choice
+from torchobs.flight.format.layout import Header
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("shown", "value", "said"),
+    [
+        (formatting.number, 2.3131313, "2.313"),
+        (formatting.number, 12_400.0, "12,400"),
+        (formatting.number, 1234.5678, "1,235"),
+        (formatting.number, 3.21e-5, "3.21e-05"),
+        (formatting.number, 6.5e12, "6.50e+12"),
+        (formatting.number, -0.5, "-0.500"),
+        (formatting.number, 0.0, "0"),
+        (formatting.number, NAN, "nan"),
+        (formatting.number, None, "–"),
+        (formatting.share, 0.004, "0.4 %"),
+        (formatting.share, 0.456, "46 %"),
+        (formatting.size, 512.0, "512 B"),
+        (formatting.size, 451_936_256.0, "431 MiB"),
+        (formatting.size, 85e9, "79.2 GiB"),
+        (formatting.size, 1.09e12, "0.99 TiB"),
+        (formatting.seconds, 0.0123, "12.3 ms"),
+        (formatting.seconds, 1.5204, "1.52 s"),
+        (formatting.seconds, 3e-5, "30.0 µs"),
+        (formatting.seconds, 0.0, "0 s"),
+        (formatting.span, 40.9, "40 s"),
+        (formatting.span, 200.0, "3 min 20 s"),
+        (formatting.span, 7_500.0, "2 h 5 min"),
+        (formatting.span, 4 * 86_400.0 + 3 * 3_600, "4 d 3 h"),
+        (formatting.span, -3.0, "0 s"),
+        (formatting.rate, 1.9, "1.90/s"),
+        (formatting.count, 1_234_567.0, "1,234,567"),
+    ],
+)
+def test_a_number_is_said_as_people_say_it(shown: Callable[[float | None], str], value: float | None, said: str) -> None:
+    """With as many digits as anyone reads."""
+    assert shown(value) == said
+
+
+def test_what_is_no_html_of_ours_is_text() -> None:
+    """In content and in attributes, and lone surrogates are no error."""
+    hostile = "<img src=x onerror='alert(1)'>\"&\ud800"
+    page = tag("p", hostile, title=hostile, hidden=False, data_more=None)
+    assert "<img" not in page
+    assert page.count("&lt;img") == 2
+    assert page.encode().decode() == page
+    assert "hidden" not in page
+    assert f">{'a' * 160}…<" in named("a" * 500)
+    assert joined([text("<"), tag("b", "x")]) == "&lt;<b>x</b>"
+    assert exact("2.3", 2.3131) == '<data value="2.3131">2.3</data>'
+
+
+def test_elements_without_content_are_closed_as_html_and_as_svg_want_it() -> None:
+    """An open `<rect>` would hold all that follow, and show only the first."""
+    assert stacked([("data", 0.5), ("forward", 0.5)]).count("/><rect") == 1
+    assert tag("meta", charset="utf-8") == '<meta charset="utf-8"/>'
+
+
+def test_a_curve_has_as_many_points_as_can_be_seen() -> None:
+    """Means within their extremes, by step, also where a device delivered them late."""
+    found = curve([(step, float(step % 10)) for step in [*range(11, 4001), *range(1, 11)]])
+    assert found is not None
+    assert (len(found.buckets), found.first_step, found.last_step, found.last) == (BUCKETS, 1, 4000, 0.0)
+    assert all(bucket.mean is not None and bucket.least <= bucket.mean <= bucket.greatest for bucket in found.buckets)
+    assert all(point and 0 <= point[1] <= point[0] <= point[2] <= 1 for point in heights(found))
+
+
+def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
+    """A NaN is data."""
+    found = curve([(1, 1.0), (2, NAN), (3, 2.0), (4, -INF)])
+    assert found is not None
+    assert (found.nonfinite, found.last, [point is None for point in heights(found)]) == (2, 2.0, [False, True, False, True])
+    drawn = sparkline(found, "Loss", formatting.number)
+    assert drawn.count('class="line"') == 2
+    assert drawn.count('class="odd"') == 2
+    assert "2 not finite" in drawn
+    assert alternative(found, "Loss", formatting.number) == (
+        "Loss from step 1 to 4: from 1 to 2, least 1, greatest 2, 2 values not finite"
+    )
+
+
+@pytest.mark.parametrize("values", [[], [(1, NAN)], [(5, INF), (6, -INF)]])
+def test_a_curve_of_nothing_is_none(values: list[tuple[int, float]]) -> None:
+    """And the page says so."""
+    assert curve(values) is None
+    assert "No value yet" in sparkline(curve(values), "Loss", formatting.number)
+
+
+def test_a_spike_does_not_flatten_the_curve() -> None:
+    """Where it is thirty times the usual the scale is logarithmic; with zeros it cannot be."""
+    spiky = curve([(step, 40.0 if step == 50 else 1.0 + step / 1000) for step in range(100)])
+    assert spiky is not None
+    assert spiky.logarithmic
+    with_zero = curve([(step, 40.0 if step == 50 else 0.0) for step in range(100)])
+    assert with_zero is not None
+    assert not with_zero.logarithmic
+
+
+def test_the_largest_numbers_there_are_make_a_curve() -> None:
+    """Their sum, and their distance, are infinite."""
+    for values in ([1.7e308] * 3, [1.7e308, -1.7e308], [5e-324, 1.7e308]):
+        found = curve(list(enumerate(values)))
+        assert found is not None
+        assert all(point and all(0 <= value <= 1 for value in point) for point in heights(found))
+
+
+def test_values_are_kept_for_as_long_as_the_ring_keeps_them() -> None:
+    """And no longer, however many come."""
+    values = RecentValues()
+    for step in range(3 * KEPT):
+        values.append(step, float(step))
+    kept = list(values)
+    assert (len(kept), kept[0], kept[-1]) == (KEPT, (2 * KEPT, 2.0 * KEPT), (3 * KEPT - 1, 3.0 * KEPT - 1))
+
+
+@pytest.mark.parametrize(
+    ("query", "choice"),
+    [
+        ("", Choice()),
+        ("rank=3&sort=loss&page=2", Choice(rank="3", sort="loss", page=2)),
+        ("run=a%2Fb&layers=update", Choice(run="a/b", layers="update")),
+        ("page=-1", Choice()),
+        ("page=²", Choice()),
+        ("page=99999999999999", Choice(page=1000)),
+        ("&".join(f"a{number}=1" for number in range(100)), Choice()),
+        ("rank=%ff%00<script>", Choice(rank="\ufffd\0<script>")),
+    ],
+)
+def test_a_query_is_a_choice_and_never_an_error(query: str, choice: Choice) -> None:
+    """Whatever stands in it; and a choice's own query means that choice."""
+    assert choice_of(query) == choice
+    assert choice_of(query_of(choice).removeprefix("?")) == choice
+
+
+HEADER = Header(1, b"i" * 16, b"b" * 16, 0, 1_700_000_000 * 10**9, 1, 1, {}, {})
+
+
+def test_events_become_lines_and_what_is_none_is_left_out() -> None:
+    """An event of ours has its severity, an anomaly that of its kind; forged ones are text."""
+    frames: list[dict[str, object]] = [
+        {
+            "k": "event",
+            "t": 5 * 10**9,
+            "name": "torchobs.anomaly",
+            "step": 7,
+            "attrs": {"kind": "nonfinite_loss", "value": "NaN"},
+        },
+        {"k": "event", "t": 6 * 10**9, "name": "torchobs.data.worker_died", "attrs": {"pid": 3}},
+        {"k": "event", "t": 10**400, "name": "mine <b>", "attrs": ["no"]},
+        {"k": "event", "name": "no time"},
+        {"k": "span", "name": "torchobs.step", "t0": 1, "t1": 2, "scope": ["torchobs"]},
+        {
+            "k": "span",
+            "name": "torchobs.evaluation",
+            "t0": 10**18,
+            "t1": 10**18 + 3 * 10**9,
+            "scope": ["torchobs"],
+            "attrs": {},
+        },
+        {"k": "span", "name": "torchobs.evaluation", "t0": 10**18, "t1": 10**18 + 3, "scope": ["somebody"], "attrs": {}},
+    ]
+    told = of_ring(HEADER, "0", enumerate(frames))
+    assert [(one.title, one.text, one.severity, one.step) for one in told] == [
+        ("Anomaly", "kind nonfinite_loss · value NaN", Severity.ERROR, 7),
+        ("Data worker died", "pid 3", Severity.ERROR, None),
+        ("mine <b>", "", Severity.INFO, None),
+        ("Evaluation", "took 3.00 s", Severity.INFO, None),
+    ]
+    assert told[0].at_s == 1_700_000_005
+    assert [(one.anomaly, one.number) for one in told] == [("nonfinite_loss", 1), ("", 0), ("", 0), ("", 0)]
+
+
+def test_what_all_ranks_say_is_said_once() -> None:
+    """Within a minute; the same of the same rank is twice."""
+
+    def said(at_s: float, rank: str, what: str = "Run start") -> EventRow:
+        return EventRow(at_s, (rank,), None, Severity.INFO, what, "")
+
+    told = grouped([said(100.0, "1"), said(99.5, "0"), said(99.0, "0", "Epoch"), said(20.0, "0")])
+    assert [(one.at_s, one.ranks, one.title) for one in told] == [
+        (100.0, ("0", "1"), "Run start"), (99.0, ("0",), "Epoch"), (20.0, ("0",), "Run start")
+    ]  # fmt: skip
+
+
+def test_html_is_a_string() -> None:
+    """Which is escaped only once."""
+    assert text(Html("<b>")) == "<b>"

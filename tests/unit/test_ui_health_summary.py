@@ -1,0 +1,210 @@
+"""The run's health in a sentence, case by case."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.ui import row, run
+from torchobs import catalog
+from torchobs.catalog import Severity
+from torchobs.detect.stragglers import Slowness
+from torchobs.exporter.ui.health_summary import SLOW, health
+from torchobs.exporter.ui.view_model import Row
+from torchobs.ranks.metric_values import Readings
+
+EIGHT = [row(rank) for rank in range(8)]
+
+
+def training(alive: int) -> str:
+    """How it begins for a run that is under way."""
+    return f"Training: {alive} of 8 ranks alive, step 12,400, loss 2.313, 1.90 steps/s. "
+
+
+def but(*others: Row) -> list[Row]:
+    """Eight ranks, of which some are otherwise."""
+    changed = {other.rank: other for other in others}
+    return [changed.get(rank.rank, rank) for rank in EIGHT]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said", "level"),
+    [
+        (EIGHT, "Training: 8 of 8 ranks alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
+        ([row(0)], "Training: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
+        ([row(0, steps=0, loss=None)], "Starting: 1 of 1 rank alive, no step yet.", Severity.INFO),
+        ([row(0, phase="evaluation")], "Evaluating: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s.", Severity.INFO),
+        ([row(0, phase="idle")], "Idle: 1 of 1 rank alive, step 12,400, loss 2.313.", Severity.INFO),
+        ([row(0, phase="compile", steps=0, loss=None)], "Compiling: 1 of 1 rank alive, no step yet.", Severity.INFO),
+        (
+            [row(rank, "finished", reason="finished") for rank in (0, 1)],
+            "Finished: 2 ranks, 12,400 steps, last loss 2.313.",
+            Severity.INFO,
+        ),
+        (
+            but(row(2, "lost", reason="out_of_memory", age_s=40)),
+            training(7) + "Rank 2 was lost 40 s ago, likely out of memory.",
+            Severity.ERROR,
+        ),
+        (
+            [row(rank, "lost", reason="lost", age_s=100 + rank) for rank in range(6)],
+            "Ended: 6 ranks, 12,400 steps, last loss 2.313. Ranks 0, 1, 2, 3 and 2 more were lost 1 min 40 s ago.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(5, "failed", reason="exception", age_s=7_300)),
+            training(7) + "Rank 5 failed 2 h 1 min ago with an exception.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(3, "hung", age_s=320), row(4, "hung", age_s=300)),
+            training(8) + "Ranks 3 and 4 hang: no step for 5 min 20 s.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(6, "unresponsive", age_s=12)),
+            training(7) + "Rank 6 does not respond: silent for 12 s.",
+            Severity.ERROR,
+        ),
+        (
+            [replace(row(0), recorded=False)],
+            "Not recorded: 1 of 1 rank alive, step 12,400, loss 2.313. Rank 0 does not record steps: switched off.",
+            Severity.INFO,
+        ),
+        (
+            [row(0, "unresponsive", age_s=12)],
+            "Not responding: 0 of 1 rank alive, step 12,400, loss 2.313. Rank 0 does not respond: silent for 12 s.",
+            Severity.ERROR,
+        ),
+        (
+            but(row(3, slow=Slowness(1.42, 0))),
+            training(8) + "Rank 3 is 1.4 times slower than the others in data.",
+            Severity.WARNING,
+        ),
+        (
+            [replace(row(0), readings=Readings({catalog.GRAD_UNMOVED_LAYERS.name: {(): 12.0}}))],
+            "Starting: 1 of 1 rank alive, no step yet. 12 layers learn nothing: hardly any gradient reaches them.",
+            Severity.WARNING,
+        ),
+        (
+            [replace(row(0), readings=Readings({catalog.COMPILE_FAILURES.name: {("recompile_limit",): 2.0}}))],
+            "Starting: 1 of 1 rank alive, no step yet. torch.compile has given 2 functions up, recompiled again and again.",
+            Severity.WARNING,
+        ),
+        (
+            but(row(0, anomalies=("nonfinite_loss",)), row(1, anomalies=("nonfinite_loss",))),
+            training(8).replace("loss", "last finite loss") + "The loss is not finite on ranks 0 and 1.",
+            Severity.ERROR,
+        ),
+        (
+            [row(0, anomalies=("gradient_explosion",))],
+            "Training: 1 of 1 rank alive, step 12,400, loss 2.313, 1.90 steps/s. Gradients explode.",
+            Severity.WARNING,
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_said_of_a_run(rows: list[Row], said: str, level: Severity) -> None:
+    """Of ranks as they are, the most serious first."""
+    told = health(run(*rows))
+    assert (told.text, told.level) == (said, level)
+
+
+def test_ranks_that_have_not_appeared_are_missed() -> None:
+    """On a node of a larger run only its own are."""
+    told = health(run(*EIGHT[:6], expected=8, world_size=64))
+    assert told.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
+    assert told.text.endswith("2 ranks have not appeared.")
+    assert told.level is Severity.WARNING
+
+
+def test_the_most_serious_comes_first() -> None:
+    """A dead rank before a slow one."""
+    told = health(run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))))
+    assert told.text.index("Rank 7 was lost") < told.text.index("Rank 1 is 3.0 times slower")
+
+
+def test_what_is_read_aloud_does_not_change_with_every_step() -> None:
+    """A screen reader would never come to an end."""
+    before, after = (health(run(row(0, steps=steps, loss=loss))).gist for steps, loss in ((10, 3.0), (11, 2.9)))
+    assert before == after == "Training, 1 of 1 rank alive."
+    lost = (health(run(row(0), row(1, "lost", reason="lost", age_s=age))).gist for age in (4, 5))
+    assert set(lost) == {"Training, 1 of 2 ranks alive. Rank 1 was lost."}
+
+
+def test_a_little_slower_is_not_worth_a_word() -> None:
+    """Somebody is always the slowest."""
+    assert "slower" not in health(run(row(0), row(1, slow=Slowness(SLOW - 0.01, 0)))).text
+
+
+def test_before_the_first_rank() -> None:
+    """It says what one waits for."""
+    told = health(None)
+    assert "No rank has been seen yet" in told.text
+    assert told.level is Severity.INFO
+
+
+def reading(known: Row, metric: str, values: dict[tuple[str, ...], float]) -> Row:
+    """A rank that has these values, too."""
+    return replace(known, readings=Readings({**known.readings._values, metric: values}))
+
+
+def with_anomalies(known: Row, **counts: int) -> Row:
+    """A rank that has had so many of each kind."""
+    return reading(known, "torchobs.anomalies", {(kind,): float(number) for kind, number in counts.items()})
+
+
+def test_a_run_that_ended_after_a_divergence_was_not_all_well() -> None:
+    """Nobody was looking when it happened."""
+    done = with_anomalies(row(0, "finished", reason="finished", loss=7.9e13), loss_spike=109, gradient_explosion=13)
+    told = health(run(done, replace(done, rank="1")))
+    assert told.text.endswith("There have been 13 gradient explosions and 109 loss spikes.")
+    assert told.level is Severity.WARNING
+    (once,) = (health(run(with_anomalies(row(0, "finished", reason="finished"), nonfinite_loss=1))),)
+    assert "1 loss that was not finite." in once.text
+    assert once.level is Severity.WARNING
+
+
+def test_a_loss_that_is_not_finite_is_not_told_as_the_last_finite_one() -> None:
+    """What is shown is that of the first rank that has any: another rank's trouble is not its own."""
+    assert ", step 12,400, last finite loss 2.313, 1.90 steps/s." in health(run(row(0, anomalies=("nonfinite_loss",)))).text
+    assert ", step 12,400, loss 2.313, " in health(run(row(0), row(1, anomalies=("nonfinite_loss",)))).text
+
+
+def test_what_a_run_recovered_from_is_said_and_no_reason_to_worry() -> None:
+    """One or two spikes are ordinary; and while it trains, what is over is over."""
+    ended = health(run(with_anomalies(row(0, "finished", reason="finished"), loss_spike=2)))
+    assert (ended.text.endswith("There have been 2 loss spikes."), ended.level) == (True, Severity.INFO)
+    alive = health(run(with_anomalies(row(0), loss_spike=7)))
+    assert (alive.text.endswith("Earlier: 7 loss spikes."), alive.level) == (True, Severity.INFO)
+    assert alive.gist.endswith("Earlier: anomalies.")
+
+
+def test_what_was_a_moment_ago_is_worth_a_look_as_long_as_the_alert_fires() -> None:
+    """The baseline has followed a loss that stays five times as high: no step is an anomaly any more, and nothing is well."""
+    diverged = replace(
+        with_anomalies(row(0), loss_spike=20, gradient_explosion=2), lately={"loss_spike": 20, "gradient_explosion": 2}
+    )
+    told = health(run(diverged))
+    assert told.text.endswith("Lately: 2 gradient explosions and 20 loss spikes.")
+    assert told.level is Severity.WARNING
+    once = health(run(replace(with_anomalies(row(0), loss_spike=9), lately={"loss_spike": 1})))
+    assert (once.text.endswith("Earlier: 9 loss spikes."), once.level) == (True, Severity.INFO)
+
+
+def test_what_goes_on_is_not_said_to_be_over() -> None:
+    """It is said once, as what it is."""
+    told = health(run(with_anomalies(row(0, anomalies=("loss_spike",)), loss_spike=7)))
+    assert told.text.endswith("The loss has jumped.")
+
+
+def test_gradients_that_a_loss_scaler_skipped_are_its_work() -> None:
+    """It raises its scale until they are not finite."""
+    done = with_anomalies(row(0, "finished", reason="finished"), nonfinite_gradient=4)
+    done = reading(done, "torchobs.amp.steps_skipped", {(): 4.0})
+    assert "not finite" not in health(run(done)).text
+
+
+def test_training_that_waits_for_its_data_is_worth_a_look() -> None:
+    """By the rank's own verdict."""
+    told = health(run(reading(row(0), "torchobs.data.starved", {(): 1.0}), row(1)))
+    assert told.text.endswith("Training waits for its data on rank 0.")
+    assert told.level is Severity.WARNING

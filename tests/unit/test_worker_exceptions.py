@@ -1,0 +1,124 @@
+"""What is read from the text of another process' traceback: places and classes, whatever else it holds."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import pytest
+from torch._utils import ExceptionWrapper
+
+from torchobs.probes.lifecycle.exceptions import _places, describe
+from torchobs.probes.lifecycle.worker_exceptions import parse
+
+HEAD = "Traceback (most recent call last):\n"
+
+
+def deep(text: str) -> None:
+    """Raise what the text is the message of."""
+    try:
+        raise KeyError(text)  # noqa: TRY301  # the chain is what is wanted
+    except KeyError as error:
+        raise ValueError(text) from error
+
+
+def wrapped(error: BaseException, where: str = "in DataLoader worker process 3") -> dict[str, str]:
+    """What is told of it when torch raises it again."""
+    wrapper = ExceptionWrapper((type(error), error, error.__traceback__), where)  # type: ignore[no-untyped-call]
+    try:
+        wrapper.reraise()  # type: ignore[no-untyped-call]
+    except Exception as again:  # noqa: BLE001  # whatever torch makes of it
+        return describe(again)
+    raise AssertionError
+
+
+class OddError(Exception):
+    """One that torch cannot make again."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one, two)
+
+
+def test_a_chain_of_a_worker_has_its_last_and_its_first() -> None:
+    """Both with the worker, and the line here that it came to."""
+    with pytest.raises(ValueError, match="secret") as caught:
+        deep("secret")
+    told = wrapped(caught.value)
+    assert (told["exception.type"], told["cause.type"]) == ("builtins.ValueError", "builtins.KeyError")
+    assert told["location"].endswith("test_worker_exceptions.py:22 in deep")
+    assert told["cause.location"].endswith("test_worker_exceptions.py:20 in deep")
+    assert told["origin"] == told["cause.origin"] == "DataLoader worker process 3"
+    assert told["reraised"].endswith("in wrapped")
+    assert "secret" not in repr(told)
+
+
+def test_an_exception_that_torch_cannot_make_again_keeps_its_class() -> None:
+    """It raises a RuntimeError in its stead."""
+    with pytest.raises(OddError) as caught:
+        raise OddError(1, 2)
+    assert wrapped(caught.value)["exception.type"].endswith("test_worker_exceptions.OddError")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        'x\n  File "secret", line 1, in secret',
+        f'x\n{HEAD}  File "/secret", line 1, in secret\nKeyError',
+        "x\n\nsecret\n" * 1000,
+        "\x1b]0;secret\x07",
+    ],
+)
+def test_a_message_is_no_place(message: str) -> None:
+    """Whatever it looks like, it comes after the line that names the class."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the message is the parameter
+        deep(message)
+    told = wrapped(caught.value)
+    assert told["location"].endswith("in deep")
+    assert "secret" not in repr(told)
+
+
+def test_where_is_one_harmless_word_or_unknown() -> None:
+    """Others than torch make wrappers, too."""
+    with pytest.raises(ValueError, match="x") as caught:
+        deep("x")
+    assert wrapped(caught.value, "in \x1b]0;owned\x07\nsecret")["origin"] == "background"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        HEAD,
+        HEAD + "KeyError: 1\n",
+        f'{HEAD}  File "a.py", line 1, in f\n',
+        'Trace\n  File "a.py", line 1, in f\nKeyError\n',
+    ],
+)
+def test_what_is_no_traceback_tells_nothing(text: str) -> None:
+    """Then the place where it came to is the one that is told."""
+    assert parse(text) == ()
+
+
+def test_frames_without_end_are_not_followed() -> None:
+    """A quarter of a million characters are read, and a part of a traceback is none."""
+    assert parse(HEAD + '  File "a.py", line 1, in f\n' * 100_000 + "KeyError: 1\n") == ()
+
+
+def test_a_recursion_s_traceback_is_read_to_its_deepest_frame() -> None:
+    """Repeated lines are folded by Python."""
+
+    def down(left: int) -> float:
+        return 1 / left if not left else down(left - 1)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        down(sys.getrecursionlimit() // 4)
+    (raised,) = parse("".join(traceback.format_exception(caught.value)))
+    assert raised.kind == "builtins.ZeroDivisionError"
+    assert raised.frames[-1][1].endswith("in down")
+
+
+def test_a_package_of_another_environment_is_not_the_user_s_line() -> None:
+    """Torch may be installed once for many environments."""
+    shared = "/opt/shared/lib/python3/dist-packages/torch/_utils.py"
+    frames = [("/home/me/train.py", "train.py:10 in main"), (shared, "_utils.py:7 in f")]
+    assert _places(frames) == ("_utils.py:7 in f", "train.py:10 in main")

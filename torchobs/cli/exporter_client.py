@@ -1,0 +1,105 @@
+"""What ``torchobs stacks``, ``level`` and ``profile`` share: one request to this node's exporter, over its Unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from torchobs.config import settings
+from torchobs.exporter.api import unix_socket_path
+from torchobs.exporter.http import unix_socket
+from torchobs.flight.files.location import find_existing
+
+if TYPE_CHECKING:
+    import argparse
+
+TIMEOUT_S = 30.0
+POLL_S = 0.2
+
+
+class RefusedError(Exception):
+    """The exporter is not there, or does not do it; the message says why, and what to do."""
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        """See :class:`http.client.HTTPConnection`."""
+        self.sock: socket.socket = unix_socket.connect(self._path)
+        self.sock.settimeout(TIMEOUT_S)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what all of them take."""
+    parser.add_argument("--dir", metavar="DIR", help="directory of the flight files (default: this user's)")
+    parser.add_argument(
+        "--socket", metavar="PATH", help="the exporter's Unix socket (default: exporter.sock beside those files)"
+    )
+
+
+def socket_of(options: argparse.Namespace) -> Path:
+    """Return the path of the exporter's socket. Raises :class:`RefusedError`."""
+    if options.socket:
+        return Path(options.socket)
+    environ = settings.environment()
+    chosen, _ = settings.resolve({"flight_dir": options.dir}, environ)
+    directory = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR"))
+    if directory is None:
+        raise RefusedError("no training of this user has been here yet; --dir names another directory")
+    return Path(directory) / unix_socket_path.NAME
+
+
+def post(path: Path, what: str, content: object, rank: str | None) -> Any:
+    """Give a command; return the answer. Raises :class:`RefusedError`."""
+    query = f"?{urlencode({'rank': rank})}" if rank is not None else ""
+    status, body = _ask(path, "POST", f"/api/v1{what}{query}", json.dumps(content))
+    answer = json.loads(body)
+    if status >= http.client.BAD_REQUEST:
+        raise RefusedError(answer.get("detail", str(status)))
+    return answer
+
+
+def evidence(path: Path, href: str, timeout_s: float) -> bytes | None:
+    """Return the evidence as soon as it is there; ``None`` if it is not in time.
+
+    Raises :class:`RefusedError`, also when the rank says that there will be none.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        status, body = _ask(path, "GET", href)
+        if status == http.client.OK:
+            return body
+        if status == http.client.GONE:
+            raise RefusedError(json.loads(body)["detail"])
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(POLL_S)
+
+
+def refused(name: str, why: RefusedError) -> int:
+    """Say why it cannot be done; return the exit status."""
+    sys.stderr.write(f"torchobs {name}: {why}\n")
+    return 1
+
+
+def _ask(path: Path, method: str, target: str, content: str | None = None) -> tuple[int, bytes]:
+    connection = _Connection(path)
+    try:
+        connection.request(method, target, content, {"Content-Type": "application/json"} if content else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except OSError as problem:
+        reason = problem.strerror or problem
+        hint = "`torchobs run` starts an exporter, `torchobs exporter --mode node` is one; a sidecar needs --api.socket"
+        raise RefusedError(f"no exporter answers at {path}: {reason}. {hint}") from None
+    finally:
+        connection.close()

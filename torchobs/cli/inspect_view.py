@@ -1,0 +1,277 @@
+"""The report of ``torchobs inspect`` as lines of text: the diagnosis first, then what it rests on. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.cli.table import Column, bullets, flow, shares, table
+from torchobs.cli.terminal_style import STATE_COLOURS
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.compare import compare, first_failed, typical_phases
+from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.finding import ERROR, WARNING
+from torchobs.diagnosis.json_report import device_memory, memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torchobs.cli.terminal_style import TerminalStyle
+    from torchobs.diagnosis.finding import Finding
+    from torchobs.diagnosis.json_report import Options
+    from torchobs.diagnosis.rank_report import Fact, RankReport
+
+_COLOURS = {ERROR: "red", WARNING: "yellow"}
+_MANY = 40
+_MOST_ALIKE = 3
+_STEP_COLUMNS = (
+    Column("step"), Column("ended", dispensable=4), Column("took"), Column("loss"), Column("grad norm"),
+    Column("learning rate", dispensable=3),
+    *(Column(phase, dispensable=5 + index) for index, phase in enumerate(catalog.PHASES)), Column("", right=False),
+)  # fmt: skip
+_RANK_COLUMNS = (
+    Column("rank"), Column("state", right=False), Column("exit", right=False, dispensable=2), Column("step"), Column("loss"),
+    Column("grad norm", dispensable=4), Column("step time", dispensable=3), Column("most of it", right=False, dispensable=5),
+    Column("last seen", dispensable=6), Column("host", right=False, dispensable=8),
+)  # fmt: skip
+
+
+def report(ranks: Sequence[RankReport], options: Options, paint: TerminalStyle) -> list[str]:
+    """Return the whole report of a run's ranks."""
+    lines = [*_heading(ranks, paint), "", *_diagnosis(ranks, paint)]
+    if len(ranks) > 1:
+        lines += ["", paint("bold", "Ranks"), *_ranks(ranks, paint)]
+    for facts in shown_in_full(ranks):
+        lines += _rank(facts, options, paint, alone=len(ranks) == 1)
+    return lines
+
+
+def shown_in_full(ranks: Sequence[RankReport]) -> list[RankReport]:
+    """Return the rank to look at: the one that failed first, else one that hangs, else the first."""
+    first, _ = first_failed(ranks)
+    stuck = [facts for facts in ranks if facts.state not in {"alive", "finished"}]
+    return [first] if first else stuck[:1] or list(ranks[:1])
+
+
+def _heading(ranks: Sequence[RankReport], paint: TerminalStyle) -> Iterator[str]:
+    first = ranks[0]
+    job_name, run_id, _ = first.identity
+    begun, ended = min(facts.start_s for facts in ranks), max(facts.last_s for facts in ranks)
+    yield text_format.cut(f"{paint('bold', job_name)}  {run_id}", paint.width + (8 if paint.colour else 0))
+    hosts = sorted({facts.described("host") for facts in ranks} - {""})
+    where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} hosts" if hosts else ""
+    world = first.header.resource.get("world_size")
+    of = f" of {world}" if isinstance(world, int) and world > len(ranks) else ""
+    versions = [f"{name} {first.described(f'{name}_version')}" for name in ("torch", "python", "torchobs")]
+    facts = [
+        f"{text_format.several(len(ranks), 'rank')}{of} {where}".strip(), first.described("script"),
+        f"started by {first.described('launcher')}", *(text for text in versions if not text.endswith(" ")),
+        f"attempt {first.restart + 1}" if first.restart else "",
+    ]  # fmt: skip
+    yield from flow([fact for fact in facts if fact], paint.width)
+    yield text_format.cut(
+        f"{text_format.moment(begun)} to {text_format.moment(ended)} ({text_format.duration(ended - begun)})", paint.width
+    )
+
+
+def _diagnosis(ranks: Sequence[RankReport], paint: TerminalStyle) -> Iterator[str]:
+    together = compare(ranks)
+    yield paint("bold", "What happened")
+    findings = [*together, *_told(ranks)]
+    for finding in findings:
+        first, *rest = bullets([finding.text], paint.width)
+        yield from (paint(_COLOURS.get(finding.severity, ""), line) for line in (first, *rest))
+
+
+def _told(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+    """Yield the findings of the rank shown in full, and of the others how they ended; equal ends are told once."""
+    full = shown_in_full(ranks)
+    for facts in full:
+        yield from diagnose(facts)
+    rest = sorted((facts for facts in ranks if facts not in full), key=lambda facts: (facts.state, facts.reason))
+    for _, group in groupby(rest, key=lambda facts: (facts.state, facts.reason)):
+        same = list(group)
+        first = diagnose(same[0])[0]
+        also = f" The same goes for {text_format.several(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
+        yield first._replace(text=first.text + also)
+
+
+def _ranks(ranks: Sequence[RankReport], paint: TerminalStyle) -> list[str]:
+    worst_first = sorted(ranks, key=lambda facts: facts.state in {"alive", "finished"}) if len(ranks) > _MANY else ranks
+    lines = table(_RANK_COLUMNS, [_rank_row(facts) for facts in worst_first[:_MANY]], paint.width)
+    colours = ["dim", *(STATE_COLOURS.get(facts.state, "") for facts in worst_first[:_MANY])]
+    shown = [paint(colour if colour != "green" else "", line) for colour, line in zip(colours, lines, strict=True)]
+    return [*shown, *([f"… and {len(ranks) - _MANY:,} more"] if len(ranks) > _MANY else [])]
+
+
+def _rank_row(facts: RankReport) -> list[str]:
+    last, phases = (facts.steps[-1] if facts.steps else None), typical_phases(facts.steps)
+    most = max(phases, key=lambda name: phases[name], default="")
+    return [
+        facts.rank,
+        facts.state,
+        facts.reason if facts.reason != facts.state else "",
+        f"{facts.last_step}",
+        text_format.number(last.loss if last else None),
+        text_format.number(_last_norm(facts)),
+        text_format.duration(sum(phases.values()) or None),
+        f"{most} {text_format.duration(phases[most])}" if most else "",
+        text_format.moment(facts.last_s, "%H:%M:%S"),
+        facts.described("host"),
+    ]
+
+
+def _last_norm(facts: RankReport) -> float | None:
+    return next((step.grad_norm for step in reversed(facts.steps) if step.grad_norm is not None), None)
+
+
+def _rank(facts: RankReport, options: Options, paint: TerminalStyle, *, alone: bool) -> Iterator[str]:
+    of = "" if alone else f" of rank {facts.rank}"
+    for problem in facts.problems:
+        yield paint(
+            "yellow", text_format.cut(f"{problem} ({facts.source})", paint.width)
+        )  # in this order: the path may be long
+    parts = (
+        (f"Last steps{of}", _steps(facts, options, paint.width)),
+        (f"Speed{of}", _speed(facts, paint.width)),
+        (f"Course{of}", _course(facts, paint)),
+        (f"Time{of}", shares(facts.by_attribute(catalog.GOODPUT_TIME), paint.width)),
+        (f"Phases of a step{of}", shares(facts.by_attribute(catalog.STEP_PHASE_TIME), paint.width)),
+        (f"Memory{of}", _memory(facts, paint.width)),
+        (f"Mixed precision{of}", _amp(facts, paint.width)),
+        (f"torch.compile{of}", _compile(facts, paint.width)),
+        (f"Events{of}", _events(facts, options, paint.width)),
+    )
+    for title, lines in parts:
+        if lines:
+            yield ""
+            yield paint("bold", title)
+            yield from lines
+
+
+def _steps(facts: RankReport, options: Options, width: int) -> list[str]:
+    shown = facts.steps[-options.steps :] if options.steps else ()
+    rows = [
+        [
+            f"{step.step}", text_format.moment(step.end_s, "%H:%M:%S"), text_format.duration(step.duration_s),
+            text_format.number(step.loss), text_format.number(step.grad_norm), text_format.number(step.learning_rate),
+            *(text_format.duration(step.phase_s.get(phase)) for phase in catalog.PHASES),
+            "skipped" if step.skipped else "clipped" if step.clipped else "",
+        ]
+        for step in shown
+    ]  # fmt: skip
+    return table(_STEP_COLUMNS, rows, width) if rows else []
+
+
+def _speed(facts: RankReport, width: int) -> list[str]:
+    pace = facts.pace
+    if pace is None or pace.per_s is None:
+        return []
+    rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))
+    told = [f"{text_format.rate(per_s)} {what}/s" for what, per_s in rates if per_s]
+    return flow([*told, f"over {text_format.several(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
+
+
+def _course(facts: RankReport, paint: TerminalStyle) -> list[str]:
+    """Return loss, gradient norm and step time over all steps in the file."""
+    kinds = (
+        ("loss", [step.loss for step in facts.steps]),
+        ("grad norm", [step.grad_norm for step in facts.steps]),
+        ("step time", [step.duration_s for step in facts.steps]),
+    )
+    lines = [_curve(name, values, paint) for name, values in kinds if any(value is not None for value in values)]
+    span = f"steps {facts.steps[0].step:,} to {facts.steps[-1].step:,}" if facts.steps else ""
+    return [*lines, f"{'':<9}  {span}"] if len(facts.steps) > 1 and lines else []
+
+
+def _curve(name: str, values: Sequence[float | None], paint: TerminalStyle) -> str:
+    finite = [value for value in values if value is not None and isfinite(value)]
+    shown = text_format.duration if name == "step time" else text_format.number
+    ends = f"{shown(min(finite))} to {shown(max(finite))}" if finite else ""
+    room = min(80, paint.width - 12 - len(ends))
+    return f"{name:<9}  {text_format.sparkline(values, room, ascii_only=not paint.unicode)} {ends}".rstrip()
+
+
+def _memory(facts: RankReport, width: int) -> list[str]:
+    host = [f"{name.replace('_', ' ')} {text_format.size(value)}" for name, value in memory(facts).items() if value]
+    devices = [
+        f"{device} " + ", ".join(f"{name} {text_format.size(value)}" for name, value in sizes.items())
+        for device, sizes in device_memory(facts).items()
+    ]
+    kills = int(facts.value(catalog.CGROUP_MEMORY_OOM_KILLS) or 0)
+    told = [f"{text_format.several(kills, 'process', 'processes')} of the cgroup killed for memory"] if kills else []
+    return [*flow(host, width), *flow(devices, width), *told]
+
+
+def _amp(facts: RankReport, width: int) -> list[str]:
+    scales = facts.by_attribute(catalog.AMP_SCALE)
+    if not scales:
+        return []
+    items = [f"loss scale {text_format.number(scale)}" for scale in scales.values()]
+    items += [f"{int(facts.value(catalog.AMP_STEPS_SKIPPED) or 0):,} steps skipped"]
+    items += [f"{int(facts.value(catalog.AMP_SKIP_STREAK) or 0):,} of them in a row at the end"]
+    return flow(items, width)
+
+
+def _compile(facts: RankReport, width: int) -> list[str]:
+    times = {stage: seconds for stage, seconds in facts.by_attribute(catalog.COMPILE_TIME).items() if seconds}
+    if not times:
+        return []
+    counts = facts.by_attribute(catalog.COMPILE_COMPILATIONS)
+    breaks = int(sum(facts.by_attribute(catalog.COMPILE_GRAPH_BREAKS).values()))
+    items = [f"{stage} {text_format.duration(seconds)}" for stage, seconds in times.items()]
+    items += [f"{int(count):,} compilations ({cause})" for cause, count in counts.items() if count]
+    return flow([*items, text_format.several(breaks, "graph break")], width)
+
+
+def _events(facts: RankReport, options: Options, width: int) -> list[str]:
+    if not options.events:
+        return []
+    shown = list(_joined(facts.events))[-options.events :]
+    return [text_format.cut(f"{text_format.moment(fact.time_s, '%H:%M:%S')}  {what}", width) for fact, what in shown]
+
+
+def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str]]:
+    """Yield events, newest last; anomalies on end are one line, and so is what only repeats the event before."""
+    for name, group in groupby(events, key=lambda fact: fact.name):
+        same = list(group)
+        if len(same) > 1 and name == catalog.EVENT_ANOMALY.name:
+            yield same[-1], _anomalies(same)
+        elif len(same) > _MOST_ALIKE:
+            yield same[-1], f"{_event(same[-1])}  (the last of {len(same):,} on end)"
+        else:
+            yield from ((fact, _event(fact)) for fact in same)
+
+
+def _anomalies(facts: Sequence[Fact]) -> str:
+    kinds = Counter[str]()
+    for fact in facts:
+        kinds[fact.text("kind").replace("_", " ")] += 1 + fact.count("left_out")
+    told = ", ".join(f"{kind} ×{count:,}" for kind, count in kinds.items())
+    steps = [fact.step for fact in facts if fact.step is not None]
+    first = facts[0]
+    value, usual = text_format.number(first.number("value")), text_format.number(first.number("baseline"))
+    where = f"steps {min(steps):,} to {max(steps):,}  " if steps else ""
+    return f"{where}{told}  (first: {value}, usual {usual})"
+
+
+def _event(fact: Fact) -> str:
+    told = [f"{name}={_attribute(fact, name)}" for name in fact.attributes if name != "kind" and fact.text(name)]
+    kind = fact.text("kind").replace("_", " ")
+    return f"{_at(fact)}{kind or text_format.clean(fact.name.removeprefix('torchobs.'))}  {' '.join(told[:8])}".rstrip()
+
+
+def _at(fact: Fact) -> str:
+    return f"step {fact.step:,}  " if fact.step is not None else ""
+
+
+def _attribute(fact: Fact, name: str) -> str:
+    number = fact.number(name)
+    return text_format.clean(
+        text_format.number(number)
+        if isinstance(fact.attributes[name], float) and number is not None
+        else text_format.place(fact.text(name))
+    )

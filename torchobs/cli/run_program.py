@@ -1,0 +1,140 @@
+"""Run a program in this process so that it cannot tell: what ``python script.py`` and ``python -m module`` do, step by step.
+
+``runpy.run_path`` would not do: it puts the old ``__main__`` back, so that whatever is pickled by name afterwards (classes in
+the queues of DataLoader workers, in ``atexit`` handlers) is not found, and the program's globals are cleared at its end.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import pkgutil
+import runpy
+import sys
+from enum import Enum
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from types import CodeType, TracebackType
+
+
+class ProgramKind(Enum):
+    """How Python would be told to run it."""
+
+    SCRIPT = "python script.py"
+    PACKAGE = "python directory-or-zip"
+    MODULE = "python -m module"
+
+
+class NoSuchProgramError(Exception):
+    """There is nothing to run; the message is Python's own."""
+
+
+class Program(NamedTuple):
+    """What to run: the path or the module's name, and the program's arguments."""
+
+    kind: ProgramKind
+    name: str
+    arguments: tuple[str, ...]
+
+
+def find(path: str, arguments: tuple[str, ...]) -> Program:
+    """Return the program at ``path``. Raises :class:`NoSuchProgramError` when it is no file that can be read."""
+    if pkgutil.get_importer(path) is not None:
+        return Program(ProgramKind.PACKAGE, path, arguments)
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError as problem:
+        raise NoSuchProgramError(f"can't open file {_absolute(path)!r}: [Errno {problem.errno}] {problem.strerror}") from None
+    return Program(ProgramKind.SCRIPT, path, arguments)
+
+
+def enter(program: Program) -> None:
+    """Make ``sys.argv``, ``sys.path`` and ``sys.modules['__main__']`` the program's, as they are when its first line runs."""
+    sys.argv[:] = ["-m" if program.kind is ProgramKind.MODULE else program.name, *program.arguments]
+    if not _safe_path() or program.kind is ProgramKind.PACKAGE:
+        _enter_path(program)
+    main = _new_main(sys.modules["__main__"])
+    # multiprocessing remembers the main module of its own import; what spawned workers send back is looked up there
+    sys.modules.update({name: main for name in ("__main__", "__mp_main__") if name in sys.modules})
+
+
+def execute(program: Program) -> None:
+    """Run it to its end, in ``__main__``. What it raises goes on as it is, and is shown without our frames."""
+    with _AsItsOwn():
+        if program.kind is ProgramKind.MODULE:
+            runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # noqa: SLF001  # what `python -m` itself calls
+        elif program.kind is ProgramKind.PACKAGE:
+            runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]  # noqa: SLF001  # as above
+        else:
+            main = vars(sys.modules["__main__"])
+            exec(_load(_absolute(program.name), main), main)  # noqa: S102  # running the user's script is the purpose
+
+
+def _load(path: str, main: dict[str, object]) -> CodeType:
+    main["__file__"] = path
+    if path.endswith(".pyc"):
+        compiled = SourcelessFileLoader("__main__", path)
+        main["__loader__"] = compiled
+        if (code := compiled.get_code("__main__")) is not None:
+            return code
+    main["__loader__"] = SourceFileLoader("__main__", path)
+    # not by the loader, which would add frames of its own to a SyntaxError
+    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+
+
+def _enter_path(program: Program) -> None:
+    first = {
+        ProgramKind.SCRIPT: lambda: str(Path(os.path.realpath(program.name)).parent),
+        ProgramKind.PACKAGE: lambda: _absolute(program.name),
+        ProgramKind.MODULE: os.getcwd,
+    }[program.kind]
+    started_with_one = not _safe_path()
+    sys.path[: 1 if started_with_one else 0] = [first()]
+
+
+def _safe_path() -> bool:
+    """Tell whether Python was started so that it puts no directory before the others (-P, -I)."""
+    return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
+
+
+def _absolute(path: str) -> str:
+    # joined and not normalised, as Python keeps the "./" in its own __file__
+    return os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118  # pathlib normalises
+
+
+def _new_main(old: ModuleType) -> ModuleType:
+    main = ModuleType("__main__")
+    if "__annotations__" in vars(old):  # which is for each Python's own start to decide
+        vars(main)["__annotations__"] = {}
+    vars(main).update({"__builtins__": builtins, "__file__": None, "__cached__": None})
+    return main
+
+
+class _AsItsOwn:
+    """Lets an exception pass, for the interpreter to handle (status 1, or SIGINT), and shows it from the program's frame on."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, SystemExit):
+            return
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        _show_once_from(trace)
+
+
+def _show_once_from(trace: TracebackType | None) -> None:
+    """Cut the traceback that the interpreter is about to show; the hook that it asks for is the program's own again then."""
+    its_own = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        sys.excepthook = its_own
+        error.__traceback__ = sys.last_traceback = trace
+        its_own(kind, error, trace)
+
+    sys.excepthook = show

@@ -1,0 +1,212 @@
+"""What ``torchobs top`` shows, as lines of text. Pure: a snapshot and the ranks' last steps in, lines out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.cli.table import Column, table
+from torchobs.cli.terminal_style import STATE_COLOURS
+from torchobs.detect import stragglers
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.compare import in_order, typical_phases
+from torchobs.diagnosis.rank_report import values_of
+from torchobs.flight.metrics.throughput import time_left_s
+from torchobs.flight.reader.reader import Distribution
+from torchobs.ranks.state import PATIENT_PHASES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torchobs.cli.terminal_style import TerminalStyle
+    from torchobs.diagnosis.rank_report import Step
+    from torchobs.flight.metrics.throughput import Throughput
+    from torchobs.flight.reader.reader import Value
+    from torchobs.ranks.scanner import Rank
+
+Values = dict[tuple[str, ...], "Value"]
+
+_CURVE_ROWS = 4
+_SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
+_COLUMNS = (
+    Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
+    Column("grad norm", dispensable=1), *(Column(_SHORT[phase], dispensable=5 + i) for i, phase in enumerate(catalog.PHASES)),
+    Column("memory", dispensable=4), Column("slow", dispensable=3), Column("anomalies", right=False, dispensable=4),
+)  # fmt: skip
+_FINE = frozenset({"alive", "finished"})
+
+
+class RankView(NamedTuple):
+    """A rank with its last steps."""
+
+    rank: Rank
+    steps: Sequence[Step]
+    pace: Throughput | None = None
+
+    @property
+    def speed(self) -> Throughput | None:
+        """Its pace while it trains."""
+        trains = self.rank.state == "alive" and self.rank.view.live.phase != "idle"
+        return self.pace if trains and self.pace and self.pace.per_s else None
+
+
+class Screen(NamedTuple):
+    """How much room there is, and which rank is at the top of the table."""
+
+    height: int
+    first: int = 0
+
+
+def frame(seen: Sequence[RankView], paint: TerminalStyle, screen: Screen, now: str, note: str = "") -> list[str]:
+    """Return the lines of one look, at most ``screen.height``."""
+    runs = [list(group) for _, group in groupby(seen, key=lambda one: (one.rank.job_name, one.rank.run_id))]
+    if not runs:
+        return [text_format.cut(line, paint.width) for line in (f"torchobs top  {now}", note)][: screen.height]
+    used = len(runs) * 2 + (len(runs) - 1)
+    curves = screen.height - used - len(seen) >= 0 or screen.height >= used + _CURVE_ROWS * len(runs) + 3 * len(runs)
+    lines: list[str] = []
+    for number, run in enumerate(runs):
+        rest = len(runs) - number - 1
+        room = max(1, (screen.height - len(lines) - 3 * rest) - (2 + (_CURVE_ROWS if curves else 0)) - (1 if number else 0))
+        lines += [""] if number else []
+        lines += _run(run, paint, room, screen.first, now if not number else "", curves=curves)
+    return lines[: screen.height]
+
+
+def slowdowns(seen: Sequence[RankView]) -> dict[str, float]:
+    """Return each rank's own step time over that of its peers, by incarnation (``detect.stragglers``, over the last steps)."""
+    typical = {one.rank.incarnation: in_order(typical_phases(one.steps)) for one in seen if one.steps}
+    return {name: slowness.factor for name, slowness in stragglers.compare(typical).items()}
+
+
+def _run(run: Sequence[RankView], paint: TerminalStyle, room: int, first: int, now: str, *, curves: bool) -> Iterator[str]:
+    yield _heading(run, paint, now)
+    if curves:
+        yield from _curves(run, paint)
+    slow = slowdowns(run)
+    ordered = run if len(run) <= room else sorted(run, key=lambda one: _trouble(one, slow))
+    fits = len(ordered) <= room
+    begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
+    shown = ordered[begin : begin + (room if fits else room - 1)]
+    rows = [_row(one, slow) for one in shown]
+    columns = _COLUMNS if any(row[-1] for row in rows) else _COLUMNS[:-1]  # no anomalies: room for the phases
+    heading, *lines = table(columns, [row[: len(columns)] for row in rows], paint.width)
+    yield paint("dim", heading)
+    for one, line in zip(shown, lines, strict=True):
+        colour = "" if one.rank.state == "alive" and not _active(one) else STATE_COLOURS.get(one.rank.state, "")
+        yield paint("yellow" if one.rank.state == "alive" and _active(one) else colour, line)
+    if not fits:
+        yield paint(
+            "dim",
+            text_format.cut(f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first", paint.width),
+        )
+
+
+def _trouble(one: RankView, slow: Mapping[str, float]) -> tuple[bool, bool, float]:
+    # rounded, so that equals keep their places from look to look
+    return one.rank.state in _FINE, not _active(one), -max(1.0, round(slow.get(one.rank.incarnation, 1.0), 1))
+
+
+def _heading(run: Sequence[RankView], paint: TerminalStyle, now: str) -> str:
+    states = Counter(one.rank.state for one in run)
+    told = ", ".join(f"{count} {state}" for state, count in states.items())
+    name = f"{text_format.clean(run[0].rank.job_name)}  {text_format.clean(run[0].rank.run_id)}  {told}{_progress(run)}"
+    room = paint.width - len(now) - 2
+    line = f"{text_format.pad(name, room)}  {now}" if now and room > len(told) else text_format.cut(name, paint.width)
+    bad = set(states) - _FINE
+    return paint("red" if bad else "bold", line)
+
+
+def _progress(run: Sequence[RankView]) -> str:
+    first = run[0]
+    total = _number(values_of(first.rank.view), catalog.TOTAL_STEPS)
+    if not total or not first.steps:
+        return ""
+    left_s = max((left_s for one in run if (left_s := _left_s(one)) is not None), default=None)
+    time_left = "" if left_s is None else f", {text_format.duration(left_s)} left"
+    return f"  step {first.steps[-1].step:,} of {total:,.0f}{time_left}"
+
+
+def _left_s(one: RankView) -> float | None:
+    values = values_of(one.rank.view)
+    aside_s = sum(_number(values, catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
+    done, total = _number(values, catalog.STEPS), _number(values, catalog.TOTAL_STEPS)
+    return time_left_s(one.speed, int(done or 0), total or 0, aside_s)
+
+
+def _curves(run: Sequence[RankView], paint: TerminalStyle) -> list[str]:
+    """Return loss, gradient norm and step time of the first rank that has steps."""
+    first = next((one for one in run if one.steps), run[0])
+    kinds = (
+        ("loss", [step.loss for step in first.steps], text_format.number),
+        ("grad norm", [step.grad_norm for step in first.steps], text_format.number),
+        ("step time", [step.duration_s for step in first.steps], text_format.duration),
+    )
+    lines = []
+    for name, values, say in kinds:
+        last = next((value for value in reversed(values) if value is not None), None)
+        room = paint.width - 22
+        curve = text_format.sparkline(values, room, ascii_only=not paint.unicode)
+        line = f"{name:<9} {text_format.pad(say(last), 9, right=True)}  {curve}"
+        lines.append(paint("cyan", line.rstrip()))
+    return [*lines, ""]
+
+
+def _row(one: RankView, slow: Mapping[str, float]) -> list[str]:
+    rank, steps, values = one.rank, one.steps, values_of(one.rank.view)
+    last = steps[-1] if steps else None
+    shares = _shares(typical_phases(steps))
+    stretch = slow.get(rank.incarnation)
+    norm = next((step.grad_norm for step in reversed(steps) if step.grad_norm is not None), None)
+    return [
+        rank.rank,
+        _state(rank),
+        f"{last.step}" if last else "-",
+        text_format.rate(one.speed.per_s if one.speed else None),
+        text_format.number(last.loss if last else None),
+        text_format.number(norm),
+        *shares,
+        _memory(values),
+        "-" if stretch is None else f"{stretch:.2f}×",
+        _anomalies(values),
+    ]
+
+
+def _state(rank: Rank) -> str:
+    """Return the state, and what a living rank does that takes its time and is no step."""
+    phase = rank.view.live.phase
+    return f"{rank.state}, {phase}" if rank.state == "alive" and phase in PATIENT_PHASES else rank.state
+
+
+def _shares(phases: Mapping[str, float]) -> list[str]:
+    whole = sum(phases.values())
+    return [text_format.percent(phases[phase] / whole) if whole > 0 else "-" for phase in catalog.PHASES]
+
+
+def _memory(values: Values) -> str:
+    """Return the fullest device's memory with its limit, else the process's resident set."""
+    reserved = {key[1:]: value for key, value in values.items() if key[0] == catalog.MEMORY_DEVICE_RESERVED.name}
+    limits = {key[1:]: value for key, value in values.items() if key[0] == catalog.MEMORY_DEVICE_LIMIT.name}
+    full = [(value, limits.get(device)) for device, value in reserved.items() if not isinstance(value, Distribution)]
+    if full:
+        value, limit = max(full, key=lambda pair: pair[0])
+        of = f" of {text_format.size(limit)}" if limit is not None and not isinstance(limit, Distribution) else ""
+        return f"{text_format.size(value)}{of}"
+    return text_format.size(_number(values, catalog.MEMORY_HOST_RSS))
+
+
+def _number(values: Values, metric: catalog.Metric, *attributes: str) -> float | None:
+    found = values.get((metric.name, *attributes))
+    return None if isinstance(found, Distribution) else found
+
+
+def _active(one: RankView) -> bool:
+    view = values_of(one.rank.view)
+    return any(_number(view, catalog.ANOMALY_ACTIVE, kind) for kind in catalog.ANOMALY_KINDS)
+
+
+def _anomalies(values: Values) -> str:
+    counts = {kind: _number(values, catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
+    return ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in counts.items() if count)

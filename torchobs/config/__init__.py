@@ -1,0 +1,1 @@
+"""Settings, and the types of option that environment, command line and `init()` share."""

@@ -1,0 +1,145 @@
+"""The report as a document for programs (``torchobs inspect --json``). Pure; ``VERSION`` rises when a field changes or goes.
+
+Times are Unix seconds, lengths seconds, memory bytes. A number that is not finite is its name (``"NaN"``), as JSON has none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.diagnosis.compare import compare, typical_phases
+from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.stall import stall
+from torchobs.flight.format.event_ring import plain
+from torchobs.flight.metrics.throughput import speed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchobs.diagnosis.finding import Finding
+    from torchobs.diagnosis.rank_report import Fact, RankReport, Step
+    from torchobs.diagnosis.stall import Stall
+
+VERSION = 1
+_MEMORY = {
+    "rss": catalog.MEMORY_HOST_RSS,
+    "children_rss": catalog.MEMORY_HOST_CHILDREN_RSS,
+    "machine_available": catalog.MEMORY_HOST_AVAILABLE,
+    "cgroup_working_set": catalog.CGROUP_MEMORY_WORKING_SET,
+    "cgroup_peak": catalog.CGROUP_MEMORY_PEAK,
+    "cgroup_limit": catalog.CGROUP_MEMORY_LIMIT,
+    "shared_used": catalog.MEMORY_SHARED_USED,
+    "shared_size": catalog.MEMORY_SHARED_SIZE,
+}
+_DEVICE_MEMORY = {
+    "allocated": catalog.MEMORY_DEVICE_ALLOCATED,
+    "reserved": catalog.MEMORY_DEVICE_RESERVED,
+    "peak": catalog.MEMORY_DEVICE_PEAK,
+    "limit": catalog.MEMORY_DEVICE_LIMIT,
+}
+_CHECKPOINT = {
+    "timestamp": catalog.CHECKPOINT_TIMESTAMP,
+    "duration": catalog.CHECKPOINT_DURATION,
+    "size": catalog.CHECKPOINT_SIZE,
+}
+
+
+class Options(NamedTuple):
+    """How much of each rank is shown."""
+
+    steps: int = 10
+    events: int = 20
+
+
+def document(ranks: Sequence[RankReport], bad: Sequence[tuple[str, str]], options: Options) -> dict[str, Any]:
+    """Return the report of a run's ranks; ``bad``: files that could not be read, each with the reason."""
+    made = {
+        "version": VERSION,
+        "findings": [_finding(finding) for finding in compare(ranks)],
+        "ranks": [rank_document(facts, options) for facts in ranks],
+        "unreadable": [{"file": name, "reason": why} for name, why in bad],
+    }
+    found: dict[str, Any] = plain(made)
+    return found
+
+
+def rank_document(facts: RankReport, options: Options) -> dict[str, Any]:
+    """Return the report of one rank."""
+    job_name, run_id, rank = facts.identity
+    shown_steps, shown_events = facts.steps[-options.steps :], facts.events[-options.events :]
+    return {
+        "file": facts.source,
+        "problems": list(facts.problems),
+        "partial": facts.partial,
+        "job_name": job_name,
+        "run_id": run_id,
+        "rank": rank,
+        "restart": facts.restart,
+        "incarnation": facts.header.incarnation.hex(),
+        "resource": dict(facts.header.resource),
+        "state": facts.state,
+        "up": facts.up,
+        "exit": {"reason": facts.reason or None, "code": None if facts.up else facts.exit_code},
+        "started": facts.start_s,
+        "last_seen": facts.last_s,
+        "phase": facts.phase,
+        "last_step": facts.last_step,
+        "stall": _stall(stall(facts)),
+        "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in facts.left],
+        "findings": [_finding(finding) for finding in diagnose(facts)],
+        "speed": speed(facts.pace),
+        "steps": [_step(step) for step in shown_steps if options.steps],
+        "events": [_event(fact) for fact in shown_events if options.events],
+        "goodput": facts.by_attribute(catalog.GOODPUT_TIME),
+        "phases": facts.by_attribute(catalog.STEP_PHASE_TIME),
+        "typical_phases": typical_phases(facts.steps),
+        "anomalies": facts.by_attribute(catalog.ANOMALIES),
+        "memory": memory(facts),
+        "oom_kills": facts.value(catalog.CGROUP_MEMORY_OOM_KILLS),
+        "device_memory": device_memory(facts),
+        "checkpoint": {name: facts.value(metric) for name, metric in _CHECKPOINT.items()},
+        "amp": {
+            "scale": facts.by_attribute(catalog.AMP_SCALE),
+            "steps_skipped": facts.value(catalog.AMP_STEPS_SKIPPED),
+            "skip_streak": facts.value(catalog.AMP_SKIP_STREAK),
+        },
+        "compile": {
+            "time": facts.by_attribute(catalog.COMPILE_TIME),
+            "compilations": facts.by_attribute(catalog.COMPILE_COMPILATIONS),
+            "recompiles": facts.by_attribute(catalog.COMPILE_RECOMPILES),
+            "failures": facts.by_attribute(catalog.COMPILE_FAILURES),
+            "graph_breaks": facts.by_attribute(catalog.COMPILE_GRAPH_BREAKS),
+        },
+    }
+
+
+def memory(facts: RankReport) -> dict[str, float | None]:
+    """Return what it said last of the host's memory, in bytes."""
+    return {name: facts.value(metric) for name, metric in _MEMORY.items()}
+
+
+def device_memory(facts: RankReport) -> dict[str, dict[str, float]]:
+    """Return what it said last of each device's memory, in bytes."""
+    found: dict[str, dict[str, float]] = {}
+    for name, metric in _DEVICE_MEMORY.items():
+        for device, value in facts.by_attribute(metric).items():
+            found.setdefault(device, {})[name] = value
+    return found
+
+
+def _finding(finding: Finding) -> dict[str, str]:
+    return finding._asdict()
+
+
+def _stall(found: Stall | None) -> dict[str, Any] | None:
+    return None if found is None else found._asdict()
+
+
+def _step(step: Step) -> dict[str, Any]:
+    made = step._asdict()
+    return {**{name: made[name] for name in made if name != "phase_s"}, "phases": dict(step.phase_s)}
+
+
+def _event(fact: Fact) -> dict[str, Any]:
+    return {"time": fact.time_s, "name": fact.name, "step": fact.step, "attributes": dict(fact.attributes)}

@@ -1,0 +1,270 @@
+"""From paths to facts: a flight file, or a directory of them; what is damaged gives what can be had of it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
+from torchobs.exporter.exporter_metrics import last_memory
+from torchobs.flight.files import artifacts
+from torchobs.flight.files.create import file_name
+from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
+from torchobs.flight.metrics.throughput import pace
+from torchobs.flight.reader import reader
+from torchobs.flight.reader.reader import FlightFile
+from torchobs.ranks import labels
+from torchobs.ranks import state as rank_state
+from torchobs.ranks.incarnations import RankCandidate, resolve
+from torchobs.ranks.rank_file import HOSTILE, RankFile, open_tracked
+from torchobs.ranks.scanner import system_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torchobs.flight.files.artifacts import ArtifactName
+    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.reader.reader import Value, View
+    from torchobs.ranks.rank_file import Now
+
+_FEW = 16
+_STEPS_OF_MANY = 1024
+_SIZE_AT = slice(16, 24)
+
+
+class LoadedFlight(NamedTuple):
+    """A flight file that could be read, and which run it belongs to."""
+
+    path: Path
+    header: Header
+    claim: RankCandidate
+    last_ns: int
+    """its last sign of life, Unix time in ns"""
+
+
+class Listing(NamedTuple):
+    """What a directory holds: readable files, and the others with the reason."""
+
+    found: tuple[LoadedFlight, ...]
+    bad: tuple[tuple[str, str], ...]
+
+
+def listing(directory: Path) -> Listing:
+    """Look at the header of every flight file in a directory. Raises ``OSError`` when that cannot be read."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    found, bad = [], []
+    now = system_clock()
+    try:
+        for name in reader.names(fd):
+            try:
+                with closing(reader.open_file(fd, name)) as file:
+                    found.append(_found(directory / name, file, now))
+            except HOSTILE as problem:
+                bad.append((name, reason(problem)))
+    finally:
+        os.close(fd)
+    return Listing(tuple(found), tuple(bad))
+
+
+def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[LoadedFlight]]:
+    """Return each rank's newest incarnation, by rank, and the earlier ones, oldest first. All of one run."""
+    every = list(found)
+    last = resolve(item.claim for item in every)
+    chosen = [item for item in every if item.claim.incarnation in last]
+    others = [item for item in every if item.claim.incarnation not in last]
+    return sorted(chosen, key=lambda item: _by_rank(item.claim)), sorted(others, key=lambda item: item.header.wall_ns)
+
+
+def facts_of_many(paths: Sequence[Path], limit: int | None = None) -> tuple[list[RankReport], list[tuple[str, str]]]:
+    """Read flight files, and what lies beside them; ``limit``: of each one's step records only so many.
+
+    Returns the facts, and what could not be read. A rank that may have died this very moment is looked at once more, when that
+    can be told: half a second later, for all of them at once.
+    """
+    left = {directory: _left(directory) for directory in {path.parent for path in paths}}
+    found = [_look(path, limit) for path in paths]
+    if any(isinstance(one, _Look) and one.fading for one in found):
+        time.sleep(rank_state.FADED_AFTER_S)
+        found = [
+            _look(path, limit) if isinstance(one, _Look) and one.fading else one for path, one in zip(paths, found, strict=True)
+        ]
+    told = list(zip(paths, found, strict=True))
+    facts = [_with(one.facts, left[path.parent]) for path, one in told if isinstance(one, _Look)]
+    return facts, [(path.name, one) for path, one in told if isinstance(one, str)]
+
+
+def limit_of(count: int) -> int | None:
+    """Return how many step records of each of so many files are read: of more than 16 only the last thousand."""
+    return _STEPS_OF_MANY if count > _FEW else None
+
+
+class _Look(NamedTuple):
+    facts: RankReport
+    fading: bool
+    """whether it is probably dead, and another look will tell"""
+
+
+def _look(path: Path, limit: int | None) -> _Look | str:
+    """Return what a file tells now, or why it tells nothing."""
+    try:
+        return _look_at(path, limit)
+    except HOSTILE as problem:
+        return reason(problem)
+
+
+def _look_at(path: Path, limit: int | None) -> _Look:
+    """Read one flight file alone.
+
+    A copy, a truncated file or one behind a link gives what can be had of it, and ``problems`` says what is missing.
+    Raises ``OSError`` or :class:`BadFlightFileError` when that is nothing.
+    """
+    now = system_clock()
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        tracked = open_tracked(fd, path.name, None, now)
+    except HOSTILE:
+        return _Look(_salvage(path, limit, now), fading=False)
+    else:
+        with closing(tracked.file):
+            tracked.observe(fd, now, None)
+            return _Look(_facts(tracked, path.name, limit), tracked.fading)
+    finally:
+        os.close(fd)
+
+
+def reason(problem: BaseException) -> str:
+    """Return what was wrong with a file, for a person."""
+    if isinstance(problem, OSError):
+        return text_format.clean(problem.strerror or problem)
+    return text_format.clean(problem) or type(problem).__name__
+
+
+def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
+    """Read a private copy, filled up with zeros to the size that its header gives."""
+    with path.open("rb") as given:
+        raw = given.read(MAX_READ_SIZE + 1)
+    if len(raw) > MAX_READ_SIZE:
+        raise BadFlightFileError("larger than any flight file")
+    header = decode_header(raw[:HEADER_SIZE], min(int.from_bytes(raw[_SIZE_AT], "little"), MAX_READ_SIZE))
+    problems = []
+    if cut := len(raw) != header.file_size:
+        problems.append(f"{len(raw):,} of {header.file_size:,} bytes are there")
+    if path.is_symlink() or path.name != file_name(header) or not path.with_name(reader.lock_of(path.name)).exists():
+        problems.append("a copy: whether its process still runs cannot be seen from it")
+    with closing(FlightFile(_copy(raw[: header.file_size].ljust(header.file_size, b"\0")), header)) as file:
+        tracked = RankFile(file, path.name, now, None)
+        # whoever copied it has no lock to ask for: it is taken for dead, however young its heartbeat
+        tracked.same_boot = False
+        tracked.observe(-1, now, None)
+        facts = _facts(tracked, path.name, limit)
+        return replace(facts, problems=(*problems, *facts.problems), copied=bool(problems), partial=cut or facts.partial)
+
+
+def _copy(raw: bytes) -> int:
+    """Return the descriptor of a file without a name that holds these bytes; in memory: a pod may have no directory for it."""
+    with open(_nameless(), "wb") as copy:
+        copy.write(raw)
+        copy.flush()
+        return os.dup(copy.fileno())
+
+
+def _nameless() -> int:
+    with suppress(OSError, AttributeError):  # not Linux
+        return os.memfd_create("torchobs-inspect")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _facts(tracked: RankFile, source: str, limit: int | None) -> RankReport:
+    header, view, up = tracked.header, tracked.view, tracked.up
+    memory, live, values = last_memory(view), view.live, values_of(view)
+    begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
+    problems = () if up else _damage(view, values, records, limit)
+    end_known = up or live.exit_reason is not None or live.heartbeat_ns is not None
+    state, why = (tracked.state, "") if up else rank_state.ending(live.exit_reason, live.exit_code, memory)
+    steps = steps_of(records, header)
+    phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
+    return RankReport(
+        source=text_format.clean(source),
+        problems=problems,
+        header=header,
+        up=up,
+        state=state,
+        reason=why if end_known else "",
+        exit_code=live.exit_code,
+        same_boot=tracked.same_boot,
+        memory=memory,
+        last_s=header.wall_s(live.heartbeat_ns or view.last_step_ns or header.monotonic_ns),
+        phase=phase,
+        phase_begun_s=begun_s,
+        steps=steps,
+        events=events_of(tracked.file.events(), header),
+        values=values,
+        pace=pace(records),
+        partial=bool(problems),
+        end_known=end_known,
+    )
+
+
+def _damage(
+    view: View, values: Mapping[tuple[str, ...], Value], records: Sequence[StepRecord], limit: int | None
+) -> tuple[str, ...]:
+    """Return what a dead rank wrote and is not here, or not as it was written. A rank writes the first two at its start."""
+    problems = []
+    if view.live.heartbeat_ns is None:
+        problems.append("its last signs of life are damaged or missing")
+    if (catalog.STEPS.name,) not in values:
+        problems.append("its totals are damaged or missing")
+    room = view.header.regions[Region.STEPS].count
+    missing = missing_records(records, room if limit is None or len(records) < limit else limit, values)
+    if missing:
+        verb = "is" if missing == 1 else "are"
+        problems.append(f"{text_format.several(missing, 'step record')} {verb} damaged or missing")
+    return tuple(problems)
+
+
+def _left(directory: Path) -> dict[str, list[ArtifactName]]:
+    """Return what ranks have left in a directory beside their flight files, by the name of these; no empty files."""
+    left: dict[str, list[ArtifactName]] = {}
+    with suppress(OSError):  # a file can be told without what lies beside it
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for one in artifacts.names(fd):
+                with suppress(OSError):
+                    artifacts.look(fd, one, None)
+                    left.setdefault(one.flight, []).append(one)
+        finally:
+            os.close(fd)
+    return left
+
+
+def _with(facts: RankReport, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
+    own = sorted(left.get(file_name(facts.header), ()), key=lambda one: (one.kind, one.number))
+    return replace(facts, left=tuple(own))
+
+
+def _found(path: Path, file: FlightFile, now: Now) -> LoadedFlight:
+    header, live = file.header, file.live()
+    tracked_claim = _claim(file, now)
+    last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
+    return LoadedFlight(path, header, tracked_claim, last_ns)
+
+
+def _claim(file: FlightFile, now: Now) -> RankCandidate:
+    header = file.header
+    same_boot = header.boot_id == now.boot_id
+    born_ns = header.monotonic_ns if same_boot else header.wall_ns
+    restart = labels.number(header.resource, "restart") or 0
+    rank = labels.identity(header.resource)
+    return RankCandidate(rank, header.incarnation.hex(), same_boot, born_ns, restart, file.live().heartbeat_ns or 0)
+
+
+def _by_rank(claim: RankCandidate) -> tuple[int, str]:
+    return len(claim.rank[2]), claim.rank[2]

@@ -1,0 +1,290 @@
+"""What the loss and the gradients did, in sentences. Pure functions of a rank's facts."""
+
+from __future__ import annotations
+
+from math import exp, isfinite, isnan
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.rank_report import model_begins
+from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torchobs.diagnosis.rank_report import Fact, RankReport, Step
+
+_BEFORE = 50
+"""Steps before a loss went wrong in which its cause is looked for."""
+_BASELINE = 200
+_ALL_SINCE = 0.99
+"""The last steps may be counted, and not be in the file, or the other way round."""
+_LEAST_BASELINE = 10
+_RATE_ROSE = 2.0
+"""A learning rate that at least doubles in one step, to what it never was: schedules move by a few per cent."""
+_LATELY = 16
+_MANY_SKIPPED = 0.05
+"""Of all steps. A scaler at work doubles its scale every 2,000 steps, and skips one when that was too much."""
+
+
+class Rise(NamedTuple):
+    """A value that rose in one step above what was usual."""
+
+    step: int
+    usual: float
+    value: float
+
+    @property
+    def factor(self) -> float:
+        """By how much."""
+        return self.value / self.usual
+
+
+def numerics(facts: RankReport) -> Iterator[Finding]:
+    """Yield what went wrong with the numbers, the loss first."""
+    lost = _onset(facts.steps)
+    if lost is not None:
+        yield _nonfinite_loss(facts, lost)
+    elif not _all_fine(facts):
+        yield from _spikes(facts)
+    yield from _layers(facts)
+    yield from _vanished(facts)
+    yield from _unmoved(facts)
+    yield from _scaler(facts)
+    yield from _scheduler(facts)
+
+
+def _onset(steps: Sequence[Step]) -> int | None:
+    """Return the index of the step from which on no loss was finite any more, up to the last; ``None`` if the last one was."""
+    onset = None
+    for index in range(len(steps) - 1, -1, -1):
+        loss = steps[index].loss
+        if loss is not None and isfinite(loss):
+            break
+        onset = index if loss is not None else onset
+    return onset
+
+
+def _nonfinite_loss(facts: RankReport, onset: int) -> Finding:
+    steps, step = facts.steps, facts.steps[onset]
+    first = all(before.loss is None for before in steps[:onset])
+    name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
+    if first and step.step > 1:
+        return Finding(ERROR, "nonfinite_loss", _long_ago(facts, step, name))
+    if first:
+        return Finding(ERROR, "nonfinite_loss", f"The loss was {name} from the first step on{_with_rate(step)}.")
+    text, note = f"The loss turned {name} in step {step.step:,}{_cause(steps, onset)}", _rate_note(steps, onset)
+    text += "." if note else f"{_with_rate(step)}."
+    return Finding(ERROR, "nonfinite_loss", f"{text}{note}{_afterwards(steps, onset)}")
+
+
+def _long_ago(facts: RankReport, step: Step, name: str) -> str:
+    """Return since when, where the steps of that time are gone."""
+    first = _began(facts)
+    if first is None or first.step is None:
+        return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
+    usual, wasted = text_format.number(first.number("baseline")), text_format.several(facts.last_step - first.step, "step")
+    return f"The loss turned {name} in step {first.step:,}, where {usual} was usual. It trained on for {wasted} with it."
+
+
+def _began(facts: RankReport) -> Fact | None:
+    """Return the first event of a loss that was not finite, if as many were so as steps have been since: all of them."""
+    told = (fact for fact in facts.told(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
+    first, count = next(told, None), facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0
+    since = facts.last_step - first.step + 1 if first is not None and first.step is not None else 0
+    return first if _ALL_SINCE * count <= since <= count / _ALL_SINCE else None
+
+
+def _cause(steps: Sequence[Step], onset: int) -> str:
+    """Return what the gradient did before the loss went."""
+    step, before = steps[onset], steps[max(model_begins(steps, onset), onset - _BEFORE) : onset]
+    odd = next(
+        (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
+    )
+    if odd is not None:
+        ago = text_format.several(step.step - odd.step, "step")
+        return f", {ago} after its gradient was not finite while the loss still was {text_format.number(odd.loss)}"
+    if (rise := norm_rise(steps, onset)) is not None:
+        later = step.step - rise.step
+        when = f"{text_format.several(later, 'step')} after" if later else "as"
+        return f", {when} the gradient norm rose {_from_to(rise)}"
+    if any(item.grad_norm is not None for item in before):
+        return " without a warning in the gradient norm"
+    return ""
+
+
+def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
+    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times its median of before."""
+    begin = model_begins(steps, end)
+    for index in range(max(begin, end - _BEFORE), end + 1):
+        norm = steps[index].grad_norm if index < len(steps) else None
+        if norm is None or not isfinite(norm):
+            continue
+        earlier = [item.grad_norm for item in steps[max(begin, index - _BASELINE) : index] if item.grad_norm is not None]
+        usual = median(earlier) if len(earlier) >= _LEAST_BASELINE and all(map(isfinite, earlier)) else 0.0
+        if usual > 0 and norm / usual >= exp(LEAST_NORM_EXCESS):
+            return Rise(steps[index].step, usual, norm)
+    return None
+
+
+def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
+    """Return the step of the last 50 up to ``end`` in which the learning rate leapt to where it had never been."""
+    highest, found, begin = 0.0, None, model_begins(steps, end)
+    for index, step in enumerate(steps[begin : end + 1], begin):
+        rate = step.learning_rate
+        if rate is None or not isfinite(rate):
+            continue
+        if index >= max(begin + _LEAST_BASELINE, end - _BEFORE) and highest > 0 and rate >= _RATE_ROSE * highest:
+            found = Rise(step.step, highest, rate)
+        highest = max(highest, rate)
+    return found
+
+
+def _rate_note(steps: Sequence[Step], end: int) -> str:
+    rise = rate_rise(steps, end)
+    if rise is None:
+        return ""
+    return f" The learning rate had risen {_from_to(rise)} in step {rise.step:,}."
+
+
+def _from_to(rise: Rise) -> str:
+    return f"{text_format.fold(rise.factor)} (from {text_format.number(rise.usual)} to {text_format.number(rise.value)})"
+
+
+def _with_rate(step: Step) -> str:
+    return "" if step.learning_rate is None else f"; the learning rate was {text_format.number(step.learning_rate)}"
+
+
+def _afterwards(steps: Sequence[Step], onset: int) -> str:
+    wasted = steps[-1].step - steps[onset].step
+    return f" It trained on for {text_format.several(wasted, 'step')} with it." if wasted else ""
+
+
+def _all_fine(facts: RankReport) -> bool:
+    return not any(facts.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss"))
+
+
+def _spikes(facts: RankReport) -> Iterator[Finding]:
+    """Yield what rose, and with what, when in the end the loss was finite."""
+    told, told_of_rate = facts.told(catalog.EVENT_ANOMALY), ""
+    for kind, what in (("gradient_explosion", "The gradient norm"), ("loss_spike", "The loss")):
+        count = int(facts.value(catalog.ANOMALIES, kind) or 0)
+        first = next((fact for fact in told if fact.text("kind") == kind), None)
+        if not count or first is None or first.step is None:
+            continue
+        value, usual = text_format.number(first.number("value")), text_format.number(first.number("baseline"))
+        again = _again(facts, first.step, count - 1, "grad_norm" if kind == "gradient_explosion" else "loss")
+        note = _rate_note(facts.steps, _index(facts.steps, first.step))
+        known = "" if note == told_of_rate else note
+        told_of_rate = note
+        yield Finding(WARNING, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
+    count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
+    if count:
+        then = "and recovered" if _recovered(facts, count) else "and whether it recovered is not in this part of the file"
+        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.several(count, 'step')}, {then}.")
+
+
+def _recovered(facts: RankReport, count: int) -> bool:
+    """Tell whether the last loss was finite, if the last one that is here was: records may be missing."""
+    if not facts.partial:
+        return True
+    seen = [step for step in facts.steps if step.loss is not None]
+    odd = sum(step.loss is not None and not isfinite(step.loss) for step in seen)
+    return bool(seen) and (seen[-1].step >= facts.last_step or odd >= count)
+
+
+def _again(facts: RankReport, step: int, more: int, field: str) -> str:
+    """Return in how many later steps it was so, of those in which it was measured: a norm is in fewer of them than a loss."""
+    if not more:
+        return ""
+    later = [each for each in facts.steps if each.step > step]
+    measured = sum(getattr(each, field) is not None for each in later)
+    whole = bool(facts.steps) and facts.steps[0].step <= step + 1 and more <= measured and not facts.partial
+    of = f"of the {measured:,} later steps" if whole else "later steps"
+    what = "a measured gradient norm" if field == "grad_norm" else "a measured loss"
+    return f"; so it did in {more:,} more {of} with {what}"
+
+
+def _index(steps: Sequence[Step], number: int) -> int:
+    return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
+
+
+def _layers(facts: RankReport) -> Iterator[Finding]:
+    """Yield where gradients stopped to be finite, first."""
+    told = facts.told(catalog.EVENT_NONFINITE_GRADIENT)
+    if not told:
+        return
+    first, scaled = told[0], bool(facts.by_attribute(catalog.AMP_SCALE))
+    affected = first.count("layers_affected")
+    names = _named(first)
+    more = f" and {text_format.several(affected - len(names), 'more layer')}" if affected > len(names) else ""
+    where = f", in {', '.join(names)}{more}" if names else ""
+    step = f" in step {first.step:,}" if first.step is not None else ""
+    steps = int(facts.value(catalog.GRAD_NONFINITE_STEPS) or 0)
+    text = f"Gradients were {_kinds(first)} first{step}{where}; in {text_format.several(steps, 'measured step')} in all."
+    hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
+    yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
+
+
+def _kinds(fact: Fact) -> str:
+    return fact.text("kinds").replace("nan", "NaN").replace("inf", "infinite") or "not finite"
+
+
+def _named(fact: Fact) -> list[str]:
+    layers = fact.attributes.get("layers")
+    return [text_format.clean(layer, 80) for layer in layers[:3]] if isinstance(layers, list) else []
+
+
+def _vanished(facts: RankReport) -> Iterator[Finding]:
+    count = int(facts.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
+    zero = facts.value(catalog.GRAD_ZERO) or 0.0
+    if count:
+        zeros = f" At the end {text_format.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
+        steps = text_format.several(count, "step")
+        text = f"The gradient norm was vanishingly small, or zero, in {steps} of those measured.{zeros}"
+        yield Finding(WARNING, "gradient_vanishing", text)
+
+
+def _unmoved(facts: RankReport) -> Iterator[Finding]:
+    """Yield which layers have learned nothing, as it was told last."""
+    for fact in facts.told(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
+        count, of = fact.count("layers_affected"), fact.count("layers_measured")
+        names, at = _named(fact), fact.text("at")
+        more = f" and {count - len(names):,} more" if count > len(names) else ""
+        why = f"nothing but zeros comes into {at}, the units before it are dead"
+        if fact.text("cause") != "dead_units":
+            why = f"the gradient vanishes on its way back to {at}"
+        text = f"{count:,} of {of:,} layers learned nothing ({', '.join(names)}{more}): {why}."
+        yield Finding(WARNING, "unmoved_layers", text)
+
+
+def _scaler(facts: RankReport) -> Iterator[Finding]:
+    skipped = int(facts.value(catalog.AMP_STEPS_SKIPPED) or 0)
+    streak, steps = facts.value(catalog.AMP_SKIP_STREAK) or 0, int(facts.value(catalog.STEPS) or 0)
+    if facts.told(catalog.EVENT_AMP_SCALE_COLLAPSED):
+        scale = text_format.number(min(facts.by_attribute(catalog.AMP_SCALE).values(), default=None))
+        text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
+        yield Finding(ERROR, "amp_scale_collapsed", text)
+    elif streak >= _LATELY:
+        text = f"The loss scaler skipped the last {text_format.several(int(streak), 'step')}: nothing was learned in them."
+        yield Finding(WARNING, "amp_skips", text)
+    elif skipped and skipped >= _MANY_SKIPPED * steps:
+        yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.several(skipped, 'step')} of {steps:,}.")
+    if facts.told(catalog.EVENT_AMP_UNSCALED):
+        yield Finding(
+            WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."
+        )
+
+
+def _scheduler(facts: RankReport) -> Iterator[Finding]:
+    how = {
+        "before_optimizer": "was stepped before the optimizer, so that its first value was never used",
+        "never_stepped": "was never stepped: the learning rate stayed as it began",
+        "idle_optimizer": "belongs to an optimizer that does not step",
+    }
+    for fact in facts.told(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
+        text = how.get(fact.text("kind"), "was used wrongly")
+        yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")

@@ -1,0 +1,177 @@
+"""What the time and the memory went into, and what was not saved, in sentences. Pure functions of a rank's facts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from operator import itemgetter
+from statistics import median
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.finding import INFO, WARNING, Finding
+from torchobs.diagnosis.rank_report import model_begins
+from torchobs.diagnosis.stall import LEAST_S
+from torchobs.ranks import state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torchobs.diagnosis.rank_report import RankReport, Step
+
+_FIRST = 3
+"""Steps that make workers and caches."""
+_LAST = 10
+_LEAST_EARLIER = 16
+_SLOWER = 2.0
+"""Half of that is what a busy machine, longer sequences or a garbage collection make of ten steps."""
+_LEAST_EXCESS_S = 0.005
+"""The interpreter's threads take turns of 5 ms."""
+_MUCH_WAITING = 0.2
+_LEAST_LOSS_S = 60.0
+_PLACES = 3
+
+
+def pace(facts: RankReport) -> Iterator[Finding]:
+    """Yield what of the time and the memory is worth a sentence."""
+    yield from _unsaved(facts)
+    yield from _held_up(facts)
+    yield from _slowed(facts)
+    yield from _waited(facts)
+    yield from _grew(facts)
+    yield from _recompiled(facts)
+    yield from _changed(facts)
+    yield from _unseen(facts)
+
+
+def _unsaved(facts: RankReport) -> Iterator[Finding]:
+    """Yield how much work went with a rank that did not finish."""
+    if facts.up or facts.reason == "finished" or not facts.last_step or not facts.end_known:
+        return
+    saved_s = facts.value(catalog.CHECKPOINT_TIMESTAMP)
+    ran_s = facts.last_s - facts.start_s
+    if saved_s is None or saved_s < facts.start_s:
+        if facts.partial:
+            return  # it may have been told in what is missing
+        if ran_s >= _LEAST_LOSS_S and facts.rank == "0":
+            text = f"No checkpoint was seen: all of its {text_format.duration(ran_s)} are lost, unless something unseen saved."
+            yield Finding(WARNING, "no_checkpoint", text)
+        return
+    later = sum(step.end_s > saved_s for step in facts.steps)
+    more = "" if later < len(facts.steps) and not facts.partial else " or more"
+    text = f"The last checkpoint was complete {text_format.duration(facts.last_s - saved_s)} before the end"
+    yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.several(later, 'step')}{more} must be done again.")
+
+
+def _held_up(facts: RankReport) -> Iterator[Finding]:
+    """Yield the steps after which it went on, but that were as long as what is told of a rank that ended so (``stall``)."""
+    took = [(_own_s(step), step) for step in facts.steps[model_begins(facts.steps, len(facts.steps)) :]][_FIRST:]
+    if len(took) < _LEAST_EARLIER:
+        return
+    usual_s = median([seconds for seconds, _ in took])
+    long = [(seconds, step) for seconds, step in took if seconds >= max(LEAST_S, state.HANG_FACTOR * usual_s)]
+    if not long:
+        return
+    seconds, step = max(long, key=itemgetter(0))
+    phase = max(catalog.PHASES, key=lambda name: step.phase_s.get(name, 0.0))
+    more = f"; so did {text_format.several(len(long) - 1, 'more step')}" if len(long) > 1 else ""
+    span, normal = text_format.duration(seconds), text_format.duration(usual_s)
+    text = f"Step {step.step:,} took {span}, where {normal} was usual, most of it in the phase"
+    yield Finding(INFO, "held_up", f"{text} {phase}{more}.")  # a process that was stopped, a file system, a pause at a prompt
+
+
+def _own_s(step: Step) -> float:
+    """Return a step's length without evaluation, checkpoints and compilation."""
+    return sum(step.phase_s.get(name, 0.0) for name in catalog.PHASES)
+
+
+def _slowed(facts: RankReport) -> Iterator[Finding]:
+    """Yield that the last steps were slow, and which phase it was."""
+    latest = facts.steps[model_begins(facts.steps, len(facts.steps)) :]
+    timed = [step for step in latest if step.duration_s is not None]
+    earlier, last = timed[:-_LAST], timed[-_LAST:]
+    if len(earlier) < _LEAST_EARLIER or not facts.newest_is_here:
+        return
+    usual_s, now_s = (median([step.duration_s or 0.0 for step in steps]) for steps in (earlier, last))
+    if now_s < max(_SLOWER * usual_s, usual_s + _LEAST_EXCESS_S):
+        return
+    phase, excess_s = _grown_phase(earlier, last)
+    text = f"Its last {_LAST} steps took {text_format.duration(now_s)} each, usual was {text_format.duration(usual_s)}"
+    yield Finding(
+        WARNING,
+        "slowdown",
+        f"{text}; {text_format.percent(min(1.0, excess_s / (now_s - usual_s)))} of the difference is {phase}.",
+    )
+
+
+def _grown_phase(earlier: Sequence[Step], last: Sequence[Step]) -> tuple[str, float]:
+    def typical(steps: Sequence[Step], phase: str) -> float:
+        return median([step.phase_s.get(phase, 0.0) for step in steps])
+
+    excess = {phase: typical(last, phase) - typical(earlier, phase) for phase in catalog.PHASES}
+    phase = max(excess, key=lambda name: excess[name])
+    return phase, excess[phase]
+
+
+def _waited(facts: RankReport) -> Iterator[Finding]:
+    times = facts.by_attribute(catalog.STEP_PHASE_TIME)
+    total = sum(times.values())
+    if total <= 0 or times.get("data", 0.0) < _MUCH_WAITING * total:
+        return
+    ready = facts.value(catalog.DATA_BATCHES_READY)
+    hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
+    yield Finding(WARNING, "data", f"It waited for data {text_format.percent(times['data'] / total)} of its steps' time.{hint}")
+
+
+def _grew(facts: RankReport) -> Iterator[Finding]:
+    for fact in facts.told(catalog.EVENT_MEMORY_GROWTH)[-1:]:
+        where = "Device" if fact.text("space") == "device" else "Host"
+        grown, left = text_format.size(fact.number("per_step")), text_format.duration(fact.number("time_to_limit"))
+        text = f"{where} memory grew by {grown} a step, and would have reached its limit in {left} when this was found."
+        yield Finding(WARNING, "memory_growth", text)
+
+
+def _recompiled(facts: RankReport) -> Iterator[Finding]:
+    storms = {fact.text("location"): fact for fact in facts.told(catalog.EVENT_RECOMPILE_STORM)}
+    again = Counter(fact.text("location") for fact in facts.told(catalog.EVENT_RECOMPILE))
+    for location, fact in list(storms.items())[-_PLACES:]:
+        times = max(again[location], fact.count("recompiles"))  # it is told of at the fourth, and then once a minute
+        why = f"its guard on {fact.text('guard')} failed, {fact.text('expression')}"
+        text = f"torch.compile compiled {location} again and again ({times:,} times): {why}."
+        yield Finding(WARNING, "recompile_storm", text)
+    count = len(facts.told(catalog.EVENT_COMPILE_FAILED))
+    if count:
+        last = facts.told(catalog.EVENT_COMPILE_FAILED)[-1]
+        text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
+        yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
+    yield from _broken(facts)
+
+
+def _broken(facts: RankReport) -> Iterator[Finding]:
+    """Yield where compiled code had to end a graph: it is right, and slower than it was meant to be."""
+    told = facts.told(catalog.EVENT_GRAPH_BREAK)
+    if told:
+        places = [f"{fact.text('location')} ({fact.text('message')})" for fact in told[:_PLACES]]
+        more = f", and {text_format.several(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
+        yield Finding(INFO, "graph_breaks", f"torch.compile had to end a graph at {', '.join(places)}{more}.")
+
+
+def _changed(facts: RankReport) -> Iterator[Finding]:
+    """Yield that several models were trained one after the other, whose losses and step times are not comparable."""
+    changes = int(facts.value(catalog.MODEL_CHANGES) or 0)
+    if changes:
+        last = facts.told(catalog.EVENT_MODEL_CHANGE)[-1:]
+        began = f", the last one from step {last[0].step:,} on" if last and last[0].step is not None else ""
+        text = f"It trained {changes + 1:,} models one after the other{began}: each is judged by its own past."
+        yield Finding(INFO, "model_changes", text)
+
+
+def _unseen(facts: RankReport) -> Iterator[Finding]:
+    """Yield what of this is blind: probes that are off, items that did not fit."""
+    off = sorted(name for name, value in facts.by_attribute(catalog.PROBE_DISABLED).items() if value)
+    if off:
+        yield Finding(WARNING, "probes_off", f"Not watched, because the probe failed: {', '.join(off)}.")
+    dropped = {what: int(count) for what, count in facts.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
+    if dropped:
+        items = ", ".join(f"{count:,} {what}s" for what, count in dropped.items())
+        yield Finding(INFO, "dropped", f"Did not fit the file: {items}.")

@@ -1,0 +1,269 @@
+"""What one flight file says of its rank, in the shape in which a person asks for it. Pure: no file, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.diagnosis import text_format
+from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.reader.reader import Distribution
+from torchobs.ranks import labels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torchobs.catalog import Metric
+    from torchobs.flight.files.artifacts import ArtifactName
+    from torchobs.flight.format.layout import Header
+    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.metrics.throughput import Throughput
+    from torchobs.flight.reader.reader import Value, View
+    from torchobs.ranks.state import MemoryUse
+
+_FAR = 1 << 62
+_NAMES = ("NaN", "Infinity", "-Infinity")
+
+
+_CLOCKS_DIFFER_S = 0.001
+"""One is in microseconds, and both are seen through a clock's pair of readings."""
+
+
+class Step(NamedTuple):
+    """One step with everything that was delivered for it. Times in seconds, ``end_s`` Unix; ``None`` where unknown."""
+
+    step: int
+    end_s: float
+    duration_s: float | None
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    phase_s: Mapping[str, float]
+    tokens: int
+    skipped: bool
+    clipped: bool
+    new_model: bool = False
+    """the first of a model: what was before is no measure of it"""
+
+
+class Fact(NamedTuple):
+    """A dated event. ``time_s`` is Unix time, by the clocks of the rank's start."""
+
+    name: str
+    time_s: float
+    step: int | None
+    attributes: Mapping[str, Any]
+
+    def text(self, name: str) -> str:
+        """Return an attribute as one harmless line; empty if it is not there."""
+        value = self.attributes.get(name)
+        return (
+            ""
+            if value is None
+            else text_format.clean(text_format.either(value) if isinstance(value, list) and value else value)
+        )
+
+    def number(self, name: str) -> float | None:
+        """Return an attribute that is a number, or spells one that JSON has not; else ``None``."""
+        value = self.attributes.get(name)
+        if isinstance(value, str) and value in _NAMES:
+            return float(value)
+        return float(value) if isinstance(value, (int, float)) and abs(value) < float(_FAR) ** 4 else None
+
+    def count(self, name: str) -> int:
+        """Return an attribute that counts something; 0 if it is not there, or is no such number."""
+        found = self.number(name)
+        return int(found) if found is not None and 0 < found < _FAR else 0
+
+
+def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) -> tuple[str | None, float | None]:
+    """Return what the rank was doing at last, and since when; ``None`` twice where that was written before its last step ended.
+
+    The sampler thread writes it, ten times a second, the training thread a step's end: one that takes Python's lock right
+    after a step leaves the phase of a step before.
+    """
+    stale = begun_s is not None and bool(steps) and begun_s < steps[-1].end_s - _CLOCKS_DIFFER_S
+    return (None, None) if stale else (phase, begun_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank, as its file tells it. Times are Unix seconds."""
+
+    source: str
+    """the file's name"""
+    problems: tuple[str, ...]
+    """what of it could not be read, or not be trusted"""
+    header: Header
+    up: bool
+    state: str
+    """one of ``catalog.RANK_STATES``"""
+    reason: str
+    """one of ``catalog.EXIT_REASONS``, empty while it runs"""
+    exit_code: int
+    same_boot: bool
+    memory: MemoryUse
+    last_s: float
+    """its last sign of life"""
+    phase: str | None
+    phase_begun_s: float | None
+    steps: tuple[Step, ...]
+    """the newest of them, oldest first"""
+    events: tuple[Fact, ...]
+    """oldest first; spans are not among them"""
+    values: Mapping[tuple[str, ...], Value]
+    """by the series' name and the values of its attributes"""
+    pace: Throughput | None = None
+    """of its latest steps"""
+    left: tuple[ArtifactName, ...] = ()
+    """files with something in them that it left beside its flight file"""
+    copied: bool = False
+    """a copy or a part, from which cannot be seen whether its process still runs, or its machine"""
+    partial: bool = False
+    """something that was written is missing or damaged (``problems`` says what): what is not here may have been all the same"""
+    end_known: bool = True
+    """whether the words that say how it ended are here"""
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """job_name, run_id and rank."""
+        job_name, run_id, rank = labels.identity(self.header.resource)
+        return text_format.clean(job_name), text_format.clean(run_id), rank
+
+    @property
+    def rank(self) -> str:
+        """Its rank."""
+        return self.identity[2]
+
+    @property
+    def restart(self) -> int:
+        """Which attempt it was, from 0."""
+        return labels.number(self.header.resource, "restart") or 0
+
+    @property
+    def start_s(self) -> float:
+        """When torchobs began to record it."""
+        return self.header.wall_ns / 1e9
+
+    @property
+    def last_step(self) -> int:
+        """The number of the newest step; 0 before the first, and where it is not known.
+
+        Of a file in part it may be known by the count alone.
+        """
+        newest = self.steps[-1].step if self.steps else 0
+        return max(newest, self._counted) if self.partial else newest
+
+    @property
+    def newest_is_here(self) -> bool:
+        """Whether the newest of ``steps`` is the last one that there was."""
+        counted = self.value(catalog.STEPS) is not None
+        return not self.partial or (counted and bool(self.steps) and self.steps[-1].step >= self._counted)
+
+    @property
+    def _counted(self) -> int:
+        return _count(self.values, catalog.STEPS.name)
+
+    def described(self, name: str) -> str:
+        """Return a fact of the process (``catalog.RANK_INFO``); empty if unknown."""
+        value = self.header.resource.get(name)
+        return "" if value is None else text_format.clean(value)
+
+    def value(self, metric: Metric, *attributes: str) -> float | None:
+        """Return the number of a series; ``None`` if it has none."""
+        found = self.values.get((metric.name, *attributes))
+        return None if isinstance(found, Distribution) else found
+
+    def by_attribute(self, metric: Metric) -> dict[str, float]:
+        """Return the numbers of a metric's series by the value of their one attribute."""
+        return {
+            text_format.clean(key[1]): value
+            for key, value in self.values.items()
+            if key[0] == metric.name and len(key[1:]) == 1 and not isinstance(value, Distribution)
+        }
+
+    def told(self, event: catalog.Event) -> list[Fact]:
+        """Return its events of that name, oldest first."""
+        return [fact for fact in self.events if fact.name == event.name]
+
+
+def values_of(view: View) -> dict[tuple[str, ...], Value]:
+    """Return the values of a view by name and attribute values."""
+    points = chain.from_iterable(block.points() for block in view.blocks)
+    return {(series.name, *(str(text) for _, text in series.attributes)): value for series, value in points}
+
+
+def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -> tuple[Fact, ...]:
+    """Return the events among the frames of a ring, oldest first; what is no event of ours is left out."""
+    found = []
+    for _, frame in frames:
+        ns, name, step, attributes = (frame.get(key) for key in ("t", "name", "step", "attrs"))
+        if frame.get("k") == "event" and isinstance(name, str) and isinstance(ns, int) and 0 <= ns < _FAR:
+            number = step if isinstance(step, int) and 0 <= step < _FAR else None
+            given = attributes if isinstance(attributes, dict) else {}
+            found.append(Fact(name, header.wall_s(ns), number, given))
+    return tuple(found)
+
+
+def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
+    """Join what came late to the step it belongs to; oldest first."""
+    late: dict[int, list[StepRecord]] = {}
+    for record in records:
+        if record.kind == RecordKind.LATE:
+            late.setdefault(record.step, []).append(record)
+    ended = [record for record in records if record.kind == RecordKind.STEP]
+    return tuple(_step([record, *late.get(record.step, ())], header) for record in ended)
+
+
+def missing_records(records: Sequence[StepRecord], room: int, values: Mapping[tuple[str, ...], Value]) -> int:
+    """Return how many of a dead rank's step records should be among these, of a ring with ``room`` for so many, and are not.
+
+    Numbers follow each other, but for those that were counted as lost when they were to be folded; and the newest step is as
+    far as was counted. The oldest one may be on its way to be overwritten.
+    """
+    first, newest = (records[0].seq, records[-1].seq) if records else (1, 0)
+    oldest = max(1, newest - room + 1)
+    if 1 < oldest == first - 1:
+        oldest = first
+    gaps = newest - oldest + 1 - len(records) - _count(values, catalog.FLIGHT_DROPPED.name, "record")
+    last = max((record.step for record in records if record.kind == RecordKind.STEP), default=0)
+    untold = _count(values, catalog.STEPS.name) - last
+    return min(max(0, gaps) + max(0, untold), room)
+
+
+def model_begins(steps: Sequence[Step], end: int) -> int:
+    """Return the index of the first step, of those that are there, of the model that was trained in ``steps[end]``."""
+    return next((index for index in range(min(end, len(steps) - 1), 0, -1) if steps[index].new_model), 0)
+
+
+def _step(parts: Sequence[StepRecord], header: Header) -> Step:
+    first, flags = parts[0], 0
+    for part in parts:
+        flags |= part.flags
+    phases = {name: seconds for name, seconds in zip(PHASE_NAMES, first.phase_s, strict=True) if isfinite(seconds)}
+    timed = not first.flags & StepFlag.UNTIMED and isfinite(first.duration_s)
+    return Step(
+        step=first.step,
+        end_s=header.wall_s(first.end_ns),
+        duration_s=first.duration_s if timed else None,
+        loss=_last([part.loss for part in parts if part.flags & StepFlag.LOSS]),
+        grad_norm=_last([part.grad_norm for part in parts if part.flags & StepFlag.GRAD_NORM]),
+        learning_rate=_last([part.learning_rate for part in parts if part.flags & StepFlag.LEARNING_RATE]),
+        phase_s=phases,
+        tokens=sum(part.tokens for part in parts),
+        skipped=bool(flags & StepFlag.SKIPPED),
+        clipped=bool(flags & StepFlag.CLIPPED),
+        new_model=bool(flags & StepFlag.NEW_MODEL),
+    )
+
+
+def _count(values: Mapping[tuple[str, ...], Value], *key: str) -> int:
+    found = values.get(key)
+    return int(found) if found is not None and not isinstance(found, Distribution) and 0 <= found < _FAR else 0
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return values[-1] if values else None

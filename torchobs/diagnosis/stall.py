@@ -1,0 +1,127 @@
+"""That no step ended any more for long before the end: how long, in which phase, and where the stacks are. Pure."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.diagnosis import text_format
+from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.flight.files.artifacts import PROFILE, STUCK
+from torchobs.flight.reader.reader import Distribution
+from torchobs.ranks import state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.diagnosis.rank_report import RankReport
+
+LEAST_S = 10.0
+"""A person who sees nothing move waits that long before Ctrl-C. Below it is a slow batch, or a save that nobody watched."""
+_RECENT = 200
+_ALL_OF_IT = 0.95
+
+
+class Stall(NamedTuple):
+    """A time without a step, at the end, that was much longer than steps are. Seconds."""
+
+    seconds: float
+    """since the last step, or the start before the first, to the last sign of life"""
+    usual_step: float | None
+    """median of the last 200 steps; ``None`` before the first"""
+    phase: str | None
+    phase_seconds: float | None
+    """how long of that it had been in the phase"""
+    hung: bool
+    """whether the exporter calls a living rank hung after so long"""
+    lock_held: bool
+    """whether it held Python's lock at the end: no thread of torchobs could run, so that it may have lasted longer"""
+    stacks: tuple[str, ...]
+    """names of the files beside the flight file with what its threads were doing then, and ids of those that are gone"""
+
+
+def stall(facts: RankReport) -> Stall | None:
+    """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
+
+    The factor is the exporter's, which calls no rank hung before a minute, for it may page a person. A rank that was stuck with
+    Python's lock held has a short one: the heartbeat stopped with it.
+    """
+    if not facts.newest_is_here or not facts.end_known:
+        return None
+    timed = [step.duration_s for step in facts.steps[-_RECENT:] if step.duration_s is not None]
+    usual_s, since_s = median(timed) if timed else None, facts.steps[-1].end_s if facts.steps else facts.start_s
+    quiet_s, timeout_s = max(0.0, facts.last_s - since_s), _timeout_s(facts)
+    least_s = timeout_s if usual_s is None else max(LEAST_S, state.HANG_FACTOR * usual_s)
+    held = any(left.kind == STUCK and not left.number for left in facts.left) and facts.reason in {"", "lost", "out_of_memory"}
+    if facts.reason == "finished" or not (quiet_s >= least_s or held or facts.state == "hung"):
+        return None
+    begun_s = facts.phase_begun_s
+    return Stall(
+        seconds=quiet_s,
+        usual_step=usual_s,
+        phase=facts.phase,
+        phase_seconds=None if begun_s is None else min(quiet_s, max(0.0, facts.last_s - begun_s)),
+        hung=facts.state == "hung" or (quiet_s > timeout_s and facts.phase not in state.PATIENT_PHASES),
+        lock_held=held,
+        stacks=_stacks(facts, since_s),
+    )
+
+
+def stalled(facts: RankReport) -> Iterator[Finding]:
+    """Yield that no step ended any more, if so."""
+    found = stall(facts)
+    if found is None:
+        return
+    patient = found.phase in state.PATIENT_PHASES and not found.lock_held
+    severity = ERROR if found.hung or found.lock_held else INFO if patient else WARNING
+    yield Finding(
+        severity, "stalled", f"{_held(found, facts) if found.lock_held else _quiet(found, facts)} {_where(found, facts)}"
+    )
+
+
+def _quiet(found: Stall, facts: RankReport) -> str:
+    usual = f", where one usually took {text_format.duration(found.usual_step)}" if found.usual_step is not None else ""
+    begin = "It likely hung: no" if found.hung and not facts.up else "No"
+    head = f"{begin} step ended in the last {text_format.duration(found.seconds)}{usual}"
+    if found.phase == "idle":
+        return f"{head}: it had left its training loop, and did something else."
+    if found.phase is None or found.phase_seconds is None:
+        return f"{head}."
+    whole = found.phase_seconds >= _ALL_OF_IT * found.seconds
+    part = "all" if whole else f"the last {text_format.duration(found.phase_seconds)} of"
+    return f"{head}; it was {_within(found.phase)} {part} that time."
+
+
+def _within(phase: str) -> str:
+    return "outside of all phases" if phase == "other" else f"in the phase {phase}"
+
+
+def _held(found: Stall, facts: RankReport) -> str:
+    when = "It holds Python's lock in native code" if facts.up else "It ended with Python's lock held in native code"
+    phase = f", {_within(found.phase)}" if found.phase else ""
+    usual = f", where a step usually took {text_format.duration(found.usual_step)}" if found.usual_step is not None else ""
+    return f"{when}{phase}: for seconds at least{usual}, and how long cannot be told, for the heartbeat stops with it."
+
+
+def _where(found: Stall, facts: RankReport) -> str:
+    if found.stacks:
+        return f"Where its threads were then is written in {text_format.either(found.stacks)}, beside the flight file."
+    if facts.up:
+        return "`torchobs stacks` shows where its threads are."
+    if found.phase == "idle":
+        return "That is no hang."
+    return "No stacks of that time are here: `torchobs stacks` asks for them while it lasts, and an exporter once a rank hangs."
+
+
+def _stacks(facts: RankReport, since_s: float) -> tuple[str, ...]:
+    files = [left for left in facts.left if left.kind != PROFILE]
+    late = [left.name for left in files if not left.number or left.number / 1e3 >= since_s - 1]  # the clocks' steps between
+    told = [fact.text("evidence") for fact in facts.told(catalog.EVENT_STACKS) if fact.time_s >= since_s]
+    known = {left.id for left in files}
+    return tuple(sorted(late) or [f"evidence {name}" for name in told if name and name not in known])
+
+
+def _timeout_s(facts: RankReport) -> float:
+    durations = facts.values.get((catalog.STEP_DURATION.name,))
+    return state.hang_timeout_s(durations if isinstance(durations, Distribution) else None, catalog.SECONDS_BOUNDS)

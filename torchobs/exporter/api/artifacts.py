@@ -1,0 +1,194 @@
+"""The evidence that ranks have left in the flight directory: listed, opened, removed; asked for by id, never by a name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs.exporter.api.problems import Problem
+from torchobs.exporter.api.serializers import instant
+from torchobs.flight.files import artifacts, lock
+from torchobs.flight.files.artifacts import PROFILE, STUCK
+from torchobs.flight.files.location import open_directory
+from torchobs.flight.reader import reader
+from torchobs.ranks import labels
+from torchobs.ranks.directory import Directory
+from torchobs.ranks.rank_file import HOSTILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.flight.files.artifacts import ArtifactName
+
+CHUNK = 1 << 20
+_MEDIA_TYPES = {PROFILE: "application/gzip"}
+
+
+class StoredArtifact(NamedTuple):
+    """Evidence that was there a moment ago, and how to read it."""
+
+    evidence: ArtifactName
+    directory: str
+    owner: int | None
+    inode: int
+    size: int
+
+
+class _Run(NamedTuple):
+    """Whose evidence is; ``None``: nobody can tell."""
+
+    job_name: str | None
+    run_id: str | None
+
+
+class ArtifactStore:
+    """One flight directory's. Everything in one thread."""
+
+    def __init__(self, config: ExporterConfig) -> None:
+        self._directory = Directory(config)
+        self._hidden: dict[str, int] = {}
+        self._runs: dict[str, _Run] = {}
+        """by flight file: a rank that was started again has left evidence, too, and no snapshot knows whose"""
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Return what there is, newest first; nothing where there is no directory."""
+        return [content for _, content in sorted(self._shown(), key=lambda pair: pair[0], reverse=True)]
+
+    def find(self, identifier: str) -> StoredArtifact:
+        """Find one. Raises ``Problem``."""
+        with contextlib.suppress(OSError):  # gone, or none that may be served: the same to whoever asks
+            directory_fd, owner = self._open()
+            for one in artifacts.names(directory_fd):
+                if one.id == identifier:
+                    status = artifacts.look(directory_fd, one, owner)
+                    return StoredArtifact(one, self._directory.path, owner, status.st_ino, status.st_size)
+        raise Problem(
+            404, "no-such-evidence", "There is no such evidence, or not yet: GET /api/v1/evidence lists what there is."
+        )
+
+    def stuck(self, flight: str) -> ArtifactName | None:
+        """Return what a rank that is stuck at this moment has written down."""
+        one = artifacts.named(flight, STUCK, 0)
+        return one if self.has(one) else None
+
+    def has(self, one: ArtifactName) -> bool:
+        """Tell whether that evidence is there."""
+        try:
+            directory_fd, owner = self._open()
+            artifacts.look(directory_fd, one, owner)
+        except OSError:
+            return False
+        return True
+
+    def is_stopped(self, flight: str) -> bool:
+        """Tell whether the rank's process is stopped (SIGSTOP, Ctrl-Z), as far as this process can see it at all."""
+        try:
+            directory_fd, _ = self._open()
+            pid = lock.holder(directory_fd, reader.lock_of(flight))
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123  # /proc
+                return file.read().rpartition(")")[2].split()[0] in {"T", "t"}
+        except (OSError, IndexError):
+            return False
+
+    def clear(self) -> tuple[int, int]:
+        """Remove what there is, or hide it where the directory is not ours to change; return how much was removed, hidden."""
+        removed = hidden = 0
+        for (_, _, one), _ in self._shown():
+            if one.number == 0:
+                continue  # a rank's that is stuck: it writes there still
+            try:
+                os.unlink(one.name, dir_fd=self._directory.fd)
+                removed += 1
+            except OSError:
+                self._hidden[one.name] = 1
+                hidden += 1
+        return removed, hidden
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        self._directory.close()
+
+    def _shown(self) -> Iterator[tuple[tuple[int, str, ArtifactName], dict[str, Any]]]:
+        try:
+            directory_fd, owner = self._open()
+            there = artifacts.names(directory_fd)
+        except OSError:
+            return
+        self._hidden = {one.name: 1 for one in there if one.name in self._hidden}
+        self._runs = {one.flight: self._runs[one.flight] for one in there if one.flight in self._runs}
+        for one in there:
+            with contextlib.suppress(OSError):
+                status = artifacts.look(directory_fd, one, owner)
+                if one.name not in self._hidden:
+                    yield (status.st_mtime_ns, one.name, one), _described(one, status, self._run_of(one))
+
+    def _run_of(self, one: ArtifactName) -> _Run:
+        """Return whose it is, as the flight file says that it belongs to; a file is opened for that once."""
+        if one.flight not in self._runs:
+            try:
+                with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
+                    job_name, run_id, _ = labels.identity(file.header.resource)
+            except HOSTILE:
+                return _Run(None, None)  # gone, or garbage; maybe not the next time
+            self._runs[one.flight] = _Run(job_name, run_id)
+        return self._runs[one.flight]
+
+    def _open(self) -> tuple[int, int | None]:
+        """Return the directory and the only owner whose files count. Raises ``OSError``."""
+        self._directory.names(time.time_ns())
+        return self._directory.fd, self._directory.owner
+
+
+def read(found: StoredArtifact) -> Iterator[bytes]:
+    """Yield the file's bytes, as many as it had; fewer if it is another one now.
+
+    Opened anew for each piece: whoever asked may go away in between, and nothing is left open then.
+    """
+    offset = 0
+    while offset < found.size and (chunk := _piece(found, offset)):
+        offset += len(chunk)
+        yield chunk
+
+
+def _piece(found: StoredArtifact, offset: int) -> bytes:
+    try:
+        directory_fd = open_directory(found.directory)
+    except OSError:
+        return b""
+    try:
+        fd, _ = artifacts.open_checked(directory_fd, found.evidence, found.owner)
+        try:
+            same = os.fstat(fd).st_ino == found.inode
+            return os.pread(fd, min(CHUNK, found.size - offset), offset) if same else b""
+        finally:
+            os.close(fd)
+    except OSError:
+        return b""
+    finally:
+        os.close(directory_fd)
+
+
+def media_type(one: ArtifactName) -> str:
+    """Return what the file is, for HTTP."""
+    return _MEDIA_TYPES.get(one.kind, "text/plain; charset=utf-8")
+
+
+def link(one: ArtifactName) -> dict[str, str]:
+    """Return how it is asked for."""
+    return {"id": one.id, "href": f"/api/v1/evidence/{one.id}"}
+
+
+def _described(one: ArtifactName, status: os.stat_result, run: _Run) -> dict[str, Any]:
+    return {
+        **link(one),
+        "kind": one.kind,
+        "rank": one.rank,
+        **run._asdict(),
+        "incarnation": one.incarnation,
+        "time": instant(status.st_mtime_ns),
+        "size_bytes": status.st_size,
+        "media_type": media_type(one),
+    }

@@ -1,0 +1,161 @@
+"""Who may do what: decided from a request's door, method and headers, before anything else is looked at.
+
+There are three doors. A Unix socket, whose file's mode says who comes in, admits everything. Loopback admits reading; what
+changes something needs the token. Every other address needs the token for everything, or for reading what the web
+configuration asks for (a password, a certificate). A page of another site, which a person
+of this machine has open, comes in by loopback as well: its ``Origin`` gives it away, and where it resolves its own name to
+127.0.0.1 (DNS rebinding) its ``Host`` does.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import stat
+from typing import TYPE_CHECKING, Literal
+
+from torchobs.exporter.api.problems import Problem
+from torchobs.exporter.http import client_scope
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from starlette.types import Scope
+
+AccessChannel = Literal["socket", "loopback", "open"]
+READING = frozenset({"GET", "HEAD"})
+TOKEN_HEADERS = frozenset({"authorization", "torchobs-token"})
+"""By which a token comes, in lower case"""
+
+LEAST_TOKEN = 16
+"""Characters; a generated one has more."""
+
+_MOST_TOKEN = 4096
+_NO_CONTROL = (
+    "Commands are taken over the exporter's Unix socket (--api.socket), or with the bearer token of --api.token-file; this "
+    "exporter has no such file."
+)
+
+
+def access_channel(scope: Scope) -> AccessChannel:
+    """Return by which a request of a TCP listener has come in."""
+    return "loopback" if client_scope.is_local(scope) else "open"
+
+
+class Token:
+    """The bearer token, read again whenever it is asked for: a mounted secret is rotated by replacing its file."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+
+    @property
+    def there(self) -> bool:
+        """Whether a token file was named, be it readable or not."""
+        return self._path is not None
+
+    def admits(self, given: str) -> bool:
+        """Tell whether that is the token. Without a usable file nothing is."""
+        try:
+            return hmac.compare_digest(given.encode(), self.read().encode())
+        except (OSError, ValueError):
+            return False
+
+    def read(self) -> str:
+        """Return the token. Raises ``OSError`` or ``ValueError``: there is none, and nobody may come in by it."""
+        if self._path is None:
+            raise ValueError("no token file")
+        fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError("the token file is no regular file")
+            token = os.read(fd, _MOST_TOKEN).decode().strip()
+        finally:
+            os.close(fd)
+        if len(token) < LEAST_TOKEN:
+            msg = f"the token has fewer than {LEAST_TOKEN} characters"
+            raise ValueError(msg)
+        return token
+
+
+def refusal(
+    method: str, headers: Mapping[str, str], door: AccessChannel, token: Token, *, authenticated: bool = False
+) -> Problem | None:
+    """Return why the request is not taken, or ``None``.
+
+    Args:
+        method: of the request.
+        headers: by lower-case name.
+        door: by which it has come in.
+        token: the exporter's.
+        authenticated: whether the web configuration has made it show a password or a certificate: enough for reading.
+    """
+    changes = method not in READING
+    if door == "socket":
+        return _not_json(headers) if changes else None
+    bearer = _bearer(headers)
+    if bearer is not None:
+        admitted = token.admits(bearer)
+        return _foreign_origin(headers) or (_not_json(headers) if changes else None) if admitted else _no_token(token)
+    if changes:
+        return _no_token(token)
+    if authenticated:
+        return _foreign_origin(headers)
+    return _foreign(headers) if door == "loopback" else _not_here(token)
+
+
+def _bearer(headers: Mapping[str, str]) -> str | None:
+    """Return the token that was sent. In a header of its own where ``Authorization`` holds a password already."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else headers.get("torchobs-token")
+
+
+def _not_here(token: Token) -> Problem:
+    return _no_token(token) if token.there else Problem(403, "not-here", client_scope.REFUSAL.strip())
+
+
+def _no_token(token: Token) -> Problem:
+    if not token.there:
+        return Problem(403, "control-off", _NO_CONTROL)
+    detail = (
+        "Send the header `Authorization: Bearer TOKEN` (or `Torchobs-Token: TOKEN`) with what is in the exporter's "
+        "--api.token-file."
+    )
+    return Problem(401, "no-token", detail, WWW_Authenticate="Bearer")
+
+
+def _foreign(headers: Mapping[str, str]) -> Problem | None:
+    host = headers.get("host", "")
+    if not _is_local(host):
+        detail = "The Host header names another machine: use localhost, 127.0.0.1 or [::1]."
+        return Problem(421, "foreign-host", detail)
+    return _foreign_origin(headers)
+
+
+def _foreign_origin(headers: Mapping[str, str]) -> Problem | None:
+    origin, host = headers.get("origin"), headers.get("host", "")
+    if origin is not None and origin not in {f"http://{host}", f"https://{host}"}:
+        return Problem(403, "foreign-origin", "The request comes from a page of another site, which this API is not for.")
+    return None
+
+
+def _not_json(headers: Mapping[str, str]) -> Problem | None:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # which no form of a web page can send
+        return Problem(
+            415,
+            "not-json",
+            "Send the header `Content-Type: application/json`; the body is a JSON object, {} if there is nothing to say.",
+        )
+    return None
+
+
+def _is_local(host: str) -> bool:
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,215 @@
+"""What ranks are told: written into the control directory, from which their sampler threads read it ten times a second."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs.exporter.api.artifacts import link
+from torchobs.exporter.api.problems import Problem
+from torchobs.exporter.api.serializers import named
+from torchobs.flight.files import artifacts, control, location
+from torchobs.flight.files.artifacts import PROFILE, STACKS
+from torchobs.flight.files.control import Command
+from torchobs.flight.files.create import file_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torchobs.exporter.api.artifacts import ArtifactStore
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.flight.files.artifacts import ArtifactName
+    from torchobs.ranks.scanner import Rank, Snapshot
+
+_FORGOTTEN_S = 3600.0
+"""Age of a command of an exporter before this one, after which it is removed."""
+
+UNREAD_NS = 200_000_000
+"""A request this young may not have been read yet: twice the time between a rank's looks. A later one would replace it."""
+
+MOST_ASKED = 1000
+"""Evidence asked for of which is remembered whose it is to be."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Request(NamedTuple):
+    """The last of its kind that a rank was sent: the evidence that is to come of it, and when it was there to be read."""
+
+    evidence: ArtifactName
+    sent_ns: int
+
+
+class CommandService:
+    """Writes commands. Everything in one thread, but for ``due``."""
+
+    def __init__(self, config: ExporterConfig, shelf: ArtifactStore) -> None:
+        self._config, self._shelf = config, shelf
+        self._told: set[str] = set()
+        self._hung: dict[str, int | None] = {}
+        self._asked: dict[str, str] = {}
+        self._requests: dict[tuple[str, str], _Request] = {}
+        self._cleaned = False
+        self.failures = 0
+        """commands that could not be written"""
+
+    def level(self, ranks: Iterable[Rank], level: int) -> dict[str, Any]:
+        """Change the level. Raises ``Problem``."""
+        return {"level": control.LEVELS[level], "ranks": self._tell(ranks, Command(level=level))}
+
+    def probes_off(self, ranks: Iterable[Rank], mask: int, off: list[str]) -> dict[str, Any]:
+        """Have exactly these probes off. Raises ``Problem``."""
+        return {"off": off, "ranks": self._tell(ranks, Command(probes_off=mask))}
+
+    def profile(self, rank: Rank, steps: int) -> dict[str, Any]:
+        """Profile that many steps of a rank. Raises ``Problem``."""
+        if rank.state == "unresponsive":
+            raise Problem(409, "rank-unresponsive", f"Rank {rank.rank} does not respond: ask for its stacks instead.")
+        if rank.view.live.level == 0:
+            raise Problem(409, "rank-off", f"Rank {rank.rank} is at the level off: POST /api/v1/debug/level/basic first.")
+        if (unread := self._unread(rank, PROFILE)) is not None:
+            detail = f"Rank {rank.rank} was asked for one a moment ago, which will be evidence {unread.id}: ask again after it."
+            raise Problem(409, "profile-asked", detail, Retry_After="1")
+        (told,) = self._tell([rank], Command(profile_steps=steps))
+        return {"steps": steps, **told, "evidence": self._wanted(rank, PROFILE, told["command"])}
+
+    def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
+        """Ask for stacks; of a rank that is stuck there are those it has written down itself. Raises ``Problem``.
+
+        Who asks before a rank has read an earlier request gets what comes of that one: stacks of this moment, too.
+        """
+        able = [rank for rank in ranks if rank.state != "unresponsive"]
+        told = {one["incarnation"]: one for one in self._tell(able, Command(stacks=True))} if able else {}
+        answers = [self._stacks(rank, told.get(rank.incarnation)) for rank in ranks]
+        if all(answer["evidence"] is None for answer in answers):
+            raise Problem(409, "rank-unresponsive", answers[0]["refused"], Retry_After="1")
+        return {"ranks": answers}
+
+    def clear(self) -> tuple[int, int]:
+        """Remove the evidence that there is; return how much was removed, hidden."""
+        self._requests = {key: sent for key, sent in self._requests.items() if not self._shelf.has(sent.evidence)}
+        return self._shelf.clear()
+
+    def look(self, snapshot: Snapshot) -> None:
+        """Ask ranks that have just begun to hang for their stacks, once; forget what those that have ended were told."""
+        hung = {rank.incarnation: rank for rank in snapshot.ranks if rank.state == "hung"}
+        for incarnation, rank in hung.items():
+            if self._hung.get(incarnation, 0) != rank.view.last_step_ns:
+                with contextlib.suppress(Problem):
+                    self._tell([rank], Command(stacks=True))
+                    _log.warning("rank %s is hung: its stacks are asked for", rank.rank)
+        self._hung = {incarnation: rank.view.last_step_ns for incarnation, rank in hung.items()}
+        for rank in snapshot.ranks:
+            if not rank.up and rank.incarnation in self._told:
+                self._told.discard(rank.incarnation)
+                for kind in (STACKS, PROFILE):
+                    self._requests.pop((rank.incarnation, kind), None)
+                self._forget(bytes.fromhex(rank.incarnation))
+
+    def due(self, snapshot: Snapshot) -> bool:
+        """Tell whether :meth:`look` has anything to do."""
+        return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._told) for rank in snapshot.ranks)
+
+    def whose(self, identifier: str) -> str | None:
+        """Return the incarnation of the rank that was asked for that evidence, if that was lately, and here."""
+        return self._asked.get(identifier)
+
+    def _wanted(self, rank: Rank, kind: str, number: int) -> dict[str, str]:
+        wanted = artifacts.named(_flight(rank), kind, number)
+        self._asked[wanted.id] = rank.incarnation
+        while len(self._asked) > MOST_ASKED:
+            del self._asked[next(iter(self._asked))]
+        return link(wanted)
+
+    def _unread(self, rank: Rank, kind: str) -> ArtifactName | None:
+        """Return what is to come of a request that the rank may not have read yet, for all that can be seen from here."""
+        request = self._requests.get((rank.incarnation, kind))
+        if request is None or self._shelf.has(request.evidence):
+            return None
+        is_young = time.monotonic_ns() - request.sent_ns < UNREAD_NS
+        # It looks after each beat of its heart, which is late where another thread holds Python's lock.
+        return request.evidence if is_young or (rank.view.live.heartbeat_ns or 0) < request.sent_ns else None
+
+    def _stacks(self, rank: Rank, told: dict[str, Any] | None) -> dict[str, Any]:
+        flight = _flight(rank)
+        if told is not None:
+            return {**told, "evidence": self._wanted(rank, STACKS, told["command"]), "refused": None}
+        answer = {**named(rank), "command": None, "refused": None}
+        if (stuck := self._shelf.stuck(flight)) is not None:
+            return {**answer, "evidence": link(stuck)}
+        if self._shelf.is_stopped(flight):
+            why = f"Rank {rank.rank} is stopped (SIGSTOP): send it SIGCONT, and ask again."
+        else:
+            why = (
+                f"Rank {rank.rank} does not respond and has written no stacks down. If it holds Python's lock it does so "
+                "within 3 s: ask again. Else its process is stopped, waits for a device without end, or is being torn down."
+            )
+        return {**answer, "evidence": None, "refused": why}
+
+    def _tell(self, ranks: Iterable[Rank], command: Command) -> list[dict[str, Any]]:
+        try:
+            directory_fd = self._open()
+        except OSError as problem:
+            raise self._unwritable(problem) from problem
+        try:
+            self._clean(directory_fd)
+            return [self._write(directory_fd, rank, command) for rank in ranks]
+        except OSError as problem:
+            raise self._unwritable(problem) from problem
+        finally:
+            os.close(directory_fd)
+
+    def _unwritable(self, problem: OSError) -> Problem:
+        self.failures += 1
+        reason = problem.strerror or str(problem)
+        _log.error("a command could not be written: %s", reason)
+        detail = f"The control directory cannot be written ({reason}): set --control.dir to one that trainers read as well."
+        return Problem(503, "no-control-directory", detail)
+
+    def _write(self, directory_fd: int, rank: Rank, command: Command) -> dict[str, Any]:
+        if command.stacks and (unread := self._unread(rank, STACKS)) is not None:
+            return {**named(rank), "command": unread.number}
+        number = control.write_command(directory_fd, bytes.fromhex(rank.incarnation), command)
+        self._told.add(rank.incarnation)
+        for kind, wanted in ((STACKS, command.stacks), (PROFILE, command.profile_steps)):
+            if wanted:
+                request = _Request(artifacts.named(_flight(rank), kind, number), time.monotonic_ns())
+                self._requests[rank.incarnation, kind] = request
+        return {**named(rank), "command": number}
+
+    def _open(self) -> int:
+        """Open the control directory, made if it is not there. Raises ``OSError``."""
+        flight_dir = location.find_existing(self._config.flight_dir, self._config.runtime_dir)
+        if flight_dir is None:
+            raise FileNotFoundError("the flight directory is not there yet")
+        path = Path(location.control_directory(self._config.control_dir, flight_dir))
+        path.mkdir(mode=0o755, exist_ok=True)
+        return location.open_directory(str(path))
+
+    def _forget(self, incarnation: bytes) -> None:
+        with contextlib.suppress(OSError):
+            directory_fd = self._open()
+            try:
+                control.remove(directory_fd, incarnation)
+            finally:
+                os.close(directory_fd)
+
+    def _clean(self, directory_fd: int) -> None:
+        """Once: remove what an exporter before this one told ranks that have ended since."""
+        if self._cleaned:
+            return
+        self._cleaned = True
+        for name in os.listdir(directory_fd):
+            if name.endswith(control.SUFFIX) or name.startswith(control.TEMPORARY):
+                with contextlib.suppress(OSError):
+                    status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+                    if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _FORGOTTEN_S:
+                        os.unlink(name, dir_fd=directory_fd)  # a rank that lives has obeyed it long since
+
+
+def _flight(rank: Rank) -> str:
+    return file_name(rank.view.header)

@@ -1,0 +1,400 @@
+"""The daemon's life: listen, look every second, leave in order.
+
+A sidecar never leaves by itself: kubelet restarts one that exits, and while one cannot start no training container does. It
+serves what it can, tries again, and says what is wrong on its page and its log. It leaves on SIGTERM, which comes after the
+training has ended: it takes the final state and waits until every scraper seen lately has fetched it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.config import settings
+from torchobs.config.option_types import Address
+from torchobs.exporter import file_sd, gc_tuning, host, log_format
+from torchobs.exporter.api import unix_socket_path
+from torchobs.exporter.api.app import Api
+from torchobs.exporter.exporter_metrics import Lost
+from torchobs.exporter.http.app import Site
+from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
+from torchobs.exporter.http.connection_limits import Connections
+from torchobs.exporter.http.server import allow_files, bind, bind_near, retire, serve_on
+from torchobs.exporter.http.systemd import inherited
+from torchobs.exporter.http.unix_socket import UnixAddress, UnixSocket, bind_unix
+from torchobs.exporter.http.unix_socket_watch import Named
+from torchobs.exporter.prometheus.page_cache import PageCache
+from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
+from torchobs.exporter.snapshot_cache import SnapshotCache
+from torchobs.flight.files.headroom import cgroup_limit
+from torchobs.ranks.memory_budget import Memory
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.state import FADED_AFTER_S
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    import uvicorn
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.otlp.pipeline import PushPipeline
+
+TICK_S = 1.0
+RETRY_BIND_S = 5.0
+FLUSH_S = 10.0
+"""How long a node's exporter that has done its duty waits for the receiver of the push."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """The ranks as the exporter sees them, for whoever decides when it has done its duty."""
+
+    ranks: int
+    """that are served"""
+    alive: int  # whose process is there
+    last_scrape_age_s: float | None
+    """None: nobody has scraped yet"""
+    unscraped_final: int
+    """ranks that have ended and whose last state was in no scrape yet"""
+
+
+def serve(
+    config: ExporterConfig,
+    *,
+    announce: Callable[[str], None] | None = None,
+    finished: Callable[[ServiceStatus], bool] | None = None,
+) -> int:
+    """Serve until SIGTERM, SIGINT, SIGHUP or ``finished``; return the process's exit code.
+
+    Args:
+        config: what to serve, and where.
+        announce: called with ``host:port`` as soon as that is listened on, and again if it raises ``OSError``.
+        finished: asked once a second; True ends the service.
+
+    Returns:
+        0, or 1 when a node's exporter found nowhere to listen. A sidecar goes on trying.
+    """
+    allow_files()
+    with gc_tuning.frozen_gc():
+        return asyncio.run(_Service(config, announce, finished).run())
+
+
+class Listener(NamedTuple):
+    """A server on a socket. ``address``: as it was asked for; ``None``: it is systemd's."""
+
+    server: uvicorn.Server
+    bound: socket.socket
+    address: Address | UnixAddress | None
+    commands: bool = False
+    """the API's own, whoever comes in by which may command"""
+
+    def remove_name(self) -> None:
+        """Take the socket's name away, if it has one; to be called while it still listens."""
+        if isinstance(self.bound, UnixSocket):
+            self.bound.remove()
+
+
+class _Service:
+    def __init__(
+        self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[ServiceStatus], bool] | None
+    ) -> None:
+        self._config, self._announce, self._finished = config, announce, finished
+        memory = Memory(config.memory_limit or cgroup_limit() or math.inf, pushes=config.push is not None)
+        self._watch = SnapshotCache(Scanner(config, memory=memory))
+        self._pages = PageCache(config, memory)
+        self._scrapers = ScrapeTracker()
+        self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
+        self._gate = WebConfigMiddleware(config.web_config_file)
+        self._api = Api(config, self._watch, lambda: self._gate.authenticates)
+        self._wants_socket = unix_socket_path.is_wanted(config)
+        self._site.live.evidence = self._api.evidence
+        self._open = self._site.app(self._api.mounts())
+        self._app = self._gate.guard(self._open)
+        self._doors: list[Listener] = []
+        self._context = self._gate.context
+        self._bind_problems: tuple[str, ...] = ()
+        self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
+        self._inherit_problems: tuple[str, ...] = ()
+        self._unbound = list(config.addresses)
+        self._address, self._unannounced = "", 0
+        self._next_bind_s = 0.0
+        self._connections, self._named = Connections(), Named()
+        self._push, self._site.host = _push_of(config), host.of(config)
+        self._done = False
+        self._leave = asyncio.Event()
+        self._hurry = asyncio.Event()
+
+    async def run(self) -> int:
+        self._watch_signals()
+        if self._config.problems:
+            _log.error("configuration: %s", "; ".join(self._config.problems))
+        if self._push is not None:
+            self._push.start()
+        try:
+            await self._look_at_web_config()
+            self._inherit_problems = await self._take_over()
+            await self._bind()
+            if not self._doors and self._config.mode == "node":
+                return 1
+            while not self._leave.is_set():
+                await self._look()
+                await _sleep_until(self._leave, FADED_AFTER_S if self._watch.latest.fading else TICK_S)
+            await self._drain()
+            return 0
+        finally:
+            await self._close()
+
+    def _watch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # ignored: by nohup
+        for number in (signal.SIGTERM, signal.SIGINT, *hangup):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # kept back by the program until somebody listens
+
+    def _on_signal(self, number: int) -> None:
+        # Ctrl-C, or a terminal that is closed, is a person, who does not want to wait for scrapers
+        if self._leave.is_set() or number != signal.SIGTERM:
+            self._hurry.set()
+        self._leave.set()
+
+    async def _look(self) -> None:
+        """Do what is due each second. In a pod no mistake of ours may become a loop of restarts beside the training."""
+        if self._config.mode == "node":
+            await self._tick()  # its trainings start another one
+            return
+        tick = asyncio.ensure_future(self._tick())
+        await asyncio.wait({tick})
+        if (problem := tick.exception()) is not None:
+            _log.error("a look at the ranks failed, and is tried again: %r", problem, exc_info=problem)
+
+    async def _tick(self) -> None:
+        await self._look_at_web_config()
+        await self._give_up_lost()
+        if (self._unbound or self._wants_socket) and time.monotonic() >= self._next_bind_s:
+            await self._bind()
+        self._tell_address()
+        await self._tell_targets()
+        snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
+        for door in self._doors:
+            await door.server.on_tick(0)
+        self._connections.sweep(time.monotonic())
+        await self._api.look(snapshot)
+        self._count_losses()
+        if self._push is not None:
+            self._site.pushed = self._push.counts
+            if self._push.due and self._site.host is not None:
+                await self._site.host.look()
+            self._push.look(self._site.facts(snapshot))
+        if self._finished is not None and snapshot.number and self._finished(self._fleet()):
+            self._done = True
+            self._leave.set()
+
+    def _count_losses(self) -> None:
+        targets = self._targets.failures if self._targets is not None else 0
+        lost, failures = log_format.lost(), self._api.failures
+        writes = {"log": lost, "file_sd": targets, "announcement": self._unannounced, "control": failures}
+        self._site.lost = Lost(dict(self._connections.dropped), writes)
+
+    async def _look_at_web_config(self) -> None:
+        await self._gate.look()
+        self._tell_problems()
+        if self._gate.context is not self._context:
+            self._context = self._gate.context
+            # another context for new connections is another server; the socket stays, so that nobody is refused meanwhile
+            old = [door for door in self._doors if not isinstance(door.bound, UnixSocket)]
+            self._doors = [door for door in self._doors if door not in old]
+            for door in old:
+                await self._serve(door.bound.dup(), door.address)
+                retire(door.server)
+                door.bound.close()
+
+    async def _give_up_lost(self) -> None:
+        """Listen anew where a Unix socket's name does not lead to it any more."""
+        lost = self._named.lost(door.bound for door in self._doors if isinstance(door.bound, UnixSocket))
+        for door in [door for door in self._doors if door.bound in lost]:
+            self._doors.remove(door)
+            if door.commands:
+                self._wants_socket = True
+            elif door.address is not None:
+                self._unbound.append(door.address)
+            await door.server.shutdown(sockets=[door.bound])
+
+    async def _tell_targets(self) -> None:
+        if self._targets is not None:
+            addresses = file_sd.listened_on(door.bound for door in self._doors)
+            target = file_sd.ScrapeTarget(addresses, self._config.telemetry_path, tls=self._context is not None)
+            await asyncio.to_thread(self._targets.tell, target)
+            self._tell_problems()
+
+    def _tell_problems(self) -> None:
+        self._site.problems = (
+            *self._inherit_problems,
+            *self._bind_problems,
+            *filter(None, (self._gate.problem, self._targets.problem if self._targets is not None else "")),
+        )
+
+    async def _bind(self) -> None:
+        self._next_bind_s = time.monotonic() + RETRY_BIND_S
+        problems = []
+        for address in list(self._unbound):
+            try:
+                bound = self._listener(address)
+            except OSError as problem:
+                problems.append(f"cannot listen on {address}: {problem.strerror or problem}")
+                _log.error("cannot listen on %s: %s", address, problem.strerror or problem, extra={"cause": address})
+                continue
+            self._unbound.remove(address)
+            await self._serve(bound, address)
+            self._listening(bound, address)
+        if self._doors or self._config.mode == "sidecar":  # a node's exporter without a port gives up
+            await self._bind_socket(problems)
+        self._bind_problems = tuple(problems)
+        self._tell_problems()
+
+    async def _bind_socket(self, problems: list[str]) -> None:
+        if not self._wants_socket:
+            return
+        try:
+            address = unix_socket_path.address(self._config)
+            if address is None:
+                return
+            bound = bind_unix(Path(address.path))
+        except OSError as problem:
+            problems.append(f"no Unix socket for the API: {problem.strerror or problem}")
+            _log.error("no Unix socket for the API: %s", problem.strerror or problem)
+            return
+        self._wants_socket = False
+        await self._serve(bound, address, commands=True)
+
+    def _listener(self, address: Address | UnixAddress) -> socket.socket:
+        if isinstance(address, UnixAddress):
+            return bind_unix(Path(address.path))
+        return bind(address) if self._config.mode == "sidecar" else bind_near(address)
+
+    async def _serve(
+        self, bound: socket.socket, address: Address | UnixAddress | None = None, *, commands: bool = False
+    ) -> None:
+        app, context = self._app, self._context
+        if isinstance(bound, UnixSocket):  # no TLS and no passwords: its mode says who comes in
+            app, context = self._site.app(self._api.mounts("socket")) if commands else self._open, None
+        self._doors.append(Listener(await serve_on(bound, app, self._connections, context), bound, address, commands))
+
+    async def _take_over(self) -> tuple[str, ...]:
+        try:
+            for bound in inherited(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
+                await self._serve(bound)
+                _log.info("listening on %s", bound.getsockname(), extra={"cause": bound.getsockname()})
+        except OSError as problem:
+            _log.error("--web.systemd-socket: %s", problem.strerror)
+            return (f"--web.systemd-socket: {problem.strerror}",)
+        return ()
+
+    def _listening(self, bound: socket.socket, address: Address | UnixAddress) -> None:
+        if isinstance(address, UnixAddress):
+            _log.info("listening on %s", address, extra={"cause": address})
+            return
+        actual = Address(address.host, bound.getsockname()[1])
+        _log.info("listening on %s", actual, extra={"cause": actual})
+        self._address = self._address or str(actual)
+        self._tell_address()
+
+    def _tell_address(self) -> None:
+        """Announce the first address, again and again until it could be written."""
+        if self._announce is None or not self._address:
+            return
+        try:
+            self._announce(self._address)
+            self._announce = None
+        except OSError as problem:
+            self._unannounced += 1
+            _log.error("the address could not be announced: %s", problem.strerror or problem)
+
+    def _fleet(self) -> ServiceStatus:
+        ranks, last_s = self._watch.latest.ranks, self._scrapers.last_s
+        ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
+        return ServiceStatus(
+            ranks=len(ranks),
+            alive=sum(rank.up for rank in ranks),
+            last_scrape_age_s=None if last_s is None else time.monotonic() - last_s,
+            unscraped_final=sum(not self._scrapers.got(number) for number in ended),
+        )
+
+    async def _drain(self) -> None:
+        """Wait until every scraper and the receiver of the push have what is final; what ends while we wait is final then."""
+        if self._done and self._push is None:
+            return
+        deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
+        final = await self._final() if not self._hurry.is_set() else 0
+        while not self._hurry.is_set():
+            goal = max([final, *(rank.ended_in or 0 for rank in self._watch.latest.ranks)])
+            waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
+            if self._push is not None and not self._push.settled:
+                waiting.append("OTLP")
+            if not waiting:
+                break
+            if time.monotonic() > deadline_s:
+                _log.warning("leaving, though the final state was not fetched by: %s", ", ".join(waiting))
+                break
+            _log.info("waiting for the final state to be fetched by: %s", ", ".join(waiting))
+            await _sleep_until(self._hurry, 0.2)
+            await self._look()
+
+    async def _final(self) -> int:
+        """Take the final state, and push it; return its number.
+
+        When a pod is deleted, SIGTERM comes within milliseconds of the training's end, and whether a rank that fell silent is
+        dead shows after ``FADED_AFTER_S``. One that only lost its lock is not waited for any longer.
+        """
+        snapshot = await self._watch.after_now()
+        for _ in range(3):
+            if not snapshot.fading or self._hurry.is_set():
+                break
+            await _sleep_until(self._hurry, FADED_AFTER_S / 2)
+            snapshot = await self._watch.after_now()
+        if self._push is not None:
+            self._push.look(self._site.facts(snapshot), final=True)
+        return snapshot.number
+
+    async def _close(self) -> None:
+        if self._targets is not None:
+            self._targets.remove()
+        self._site.live.close()
+        if self._push is not None:
+            self._push.close()
+        for door in self._doors:
+            door.remove_name()
+            await door.server.shutdown(sockets=[door.bound])
+        self._api.close()
+        if self._site.host is not None:
+            self._site.host.close()
+        self._watch.close()
+        self._pages.close()
+        self._gate.close()
+
+
+def _push_of(config: ExporterConfig) -> PushPipeline | None:
+    """Return what pushes over OTLP, which takes 3 MiB more; nothing of it is imported unless an endpoint is given."""
+    if config.push is None:
+        return None
+    from torchobs.exporter.otlp.pipeline import PushPipeline
+
+    return PushPipeline(config.push, config)
+
+
+async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)

@@ -1,0 +1,183 @@
+"""What the exporter says of each rank and of itself, once for the page and for what is pushed."""
+
+from __future__ import annotations
+
+import platform
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs._version import __version__
+from torchobs.flight.reader.reader import Distribution
+from torchobs.ranks import labels
+from torchobs.ranks import state as rank_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torchobs.catalog import Metric
+    from torchobs.exporter.otlp.counters import Counts
+    from torchobs.flight.reader.reader import View
+    from torchobs.ranks.comparison import RankStanding, RunSummary
+    from torchobs.ranks.scanner import Rank, Snapshot
+
+_BUILD = {"version": __version__, "python": platform.python_version()}
+
+
+class Lost(NamedTuple):
+    """What an exporter could not do, as counters."""
+
+    connections: Mapping[str, int]
+    """that were closed or not taken, by reason"""
+    writes: Mapping[str, int]
+    """that failed, by what was to be written"""
+
+
+NOTHING_LOST = Lost(
+    dict.fromkeys(catalog.EXPORTER_CONNECTIONS_DROPPED.attributes[0].values, 0),
+    dict.fromkeys(catalog.EXPORTER_WRITE_ERRORS.attributes[0].values, 0),
+)
+
+
+class ScrapeInput(NamedTuple):
+    """What a page is made of."""
+
+    snapshot: Snapshot
+    timeouts: int = 0
+    """scans that took too long"""
+    problems: tuple[str, ...] = ()
+    """what could not be honoured, besides what the snapshot knows of"""
+    pushed: Mapping[str, Counts] | None = None
+    """what became of what was to be pushed, by signal; ``None``: nothing is to be"""
+    lost: Lost = NOTHING_LOST
+    host: HostFacts | None = None
+    """``None``: nothing of the machine is collected, or nothing yet"""
+
+
+class Sample(NamedTuple):
+    """One sample of a metric of the catalog; a rank's identity is not among the attributes."""
+
+    metric: Metric
+    attributes: Mapping[str, str]
+    value: float
+
+
+class HostFacts(NamedTuple):
+    """What there is to say of the machine."""
+
+    said: tuple[Sample, ...]
+    own: tuple[Sample, ...]
+    """how the collecting went"""
+    booted_ns: int
+    """when the machine's counters were 0, Unix ns"""
+
+
+def _states(metric: Metric, *none: str) -> dict[str, tuple[Sample, ...]]:
+    """Return what is said in each of a metric's states, of which one is 1 and the others 0; all are 0 in ``none``."""
+    (attribute,) = metric.attributes
+    own = {name: {attribute.name: name} for name in attribute.values}
+    return {
+        state: tuple(Sample(metric, own[name], float(name == state)) for name in attribute.values)
+        for state in (*attribute.values, *none)
+    }
+
+
+# the same objects at every scrape: that nothing has changed but numbers is seen without a look at them
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+_STATES, _ENDINGS = _states(catalog.RANK_STATE_SET), _states(catalog.RANK_EXIT, "")
+_UP = {up: Sample(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True)}
+
+
+def of_rank(rank: Rank) -> Iterator[Sample]:
+    """Yield what the exporter says of a rank: its state, how it ended, what describes it."""
+    header, live = rank.view.header, rank.view.live
+    yield from _STATES[rank.state]
+    yield _UP[rank.up]
+    if live.heartbeat_ns:
+        yield Sample(catalog.RANK_HEARTBEAT_TIMESTAMP, _NO_LABELS, header.wall_s(live.heartbeat_ns))
+    if rank.progress_age_s is not None:
+        yield Sample(catalog.RANK_PROGRESS_AGE, _NO_LABELS, rank.progress_age_s)
+    yield Sample(catalog.RANK_START_TIME, _NO_LABELS, header.wall_ns / 1e9)
+    yield Sample(catalog.RANK_RESTARTS, _NO_LABELS, labels.number(header.resource, "restart") or 0)
+    yield from _ENDINGS[ending(rank)]
+    yield Sample(catalog.RANK_INFO, rank.info, 1.0)
+    world_size = labels.number(header.resource, "world_size")
+    if world_size is not None:
+        yield Sample(catalog.WORLD_SIZE, _NO_LABELS, world_size)
+    if rank.standing is not None:
+        yield from _of_standing(rank.standing)
+
+
+def _of_standing(standing: RankStanding) -> Iterator[Sample]:
+    if standing.behind is not None:
+        yield Sample(catalog.RANK_BEHIND, _NO_LABELS, standing.behind)
+    if standing.slowdown is not None:
+        yield Sample(catalog.RANK_SLOWDOWN, _NO_LABELS, standing.slowdown)
+    yield from _set(catalog.RANK_EXCESS, standing.excess_s)
+
+
+def _of_run(run: RunSummary) -> Iterator[Sample]:
+    own = {"job_name": run.job_name, "run_id": run.run_id}
+    yield Sample(catalog.RUN_LOCAL_RANKS, own, run.here)
+    yield Sample(catalog.RUN_STEP_SPREAD, own, run.step_spread)
+    if run.missing is not None:
+        yield Sample(catalog.RUN_MISSING_RANKS, own, run.missing)
+    if run.grad_norm is not None:
+        yield Sample(catalog.RUN_GRAD_NORM, own, run.grad_norm)
+
+
+def ending(rank: Rank) -> str:
+    """Return the reason for which a rank ended, one of ``catalog.EXIT_REASONS``; empty while it lives."""
+    live = rank.view.live
+    return "" if rank.up else rank_state.ending(live.exit_reason, live.exit_code, last_memory(rank.view))[1]
+
+
+def of_exporter(facts: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sample]:
+    """Yield what the exporter says of itself; ``dropped`` are the series that are not on the page, by reason."""
+    snapshot = facts.snapshot
+    yield Sample(catalog.BUILD_INFO, _BUILD, 1.0)
+    yield from _set(catalog.EXPORTER_FILES, snapshot.files)
+    yield from _set(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": facts.timeouts})
+    yield Sample(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
+    yield Sample(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not facts.problems))
+    yield Sample(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
+    yield from _set(catalog.EXPORTER_SERIES_DROPPED, dropped)
+    yield from _set(catalog.EXPORTER_CONNECTIONS_DROPPED, facts.lost.connections)
+    yield from _set(catalog.EXPORTER_WRITE_ERRORS, facts.lost.writes)
+    for run in snapshot.runs:
+        yield from _of_run(run)
+    for signal, counts in (facts.pushed or {}).items():
+        yield from _of_push({"signal": signal}, counts)
+        if signal == "traces":
+            yield Sample(catalog.OTLP_UNREAD, {}, counts.unread_bytes)
+    if facts.host is not None:
+        yield from facts.host.own
+
+
+def _of_push(signal: Mapping[str, str], counts: Counts) -> Iterator[Sample]:
+    yield Sample(catalog.OTLP_RECORDED, signal, counts.recorded)
+    yield Sample(catalog.OTLP_SENT, signal, counts.sent)
+    for reason, number in counts.dropped.items():
+        yield Sample(catalog.OTLP_DROPPED, {**signal, "reason": reason}, number)
+    yield Sample(catalog.OTLP_QUEUED, signal, counts.queued)
+    yield Sample(catalog.OTLP_FAILURES, signal, counts.failures)
+
+
+def _set(metric: Metric, values: Mapping[str, float]) -> Iterator[Sample]:
+    """Yield one sample per value of the metric's only attribute."""
+    (attribute,) = metric.attributes
+    return (Sample(metric, {attribute.name: name}, value) for name, value in values.items())
+
+
+def last_memory(view: View) -> rank_state.MemoryUse:
+    """Return what the rank said last of its memory."""
+    shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
+    last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
+    for series, value in view.points:
+        if isinstance(value, Distribution):
+            continue
+        if series.name == catalog.MEMORY_HOST_UTILIZATION.name:
+            shares.update({str(of): value for name, of in series.attributes if name == catalog.LIMIT.name})
+        elif series.name == catalog.CGROUP_MEMORY_LAST_OOM_KILL.name:
+            kill_age_s = last_s - value
+    return rank_state.MemoryUse(shares["cgroup"], shares["machine"], kill_age_s)

@@ -1,0 +1,119 @@
+"""A file for a Prometheus that has nobody to tell it of this exporter: its ``file_sd_configs`` read the address there.
+
+https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from ipaddress import ip_address
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.config.option_types import Address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_HOST = "%h"
+"""In the path: this machine's name, so that many exporters can have one command line and one shared directory."""
+_MODE = 0o644
+"""Prometheus is another user, and nothing in it is secret."""
+_NOWHERE = ("192.0.2.1", 9)
+"""An address of no machine (RFC 5737): a datagram socket connected to it sends nothing, and is bound to what leads there."""
+
+_log = logging.getLogger(__name__)
+
+
+class ScrapeTarget(NamedTuple):
+    """Where Prometheus finds the metrics."""
+
+    addresses: tuple[Address, ...]
+    telemetry_path: str
+    tls: bool
+
+
+class TargetFile:
+    """The file, written when what it says changes, and removed at the end."""
+
+    def __init__(self, path: str, host: str, outside: Callable[[str], str]) -> None:
+        """``host`` is this machine's name, ``outside`` what tells under which address others reach it (:func:`reachable`)."""
+        self.problem = ""
+        self.failures = 0
+        """times it could not be written"""
+        self._path, self._host, self._outside = Path(path.replace(_HOST, host)), host, outside
+        self._said: ScrapeTarget | None = None
+        self._inode = (0, 0)
+
+    def tell(self, target: ScrapeTarget) -> None:
+        """Write the file if it says something else. What cannot be written is a problem, and tried again with the next call."""
+        if target == self._said and not self.problem:
+            return
+        try:
+            self._write(self._text(target))
+            self._said, self.problem = target, ""
+        except OSError as problem:
+            self.failures += 1
+            self.problem = f"--web.file-sd {self._path}: {problem.strerror or problem}"
+            _log.error("%s", self.problem)
+
+    def remove(self) -> None:
+        """Take the file away, unless it is another's by now. Idempotent."""
+        with contextlib.suppress(OSError):
+            status = self._path.lstat()
+            if (status.st_dev, status.st_ino) == self._inode:
+                self._path.unlink()
+
+    def _text(self, target: ScrapeTarget) -> str:
+        addresses = [_dialled(address, self._host, self._outside) for address in target.addresses]
+        labels = {"torchobs_host": self._host, "__metrics_path__": target.telemetry_path}
+        if target.tls:
+            labels["__scheme__"] = "https"
+        groups = [{"targets": sorted({str(one) for one in addresses}), "labels": labels}] if addresses else []
+        return json.dumps(groups, indent=2) + "\n"
+
+    def _write(self, text: str) -> None:
+        # Prometheus reads every file that matches: the temporary name must not end in .json or .yml
+        temporary = self._path.with_name(f".{self._path.name}.{token_hex(4)}.tmp")
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                os.fchmod(fd, _MODE)
+                file.write(text)
+                file.flush()
+                status = os.fstat(fd)
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._inode = (status.st_dev, status.st_ino)
+
+
+def reachable(host: str) -> str:
+    """Return how other machines reach this one: by its name where that leads to it, else by the address that leads outside."""
+    with contextlib.suppress(OSError):
+        found = [
+            ip_address(str(one[4][0]).partition("%")[0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ]
+        # Debian's /etc/hosts calls a machine 127.0.1.1, and nobody else does
+        if found and not any(one.is_loopback for one in found):
+            return host
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect(_NOWHERE)
+        return str(asking.getsockname()[0])
+    return host
+
+
+def listened_on(bound: Iterable[socket.socket]) -> tuple[Address, ...]:
+    """Return the ports among listening sockets, with the addresses that they are bound to."""
+    return tuple(Address(*one.getsockname()[:2]) for one in bound if one.family in {socket.AF_INET, socket.AF_INET6})
+
+
+def _dialled(address: Address, host: str, outside: Callable[[str], str]) -> Address:
+    everywhere = ip_address(address.host.partition("%")[0]).is_unspecified
+    return Address(outside(host), address.port) if everywhere else address

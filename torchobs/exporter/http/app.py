@@ -1,0 +1,81 @@
+"""The exporter's HTTP side: health, and what else is where; the page for people is `live`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from torchobs.exporter.exporter_metrics import NOTHING_LOST, ScrapeInput
+from torchobs.exporter.prometheus.handler import MetricsPage
+from torchobs.exporter.ui.routes import LivePage
+from torchobs.ranks.scanner import EMPTY
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from starlette.requests import Request
+    from starlette.routing import BaseRoute
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+    from torchobs.exporter.host.look import Host
+    from torchobs.exporter.otlp.counters import Counts
+    from torchobs.exporter.prometheus.page_cache import PageCache
+    from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
+    from torchobs.exporter.snapshot_cache import SnapshotCache
+    from torchobs.ranks.scanner import Snapshot
+
+
+class Site:
+    """The handlers. ``problems`` is what of the configuration cannot be honoured at present."""
+
+    def __init__(self, watch: SnapshotCache, pages: PageCache, scrapers: ScrapeTracker, telemetry_path: str) -> None:
+        self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
+        self.problems: tuple[str, ...] = ()
+        self.pushed: Mapping[str, Counts] | None = None
+        self.lost = NOTHING_LOST
+        self.host: Host | None = None
+        links = ((telemetry_path, "Metrics"), ("/api/v1/openapi.json", "API"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
+        self.live = LivePage(watch, lambda: self.problems, links)
+
+    def facts(self, snapshot: Snapshot) -> ScrapeInput:
+        """Return what a page of that snapshot is made of."""
+        host = self.host.latest if self.host is not None else None
+        return ScrapeInput(snapshot, self._watch.timeouts, self.problems, self.pushed, self.lost, host)
+
+    def app(self, more: Iterable[BaseRoute] = ()) -> ASGIApp:
+        """Return the application; ``more`` is what else there is on a listener."""
+        metrics = MetricsPage(self._fresh, self._pages, self._scrapers)
+        others = Starlette(
+            routes=[
+                Route(self._telemetry_path, metrics),
+                Route("/-/healthy", self._healthy),
+                Route("/-/ready", self._ready),
+                *self.live.routes(),
+                *more,
+            ]
+        )
+
+        async def front(scope: Scope, receive: Receive, send: Send) -> None:
+            # past the router, see there
+            is_metrics = scope["type"] == "http" and scope["path"] == self._telemetry_path
+            await (metrics if is_metrics else others)(scope, receive, send)
+
+        return front
+
+    async def _fresh(self, deadline_s: float) -> ScrapeInput:
+        snapshot = await self._watch.fresh(deadline_s=deadline_s)
+        if self.host is not None:
+            await self.host.look()
+        return self.facts(snapshot)
+
+    async def _healthy(self, _: Request) -> Response:
+        return PlainTextResponse("torchobs exporter is healthy.\n")
+
+    async def _ready(self, _: Request) -> Response:
+        # a missing directory or a port that is taken do not count: what Kubernetes would do about it holds up the training
+        if self._watch.latest is EMPTY:
+            return PlainTextResponse("torchobs exporter has not looked at the flight files yet.\n", 503)
+        return PlainTextResponse("torchobs exporter is ready.\n")

@@ -1,0 +1,161 @@
+"""The door: what the web configuration asks of whoever comes, and the file looked at again every second.
+
+A file that breaks while it is in force stays in force as it was. One that is broken from the start closes the door, for what it
+meant to protect is not known: everything but health is a 503, and ``torchobs_exporter_config_ok`` is 0 until it is mended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+
+from torchobs.exporter.http.auth import tls, web_config
+from torchobs.exporter.http.auth.web_config import WebConfig, WebConfigError
+from torchobs.exporter.http.client_scope import LET_IN
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Iterable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from torchobs.exporter.http.auth.basic import Passwords
+
+HEALTH = ("/-/healthy", "/-/ready")
+"""Open to everyone: kubelet's probes know no password, and nothing is said there."""
+
+_Mark = tuple[int, int, int, int, int] | None
+_log = logging.getLogger(__name__)
+
+
+class ActiveConfig(NamedTuple):
+    """What is in force."""
+
+    config: WebConfig
+    context: ssl.SSLContext | None
+    """None: no TLS"""
+
+
+class WebConfigMiddleware:
+    """What is in force of a web configuration file, if there is one. To be used in one event loop."""
+
+    def __init__(self, path: str | None) -> None:
+        self.problem = ""
+        """what is wrong with the file, if something is"""
+        self._path = Path(path) if path is not None else None
+        self._force: ActiveConfig | None = None if path is not None else ActiveConfig(WebConfig(), None)
+        self._marks: dict[Path, _Mark] = {}
+        self._passwords: Passwords | None = None
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """The context that new connections are to have: another object after every change."""
+        return self._force.context if self._force is not None else None
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether everyone who comes past the door has shown who they are, by a password or a certificate."""
+        config = self._force.config if self._force is not None else WebConfig()
+        verified = config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert"
+        return bool(config.users) or verified
+
+    async def look(self) -> None:
+        """Take a file that has changed since the last look, or whose certificates have."""
+        if self._path is not None and await asyncio.to_thread(self._changed):
+            await asyncio.to_thread(self._load, self._path)
+
+    def guard(self, app: ASGIApp) -> ASGIApp:
+        """Return the application behind the door."""
+
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            force = self._force
+            if force is None:
+                refused = "the web configuration is broken, and nothing is served until it is mended: see the log\n"
+                answer = None if scope["path"] in HEALTH else PlainTextResponse(refused, 503)
+            else:
+                send = _with_headers(force.config, send)
+                answer = None if scope["path"] in HEALTH else await self._refusal(force.config, scope)
+                scope[LET_IN] = answer is None and _identifies(force.config)
+            await (answer or app)(scope, receive, send)
+
+        return guarded
+
+    def close(self) -> None:
+        """Let go of the threads. Idempotent."""
+        if self._passwords is not None:
+            self._passwords.close()
+
+    async def _refusal(self, config: WebConfig, scope: Scope) -> PlainTextResponse | None:
+        if not config.users:
+            return None
+        from torchobs.exporter.http.auth.basic import BusyError, Passwords
+
+        self._passwords = self._passwords or Passwords()
+        try:
+            if await self._passwords.allowed(Headers(scope=scope).get("authorization"), config.users):
+                return None
+        except BusyError:
+            return PlainTextResponse("Too many passwords to look at.\n", 503, {"Retry-After": "1"})
+        return PlainTextResponse("Unauthorized\n", 401, {"WWW-Authenticate": 'Basic realm="torchobs", charset="UTF-8"'})
+
+    def _changed(self) -> bool:
+        return not self._marks or self._marks != _marks(self._marks)
+
+    def _load(self, path: Path) -> None:
+        watched = {path}
+        self._marks = _marks(watched)  # before they are read: what changes meanwhile is read again
+        try:
+            config = web_config.parse(path.read_text("utf-8"))
+            if config.tls is not None:
+                watched.update(tls.files(config.tls, path.parent))
+                self._marks |= _marks(watched - {path})
+            context = tls.context(config.tls, path.parent) if config.tls is not None else None
+        except (OSError, ValueError) as problem:
+            self._complain(path, problem)
+            return
+        self._force, self.problem = ActiveConfig(config, context), ""
+        said = tls.notes(config.tls) if config.tls is not None else ()
+        _log.info("web configuration in force: %s", "; ".join((str(path), *said)))
+
+    def _complain(self, path: Path, problem: OSError | ValueError) -> None:
+        words = f"{problem}" if isinstance(problem, WebConfigError) else getattr(problem, "strerror", None) or "it is no UTF-8"
+        kept = "the one before stays in force" if self._force is not None else "nothing is served"
+        self.problem = f"--web.config.file {path}: {words}; {kept}"
+        _log.error("%s", self.problem)
+
+
+def _identifies(config: WebConfig) -> bool:
+    """Tell whether whoever got through has shown who it is."""
+    return bool(config.users) or (config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert")
+
+
+def _marks(paths: Iterable[Path]) -> dict[Path, _Mark]:
+    return {path: _mark(path) for path in paths}
+
+
+def _mark(path: Path) -> _Mark:
+    try:
+        status = os.stat(path)  # noqa: PTH116  # Path.stat() is the same, and follows links too: Kubernetes swaps one
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _with_headers(config: WebConfig, send: Send) -> Send:
+    if not config.headers:
+        return send
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in config.headers.items():
+                headers.setdefault(name, value)  # a page of ours that has a policy has the stricter one
+        await send(message)
+
+    return sending

@@ -1,0 +1,139 @@
+"""The connections there are, and which of them have to go: those that take too long, and the longest idle when it gets crowded.
+
+uvicorn waits for ever for a request's head, and for whoever reads no response; asyncio takes as many connections as there are
+descriptors, and then none. A thousand connections of which nothing comes must not keep one scraper out.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
+
+from torchobs import catalog
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HEAD_S = 10.0
+"""How long a TLS handshake may take, and a request's head; Prometheus sends it in one packet."""
+
+RESPONSE_S = 60.0
+"""How long a page may take to be fetched: no scrape timeout is longer in practice."""
+
+MOST_CONNECTIONS = 512
+"""More than any number of scrapers and people."""
+
+REASONS = catalog.EXPORTER_CONNECTIONS_DROPPED.attributes[0].values
+_SHARE_OF_DESCRIPTORS = 4
+_PART = 8
+"""Where it is crowded an eighth of the connections goes, so that not every one that comes has to look at all others."""
+
+_log = logging.getLogger(__name__)
+
+
+class RequestCycle(Protocol):
+    """A request and its response."""
+
+    response_complete: bool
+
+
+class Abortable(Protocol):
+    """A socket, or what stands for one."""
+
+    def abort(self) -> None:
+        """Close it at once."""
+
+
+class Connection(Protocol):
+    """What is asked of a connection: uvicorn's h11 protocol has it, and one that is still being made."""
+
+    @property
+    def transport(self) -> Abortable:
+        """Its socket."""
+
+    @property
+    def cycle(self) -> RequestCycle | None:
+        """The request at hand, or the last one."""
+
+    @property
+    def timeout_keep_alive_task(self) -> object:
+        """Set while it is idle after a response, when uvicorn itself looks after it."""
+
+
+class Connections:
+    """All connections of all listeners. ``dropped``: those that were closed, or never taken, by reason."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """``most``: how many there may be; ``None``: 512, or a quarter of the descriptors that this process may have."""
+        self.dropped = Counter(dict.fromkeys(REASONS, 0))
+        self._most = most if most is not None else _room()
+        self._all: dict[Connection, None] = {}
+        self._since: WeakKeyDictionary[Connection, tuple[tuple[int, bool], float]] = WeakKeyDictionary()
+
+    def add(self, connection: Connection) -> None:
+        """Take one in."""
+        self._all[connection] = None
+
+    def discard(self, connection: Connection) -> None:
+        """Forget one that is closed. Idempotent."""
+        self._all.pop(connection, None)
+
+    def drop(self, connection: Connection, reason: str) -> None:
+        """Close one. ``reason``: one of :data:`REASONS`."""
+        self.discard(connection)
+        self.dropped[reason] += 1
+        connection.transport.abort()
+        _log.info("a connection was closed: %s", reason)
+
+    def sweep(self, now_s: float) -> None:
+        """Close those that take too long. ``now_s`` is CLOCK_MONOTONIC in seconds; to be called every second."""
+        for connection in list(self._all):
+            busy, idle, age_s = self._look(connection, now_s)
+            if not idle and age_s > (RESPONSE_S if busy else HEAD_S):
+                self.drop(connection, "slow")
+
+    def make_room(self, now_s: float) -> bool:
+        """Close connections if there are as many as there may be; tell whether there is room for another one."""
+        if len(self._all) < self._most:
+            return True
+        self.thin_out(now_s, len(self._all) - self._most + 1)
+        return len(self._all) < self._most
+
+    def thin_out(self, now_s: float, least: int = 1, *, scrapers: bool = True) -> None:
+        """Close an eighth of the connections, or ``least``, beginning with those that wait the longest without a request.
+
+        Then, if ``scrapers``, those between two scrapes; then those that have not fetched their page for so long that no
+        scraper waits any more.
+        """
+        looked = [(self._look(connection, now_s), connection) for connection in self._all]
+        ranked = sorted(
+            ((busy, idle, -age_s), number, connection)
+            for number, ((busy, idle, age_s), connection) in enumerate(looked)
+            if (scrapers and age_s > HEAD_S) or (not busy and (scrapers or not idle))
+        )
+        for _, _, connection in ranked[: max(least, len(self._all) // _PART)]:
+            self.drop(connection, "crowd")
+
+    def _look(self, connection: Connection, now_s: float) -> tuple[bool, bool, float]:
+        """Return whether it is busy with a response, whether it is idle after one, and for how many seconds."""
+        cycle = connection.cycle
+        busy = cycle is not None and not cycle.response_complete
+        mark = (id(cycle), busy)
+        known = self._since.get(connection)
+        if known is None or known[0] != mark:
+            known = self._since[connection] = (mark, now_s)
+        return busy, not busy and connection.timeout_keep_alive_task is not None, now_s - known[1]
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+def _room() -> int:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if most == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, max(8, most // _SHARE_OF_DESCRIPTORS))

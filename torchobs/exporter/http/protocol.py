@@ -1,0 +1,139 @@
+"""HTTP/1.1 on one connection: uvicorn's, for people who do not mean well.
+
+What comes is read in small pieces, and a request's body has an end: h11 takes 10 µs for each chunk of a body, however short, so
+that one packet of 256 KiB would hold the event loop for half a second, and a body without end a core for ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import uvicorn
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import RequestResponseCycle
+
+    from torchobs.exporter.http.connection_limits import Connections
+
+MOST_HEAD = 16 * 1024
+"""Bytes of a request's head."""
+
+MOST_BODY = 128 * 1024
+"""Bytes of a request after its head, as they are sent: twice what the API takes."""
+
+MOST_CHUNKS = 1_000
+"""Pieces that a body may come in."""
+
+_PIECE = 4 * 1024
+_WRITTEN_AT_ONCE = 64 * 1024
+
+
+class BoundedConnection(h11.Connection):
+    """Ends a request whose body comes in too many pieces."""
+
+    chunks = 0
+
+    def next_event(self) -> type[h11.NEED_DATA | h11.PAUSED] | h11.Event:
+        """See :class:`h11.Connection`."""
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self.chunks += 1
+            if self.chunks > MOST_CHUNKS:
+                raise h11.RemoteProtocolError("a body in too many pieces")
+        elif isinstance(event, h11.Request):
+            self.chunks = 0
+        return event
+
+
+class HttpProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(self, server: uvicorn.Server, connections: Connections) -> None:
+        super().__init__(server.config, server.server_state, {})
+        self.conn = BoundedConnection(h11.SERVER, MOST_HEAD)
+        self.once = False
+        """whether it is closed after a response"""
+        self._connections = connections
+        self._of: object = None
+        self._body = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """See :class:`asyncio.Protocol`."""
+        self._connections.add(self)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See :class:`asyncio.Protocol`."""
+        self._connections.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came, as far as it is to be read. See :class:`asyncio.Protocol`."""
+        for at in range(0, len(data), _PIECE):
+            if self.transport.is_closing():
+                return
+            piece = data[at : at + _PIECE]
+            super().data_received(piece)
+            if self._is_too_much(len(piece)):
+                self._connections.drop(self, "flood")
+
+    def finish(self) -> None:
+        """Close it if it is idle; else after the response at hand, or the first one: no scraper comes twice for that."""
+        if cast("RequestResponseCycle | None", self.cycle) is None:
+            self.once = True
+        else:
+            self.shutdown()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        if self.once:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; close the connection if a response is on its way, or was sent, already."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True  # whatever the application says now, nobody is there to hear it
+            cycle.message_event.set()
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
+            super().send_400_response(msg)
+        else:
+            self.transport.abort()
+
+    def _is_too_much(self, received: int) -> bool:
+        """Count what comes of a request's body, and say when it is to be refused: the whole of it, or the rest of it."""
+        if self._of is not self.cycle:
+            self._of, self._body = self.cycle, 0
+        if self.conn.their_state is not h11.SEND_BODY:
+            return False
+        self._body += received
+        return self._body > MOST_BODY
+
+
+def chunked_writes(app: ASGIApp) -> ASGIApp:
+    """Return the application writing long pages piece by piece, as fast as they are read.
+
+    Else each connection would have a copy of its own of all that its reader has not fetched yet.
+    """
+
+    async def pacing(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            body = cast("bytes", message.get("body", b""))
+            goes_on = message.get("more_body", False)
+            if message["type"] != "http.response.body" or len(body) <= _WRITTEN_AT_ONCE:
+                await send(message)
+                return
+            view = memoryview(body)
+            for at in range(0, len(body), _WRITTEN_AT_ONCE):
+                more = goes_on or at + _WRITTEN_AT_ONCE < len(body)
+                await send({"type": "http.response.body", "body": view[at : at + _WRITTEN_AT_ONCE], "more_body": more})
+
+        await app(scope, receive, sending)
+
+    return pacing

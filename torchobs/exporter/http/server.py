@@ -1,0 +1,100 @@
+"""Where the exporter listens: sockets, and a server for each."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import socket
+from typing import TYPE_CHECKING, cast
+
+import uvicorn
+
+from torchobs.config.option_types import Address
+from torchobs.exporter.http.acceptor import Acceptor
+from torchobs.exporter.http.protocol import HttpProtocol, chunked_writes
+
+if TYPE_CHECKING:
+    import asyncio
+    import ssl
+
+    from starlette.types import ASGIApp
+
+    from torchobs.exporter.http.connection_limits import Connections
+
+KEEP_ALIVE_S = 75
+"""Longer than the usual scrape intervals, so that a scraper finds its connection open."""
+
+NEXT_PORTS = 100
+_BACKLOG = 512
+_FILES = 65_536
+
+
+def allow_files() -> None:
+    """Raise the limit of open files: a flight file is one, and so is every connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def bind(address: Address) -> socket.socket:
+    """Return a listening socket; an empty host is every interface, IPv4 and IPv6. Raises ``OSError``."""
+    if address.host:
+        try:
+            family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        except UnicodeError as problem:  # a name with an empty or too long label is asked of nobody
+            raise OSError(errno.EINVAL, "that is no host name") from problem
+        return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("::", address.port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        except OSError as problem:
+            if problem.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
+                raise  # else: IPv6 is compiled in and switched off, as in many pods
+    return socket.create_server(("0.0.0.0", address.port), backlog=_BACKLOG)  # noqa: S104  # that is what was asked for
+
+
+def bind_near(address: Address) -> socket.socket:
+    """Return a listening socket on the address, or on the next port that is free, at most 100 on. Raises ``OSError``."""
+    last = min(address.port + NEXT_PORTS, 65535) if address.port else 0
+    for port in range(address.port, last):
+        try:
+            return bind(Address(address.host, port))
+        except OSError as problem:
+            if problem.errno != errno.EADDRINUSE:
+                raise
+    return bind(Address(address.host, last))
+
+
+async def serve_on(
+    bound: socket.socket, app: ASGIApp, connections: Connections, context: ssl.SSLContext | None = None
+) -> uvicorn.Server:
+    """Start a server on a socket. The caller calls its ``on_tick`` every second, and its ``shutdown`` at the end."""
+    config = uvicorn.Config(
+        chunked_writes(app),
+        http=HttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    await server.on_tick(0)  # sets the Date header
+    acceptor = Acceptor(bound, lambda: HttpProtocol(server, connections), context, connections)
+    server.servers = [cast("asyncio.Server", acceptor)]
+    server.started = True
+    return server
+
+
+def retire(server: uvicorn.Server) -> None:
+    """Accept no more, and close what is idle. What has begun is answered, and a connection's first request."""
+    for acceptor in server.servers:
+        acceptor.close()
+    for connection in list(server.server_state.connections):
+        cast("HttpProtocol", connection).finish()

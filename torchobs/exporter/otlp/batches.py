@@ -1,0 +1,187 @@
+"""From what the exporter knows to requests: whose metrics and spans are due, and what was sent of them before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import uuid
+from typing import TYPE_CHECKING, NamedTuple
+
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+
+from torchobs._version import __version__
+from torchobs.exporter import exporter_metrics
+from torchobs.exporter.otlp import attributes
+from torchobs.exporter.otlp.metric_encoder import Requests
+from torchobs.exporter.otlp.metric_source import Source
+from torchobs.exporter.otlp.span_encoder import Trace
+from torchobs.exporter.otlp.span_requests import SpanRequests
+from torchobs.flight.reader.reader import MAX_FILES
+from torchobs.ranks import labels
+from torchobs.ranks.rank_file import HOSTILE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torchobs.exporter.exporter_metrics import HostFacts, ScrapeInput
+    from torchobs.exporter.otlp.span_reader import SpanReader
+    from torchobs.ranks.scanner import Rank
+
+OLDER_NS = 10_000_000_000
+"""A rank this much older than the exporter has an exporter before this one; a node's first rank starts its own."""
+
+Packed = list[tuple[bytes, int]]
+_log = logging.getLogger(__name__)
+
+
+class Key(NamedTuple):
+    """One rank as it is served: two that claim one rank change their label when the other comes."""
+
+    incarnation: str
+    rank: str
+
+
+def key_of(rank: Rank) -> Key:
+    """Return what identifies a rank's streams."""
+    return Key(rank.incarnation, rank.rank)
+
+
+class Metrics:
+    """The metrics of all ranks, and the exporter's own."""
+
+    def __init__(self, *, delta: bool, series_limit: int, born_ns: int) -> None:
+        """``born_ns``: when the exporter began, Unix ns."""
+        self._delta, self._limit, self._born_ns = delta, series_limit, born_ns
+        self._sources: dict[Key, Source] = {}
+        self._collected: dict[str, None] = {}
+        """incarnations of which something was sent, in the order in which they were collected last"""
+        self._own = Source(_own_resource(), {}, born_ns, series_limit, known=False)
+        self._host: Source | None = None
+
+    def unknown(self, ranks: Iterable[Rank]) -> list[Rank]:
+        """Return the ranks of which nothing was collected yet."""
+        return [rank for rank in ranks if key_of(rank) not in self._sources]
+
+    def gone(self, ranks: Iterable[Rank]) -> list[Key]:
+        """Return what was collected and is served no more."""
+        return [*self._sources.keys() - {key_of(rank) for rank in ranks}]
+
+    def collect(self, ranks: Iterable[Rank], gone: Iterable[Key], at_ns: int, own: ScrapeInput | None = None) -> Packed:
+        """Return the requests for those ranks, and the last ones for those that are gone; ``own``: the exporter's as well."""
+        requests = Requests(delta=self._delta)
+        for rank in ranks:
+            try:
+                self._add(requests, rank, at_ns)
+            except HOSTILE as problem:
+                _log.warning("OTLP: metrics of rank %s cannot be made: %s", rank.rank, problem)
+        for key in gone:
+            self._sources.pop(key).end(requests, at_ns)
+        if own is not None:
+            self._own.add_to(requests, (), exporter_metrics.of_exporter(own, {}), at_ns)
+            if own.host is not None:
+                self._add_host(requests, own.host, at_ns)
+        return requests.finish()
+
+    def _add_host(self, requests: Requests, host: HostFacts, at_ns: int) -> None:
+        if self._host is None:  # it has counted since it was booted
+            self._host = Source(_host_resource(), {}, host.booted_ns or self._born_ns, self._limit, known=True)
+        self._host.add_to(requests, (), host.said, at_ns)
+
+    def _add(self, requests: Requests, rank: Rank, at_ns: int) -> None:
+        source = self._sources.get(key_of(rank))
+        if source is None:
+            source = self._sources[key_of(rank)] = self._new(rank)
+        source.reopened(rank.opened)
+        self._remember(rank.incarnation)
+        source.add_to(requests, rank.view.points, exporter_metrics.of_rank(rank), at_ns, shown=rank.exemplars, up=rank.up)
+
+    def _new(self, rank: Rank) -> Source:
+        header = rank.view.header
+        identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
+        known = rank.incarnation in self._collected or header.wall_ns < self._born_ns - OLDER_NS
+        return Source(attributes.resource_of(header), identity, header.wall_ns, self._limit, known=known)
+
+    def _remember(self, incarnation: str) -> None:
+        """Note that a rank was collected: it may come back, or by another label, when its source is gone."""
+        self._collected.pop(incarnation, None)
+        self._collected[incarnation] = None
+        if len(self._collected) > MAX_FILES:
+            del self._collected[next(iter(self._collected))]
+
+
+class Traces:
+    """The spans of all ranks."""
+
+    def __init__(self, rings: SpanReader) -> None:
+        self._rings = rings
+        self._known: dict[str, tuple[Resource, Trace]] = {}
+        self._heads: dict[str, int] = {}
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the rings that were written over before they were read."""
+        return self._rings.unread_bytes
+
+    def written(self, rank: Rank) -> int:
+        """Return the bytes that were written to a rank's ring since it was read, as far as its writer says."""
+        return rank.view.live.event_head - self._heads.get(rank.incarnation, 0)
+
+    def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
+        """Return the requests for the new spans of those ranks."""
+        requests = SpanRequests()
+        for rank in ranks:
+            try:
+                self._add(requests, rank, wall_ns)
+            except HOSTILE as problem:
+                _log.warning("OTLP: spans of rank %s cannot be made: %s", rank.rank, problem)
+        return requests.finish()
+
+    def keep(self, ranks: Iterable[Rank]) -> None:
+        """Forget all others."""
+        served = {rank.incarnation for rank in ranks}
+        self._rings.keep(served)
+        self._known = {incarnation: known for incarnation, known in self._known.items() if incarnation in served}
+        self._heads = {incarnation: head for incarnation, head in self._heads.items() if incarnation in served}
+
+    def _add(self, requests: SpanRequests, rank: Rank, wall_ns: int) -> None:
+        header = rank.view.header
+        if rank.incarnation not in self._known:
+            self._known[rank.incarnation] = attributes.resource_of(header), Trace(header)
+        resource, trace = self._known[rank.incarnation]
+        self._heads[rank.incarnation] = rank.view.live.event_head
+        requests.add(resource, trace, trace.take(self._rings.read(rank, wall_ns)))
+        if not rank.up:
+            last_ns = rank.view.live.heartbeat_ns or header.monotonic_ns
+            requests.add(
+                resource, trace, trace.finish(exporter_metrics.ending(rank), header.wall_ns + last_ns - header.monotonic_ns)
+            )
+
+
+def _own_resource() -> Resource:
+    given = {
+        "service.name": "torchobs-exporter",
+        "service.instance.id": str(uuid.uuid4()),
+        "service.version": __version__,
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        "telemetry.sdk.name": attributes.SCOPE,
+        "telemetry.sdk.language": "python",
+        "telemetry.sdk.version": __version__,
+    }
+    return Resource(attributes=attributes.key_values(given.items()))
+
+
+def _host_resource() -> Resource:
+    """Return what stands for the machine: of Prometheus' labels it has its own ``job``, and its name for ``instance``."""
+    name = socket.gethostname()
+    given = {
+        "service.name": "torchobs-host",
+        "service.instance.id": name,
+        "host.name": name,
+        "os.type": "linux",
+        "telemetry.sdk.name": attributes.SCOPE,
+        "telemetry.sdk.language": "python",
+        "telemetry.sdk.version": __version__,
+    }
+    return Resource(attributes=attributes.key_values(given.items()))

@@ -1,0 +1,138 @@
+"""OTLP over gRPC, by the extra ``otlp-grpc``: imported only for an endpoint whose protocol is ``grpc``.
+
+Takes some 9 MiB (measured). Specification: https://opentelemetry.io/docs/specs/otlp/#otlpgrpc.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import RetryInfo
+from google.rpc.status_pb2 import Status
+
+from torchobs._version import __version__
+from torchobs.exporter.otlp.transport import Outcome, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.exporter.otlp.options import PushTarget
+
+METHODS = {
+    "metrics": "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
+    "traces": "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
+}
+RETRYABLE = frozenset(
+    {
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.ABORTED,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+"""The specification's; RESOURCE_EXHAUSTED as well, if the receiver says when to come again."""
+_PORT = 4317
+
+
+class GrpcTransport:
+    """The way to one receiver. ``partial`` reads how many items an answer rejects, and why."""
+
+    def __init__(self, target: PushTarget, signal: str, partial: Callable[[bytes], tuple[int, str]]) -> None:
+        self._target, self._partial = target, partial
+        self._metadata = tuple((name.lower(), value) for name, value in target.headers)
+        self._compression = grpc.Compression.Gzip if target.gzip else grpc.Compression.NoCompression
+        self._method = METHODS[signal]
+        self._tls = urlsplit(target.url).scheme == "https"
+        self._channel: Any = None
+        self._lock, self._closed = Lock(), False
+
+    def pack(self, message: bytes) -> bytes:
+        """See :class:`Transport`; gRPC compresses by itself."""
+        return message
+
+    def send(self, body: bytes) -> Outcome:
+        """See :class:`Transport`."""
+        outcome = self._send(body)
+        if outcome.kind == "retry" and self._tls:
+            self.close()  # a channel keeps its credentials: certificates may have been renewed, the next one reads them
+        return outcome
+
+    def cancel(self) -> None:
+        """See :class:`Transport`."""
+        self._closed = True
+        self.close()
+
+    def close(self) -> None:
+        """See :class:`Transport`."""
+        with self._lock:
+            channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _send(self, body: bytes) -> Outcome:
+        try:
+            answer = self._export(body)
+        except grpc.RpcError as error:
+            return _judge(error)
+        except (OSError, ValueError) as problem:  # a certificate that is not there; a channel that was closed
+            return Outcome("retry", words=printable(str(problem)))
+        try:
+            rejected, words = self._partial(answer)
+        except DecodeError:
+            rejected, words = 0, ""
+        return Outcome("sent", max(rejected, 0), words=printable(words))
+
+    def _export(self, body: bytes) -> bytes:
+        # a serialised request in, a serialised answer out
+        export = self._connected().unary_unary(self._method, request_serializer=None, response_deserializer=None)
+        answer: bytes = export(body, timeout=self._target.timeout_s, metadata=self._metadata, compression=self._compression)
+        return answer
+
+    def _connected(self) -> Any:
+        """Return the channel, made if there is none. Raises ``OSError`` once there is to be none any more."""
+        channel = self._channel or _channel(self._target)
+        with self._lock:
+            if not self._closed:  # whoever cancels says so first and closes then what is there: one of the two does
+                self._channel = channel
+                return channel
+        channel.close()
+        raise ConnectionAbortedError("the exporter ends")
+
+
+def _channel(target: PushTarget) -> Any:
+    parts = urlsplit(target.url)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    address = f"{host}:{parts.port or _PORT}"
+    options = (("grpc.primary_user_agent", f"torchobs-exporter/{__version__}"),)
+    if parts.scheme == "http":
+        return grpc.insecure_channel(address, options)
+    files = (target.certificate, target.client_key, target.client_certificate)
+    roots, key, chain = (Path(file).read_bytes() if file else None for file in files)
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(roots, key, chain), options)
+
+
+def _judge(error: Any) -> Outcome:
+    code, after_s = error.code(), _retry_after_s(error)
+    words = printable(f"{code.name} {error.details() or ''}")
+    again = code in RETRYABLE or (code is grpc.StatusCode.RESOURCE_EXHAUSTED and after_s is not None)
+    return Outcome("retry", after_s=after_s, words=words) if again else Outcome("refused", words=words)
+
+
+def _retry_after_s(error: Any) -> float | None:
+    """Return the seconds that the receiver's ``RetryInfo`` asks for."""
+    details = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
+    try:
+        for detail in Status.FromString(details).details if details else ():
+            info = RetryInfo()
+            if detail.Unpack(info):
+                return max(0.0, float(info.retry_delay.seconds + info.retry_delay.nanos / 1e9))
+    except DecodeError:
+        return None
+    return None

@@ -1,0 +1,135 @@
+"""Metrics as OTLP has them: by their OpenTelemetry names, one resource per incarnation, kinds exact.
+
+Points carry ``job_name``, ``run_id`` and ``rank``, as the page's series do. A stream that was sent and has no value any more (a
+gauge that is not finite, the state of a rank that has ended, a rank whose grace is over) gets one point that says so, with the
+flag *no recorded value*, which Prometheus takes for the end of the series.
+
+**Delta.** What a point counts is the difference to the last one. An exporter cannot know what the one before it has sent, so
+that of a rank older than itself it sends what it counts from then on, as the Collector's cumulativetodelta processor does; so
+it does with one that comes back, or by another label, for what it counted before was sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.catalog import BY_NAME, prometheus_label
+from torchobs.exporter.otlp.metric_encoder import PushedSeries
+from torchobs.exporter.prometheus.name_registry import COMMON_METRICS, EXPORTER_S, cumulative
+from torchobs.flight.format.series import Scope, Series, ValueType
+from torchobs.ranks import exemplars, labels
+from torchobs.ranks.exemplars import NONE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+
+    from torchobs.exporter.exporter_metrics import Sample
+    from torchobs.exporter.otlp.metric_encoder import Requests
+    from torchobs.flight.reader.decode import Value
+    from torchobs.ranks.exemplars import Shown
+
+_BEFORE_NS = 1_000_000
+"""Between a last value and its end: Prometheus tells milliseconds apart."""
+
+
+class Source:
+    """What is sent of one resource: a rank's incarnation, or the exporter itself."""
+
+    def __init__(self, resource: Resource, identity: Mapping[str, str], born_ns: int, limit: int, *, known: bool) -> None:
+        """``known``: it has counted before this exporter was there, which may have been sent."""
+        self._resource, self._identity, self._born_ns, self._limit = resource, identity, born_ns, limit
+        self._known = known
+        self._streams: dict[int, PushedSeries | None] = {}
+        self._said: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
+        self._by_series: dict[Series, PushedSeries] = {}
+        self._kept: list[Series] = []
+        self._taken: set[tuple[Scope | None, str, str]] = set()
+        self._up = False
+        self.opened = 0
+
+    def reopened(self, opened: int) -> None:
+        """Look the streams up anew: another opening of the file has other objects for the same series."""
+        if opened != self.opened:
+            self.opened = opened
+            self._streams.clear()
+            self._kept.clear()
+
+    def add_to(
+        self, requests: Requests, points: Iterable[tuple[Series, Value]], said: Iterable[Sample], at_ns: int, *,
+        shown: Shown = NONE, up: bool = True,
+    ) -> None:  # fmt: skip
+        """Add the points of all that has a value; and of what had one, that it has none any more.
+
+        A gauge of a rank that has just ended has both: its last value, which may not have been sent yet, and its end.
+        """
+        requests.begin(self._resource)
+        at_ns = max(at_ns, self._born_ns)  # the wall clock may have been set back
+        seen: set[PushedSeries] = set()
+        has_just_ended, self._up = self._up and not up, up
+        for series, value in (*points, *self._as_series(said)):
+            stream = self._stream(series)
+            if stream is None or stream in seen:
+                continue
+            if up or stream.survives:
+                seen.add(stream)
+                stream.add_to(requests, value, self._born_ns, at_ns, exemplars.of(series, shown))
+            elif has_just_ended:
+                stream.add_to(requests, value, self._born_ns, at_ns - _BEFORE_NS)
+        self.end(requests, at_ns, seen)
+        self._known = False
+
+    def end(self, requests: Requests, at_ns: int, seen: Collection[PushedSeries] = ()) -> None:
+        """Say of every stream but those that it has no value any more."""
+        requests.begin(self._resource)
+        for stream in self._by_series.values():
+            if stream.shown and stream not in seen:
+                stream.end(requests, at_ns)
+
+    def _as_series(self, said: Iterable[Sample]) -> Iterator[tuple[Series, Value]]:
+        for metric, attributes, value in said:
+            key = metric.name, tuple(sorted(attributes.items()))
+            series = self._said.get(key)
+            if series is None:
+                series = Series(metric.name, metric.kind, metric.unit, metric.brief, key[1], (), ValueType.FLOAT, -1, -1)
+                self._said[key] = series
+            yield series, int(value) if metric.integer else value
+
+    def _stream(self, series: Series) -> PushedSeries | None:
+        if id(series) not in self._streams:
+            self._kept.append(series)  # or another could get its id
+            self._streams[id(series)] = self._open(series)
+        return self._streams[id(series)]
+
+    def _open(self, series: Series) -> PushedSeries | None:
+        stream = self._by_series.get(series)
+        if stream is None and len(self._taken) < self._limit and not _is_forged(series):
+            key = series.scope, series.name, repr(series.attributes)
+            if key not in self._taken:
+                self._taken.add(key)
+                stream = PushedSeries(series, self._attributes(series), survives=_survives(series), known=self._known)
+                self._by_series[series] = stream
+        return stream
+
+    def _attributes(self, series: Series) -> list[tuple[str, object]]:
+        own: list[tuple[str, object]] = []
+        for name, value in series.attributes:
+            label = prometheus_label(name)
+            own.append((f"exported_{label}" if label in labels.IDENTITY else name, value))
+        return [*own, *self._identity.items()]
+
+
+def _is_forged(series: Series) -> bool:
+    """Tell whether a file says what only the exporter says, or an application has taken one of our names for its own."""
+    known = BY_NAME.get(series.name)
+    if known is None or series.block < 0:
+        return False
+    if known in COMMON_METRICS:  # names that an application has from OpenTelemetry, as we have
+        return series.scope is None
+    return known in EXPORTER_S or series.scope is not None
+
+
+def _survives(series: Series) -> bool:
+    known = BY_NAME.get(series.name) if series.scope is None else None
+    return cumulative(series.kind) or (known is not None and known.survives)

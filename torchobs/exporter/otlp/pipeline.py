@@ -1,0 +1,192 @@
+"""The push: a thread that makes requests of what the exporter sees, and one per signal that sends them.
+
+The event loop does nothing for it but hand over each snapshot. A rank that has ended, is gone or is new is pushed at once:
+when a pod is deleted there is no time after the training's end, and a counter that is known from 0 on has no first increase
+that is lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from threading import Condition, Thread
+from typing import TYPE_CHECKING
+
+from torchobs.exporter.otlp.batches import OLDER_NS, Metrics, Traces, key_of
+from torchobs.exporter.otlp.clock import Clock, SystemClock
+from torchobs.exporter.otlp.queue import Batch, RequestQueue
+from torchobs.exporter.otlp.sender import Sender
+from torchobs.exporter.otlp.span_reader import SpanReader
+from torchobs.flight.format.layout import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.exporter_metrics import ScrapeInput
+    from torchobs.exporter.otlp.batches import Packed
+    from torchobs.exporter.otlp.counters import Counts
+    from torchobs.exporter.otlp.options import PushConfig, PushTarget
+    from torchobs.exporter.otlp.transport import Transport
+    from torchobs.ranks.scanner import Rank, Snapshot
+
+_FULL = 0.25
+"""Share of a rank's event ring whose filling has it read before its time: it must not be written over unread."""
+
+
+class PushPipeline:
+    """Everything that is pushed. To be fed by one thread; ``counts`` and ``settled`` may be asked by any."""
+
+    def __init__(self, config: PushConfig, exporter: ExporterConfig, clock: Clock | None = None) -> None:
+        self._config, self._clock = config, clock or SystemClock()
+        self._backlogs = {signal: RequestQueue(config.queue_bytes, self._clock) for signal, _ in config.targets()}
+        self._transports = {signal: transport(signal, target, self._clock) for signal, target in config.targets()}
+        self._senders = [Sender(name, backlog, self._transports[name]) for name, backlog in self._backlogs.items()]
+        born_ns = self._clock.wall_ns()
+        self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
+        self._traces = Traces(SpanReader(exporter, born_ns - OLDER_NS))
+        self._ended: set[str] = set()
+        self._left: dict[str, Rank] = {}
+        """that other incarnations have replaced, of all snapshots since the last that was taken"""
+        self._next_metrics_s = self._next_traces_s = 0.0
+        self._changed = Condition()
+        self._facts: ScrapeInput | None = None
+        self._closed = self._final = False
+        self._thread = Thread(target=self._run, name="otlp", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._next_metrics_s = self._clock.now() + self._config.interval_s
+        for sender in self._senders:
+            sender.start()
+        self._thread.start()
+
+    @property
+    def counts(self) -> Mapping[str, Counts]:
+        """What became of everything, by signal."""
+        found = {signal: backlog.counts for signal, backlog in self._backlogs.items()}
+        if "traces" in found:
+            found["traces"] = found["traces"]._replace(unread_bytes=self._traces.unread_bytes)
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether the final state was taken, and all there was is sent or dropped."""
+        return not self._final and not any(one.counts.queued for one in self._backlogs.values())
+
+    @property
+    def due(self) -> bool:
+        """Whether what is looked at next will be pushed as metrics."""
+        return "metrics" in self._backlogs and self._clock.now() >= self._next_metrics_s
+
+    def look(self, facts: ScrapeInput, *, final: bool = False) -> None:
+        """Push what is due; ``final``: everything, for the exporter ends. Returns at once."""
+        with self._changed:
+            self._facts, self._final = facts, final or self._final
+            self._left |= {rank.incarnation: rank for rank in facts.snapshot.left}
+            self._changed.notify_all()
+        if final:
+            for backlog in self._backlogs.values():
+                backlog.hurry()
+
+    def close(self, timeout_s: float = 0.5) -> None:
+        """End; what was not sent is dropped, and counted. Waits for threads at most so long each. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sender in self._senders:
+            sender.close(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            facts, final = work
+            self._push_traces(facts, final=final)
+            self._push_metrics(facts, final=final)
+            self._ended = {rank.incarnation for rank in (*facts.snapshot.ranks, *facts.snapshot.left) if not rank.up}
+            with self._changed:
+                self._final = self._final and self._facts is not None  # handed over meanwhile: that is the final one
+        self._traces.keep(())
+
+    def _next(self) -> tuple[ScrapeInput, bool] | None:
+        with self._changed:
+            while self._facts is None and not self._closed:
+                self._changed.wait()
+            if self._closed or self._facts is None:
+                return None
+            facts, self._facts = self._facts, None
+            left, self._left = self._left, {}
+            served = {rank.incarnation for rank in facts.snapshot.ranks}
+            left = {incarnation: rank for incarnation, rank in left.items() if incarnation not in served}
+            return facts._replace(snapshot=replace(facts.snapshot, left=(*left.values(),))), self._final
+
+    def _push_metrics(self, facts: ScrapeInput, *, final: bool) -> None:
+        if "metrics" not in self._backlogs:
+            return
+        ranks, leaving, now_s = facts.snapshot.ranks, self._leaving(facts.snapshot), self._clock.now()
+        gone, everything = self._metrics.gone((*ranks, *leaving)), final or now_s >= self._next_metrics_s
+        if everything:
+            self._next_metrics_s = now_s + self._config.interval_s
+        else:
+            new = {key_of(rank) for rank in self._metrics.unknown(ranks)}
+            ranks = tuple(rank for rank in ranks if key_of(rank) in new or self._has_just_ended(rank))
+        ranks = (*ranks, *(rank for rank in leaving if final or not rank.up))
+        if ranks or gone or everything:
+            own = facts._replace(pushed=self.counts) if everything else None
+            self._put("metrics", self._metrics.collect(ranks, gone, self._clock.wall_ns(), own))
+
+    def _push_traces(self, facts: ScrapeInput, *, final: bool) -> None:
+        if "traces" not in self._backlogs:
+            return
+        ranks, leaving, now_s = facts.snapshot.ranks, self._leaving(facts.snapshot), self._clock.now()
+        due = final or now_s >= self._next_traces_s
+        if due:
+            self._next_traces_s = now_s + self._config.span_delay_s
+        chosen = [rank for rank in (*ranks, *leaving) if self._wants_reading(rank, due=due, final=final)]
+        if chosen:
+            self._put("traces", self._traces.collect(chosen, self._clock.wall_ns()))
+        self._traces.keep((*ranks, *leaving))
+
+    def _wants_reading(self, rank: Rank, *, due: bool, final: bool) -> bool:
+        written = self._traces.written(rank)
+        ring = rank.view.header.regions[Region.EVENTS].length
+        if final or self._has_just_ended(rank) or written > _FULL * ring:
+            return True
+        return due and rank.up and written != 0
+
+    def _leaving(self, snapshot: Snapshot) -> list[Rank]:
+        """Return the replaced ranks whose end was not taken yet: their streams end at the look after it."""
+        return [rank for rank in snapshot.left if rank.incarnation not in self._ended]
+
+    def _has_just_ended(self, rank: Rank) -> bool:
+        return not rank.up and rank.incarnation not in self._ended
+
+    def _put(self, signal: str, requests: Packed) -> None:
+        pack = self._transports[signal].pack
+        for message, items in requests:
+            self._backlogs[signal].put(Batch(pack(message), items))
+
+
+def transport(signal: str, target: PushTarget, clock: Clock) -> Transport:
+    """Return the way to a target. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
+    if signal == "metrics":
+        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+
+        def partial(answer: bytes) -> tuple[int, str]:
+            part = ExportMetricsServiceResponse.FromString(answer).partial_success
+            return part.rejected_data_points, part.error_message
+
+    else:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+        def partial(answer: bytes) -> tuple[int, str]:
+            part = ExportTraceServiceResponse.FromString(answer).partial_success
+            return part.rejected_spans, part.error_message
+
+    if target.protocol == "grpc":
+        from torchobs.exporter.otlp.grpc_transport import GrpcTransport
+
+        return GrpcTransport(target, signal, partial)
+    from torchobs.exporter.otlp.http_transport import HttpTransport
+
+    return HttpTransport(target, partial, lambda: clock.wall_ns() / 1e9)

@@ -1,0 +1,1 @@
+"""The Prometheus page: from snapshots to lines of the text format."""

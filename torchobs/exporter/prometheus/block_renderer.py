@@ -1,0 +1,143 @@
+"""What a rank's page has of one value block: its lines are made once, up to their numbers, which are written all together."""
+
+from __future__ import annotations
+
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.catalog import Kind
+from torchobs.exporter.prometheus.float_format import numbers
+from torchobs.exporter.prometheus.line_template import LineRange, weave
+from torchobs.exporter.prometheus.series_lines import Lines
+from torchobs.flight.format.series import ValueType
+from torchobs.flight.reader.reader import Distribution
+from torchobs.ranks import exemplars
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+    from torchobs.exporter.prometheus.line_template import Chunk
+    from torchobs.exporter.prometheus.name_registry import Family
+    from torchobs.exporter.prometheus.series_lines import Labelled
+    from torchobs.exporter.prometheus.text_format import Style
+    from torchobs.flight.format.series import Series
+    from torchobs.flight.reader.decode import DecodedBlock, Value
+    from torchobs.ranks.exemplars import Shown
+
+
+def is_gauge(series: Series) -> bool:
+    """Tell whether a series is a gauge whose values are floats, or absent."""
+    return series.kind is Kind.GAUGE and series.value_type == ValueType.FLOAT
+
+
+class _Row(NamedTuple):
+    """A series that is no gauge. ``at``: its place in the block."""
+
+    at: int
+    family: Family
+    lines: Lines
+
+
+class _Plan(NamedTuple):
+    """The lines while the same series have a value. ``starts``: the first line of each row."""
+
+    pick: Callable[[Sequence[Value | None]], tuple[float, ...]]
+    prefixes: list[str]
+    starts: list[int]
+    spans: list[LineRange]
+    tails: list[tuple[int, str]]
+    """what comes after a line's number, by line"""
+
+
+class BlockRenderer:
+    """The lines in one style and one state of the rank; written again only when the block has changed.
+
+    Nearly every series is a gauge of floats: these are taken from the block as they are, without a look at each. The others are
+    rows, of as many lines as a value has numbers.
+    """
+
+    def __init__(
+        self, series: tuple[Series, ...], entries: Iterable[Labelled | None], style: Style, *, up: bool, born_s: float | None
+    ) -> None:
+        """``born_s``: when everything began to count, if that shall be said."""
+        self.series, self.up = series, up
+        self._openmetrics, self._born_s = style.openmetrics, born_s
+        self._written: tuple[DecodedBlock, Shown, list[Chunk]] | None = None
+        self._shape: tuple[Collection[int], Sequence[int]] | None = None
+        self._noted: tuple[Shown, list[tuple[int, int, str]]] = (exemplars.NONE, [])
+        served = [(index, entry) for index, entry in enumerate(entries) if entry is not None and (up or entry.survives)]
+        self._families: dict[str, tuple[int, str]] = {}
+        """place on the page, and brief, of each by its name"""
+        for index, entry in served:
+            self._families.setdefault(entry.family.name, (index, entry.brief))
+        served.sort(key=lambda one: self._families[one[1].family.name][0])
+        mixed = {entry.family.name for index, entry in served if not is_gauge(series[index])}
+        self._rows = [_Row(index, entry.family, Lines(entry, style)) for index, entry in served if entry.family.name in mixed]
+        gauges = [(index, entry) for index, entry in served if entry.family.name not in mixed]
+        self._indices, self._of = [index for index, _ in gauges], [entry.family for _, entry in gauges]
+        self._prefixes = [Lines(entry, style).prefixes[0] for _, entry in gauges]
+
+    def chunks(self, block: DecodedBlock, shown: Shown) -> list[Chunk]:
+        """Return the lines by family."""
+        if self._written is None or self._written[0] is not block or self._written[1] is not shown:
+            self._written = block, shown, self._write(block, shown)
+        return self._written[2]
+
+    def _write(self, block: DecodedBlock, shown: Shown) -> list[Chunk]:
+        values = block.values
+        found = [row.lines.numbers(values[row.at]) for row in self._rows]
+        shape = () if block.whole else [index for index in self._indices if values[index] is None], [*map(len, found)]
+        if shape != self._shape:
+            self._plan, self._shape = self._planned(*shape), shape
+        plan = self._plan
+        texts = numbers([*plan.pick(values), *chain.from_iterable(found)])
+        if shown and self._openmetrics:
+            for row, bucket, text in self._exemplars(shown):
+                value = values[self._rows[row].at]
+                if isinstance(value, Distribution) and value.counts[bucket]:  # the span can be there before the step is folded
+                    texts[plan.starts[row] + bucket] += text
+        for line, text in plan.tails:
+            texts[line] += text
+        return weave(plan.prefixes, texts, plan.spans)
+
+    def _planned(self, absent: Collection[int], lengths: Sequence[int]) -> _Plan:
+        """Return the plan for when those gauges have no value, and the rows that many numbers."""
+        hidden = frozenset(absent)
+        there = [place for place, index in enumerate(self._indices) if index not in hidden]
+        prefixes, of = [self._prefixes[place] for place in there], [self._of[place] for place in there]
+        starts, created = list[int](), dict[int, str]()
+        for row, length in zip(self._rows, lengths, strict=True):
+            starts.append(len(prefixes))
+            prefixes += row.lines.prefixes[:length]
+            of += [row.family] * length
+            if self._born_s is not None and length:
+                created[len(prefixes) - 1] = row.lines.created(self._born_s)
+        spans = sorted(
+            self._spans(of, {} if self._openmetrics else created), key=lambda span: self._families[span.family.name][0]
+        )
+        pick = _picking([self._indices[place] for place in there])
+        return _Plan(pick, prefixes, starts, spans, [*created.items()] if self._openmetrics else [])
+
+    def _spans(self, of: Sequence[Family], created: dict[int, str]) -> Iterable[LineRange]:
+        """Yield where each family's lines are, given the family of each line."""
+        begin = 0
+        for family, lines in groupby(of):
+            end = begin + sum(1 for _ in lines)
+            apart = "".join(text for line, text in created.items() if begin <= line < end)
+            yield LineRange(family, self._families[family.name][1], begin, end, apart)
+            begin = end
+
+    def _exemplars(self, shown: Shown) -> list[tuple[int, int, str]]:
+        """Return each as row, bucket and text."""
+        if shown is not self._noted[0]:
+            by_row = ((number, row.lines.exemplars(shown)) for number, row in enumerate(self._rows))
+            self._noted = shown, [(number, bucket, text) for number, found in by_row for bucket, text in found]
+        return self._noted[1]
+
+
+def _picking(indices: Sequence[int]) -> Callable[[Sequence[Value | None]], tuple[float, ...]]:
+    """Return what takes the values at those places."""
+    if len(indices) < 2:  # noqa: PLR2004  # of one, an itemgetter gives no tuple
+        return lambda values: tuple(values[index] for index in indices)  # type: ignore[misc]  # gauges, and present
+    return itemgetter(*indices)

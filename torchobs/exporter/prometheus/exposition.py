@@ -1,0 +1,213 @@
+"""The page's families: what the ranks' files hold, what the exporter says of the ranks, what it says of itself."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.catalog import Kind
+from torchobs.exporter import exporter_metrics
+from torchobs.exporter.prometheus.block_renderer import BlockRenderer
+from torchobs.exporter.prometheus.name_registry import NameRegistry
+from torchobs.exporter.prometheus.sample_renderer import SampleRenderer
+from torchobs.exporter.prometheus.series_limits import SeriesLimits
+from torchobs.exporter.prometheus.series_lines import label
+from torchobs.exporter.prometheus.text_format import header
+from torchobs.ranks import labels
+from torchobs.ranks.exemplars import NONE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator
+
+    from torchobs.exporter.exporter_metrics import ScrapeInput
+    from torchobs.exporter.prometheus.line_template import Chunk
+    from torchobs.exporter.prometheus.name_registry import Family
+    from torchobs.exporter.prometheus.series_lines import Labelled
+    from torchobs.exporter.prometheus.text_format import Style
+    from torchobs.flight.format.series import Series
+    from torchobs.ranks.scanner import Rank
+
+_TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
+_OM_UNITS = {"s": "seconds", "By": "bytes"}
+
+
+class Exposition:
+    """Writes the page. One thread at a time."""
+
+    def __init__(
+        self, others: Iterable[str] = (), *, limits: SeriesLimits | None = None, created: bool = False, host: bool = False
+    ) -> None:
+        """``others`` are sample names that the page has from elsewhere; ``created`` adds ``_created`` samples.
+
+        ``host``: the machine's own metrics are to be on it.
+        """
+        self._names = NameRegistry(others, host=host)
+        self._limits, self._created = limits or SeriesLimits(), created
+        self._ranks: dict[tuple[int, str], _RankSeries] = {}
+        self._own: dict[Style, SampleRenderer] = {}
+        self._heads: dict[Style, dict[str, _Head]] = {}
+
+    def families(self, facts: ScrapeInput, style: Style) -> Iterator[str]:
+        """Yield every family as text, each family once."""
+        served = {(rank.opened, rank.rank): rank for rank in facts.snapshot.ranks}
+        self._forget(served.keys())
+        page = _Page(style, self._heads.setdefault(style, {}))
+        for key, rank in served.items():
+            known = self._ranks.get(key)
+            if known is None:
+                known = self._ranks[key] = _RankSeries(rank, self._names, self._limits, created=self._created)
+            page.add(known.said(rank, style))
+            for chunks in known.chunks(rank, style):
+                page.add(chunks)
+        own = self._own.get(style)
+        if own is None:
+            own = self._own[style] = SampleRenderer(style, labels.of_catalog)
+        page.add(
+            own.chunks([*exporter_metrics.of_exporter(facts, self._limits.dropped), *(facts.host.said if facts.host else ())])
+        )
+        return page.families()
+
+    def _forget(self, served: Iterable[tuple[int, str]]) -> None:
+        gone = self._ranks.keys() - set(served)
+        left = [self._ranks.pop(key) for key in gone]
+        if gone:
+            if self._give_back(left):  # all of them anew: whoever came last had to stay outside
+                self._give_back(self._ranks.values())
+                for known in self._ranks.values():
+                    known.clear()
+            self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
+            self._heads.clear()  # with the names of what is gone
+
+    def _give_back(self, ranks: Collection[_RankSeries]) -> bool:
+        return self._limits.give_back(sum(known.size for known in ranks), sum(known.weight for known in ranks))
+
+
+class _Head(NamedTuple):
+    """A family's first lines, and those of its ``_created`` samples where these are a family of their own."""
+
+    family: Family
+    brief: str
+    text: str
+    created: str
+
+
+class _Text(NamedTuple):
+    head: _Head
+    lines: list[str]
+    created: list[str]
+
+
+class _Page:
+    """Families in the order of their first sample."""
+
+    def __init__(self, style: Style, heads: dict[str, _Head]) -> None:
+        """``heads``: those that are known, to be added to."""
+        self._style, self._heads = style, heads
+        self._families: dict[str, _Text] = {}
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """Add lines to their families."""
+        families = self._families
+        for family, brief, lines, created in chunks:
+            text = families.get(family.name)
+            if text is None:
+                text = families[family.name] = _Text(self._head(family, brief), [], [])
+            text.lines.append(lines)
+            if created:
+                text.created.append(created)
+
+    def families(self) -> Iterator[str]:
+        """Yield them. The classic format has ``_created`` as families of their own, behind those that they belong to."""
+        for text in self._families.values():
+            yield text.head.text
+            yield from text.lines
+            if text.created:
+                yield f"\n{text.head.created}"
+                yield from text.created
+            yield "\n"
+
+    def _head(self, family: Family, brief: str) -> _Head:
+        known = self._heads.get(family.name)
+        if known is None or known.family != family or known.brief != brief:
+            unit = _OM_UNITS.get(family.unit, "")
+            unit = unit if family.name.endswith(f"_{unit}") else ""
+            told = labels.text(brief)
+            text = header(self._style, family.name, _TYPES[family.kind], unit, told)
+            created = header(self._style, f"{family.name}_created", "gauge", "", told)
+            known = self._heads[family.name] = _Head(family, brief, text, created)
+        return known
+
+
+class _RankSeries:
+    """The labelled series of one rank."""
+
+    def __init__(self, rank: Rank, names: NameRegistry, limits: SeriesLimits, *, created: bool) -> None:
+        self.identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
+        self._names, self._limits = names, limits
+        self._born_s = rank.view.header.wall_ns / 1e9 if created else None
+        self._entries: dict[int, Labelled | None] = {}
+        self._taken: set[tuple[str, ...]] = set()
+        """name and labels of each series on the page"""
+        self._texts: dict[tuple[Style, int], BlockRenderer] = {}
+        self._kept: dict[int, Series] = {}
+        self._said: dict[Style, SampleRenderer] = {}
+        self._counted: set[int] = set()
+        self.weight = 0
+        """bytes that the lines take"""
+
+    @property
+    def size(self) -> int:
+        """How many series are on the page."""
+        return len(self._taken)
+
+    def entries(self) -> Iterator[Labelled]:
+        """Yield what is on the page."""
+        return (entry for entry in self._entries.values() if entry is not None)
+
+    def clear(self) -> None:
+        """Take all series off the page, to be placed anew; those that were left out are counted as such."""
+        self._counted.update(one for one, entry in self._entries.items() if entry is None)
+        for placed in (self._entries, self._taken, self._texts):
+            placed.clear()
+        self.weight = 0
+
+    def said(self, rank: Rank, style: Style) -> list[Chunk]:
+        """Return the lines of what the exporter says of the rank."""
+        text = self._said.get(style)
+        if text is None:
+            text = self._said[style] = SampleRenderer(style, lambda own: {**own, **self.identity})
+        return text.chunks([*exporter_metrics.of_rank(rank)])
+
+    def chunks(self, rank: Rank, style: Style) -> Iterator[list[Chunk]]:
+        """Yield the lines of every series that the rank's state lets it show."""
+        for index, block in enumerate(rank.view.blocks):
+            text = self._texts.get((style, index))
+            if text is None or text.series is not block.series or text.up != rank.up:
+                entries = [self._entries[id(one)] if id(one) in self._entries else self._enter(one) for one in block.series]
+                text = self._texts[style, index] = BlockRenderer(block.series, entries, style, up=rank.up, born_s=self._born_s)
+            yield text.chunks(block, NONE if index else rank.exemplars)
+
+    def _enter(self, series: Series) -> Labelled | None:
+        self._kept[id(series)] = series  # or another could get its id
+        placed = self._place(series)
+        if isinstance(placed, str) and id(series) not in self._counted:
+            self._limits.dropped[placed] += 1
+        entry = self._entries[id(series)] = None if isinstance(placed, str) else placed
+        return entry
+
+    def _place(self, series: Series) -> Labelled | str:
+        """Return the series as it is on the page, or the reason why it is not."""
+        if (reason := self._limits.refusal(series, self.size)) is not None:
+            return reason
+        family = self._names.claim(series)
+        if family is not None:
+            entry = label(series, family, self.identity)
+            key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # in one tuple: pairs take 240 bytes more
+            if key not in self._taken:
+                if not (size := self._limits.fits(entry)):
+                    return "memory"
+                self.weight += size
+                self._taken.add(key)
+                self._limits.taken += 1
+                return entry
+        return "conflict"

@@ -1,0 +1,134 @@
+"""Who owns a name on the page: two families whose samples share a name are an error in OpenMetrics, and one in Prometheus."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.catalog import BY_NAME, Kind, prometheus_name
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from torchobs.catalog import Metric
+    from torchobs.flight.format.series import Series
+
+RANK_METRICS = (
+    catalog.RANK_STATE_SET, catalog.RANK_UP, catalog.RANK_HEARTBEAT_TIMESTAMP, catalog.RANK_PROGRESS_AGE,
+    catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
+    catalog.RANK_SLOWDOWN, catalog.RANK_EXCESS, catalog.RANK_BEHIND,
+)  # fmt: skip
+"""What the exporter itself says of each rank."""
+
+OWN_METRICS = (
+    catalog.RUN_LOCAL_RANKS, catalog.RUN_MISSING_RANKS, catalog.RUN_STEP_SPREAD, catalog.RUN_GRAD_NORM,
+    catalog.BUILD_INFO, catalog.EXPORTER_FILES, catalog.EXPORTER_READ_ERRORS, catalog.EXPORTER_SCAN_DURATION,
+    catalog.EXPORTER_CONFIG_OK, catalog.EXPORTER_DUPLICATES, catalog.EXPORTER_SERIES_DROPPED,
+    catalog.EXPORTER_CONNECTIONS_DROPPED, catalog.EXPORTER_WRITE_ERRORS,
+    catalog.OTLP_RECORDED, catalog.OTLP_SENT, catalog.OTLP_DROPPED, catalog.OTLP_QUEUED, catalog.OTLP_FAILURES,
+    catalog.OTLP_UNREAD,
+    catalog.EXPORTER_HOST_DURATION, catalog.EXPORTER_HOST_ERRORS, catalog.EXPORTER_HOST_STUCK,
+)  # fmt: skip
+"""What it says of itself."""
+
+HOST_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("torchobs.host."))
+"""What it says of the machine."""
+
+COMMON_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("system."))
+"""What it says of the machine by OpenTelemetry's names, which an application may have taken for its own instruments, too."""
+
+EXPORTER_S = frozenset((*RANK_METRICS, *OWN_METRICS, *HOST_METRICS, *COMMON_METRICS))
+"""What no flight file can say, as no rank does."""
+
+_FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "scrape_samples_scraped",
+            "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
+"""Series that Prometheus makes itself."""
+
+# by name: to look for a metric in a row of them compares all of its fields with all of theirs, for every series
+_COMMON_NAMES, _EXPORTER_S_NAMES = (frozenset(metric.name for metric in metrics) for metrics in (COMMON_METRICS, EXPORTER_S))
+
+_SUFFIXES = {
+    Kind.COUNTER: ("", "_total", "_created"),
+    Kind.HISTOGRAM: ("", "_bucket", "_sum", "_count", "_created"),
+    Kind.GAUGE: ("",),
+    Kind.UPDOWN: ("",),
+}
+
+
+class Family(NamedTuple):
+    """A family of series: ``name`` as OpenMetrics has it, a counter's without ``_total``."""
+
+    name: str
+    kind: Kind
+    unit: str
+
+
+@lru_cache(4096)
+def family_of(name: str, kind: Kind, unit: str) -> Family:
+    """Return the family that an OpenTelemetry instrument's series are in.
+
+    OpenTelemetry allows no colon in a name and Prometheus keeps it for recording rules; prometheus-client 0.26 writes it in a
+    family's name and an underscore in those of its samples.
+    """
+    translated = prometheus_name(name, unit, kind).replace(":", "_")
+    return Family(translated.removesuffix("_total") if kind is Kind.COUNTER else translated, kind, unit)
+
+
+def sample_name(family: Family) -> str:
+    """Return the name of a counter's or a gauge's sample."""
+    return f"{family.name}_total" if family.kind is Kind.COUNTER else family.name
+
+
+def cumulative(kind: Kind) -> bool:
+    """Tell whether a value only grows, so that it means something after its process has gone."""
+    return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # a set would take a hash in Python, for each of 10^6 series
+
+
+class NameRegistry:
+    """The names in use. Who comes first has the name; what is in the catalog came before everyone."""
+
+    def __init__(self, others: Iterable[str] = (), *, host: bool = False) -> None:
+        """``others`` are sample names that the page has from elsewhere; ``host``: it has :data:`COMMON_METRICS`."""
+        self._fixed = frozenset((*_FOREIGN, *others, *_samples_of(set(catalog.METRICS) - set(COMMON_METRICS))))
+        self._common = _samples_of(COMMON_METRICS) if host else {}
+        self._claimed: dict[str, Family] = {}
+
+    def claim(self, series: Series) -> Family | None:
+        """Return the family of a series found in a flight file, or ``None`` when the name is somebody else's."""
+        family = family_of(series.name, series.kind, series.unit)
+        known = BY_NAME.get(series.name)
+        if known is not None and (series.scope is None or series.name not in _COMMON_NAMES):
+            ours = series.scope is None and (known.kind, known.unit) == (series.kind, series.unit)
+            return family if ours and series.name not in _EXPORTER_S_NAMES else None
+        samples = _samples(family)
+        if any(self._is_taken(sample, family) for sample in samples):
+            return None
+        self._claimed |= dict.fromkeys(samples, family)
+        return family
+
+    def _is_taken(self, sample: str, family: Family) -> bool:
+        common = self._common.get(sample)
+        if sample in self._fixed or (common is not None and not _are_alike(common, family)):
+            return True
+        return self._claimed.get(sample, family) != family
+
+    def keep(self, used: Collection[Family]) -> None:
+        """Free the names of all families that are not among ``used``."""
+        self._claimed = {sample: family for sample, family in self._claimed.items() if family in used}
+
+
+def _samples(family: Family) -> tuple[str, ...]:
+    return tuple(family.name + suffix for suffix in _SUFFIXES[family.kind])
+
+
+def _samples_of(metrics: Iterable[Metric]) -> dict[str, Family]:
+    """Return the sample names of those metrics."""
+    families = [family_of(metric.name, metric.kind, metric.unit) for metric in metrics]
+    return {sample: family for family in families for sample in _samples(family)}
+
+
+def _are_alike(one: Family, other: Family) -> bool:
+    """Tell whether both can be on a page as one family."""
+    gauges = {Kind.GAUGE, Kind.UPDOWN}
+    return one.name == other.name and (one.kind is other.kind or {one.kind, other.kind} <= gauges)

@@ -1,0 +1,52 @@
+"""What a page has of what the exporter says, of a rank or of itself: the same lines every time, with other numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.exporter.prometheus.float_format import numbers
+from torchobs.exporter.prometheus.line_template import LineRange, weave
+from torchobs.exporter.prometheus.name_registry import family_of, sample_name
+from torchobs.exporter.prometheus.text_format import prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torchobs.catalog import Metric
+    from torchobs.exporter.exporter_metrics import Sample
+    from torchobs.exporter.prometheus.line_template import Chunk
+    from torchobs.exporter.prometheus.text_format import Style
+
+
+class SampleRenderer:
+    """The lines in one style."""
+
+    def __init__(self, style: Style, labels_of: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
+        """``labels_of`` makes the labels of a sample from its attributes."""
+        self._style, self._labels_of = style, labels_of
+        self._metrics: list[Metric] = []
+        self._attributes: list[Mapping[str, str]] = []
+        self._order: list[int] = []
+        self._prefixes: list[str] = []
+        self._spans: list[LineRange] = []
+
+    def chunks(self, said: Sequence[Sample]) -> list[Chunk]:
+        """Return the lines by family."""
+        metrics, attributes = [one.metric for one in said], [one.attributes for one in said]
+        if metrics != self._metrics or attributes != self._attributes:
+            self._plan(said)
+            self._metrics, self._attributes = metrics, attributes
+        return weave(self._prefixes, numbers([float(said[place].value) for place in self._order]), self._spans)
+
+    def _plan(self, said: Sequence[Sample]) -> None:
+        places: dict[str, list[int]] = {}
+        for place, one in enumerate(said):
+            places.setdefault(one.metric.name, []).append(place)
+        self._order = [place for group in places.values() for place in group]
+        self._prefixes, self._spans = [], []
+        for group in places.values():
+            metric, begin = said[group[0]].metric, len(self._prefixes)
+            family = family_of(metric.name, metric.kind, metric.unit)
+            starts = (prefix(self._style, sample_name(family), self._labels_of(said[place].attributes)) for place in group)
+            self._prefixes += [f"\n{start}" for start in starts]
+            self._spans.append(LineRange(family, metric.brief, begin, len(self._prefixes)))

@@ -1,0 +1,72 @@
+"""How much may be on the page, and what was kept from it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.exporter.pattern import compiled
+from torchobs.exporter.prometheus.name_registry import Family, family_of, sample_name
+from torchobs.ranks.memory_budget import Memory, of_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchobs.exporter.prometheus.series_lines import Labelled
+    from torchobs.flight.format.series import Series
+
+REASONS = catalog.EXPORTER_SERIES_DROPPED.attributes[0].values
+_NAMES = 4096
+
+
+class SeriesLimits:
+    """What one page may hold. A histogram is one series here, of as many lines as it has buckets."""
+
+    def __init__(
+        self, per_rank: int = 20_000, total: int = 1_000_000, drop: Sequence[str] = (), memory: Memory | None = None
+    ) -> None:
+        """``drop`` are patterns (``pattern.compiled``) for the names that samples have on the page."""
+        self.dropped = Counter(dict.fromkeys(REASONS, 0))
+        """series not served, by reason"""
+        self.taken = 0
+        """series on the page"""
+        self._per_rank, self._total = per_rank, total
+        self._listed = _listed([compiled(text) for text in drop]) if drop else None
+        self._was_full = False
+        self._memory = memory or Memory()
+
+    def refusal(self, series: Series, in_rank: int) -> str | None:
+        """Return the reason why there is no room for one more in a rank that has so many, if there is none."""
+        if self._listed is not None and self._listed(family_of(series.name, series.kind, series.unit)):
+            return "drop_list"
+        if in_rank >= self._per_rank:
+            return "limit"
+        if self.taken >= self._total:
+            self._was_full = True
+            return "total_limit"
+        return None
+
+    def fits(self, entry: Labelled) -> int:
+        """Return the bytes that its lines take, 0 when there is no memory for them."""
+        size = of_lines(entry.sample, entry.labels.items(), len(entry.buckets) + 2 if entry.buckets else 1)
+        if self._memory.spend(size, own=entry.series.scope is None):
+            return size
+        self._was_full = True
+        return 0
+
+    def give_back(self, number: int, size: int) -> bool:
+        """Take back the room of a rank that is gone, in series and in bytes; tell whether others wait for it."""
+        self.taken -= number
+        self._memory.page -= size
+        waiting, self._was_full = self._was_full and number > 0, False
+        return waiting
+
+
+def _listed(patterns: Sequence[Callable[[str], bool]]) -> Callable[[Family], bool]:
+    @lru_cache(_NAMES)
+    def listed(family: Family) -> bool:
+        return any(fits(sample_name(family)) for fits in patterns)
+
+    return listed

@@ -1,0 +1,98 @@
+"""Keeps a snapshot fresh: one thread scans, everyone else waits for it, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from torchobs.ranks.scanner import EMPTY, Snapshot, system_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.ranks.rank_file import Now
+
+FRESH_S = 0.1
+"""A snapshot this young serves another scrape as well."""
+
+DEADLINE_S = 2.0
+"""How long a scrape waits for the scan of a directory that does not answer; then it gets the last snapshot."""
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Scan(Protocol):
+    """What is to be called again and again (``scan.Scanner``)."""
+
+    def scan(self) -> Snapshot:
+        """Return what there is now."""
+
+    def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
+        """Lend the file of a served rank, for a ``with`` block; raises one of ``tracked.HOSTILE`` if it cannot be read."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class SnapshotCache:
+    """The newest snapshot. To be used in one event loop."""
+
+    def __init__(self, scanner: Scan, clock: Callable[[], Now] = system_clock) -> None:
+        self.latest = EMPTY
+        self.timeouts = 0
+        """scans that somebody stopped waiting for"""
+        self._scanner, self._clock = scanner, clock
+        self._thread = ThreadPoolExecutor(1, "scan")
+        self._running: asyncio.Future[None] | None = None
+
+    async def fresh(self, max_age_s: float = FRESH_S, deadline_s: float = DEADLINE_S) -> Snapshot:
+        """Return a snapshot that is at most ``max_age_s`` old, or after ``deadline_s`` the newest there is.
+
+        Whoever asks while a scan is running waits for that one; and for another, if this process was stopped in its midst.
+        """
+        asked_ns, until = self._clock().monotonic_ns, asyncio.get_running_loop().time() + deadline_s
+        if self.latest is EMPTY or asked_ns - self.latest.taken_ns > max_age_s * 1e9:
+            done = await self._scan(deadline_s)
+            left_s = until - asyncio.get_running_loop().time()
+            if done and left_s > deadline_s / 2 and asked_ns - self.latest.taken_ns > DEADLINE_S * 1e9:
+                await self._scan(left_s)
+        return self.latest
+
+    async def after_now(self, deadline_s: float = DEADLINE_S) -> Snapshot:
+        """Return a snapshot whose scan began after this call, or after ``deadline_s`` the newest there is."""
+        if self._running is not None:
+            await self._scan(deadline_s)
+        await self._scan(deadline_s)
+        return self.latest
+
+    async def ask(self, question: Callable[[Scan], T]) -> T:
+        """Return the answer to a question that wants more of the files than a snapshot has, in the thread that scans."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._scanner)
+
+    def close(self) -> None:
+        """Let go of the files, once the last scan has ended."""
+        self._thread.submit(self._scanner.close)
+        self._thread.shutdown(wait=False)
+
+    async def _scan(self, deadline_s: float) -> bool:
+        """Wait for a scan; return whether there is a snapshot of it."""
+        if self._running is None:
+            self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._take)
+        running = self._running
+        done, _ = await asyncio.wait({running}, timeout=deadline_s)
+        if not done:
+            self.timeouts += 1
+            _log.error("the flight directory does not answer within %g s: the last snapshot is served", deadline_s)
+        elif self._running is running:
+            self._running = None
+            if (problem := running.exception()) is not None:
+                _log.error("a scan failed, the last snapshot is served: %r", problem, exc_info=problem)
+        return bool(done) and running.exception() is None
+
+    def _take(self) -> None:
+        self.latest = self._scanner.scan()

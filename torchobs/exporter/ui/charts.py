@@ -1,0 +1,119 @@
+"""Charts as inline SVG, each with its text alternative. Colours and widths are the style sheet's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.catalog import PHASES
+from torchobs.exporter.ui import formatting
+from torchobs.exporter.ui.html import EMPTY, Html, joined, tag, unseen
+from torchobs.exporter.ui.sparkline_data import heights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torchobs.exporter.ui.sparkline_data import Curve
+
+_WIDTH, _HEIGHT = 240.0, 56.0
+_LEAST_NAMED = 0.005
+
+Points = list[tuple[float, float, float, float]]
+"""x and, downwards, the mean, least and greatest of each bucket"""
+
+
+def sparkline(found: Curve | None, what: str, shown: Callable[[float], str], *, stale: bool = False) -> Html:
+    """Return a line of the means within a band from the least to the greatest. ``stale``: where there is none, there was."""
+    if found is None:
+        return tag("p", "No finite value lately." if stale else "No value yet.", class_="none")
+    rows = _rows(found)
+    svg = tag(
+        "svg",
+        *(tag("path", d=_band(row), class_="band") for row in rows),
+        *(tag("path", d=_line(row), class_="line") for row in rows),
+        *(tag("path", d=f"M{_x(index, found)} 3h.1", class_="odd") for index in _odd(found)),
+        viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
+        preserveAspectRatio="none",
+        role="img",
+        aria_label=alternative(found, what, shown),
+    )
+    notes = [f"{shown(found.least)} to {shown(found.greatest)}", f"steps {found.first_step:,}–{found.last_step:,}"]
+    notes += ["log scale"] * found.logarithmic
+    notes += [f"{found.nonfinite:,} not finite"] * bool(found.nonfinite)
+    return joined([svg, tag("p", " · ".join(notes), class_="range")])
+
+
+def alternative(found: Curve, what: str, shown: Callable[[float], str]) -> str:
+    """Return what the chart shows, in words: where it began, where it is, its extremes."""
+    first = next(bucket.mean for bucket in found.buckets if bucket.mean is not None)
+    odd = f", {found.nonfinite:,} values not finite" if found.nonfinite else ""
+    return (
+        f"{what} from step {found.first_step:,} to {found.last_step:,}: from {shown(first)} to {shown(found.last)},"
+        f" least {shown(found.least)}, greatest {shown(found.greatest)}{odd}"
+    )
+
+
+def phases(shares: Sequence[float]) -> Html:
+    """Return a bar of the phases' shares, the largest of them named beside it."""
+    return _bar(tuple(zip(PHASES, shares, strict=True)))
+
+
+def _bar(parts: Sequence[tuple[str, float]]) -> Html:
+    largest = max(parts, key=lambda part: part[1])
+    words = ", ".join(f"{name} {formatting.share(part)}" for name, part in parts if part >= _LEAST_NAMED)
+    svg = stacked(parts)
+    return joined([svg, tag("span", f"{largest[0]} {formatting.share(largest[1])}", aria_hidden="true"), unseen(words)])
+
+
+def stacked(parts: Iterable[tuple[str, float]]) -> Html:
+    """Return shares side by side. The words for it stand in the text around it."""
+    drawn, at = [], 0.0
+    for name, part in parts:
+        width = min(max(part, 0.0), 1.0) * 100
+        if width > 0:
+            drawn.append(
+                tag("rect", x=f"{at:.2f}", y="0", width=f"{max(width - 0.6, 0.2):.2f}", height="8", class_=f"is-{name}")
+            )
+        at += width
+    return tag("svg", *drawn, viewBox="0 0 100 8", preserveAspectRatio="none", aria_hidden="true", class_="bar")
+
+
+def meter(part: float | None) -> Html:
+    """Return how full something is; the number stands in the text around it."""
+    return EMPTY if part is None else stacked([("full" if part >= 0.9 else "taken", part)])  # noqa: PLR2004
+
+
+def _rows(found: Curve) -> list[Points]:
+    """Return the points in unbroken rows: where nothing was finite there is a gap."""
+    rows: list[Points] = [[]]
+    for index, point in enumerate(heights(found)):
+        if point is None:
+            rows.append([])
+        else:
+            x = float(_x(index, found))
+            mean, least, greatest = point
+            rows[-1].append((x, _y(mean), _y(least), _y(greatest)))
+    return [row for row in rows if row]
+
+
+def _x(index: int, found: Curve) -> str:
+    return f"{_WIDTH * (index + 0.5) / len(found.buckets):.1f}"
+
+
+def _y(height: float) -> float:
+    return 4 + (1 - height) * (_HEIGHT - 8)
+
+
+def _line(row: Points) -> str:
+    if len(row) == 1:
+        return f"M{row[0][0] - 1:.1f} {row[0][1]:.1f}h2"
+    return "M" + "L".join(f"{x:.1f} {mean:.1f}" for x, mean, _, _ in row)
+
+
+def _band(row: Points) -> str:
+    above = [f"{x:.1f} {top:.1f}" for x, _, _, top in row]
+    below = [f"{x:.1f} {bottom:.1f}" for x, _, bottom, _ in reversed(row)]
+    return f"M{'L'.join(above + below)}Z"
+
+
+def _odd(found: Curve) -> list[int]:
+    return [index for index, bucket in enumerate(found.buckets) if bucket.nonfinite]

@@ -1,0 +1,120 @@
+"""What the page wants of the files beyond a snapshot. It is read in the thread that scans, and only while somebody watches."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.exporter.ui import events as page_events
+from torchobs.exporter.ui.sparkline_data import KEPT, Curve, RankHistory, curve
+from torchobs.flight.metrics.throughput import RECORDS as LATEST
+from torchobs.flight.metrics.throughput import Throughput, pace
+from torchobs.ranks.rank_file import HOSTILE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torchobs.exporter.snapshot_cache import Scan
+    from torchobs.exporter.ui.events import EventRow
+    from torchobs.flight.reader.reader import FlightFile
+    from torchobs.ranks.scanner import Rank, Snapshot
+
+RECORDS = 16_384
+"""Records that a look reads of all ranks together, at least 32 of each; one takes 2 µs to decode. Beyond 64 ranks those that
+are not looked at closely have a pace over fewer steps."""
+
+EVENTS_S = 0.2
+"""Time that a look may spend on event rings, of which one takes up to 5 ms; those left over are next look's."""
+
+MOST_EVENTS = 200
+MOST_HISTORIES = 16
+
+
+class Curves(NamedTuple):
+    """The charts of one rank."""
+
+    loss: Curve | None = None
+    norm: Curve | None = None
+    time: Curve | None = None
+    read: bool = False
+    """whether records of its ring have been read: a chart that is not there then has no finite value in them"""
+
+
+class Details(NamedTuple):
+    """By incarnation."""
+
+    paces: Mapping[str, Throughput]
+    curves: Mapping[str, Curves]
+    events: Mapping[str, tuple[EventRow, ...]]
+    """oldest first"""
+    took_s: float = 0.0
+
+
+NOTHING = Details({}, {}, {})
+
+
+class PageData:
+    """Keeps what it has read, as long as it stays true. To be used in one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._paces: dict[str, tuple[object, Throughput | None]] = {}
+        self._events: dict[str, tuple[int, tuple[EventRow, ...]]] = {}
+        self._histories: dict[str, tuple[RankHistory, Curves]] = {}
+
+    def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
+        """Look at all ranks of a snapshot, at the incarnations in ``focused`` closely."""
+        began = self._clock()
+        chosen = list(dict.fromkeys(focused))[:MOST_HISTORIES]
+        self._forget({rank.incarnation for rank in snapshot.ranks}, chosen)
+        limit = min(LATEST, max(32, RECORDS // max(1, len(snapshot.ranks))))
+        for rank in snapshot.ranks:
+            self._look(scan, rank, limit, focused=rank.incarnation in chosen)
+        self._look_at_events(scan, sorted(snapshot.ranks, key=lambda rank: (rank.incarnation not in chosen, rank.up)))
+        return Details(
+            {incarnation: found for incarnation, (_, found) in self._paces.items() if found},
+            {incarnation: curves for incarnation, (_, curves) in self._histories.items()},
+            {incarnation: events for incarnation, (_, events) in self._events.items()},
+            self._clock() - began,
+        )
+
+    def _forget(self, served: set[str], focused: list[str]) -> None:
+        for cache, kept in ((self._paces, served), (self._events, served), (self._histories, {*focused} & served)):
+            for gone in cache.keys() - kept:
+                del cache[gone]
+
+    def _look(self, scan: Scan, rank: Rank, limit: int, *, focused: bool) -> None:
+        known = self._paces.get(rank.incarnation)
+        core = rank.view.blocks[0] if rank.view.blocks else None
+        unchanged = known is not None and known[0] is core
+        if unchanged and focused <= (rank.incarnation in self._histories):
+            return
+        try:
+            with scan.flight_file(rank.incarnation) as file:
+                self._paces[rank.incarnation] = core, pace(file.latest(LATEST if focused else limit))
+                if focused:
+                    self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
+        except HOSTILE:
+            self._paces.setdefault(rank.incarnation, (core, None))  # gone, or garbage now: what was seen stays
+
+    def _follow(self, incarnation: str, file: FlightFile) -> tuple[RankHistory, Curves]:
+        history = self._histories[incarnation][0] if incarnation in self._histories else RankHistory()
+        newest = file.latest(64)
+        gap = not newest or newest[0].seq > history.upto + 1
+        history.add(file.latest(KEPT) if gap else newest)
+        return history, Curves(curve(history.losses), curve(history.norms), curve(history.times), read=history.upto > 0)
+
+    def _look_at_events(self, scan: Scan, ranks: Iterable[Rank]) -> None:
+        deadline = self._clock() + EVENTS_S
+        for rank in ranks:
+            known, head = self._events.get(rank.incarnation), rank.view.live.event_head
+            if known is not None and known[0] == head:
+                continue
+            if self._clock() > deadline:
+                return
+            try:
+                with scan.flight_file(rank.incarnation) as file:
+                    told = page_events.of_ring(rank.view.header, rank.rank, file.events())
+            except HOSTILE:
+                told = list(known[1]) if known else []
+            self._events[rank.incarnation] = head, tuple(told[-MOST_EVENTS:])

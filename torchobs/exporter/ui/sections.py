@@ -1,0 +1,189 @@
+"""The parts of the page. Each is rendered alone, so that only those that changed are sent to who watches."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from torchobs.catalog import GRAD_NORM, LOSS, Severity
+from torchobs.exporter.ui import charts, formatting, panels, rank_table
+from torchobs.exporter.ui.health_summary import MISSING, health
+from torchobs.exporter.ui.html import EMPTY, Html, exact, joined, named, tag, text
+from torchobs.exporter.ui.urls import link, table
+from torchobs.exporter.ui.view_model import Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchobs.exporter.ui.sparkline_data import Curve
+    from torchobs.exporter.ui.view_model import LayerRow, Model
+
+LEVELS = {Severity.INFO: ("good", "✓", "All well"), Severity.WARNING: ("notice", "▲", "Worth a look"),
+          Severity.ERROR: ("bad", "✕", "Trouble")}  # fmt: skip
+
+
+_MOST_NAMED = 4
+
+
+def rendered(model: Model) -> dict[str, Html]:
+    """Return every part's content by the ``id`` of its element."""
+    return {name: render(model) for name, (_, render) in PARTS.items()}
+
+
+def title(model: Model) -> str:
+    """Return the document's title: what a tab in the background shows."""
+    mark = LEVELS[health(model.run).level][1]
+    return f"{mark} {model.run.job_name[:80]} – torchobs" if model.run else "torchobs exporter"
+
+
+def heading(model: Model) -> Html:
+    """Return what the page is of: the run that is shown, or the one that is waited for."""
+    if model.run is None:
+        return named(model.choice.run) if model.choice.run else text("torchobs exporter")
+    return joined([named(model.run.job_name), " ", tag("span", named(model.run.run_id), class_="run")])
+
+
+def _health(model: Model) -> Html:
+    told = MISSING if model.run is None and model.choice.run else health(model.run)
+    level, mark, word = LEVELS[told.level] if model.run else ("quiet", "…", "Waiting")
+    return joined(
+        [
+            tag("p", tag("span", f"{mark} {word}", class_="badge"), " ", told.text, class_=f"sentence {level}"),
+            tag("p", told.gist, class_="unseen", role="status", aria_live="polite"),
+        ]
+    )
+
+
+def _runs(model: Model) -> Html:
+    """Return the choice among runs, where there is any but the one that is shown."""
+    if all(run is model.run for run in model.runs):
+        return EMPTY
+    items = [
+        tag("li", link(Choice(run=run.key), run.job_name, "health", current=run is model.run), " ", named(run.run_id), " ",
+            tag("span", health(run).text, class_="quiet"))
+        for run in model.runs
+    ]  # fmt: skip
+    return joined([tag("h2", "Runs"), tag("ul", *items)])
+
+
+def _curves(model: Model) -> Html:
+    focus = model.focus
+    if focus is None:
+        return EMPTY
+    loss, found = focus.readings.get(LOSS), model.curves
+    old_loss, old_norm = (found.read and focus.readings.get(metric) is not None for metric in (LOSS, GRAD_NORM))
+    loss_chart = charts.sparkline(found.loss, "Loss", formatting.number, stale=old_loss)
+    norm_chart = charts.sparkline(found.norm, "Gradient norm", formatting.number, stale=old_norm)
+    cards = [
+        _card("Loss", exact(formatting.number(loss), loss), loss_chart),
+        _card("Gradient norm", _last(found.norm, formatting.number), norm_chart),
+        _card(
+            "Step time", _last(found.time, formatting.seconds), charts.sparkline(found.time, "Step time", formatting.seconds)
+        ),
+    ]
+    return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])
+
+
+def _last(found: Curve | None, shown: Callable[[float], str]) -> Html:
+    return exact(shown(found.last), found.last) if found else tag("span", formatting.NONE)
+
+
+def _card(name: str, value: Html, chart: Html) -> Html:
+    return tag("div", tag("h3", name), tag("p", value, class_="value"), chart, class_="card")
+
+
+def _ranks(model: Model) -> Html:
+    return joined([tag("h2", "Ranks"), rank_table.ranks(model)])
+
+
+def _events(model: Model) -> Html:
+    if not model.events:
+        return joined([tag("h2", "Events"), tag("p", "None yet.", class_="none")])
+    head = [tag("th", word, scope="col", class_=kind or None) for word, kind in
+            (("when", ""), ("rank", "n"), ("step", "n"), ("what", ""))]  # fmt: skip
+    rows = []
+    for event in model.events:
+        level, mark, word = LEVELS[event.severity]
+        sign = EMPTY if event.severity is Severity.INFO else tag("span", f"{mark} ", role="img", aria_label=f"{word}: ")
+        step = formatting.NONE if event.step is None else formatting.count(event.step)
+        told = tag("td", sign, tag("b", named(event.title)), " ", tag("span", event.text), class_=f"what {level}")
+        rows.append(tag("tr", tag("td", _when(model.now_s, event.at_s)), tag("td", named(_who(event.ranks)), class_="n"),
+                        tag("td", step, class_="n"), told))  # fmt: skip
+    caption = f"{len(rows):,}, the newest first, with this machine’s time"
+    return joined([tag("h2", "Events"), table("Events", caption, head, rows)])
+
+
+def _who(ranks: Sequence[str]) -> str:
+    """Return ranks as a person lists them: ``0–7``, or the first few."""
+    numbers = sorted({int(rank) for rank in ranks if rank.isdecimal()})
+    if len(numbers) == len(ranks) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:  # noqa: PLR2004  # two are no row
+        return f"{numbers[0]}–{numbers[-1]}"
+    more = len(ranks) - _MOST_NAMED
+    return ", ".join(ranks[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def _evidence(model: Model) -> Html:
+    """Return what ranks have left to be looked at, where there is any."""
+    if not model.evidence:
+        return EMPTY
+    columns = (("when", ""), ("rank", "n"), ("what", ""), ("size", "n"))
+    head = [tag("th", word, scope="col", class_=kind or None) for word, kind in columns]
+    rows = [
+        tag("tr", tag("td", tag("time", one.time[:19].replace("T", " "), datetime=one.time)),
+            tag("td", named(one.rank), class_="n"),
+            tag("td", tag("a", one.kind.replace("_", " "), href=f".{one.href}")),
+            tag("td", exact(formatting.size(one.size_bytes), one.size_bytes), class_="n"))
+        for one in model.evidence
+    ]  # fmt: skip
+    return joined([tag("h2", "Evidence"), table("Evidence", f"{len(rows):,}, the newest first, in UTC", head, rows)])
+
+
+def _when(now_s: float, at_s: float) -> Html:
+    moment = time.localtime(at_s)
+    iso = time.strftime("%Y-%m-%dT%H:%M:%S%z", moment)
+    ago_s = now_s - at_s
+    shown = time.strftime("%H:%M:%S" if ago_s < 43_200 else "%Y-%m-%d %H:%M", moment)  # noqa: PLR2004  # half a day
+    return tag("time", shown, datetime=iso)
+
+
+def _layers(model: Model) -> Html:
+    if not model.layers:
+        return EMPTY
+    columns = (("layer", "name", ""), ("gradient norm", "gradient", "n"), ("weight norm", "weights", "n"),
+               ("update / weights", "update", "n"))  # fmt: skip
+    shown = [
+        column for column in columns if column[1] == "name" or any(_of(layer, column[1]) is not None for layer in model.layers)
+    ]
+    chosen = model.choice.layers
+    head = [
+        tag("th", link(model.choice._replace(layers=sort), words, "layers"), scope="col", class_=kind or None,
+            aria_sort=None if sort != chosen else "ascending" if sort == "name" else "descending")
+        for words, sort, kind in shown
+    ]  # fmt: skip
+    rows = [tag("tr", tag("th", named(layer.name), scope="row"), *(_norm(_of(layer, sort)) for _, sort, _ in shown[1:]))
+            for layer in model.layers]  # fmt: skip
+    rank = model.focus.rank if model.focus else ""
+    order = {"model": "largest layers as the model has them", "name": "by name"}.get(chosen, "the highest first")
+    return joined([tag("h2", "Layers"), table("Layers", f"Of rank {rank}, {order}", head, rows)])
+
+
+def _of(layer: LayerRow, column: str) -> float | None:
+    return {"gradient": layer.gradient, "weights": layer.weights, "update": layer.update}.get(column)
+
+
+def _norm(value: float | None) -> Html:
+    return tag("td", exact(formatting.number(value), value), class_="n")
+
+
+PARTS: dict[str, tuple[str, Callable[[Model], Html]]] = {
+    "health": ("Health", _health),
+    "runs": ("Runs", _runs),
+    "figures": ("Key figures", panels.key_figures),
+    "curves": ("Curves", _curves),
+    "ranks": ("Ranks", _ranks),
+    "details": ("Details", panels.details),
+    "events": ("Events", _events),
+    "evidence": ("Evidence", _evidence),
+    "layers": ("Layers", _layers),
+}
+"""By ``id``: what a screen reader calls the section, and what makes its content"""

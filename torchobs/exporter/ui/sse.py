@@ -1,0 +1,184 @@
+"""Looks at the ranks once a second while somebody watches, and hands each viewer what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
+from torchobs.exporter.ui import sections
+from torchobs.exporter.ui.data import NOTHING, PageData
+from torchobs.exporter.ui.urls import stream_of
+from torchobs.exporter.ui.view_model import Modeller, focused, model
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+
+    from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
+    from torchobs.exporter.ui.data import Details
+    from torchobs.exporter.ui.view_model import Choice, Model
+    from torchobs.ranks.scanner import Snapshot
+
+TICK_S = 1.0
+RELAXATION = 4.0
+"""A look is followed by a rest of this many times as long as it took: a thousand ranks take no more than a fifth of a core."""
+
+MOST_VIEWERS = 16
+LIFE_S = 50.0
+"""How long a stream lasts, before its viewer asks anew: whatever takes 60 s is taken for stuck by the listener."""
+
+REST_S = 60.0
+"""How long what was read is kept after the last viewer has gone."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One look, rendered for every choice that somebody watches."""
+
+    number: int = 0
+    parts: Mapping[Choice, Mapping[str, str]] = field(default_factory=dict)
+    """content by the element's id, the title, and ``stream``: where to go on listening"""
+
+
+class Feed:
+    """One per exporter; to be used in one event loop."""
+
+    def __init__(self, watch: SnapshotCache, evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]) -> None:
+        """``evidence`` lists what ranks have left."""
+        self._watch, self._evidence = watch, evidence
+        self._gatherer, self._modeller = PageData(), Modeller()
+        self._thread = ThreadPoolExecutor(1, "page")
+        self._busy = asyncio.Lock()
+        self._frame = Frame()
+        self._changed = asyncio.Event()
+        self._viewers: dict[object, Choice] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._rest: asyncio.TimerHandle | None = None
+        self.closed = False
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody else may watch."""
+        return len(self._viewers) >= MOST_VIEWERS
+
+    async def model(self, choice: Choice) -> Model:
+        """Return what there is to see now; with what the files hold beyond the snapshot, if they answer in time."""
+        (shown,) = (await self._models([choice], FRESH_S)).values()
+        self._expire()
+        return shown
+
+    async def messages(self, choice: Choice) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events: everything, and then what has changed, once a second, until the stream's time is over.
+
+        Whoever takes them slowly gets fewer, never late ones: nothing is queued.
+        """
+        viewer, sent = object(), dict[str, str]()
+        self._viewers[viewer] = choice
+        until = asyncio.get_running_loop().time() + LIFE_S
+        try:
+            self._start()
+            while not self.closed and asyncio.get_running_loop().time() < until:
+                frame, changed = self._frame, self._changed
+                parts = frame.parts.get(choice, {})
+                if new := {name: part for name, part in parts.items() if sent.get(name) != part}:
+                    sent |= new
+                    yield _event("parts", new)
+                elif parts:
+                    yield _event("same", {})
+                if self._frame is frame:
+                    await changed.wait()
+            yield _event("end", {"gone": self.closed})
+        finally:
+            del self._viewers[viewer]
+
+    def close(self) -> None:
+        """End all streams."""
+        self.closed = True
+        self._wake()
+        self._thread.shutdown(wait=False)
+
+    def _start(self) -> None:
+        if self._ticker is None or self._ticker.done():
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while self._viewers and not self.closed:
+            began = time.perf_counter()
+            wanted = set(self._viewers.values())
+            parts = await self._in_thread(partial(_rendered, await self._models(wanted, TICK_S / 2)))
+            self._frame = Frame(self._frame.number + 1, parts)
+            self._wake()
+            await asyncio.sleep(max(TICK_S, RELAXATION * (time.perf_counter() - began)))
+        self._expire()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _models(self, choices: Iterable[Choice], max_age_s: float) -> dict[Choice, Model]:
+        snapshot = await self._watch.fresh(max_age_s)
+        wanted = list(choices)
+        details = await self._details(snapshot, wanted)
+        left = await _in_time(self._evidence(), ())
+        return await self._in_thread(partial(self._model, snapshot, details, wanted, left))
+
+    async def _details(self, snapshot: Snapshot, choices: Iterable[Choice]) -> Details:
+        focus = [found for choice in choices if (found := focused(snapshot.ranks, choice))]
+
+        async def ask() -> Details:
+            async with self._busy:
+                return await self._watch.ask(lambda scan: self._gather(scan, snapshot, focus))
+
+        return await _in_time(ask(), NOTHING)
+
+    def _gather(self, scan: Scan, snapshot: Snapshot, focus: list[str]) -> Details:
+        return self._gatherer.gather(scan, snapshot, focus)
+
+    def _model(
+        self, snapshot: Snapshot, details: Details, choices: list[Choice], left: Sequence[Mapping[str, Any]]
+    ) -> dict[Choice, Model]:
+        runs = self._modeller.runs(snapshot, details, {choice.run for choice in choices})
+        return {choice: model(runs, choice, details, left, time.time()) for choice in choices}
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _expire(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+        self._rest = asyncio.get_running_loop().call_later(REST_S, self._forget)
+
+    def _forget(self) -> None:
+        if not self._viewers:
+            self._gatherer, self._modeller, self._frame = PageData(), Modeller(), Frame()
+
+
+async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
+    """Return the answer, or what is to be taken for it where files do not answer."""
+    try:
+        return await asyncio.wait_for(answer, DEADLINE_S)
+    except asyncio.TimeoutError:
+        return otherwise
+
+
+def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, dict[str, str]]:
+    return {choice: _parts(choice, shown) for choice, shown in models.items()}
+
+
+def _parts(choice: Choice, shown: Model) -> dict[str, str]:
+    parts = {**sections.rendered(shown), "heading": sections.heading(shown), "title": sections.title(shown)}
+    if shown.run and not choice.run:
+        # a page that was opened before any run: from now on it stays with this one
+        parts["stream"] = stream_of(choice._replace(run=shown.run.key))
+    return parts
+
+
+def _event(kind: str, fields: Mapping[str, object]) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps(fields, separators=(',', ':'))}\n\n".encode()

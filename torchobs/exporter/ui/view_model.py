@@ -1,0 +1,386 @@
+"""What the page shows, as numbers and names: a pure function of a snapshot and of the details read with it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torchobs import catalog
+from torchobs.detect import stragglers
+from torchobs.exporter import exporter_metrics
+from torchobs.exporter.ui import events as page_events
+from torchobs.exporter.ui.data import Curves
+from torchobs.flight.metrics.throughput import time_left_s
+from torchobs.ranks import labels
+from torchobs.ranks.incarnations import DIGITS
+from torchobs.ranks.metric_values import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    from torchobs.detect.stragglers import Slowness
+    from torchobs.exporter.ui.data import Details
+    from torchobs.exporter.ui.events import EventRow
+    from torchobs.flight.metrics.throughput import Throughput
+    from torchobs.ranks.metric_values import Readings
+    from torchobs.ranks.scanner import Rank, Snapshot
+
+T = TypeVar("T")
+
+PER_PAGE = 50
+MOST_EVENTS = 100
+MOST_RUNS = 50
+MOST_EVIDENCE = 50
+LATELY_S = 600.0
+"""The window of the alert on anomalies"""
+LEAST_STEPS = 8
+"""Steps that a rank's pace must be of before it is compared."""
+
+SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
+LAYER_SORTS = ("model", "name", "gradient", "weights", "update")
+
+METRICS = (
+    catalog.STEPS, catalog.LOSS, catalog.LEARNING_RATE, catalog.TOTAL_STEPS, catalog.TOKENS, catalog.SAMPLES, catalog.EPOCHS,
+    catalog.GRAD_NORM, catalog.GRAD_CLIPPED_STEPS, catalog.GRAD_NONFINITE_STEPS, catalog.ANOMALIES, catalog.ANOMALY_ACTIVE,
+    catalog.GOODPUT_TIME, catalog.AMP_SCALE, catalog.AMP_STEPS_SKIPPED, catalog.AMP_SKIP_STREAK, catalog.AMP_GROWTH_TRACKER,
+    catalog.AMP_AUTOCAST, catalog.COMPILE_TIME, catalog.COMPILE_COMPILATIONS, catalog.COMPILE_GRAPH_BREAKS,
+    catalog.COMPILE_CACHE_LOOKUPS, catalog.COMPILE_FAILURES, catalog.COMPILE_IN_PROGRESS, catalog.MEMORY_DEVICE_ALLOCATED,
+    catalog.MEMORY_DEVICE_RESERVED, catalog.MEMORY_DEVICE_PEAK, catalog.MEMORY_DEVICE_LIMIT, catalog.MEMORY_HOST_RSS,
+    catalog.MEMORY_HOST_CHILDREN_RSS, catalog.MEMORY_HOST_AVAILABLE, catalog.MEMORY_HOST_UTILIZATION,
+    catalog.MEMORY_TIME_TO_LIMIT, catalog.MEMORY_GROWTH_PER_STEP, catalog.CGROUP_MEMORY_WORKING_SET,
+    catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
+    catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
+    catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS,
+)  # fmt: skip
+"""What is read of a rank."""
+
+
+class Choice(NamedTuple):
+    """What somebody wants to see; in a query all of it may be nonsense."""
+
+    run: str = ""
+    """``job_name/run_id``; empty: the first of all, in their order"""
+    rank: str = ""
+    """whose curves and details; nonsense: the first that is there"""
+    sort: str = SORTS[0]
+    page: int = 1
+    layers: str = LAYER_SORTS[0]
+
+
+class LayerRow(NamedTuple):
+    """One line of the layers' table: norms, and the ratio of an update to the weights."""
+
+    name: str
+    gradient: float | None
+    weights: float | None
+    update: float | None
+
+
+class ArtifactLink(NamedTuple):
+    """What a rank has left to be looked at: stacks, a profile."""
+
+    href: str
+    kind: str
+    rank: str
+    """as it is called here; one that was started again since has its incarnation's first digits behind it"""
+    time: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One rank. Times in seconds."""
+
+    rank: str
+    incarnation: str
+    state: str
+    reason: str
+    """how it ended; empty while it is there"""
+    phase: str | None
+    """what it is at now"""
+    beat_age_s: float
+    progress_age_s: float | None
+    readings: Readings
+    pace: Throughput | None
+    slowness: Slowness | None
+    anomalies: tuple[str, ...]
+    """those active now"""
+    memory: float | None
+    """bytes: on its devices, or of its process where it has none"""
+    memory_share: float | None
+    """of the limit, where one is known"""
+    lately: Mapping[str, int] = field(default_factory=dict)
+    """anomalies of the last ten minutes, by kind, as far as events tell of them"""
+    recorded: bool = True
+    """whether its steps are: nobody has switched that off"""
+
+    @property
+    def up(self) -> bool:
+        """Whether its process is there."""
+        return not self.reason
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return int(self.readings.get(catalog.STEPS) or 0)
+
+    @property
+    def speed(self) -> Throughput | None:
+        """Its pace while it trains: nobody who has ended, hangs or does something else has a speed."""
+        trains = self.state == "alive" and self.phase != "idle" and self.recorded
+        return self.pace if trains and self.pace and self.pace.per_s else None
+
+    @property
+    def left_s(self) -> float | None:
+        """How long its steps will still take; ``None``: that is not known."""
+        aside = [self.readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint")]
+        return time_left_s(self.speed, self.steps, self.readings.get(catalog.TOTAL_STEPS) or 0, sum(aside))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The ranks of one run on this node, in their own order."""
+
+    job_name: str
+    run_id: str
+    rows: tuple[Row, ...]
+    expected: int
+    """ranks of it that this node should have"""
+    world_size: int
+
+    @property
+    def key(self) -> str:
+        """What a link chooses it by."""
+        return f"{self.job_name}/{self.run_id}"
+
+    @property
+    def steps(self) -> int:
+        """Steps that all its ranks have done, whoever is ahead."""
+        return max((row.steps for row in self.rows), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The page of one choice."""
+
+    choice: Choice
+    runs: tuple[Run, ...]
+    run: Run | None
+    """``None``: there is none at all, or not the one that the choice names"""
+    focus: Row | None
+    rows: tuple[Row, ...]
+    """those shown: one page, as sorted"""
+    pages: int
+    curves: Curves
+    events: tuple[EventRow, ...]
+    """newest first"""
+    layers: tuple[LayerRow, ...]
+    evidence: tuple[ArtifactLink, ...]
+    """the newest first"""
+    total_steps: int | None
+    left_s: float | None
+    now_s: float
+    """Unix time"""
+
+
+class Modeller:
+    """Makes models; keeps where the ranks' values are."""
+
+    def __init__(self) -> None:
+        self._reader = Reader(METRICS)
+
+    def runs(self, snapshot: Snapshot, details: Details, asked: Collection[str] = ()) -> tuple[Run, ...]:
+        """Return the runs in their order: the first of them, and whichever are ``asked`` for."""
+        self._reader.keep(snapshot.ranks)
+        shown = (ranks for place, ranks in enumerate(grouped(snapshot.ranks)) if place < MOST_RUNS or _key(ranks) in asked)
+        return tuple(self._run(ranks, details) for ranks in shown)
+
+    def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
+        paces = {
+            rank.incarnation: found
+            for rank in ranks
+            if rank.up and (found := details.paces.get(rank.incarnation)) and found.steps >= LEAST_STEPS
+        }
+        phases = {incarnation: found.phases_s for incarnation, found in paces.items()}
+        asides = {incarnation: found.aside_s for incarnation, found in paces.items()}
+        slow = stragglers.compare(stragglers.without_asides(phases, asides))
+        world_size = max(_resource(rank, "world_size") for rank in ranks)
+        here = max(_resource(rank, "local_world_size") for rank in ranks) or world_size
+        rows = tuple(self._row(rank, details, slow.get(rank.incarnation)) for rank in ranks)
+        return Run(
+            ranks[0].job_name, ranks[0].run_id, rows, expected=max(here, len(ranks)), world_size=max(world_size, len(ranks))
+        )
+
+    def _row(self, rank: Rank, details: Details, slowness: Slowness | None) -> Row:
+        readings = self._reader.read(rank)
+        memory, limit = _memory(readings)
+        return Row(
+            rank=rank.rank,
+            incarnation=rank.incarnation,
+            state=rank.state,
+            reason="" if rank.up else exporter_metrics.ending(rank),
+            phase=rank.view.live.phase if rank.up else None,
+            beat_age_s=rank.beat_age_s,
+            progress_age_s=rank.progress_age_s,
+            readings=readings,
+            pace=details.paces.get(rank.incarnation),
+            slowness=slowness,
+            anomalies=tuple(kind for (kind,), value in readings.of(catalog.ANOMALY_ACTIVE).items() if value),
+            memory=memory,
+            memory_share=limit,
+            lately=_lately(details.events.get(rank.incarnation, ()), time.time()),
+            recorded=rank.view.live.steps_since_ns is not None,
+        )
+
+
+def _lately(events: Iterable[EventRow], now_s: float) -> Mapping[str, int]:
+    found = Counter[str]()
+    for event in events:
+        if event.anomaly and abs(now_s - event.at_s) <= LATELY_S:
+            found[event.anomaly] += event.number
+    return found
+
+
+def model(
+    runs: tuple[Run, ...], choice: Choice, details: Details, evidence: Iterable[Mapping[str, Any]], now_s: float
+) -> Model:
+    """Return what one viewer sees. ``evidence`` is the API's list of it, the newest first; ``now_s`` is Unix time."""
+    run = _chosen({run.key: run for run in runs}, choice)
+    rows = run.rows if run else ()
+    focus = next((row for row in rows if row.rank == choice.rank), rows[0] if rows else None)
+    ordered = ordered_rows(rows, choice.sort)
+    pages = max(1, -(-len(ordered) // PER_PAGE))
+    first = (_sane(choice, run, focus, pages).page - 1) * PER_PAGE
+    total = max((int(row.readings.get(catalog.TOTAL_STEPS) or 0) for row in rows), default=0)
+    return Model(
+        choice=_sane(choice, run, focus, pages),
+        runs=runs,
+        run=run,
+        focus=focus,
+        rows=tuple(ordered[first : first + PER_PAGE]),
+        pages=pages,
+        curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
+        events=_events(rows, details),
+        layers=_layers(focus.readings, choice.layers) if focus else (),
+        evidence=tuple(islice(_left_by(run, evidence), MOST_EVIDENCE)),
+        total_steps=total or None,
+        left_s=max((left_s for row in rows if (left_s := row.left_s) is not None), default=None),
+        now_s=now_s,
+    )
+
+
+def _sane(choice: Choice, run: Run | None, focus: Row | None, pages: int) -> Choice:
+    """Return the choice without what was nonsense in it, so that no link repeats that.
+
+    The run is that which is shown, so that a page that is open stays with it whatever begins or ends. One that is not there may
+    be there soon, with its ranks: what was asked of it stays.
+    """
+    return Choice(
+        run=run.key if run else choice.run,
+        rank=choice.rank if focus is None or focus.rank == choice.rank else "",
+        sort=choice.sort if choice.sort in SORTS else SORTS[0],
+        page=min(max(choice.page, 1), pages) if run else max(choice.page, 1),
+        layers=choice.layers if choice.layers in LAYER_SORTS else LAYER_SORTS[0],
+    )
+
+
+def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
+    """Return the ranks by run, and in each run in their own order.
+
+    The runs' order changes only when one begins or ends, so that nothing moves under a mouse: those with a rank that is there
+    come before those that have ended, then the one of which a rank was started last, then the name decides.
+    """
+    runs: dict[tuple[str, str], list[Rank]] = {}
+    for rank in ranks:
+        runs.setdefault((rank.job_name, rank.run_id), []).append(rank)
+    return sorted(runs.values(), key=_place)
+
+
+def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
+    """Return the incarnation of the rank whose curves and details are shown."""
+    members = _chosen({_key(run): run for run in grouped(ranks)}, choice) or []
+    return next((rank.incarnation for rank in members if rank.rank == choice.rank), members[0].incarnation if members else None)
+
+
+def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
+    """Return the run that is chosen, of all by their keys. Who has chosen one is never shown another in its place."""
+    return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
+
+
+def trouble(row: Row) -> float:
+    """Return how much a rank wants to be looked at; the worst first is the table's usual order."""
+    by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(row.state, 0.0)
+    slow = row.slowness.factor - 1 if row.slowness and row.slowness.factor > 1 else 0.0
+    return by_state + 2.0 * bool(row.anomalies) + min(slow, 1.0)
+
+
+def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
+    """Return ranks in an order; where values are equal, or missing, in their own."""
+    keys: dict[str, Callable[[Row], float]] = {
+        "worst": lambda row: -round(trouble(row), 1),
+        "step": lambda row: row.steps,
+        "time": lambda row: -(row.pace.step_s if row.pace else -1.0),
+        "loss": lambda row: _descending(row.readings.get(catalog.LOSS)),
+        "norm": lambda row: _descending(row.readings.get(catalog.GRAD_NORM)),
+        "memory": lambda row: _descending(row.memory),
+    }
+    return sorted(rows, key=keys[sort]) if sort in keys else list(rows)
+
+
+def _descending(value: float | None) -> float:
+    return float("inf") if value is None else -value
+
+
+def _place(members: Sequence[Rank]) -> tuple[bool, int, str]:
+    up = any(rank.up for rank in members)
+    return not up, -max(rank.view.header.wall_ns for rank in members), _key(members)
+
+
+def _key(members: Sequence[Rank]) -> str:
+    return f"{members[0].job_name}/{members[0].run_id}"
+
+
+def _resource(rank: Rank, name: str) -> int:
+    return labels.number(rank.view.header.resource, name) or 0
+
+
+def _memory(readings: Readings) -> tuple[float | None, float | None]:
+    """Return the bytes that a rank takes, and the share of their limit: on its fullest device, or of its process."""
+    allocated, limits = readings.of(catalog.MEMORY_DEVICE_RESERVED), readings.of(catalog.MEMORY_DEVICE_LIMIT)
+    if allocated:
+        shares = [value / limits[device] for device, value in allocated.items() if limits.get(device)]
+        return sum(allocated.values()), max(shares, default=None)
+    return readings.get(catalog.MEMORY_HOST_RSS), max(readings.of(catalog.MEMORY_HOST_UTILIZATION).values(), default=None)
+
+
+def _events(rows: Iterable[Row], details: Details) -> tuple[EventRow, ...]:
+    told = [event for row in rows for event in details.events.get(row.incarnation, ())[-MOST_EVENTS:]]
+    return tuple(page_events.grouped(sorted(told, key=lambda event: event.at_s, reverse=True))[:MOST_EVENTS])
+
+
+def _left_by(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:
+    """Yield what the ranks of a run have left, also those that others have succeeded."""
+    names = {row.incarnation: row.rank for row in run.rows} if run else {}
+    for one in evidence:
+        rank, incarnation = one["rank"], one["incarnation"]
+        if incarnation in names or (run and (one["job_name"], one["run_id"]) == (run.job_name, run.run_id)):
+            called = names.get(incarnation, f"{rank}-{incarnation[:DIGITS]}")
+            yield ArtifactLink(one["href"], one["kind"], called, one["time"], one["size_bytes"])
+
+
+def _layers(readings: Readings, sort: str) -> tuple[LayerRow, ...]:
+    columns = [
+        readings.of(metric) for metric in (catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO)
+    ]
+    names = dict.fromkeys(key for column in columns for key in column)
+    rows = [LayerRow(key[0] if key else "", *(column.get(key) for column in columns)) for key in names]
+    keys: dict[str, Callable[[LayerRow], Any]] = {
+        "name": lambda row: row.name,
+        "gradient": lambda row: _descending(row.gradient),
+        "weights": lambda row: _descending(row.weights),
+        "update": lambda row: _descending(row.update),
+    }
+    return tuple(sorted(rows, key=keys[sort]) if sort in keys else rows)

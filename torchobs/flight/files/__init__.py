@@ -1,0 +1,1 @@
+"""Flight files in a file system: creation, lock, location, cleanup, control file and artifacts."""

@@ -1,0 +1,186 @@
+"""Evidence: what a rank leaves beside its flight file when it is asked to, or when it is stuck.
+
+A file is called ``r<rank>-<incarnation>.<kind>-<number>`` and an ending; the number is that of the command that asked for it,
+which is a Unix time in milliseconds. It appears under this name when it is complete, but for that of a rank that is stuck at
+this moment: that one has the number 0 and is empty until there is something to tell. The trainer writes, the exporter reads
+and trusts nothing; whoever asks the exporter for one names it by its :attr:`Evidence.id`, never by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import stat
+from secrets import token_hex
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.flight.files.create import SUFFIX, TEMPORARY
+from torchobs.flight.reader.reader import MAX_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.flight.files.location import FlightDirectory
+
+STACKS, STUCK, PROFILE = "stacks", "stuck", "profile"
+KINDS = (STACKS, STUCK, PROFILE)
+"""Stacks that were asked for; stacks of a rank that held Python's lock for seconds; a profiler's trace."""
+ENDINGS = {STACKS: ".txt", STUCK: ".txt", PROFILE: ".json.gz"}
+LIMITS = {STACKS: 1 << 20, STUCK: 1 << 20, PROFILE: 32 << 20}
+"""Bytes that a file may have: it lies in memory, and counts for the trainer."""
+KEPT = {STACKS: 8, STUCK: 4, PROFILE: 2}
+"""Files of one kind that a rank keeps; the oldest go."""
+
+END = b"\n# end of stacks\n"
+"""The last line of stacks that are complete: ``faulthandler`` writes on when there is no room, and says nothing of it."""
+
+_WHY = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM), "no_room"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "not_permitted"),
+}
+
+_NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile)-([0-9]{1,15})(\.txt|\.json\.gz)")
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
+_MAX_FOUND = 4096
+
+
+class NoEvidenceError(OSError):
+    """The name belongs to something that is no evidence, or not any more."""
+
+
+class ArtifactName(NamedTuple):
+    """What a name says."""
+
+    name: str
+    flight: str
+    """name of the flight file it belongs to"""
+    rank: str
+    incarnation: str
+    """in hexadecimal"""
+    kind: str
+    number: int
+
+    @property
+    def id(self) -> str:
+        """What it is asked for by: 16 hexadecimal digits that only somebody who knows the incarnation can work out."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:16]
+
+
+def named(flight: str, kind: str, number: int) -> ArtifactName:
+    """Return the evidence of that kind and number of the rank with that flight file."""
+    stem = flight.removesuffix(SUFFIX)
+    rank, _, incarnation = stem.removeprefix("r").partition("-")
+    return ArtifactName(f"{stem}.{kind}-{number}{ENDINGS[kind]}", flight, rank, incarnation, kind, number)
+
+
+def parse(name: str) -> ArtifactName | None:
+    """Return what the name says; ``None`` if it is no evidence's."""
+    found = _NAME.fullmatch(name)
+    if found is None or ENDINGS[found[4]] != found[6]:
+        return None
+    return ArtifactName(name, found[1] + SUFFIX, found[2], found[3], found[4], int(found[5]))
+
+
+def names(directory_fd: int) -> list[ArtifactName]:
+    """Return what there is by name, at most 4,096 of at most 200,000 names looked at. Raises ``OSError``."""
+    return list(_names(directory_fd))
+
+
+def _names(directory_fd: int) -> Iterator[ArtifactName]:
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)  # see reader.names
+    try:
+        with os.scandir(fd) as entries:
+            found = 0
+            for seen, entry in enumerate(entries):
+                if seen >= MAX_NAMES or found >= _MAX_FOUND:
+                    return
+                if (evidence := parse(entry.name)) is not None:
+                    found += 1
+                    yield evidence
+    finally:
+        os.close(fd)
+
+
+# -- the exporter's side ---------------------------------------------------------------------------------------------------
+
+
+def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.stat_result:
+    """Return the file's status. ``owner``: the only uid to accept. Raises ``OSError`` when there is nothing to be served."""
+    status = os.stat(evidence.name, dir_fd=directory_fd, follow_symlinks=False)
+    _check(status, evidence, owner)
+    return status
+
+
+def open_checked(directory_fd: int, evidence: ArtifactName, owner: int | None) -> tuple[int, int]:
+    """Open the file for reading; return its descriptor and its size. Raises as :func:`look`."""
+    fd = os.open(evidence.name, _READ, dir_fd=directory_fd)
+    try:
+        status = os.fstat(fd)
+        _check(status, evidence, owner)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, status.st_size
+
+
+def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) -> None:
+    regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+    if not regular or (owner is not None and status.st_uid != owner):
+        raise NoEvidenceError("not a regular file of the right owner")
+    if not 0 < status.st_size <= LIMITS[evidence.kind]:
+        raise NoEvidenceError("empty, or larger than any evidence")
+
+
+# -- the trainer's side ----------------------------------------------------------------------------------------------------
+
+
+def create(place: FlightDirectory, name: str) -> int:
+    """Create a file there, with the mode of a flight file, and open it for appending. Raises ``OSError``."""
+    mode = 0o640 if place.shared else 0o600
+    fd = os.open(name, _CREATE, mode, dir_fd=place.fd)
+    try:
+        os.fchmod(fd, mode)  # whatever the umask: the sidecar reads by group
+    except OSError:
+        os.close(fd)
+        remove(place, name)
+        raise
+    return fd
+
+
+def create_unfinished(place: FlightDirectory) -> tuple[str, int]:
+    """Create a file that is cleaned away if nobody calls :func:`finish`. Raises ``OSError``."""
+    temporary = TEMPORARY + token_hex(8)
+    return temporary, create(place, temporary)
+
+
+def append(fd: int, data: bytes) -> None:
+    """Write all of it. Raises ``OSError`` where there is no room for it, be it that a part was taken."""
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> None:
+    """Give the file its name, and remove the oldest of its kind where there are too many. Raises ``OSError``.
+
+    What is there is looked up first: where that cannot be seen, nothing more is kept.
+    """
+    alike = [one for one in names(place.fd) if (one.flight, one.kind) == (evidence.flight, evidence.kind) and one.number]
+    os.rename(temporary, evidence.name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+    for one in sorted({*alike, evidence}, key=lambda one: one.number)[: -KEPT[evidence.kind]]:
+        remove(place, one.name)
+
+
+def refusal(problem: OSError) -> dict[str, str]:
+    """Return why something could not be written, as an event's attributes: a word, and the system's own. No path."""
+    number = problem.errno or 0
+    return {"reason": _WHY.get(number, "error"), "detail": os.strerror(number) if number else type(problem).__name__}
+
+
+def remove(place: FlightDirectory, name: str) -> None:
+    """Remove a file if it is there."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=place.fd)

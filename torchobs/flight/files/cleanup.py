@@ -1,0 +1,207 @@
+"""Cleaning: dead flight files go when they are old, or when all of them together take too much.
+
+Trainers clean when they start and node-mode exporters now and then (the mount of a sidecar is read-only). Only files of our
+own user go, whose writer is dead for good, as its free lock and its stopped heartbeat show. Their age is that of the last
+heartbeat: stores through a map do not move a file's mtime. Evidence goes with its flight file. Names that are not ours are
+never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.flight.files import artifacts, lock
+from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, boot_id, lock_name
+from torchobs.flight.format import live_words
+from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header
+from torchobs.flight.reader.reader import MAX_NAMES, is_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIN_AGE_S = 24 * 3600.0
+MAX_TOTAL_BYTES = 256 * 1024 * 1024
+STALE_S = 3600.0
+"""Age, by mtime, of temporary files and of locks without a file; to make one takes milliseconds."""
+SETTLED_S = 10.0
+"""A rank can lose its lock and live (a program that closes descriptors it does not know), but then its heartbeat moves."""
+
+_TEMPORARY = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
+_ENDINGS = (SUFFIX, LOCK_SUFFIX, *artifacts.ENDINGS.values())
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class _File(NamedTuple):
+    """A flight file of ours. ``age_s``: since its last heartbeat; 0 while its writer lives."""
+
+    age_s: float
+    name: str
+    inode: int
+    size: int
+
+
+def clean(
+    directory_fd: int,
+    *,
+    now: int,
+    min_age_s: float = MIN_AGE_S,
+    max_total_bytes: int = MAX_TOTAL_BYTES,
+    served: Callable[[str], bool] | None = None,
+    budget_s: float = 0.25,
+) -> list[str]:
+    """Remove what nobody needs any more; return the names that are gone.
+
+    ``now`` is CLOCK_MONOTONIC in nanoseconds. A dead file goes ``min_age_s`` after its last heartbeat, or once ``served(name)``
+    says that whoever wanted it has it; then the oldest go until all files of ours take ``max_total_bytes`` at most. Looks no
+    longer than ``budget_s``; what was not looked at stays for the next call.
+
+    Raises ``OSError`` when the directory cannot be read.
+    """
+    files, removed, beside = [], [], defaultdict[str, list[str]](list)
+    for name in _names(directory_fd, budget_s):
+        if (found := artifacts.parse(name)) is not None:
+            beside[found.flight].append(name)
+        if not is_name(name):
+            removed += _remove_stale(directory_fd, name)
+        elif (file := _look(directory_fd, name, now)) is not None:
+            files.append(file)
+    sizes = {file.name: file.size + _size(directory_fd, beside[file.name]) for file in files}
+    total = sum(sizes.values())
+    for file in sorted(files, reverse=True):
+        unwanted = file.age_s >= min_age_s or total > max_total_bytes or (served is not None and served(file.name))
+        if file.age_s >= SETTLED_S and unwanted and _remove(directory_fd, file):
+            removed += [file.name, *_remove_all(directory_fd, beside[file.name])]
+            total -= sizes[file.name]
+    return removed
+
+
+def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
+    """Yield the names that look like ours, for ``budget_s`` at most."""
+    deadline = time.monotonic() + budget_s
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)  # see reader.names
+    try:
+        with os.scandir(fd) as entries:
+            for seen, entry in enumerate(entries):
+                if seen >= MAX_NAMES or time.monotonic() > deadline:
+                    return
+                if entry.name.endswith(_ENDINGS) or entry.name.startswith(TEMPORARY):
+                    yield entry.name
+    finally:
+        os.close(fd)
+
+
+def _look(directory_fd: int, name: str, now: int) -> _File | None:
+    """Return what is known of a file with that name; ``None`` when it is not ours, or gone."""
+    try:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+        if not _is_ours(status):
+            return None
+        held = _is_held(directory_fd, lock_name(name))
+        age_s = 0.0 if held else _age_s(directory_fd, name, now)
+    except OSError:
+        return None
+    return _File(age_s, name, status.st_ino, status.st_size)
+
+
+def _age_s(directory_fd: int, name: str, now: int) -> float:
+    """Return the seconds since the last heartbeat; of a file that cannot be read, since it was made. Raises ``OSError``."""
+    fd = os.open(name, _FLAGS, dir_fd=directory_fd)
+    status = os.fstat(fd)
+    try:
+        header = decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
+        span = header.regions[Region.LIVE]
+        beat = live_words.decode(os.pread(fd, span.length, span.offset)).heartbeat_ns or header.monotonic_ns
+    except BadFlightFileError:
+        return max(time.time() - status.st_mtime, 0.0)
+    finally:
+        os.close(fd)
+    if header.boot_id == boot_id() and beat <= now:
+        return (now - beat) / 1e9
+    return max(now / 1e9, time.time() - header.wall_s(beat))  # of another boot: at least as old as this one
+
+
+def _remove(directory_fd: int, file: _File) -> bool:
+    """Remove a dead file and its lock, unless somebody has put another one there meanwhile; tell whether it is gone."""
+    try:
+        if _is_held(directory_fd, lock_name(file.name)) or _inode(directory_fd, file.name) != file.inode:
+            return False
+        os.unlink(file.name, dir_fd=directory_fd)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError):
+        os.unlink(lock_name(file.name), dir_fd=directory_fd)
+    return True
+
+
+def _remove_stale(directory_fd: int, name: str) -> list[str]:
+    """Remove what was left: a temporary file of a process that was killed meanwhile, a lock or evidence without its file."""
+    try:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+        if not _is_ours(status) or time.time() - status.st_mtime < STALE_S:
+            return []
+        if _TEMPORARY.fullmatch(name) or _is_lone_lock(directory_fd, name) or _is_lone_evidence(directory_fd, name):
+            os.unlink(name, dir_fd=directory_fd)
+            return [name]
+    except OSError:
+        return []
+    return []
+
+
+def _is_lone_lock(directory_fd: int, name: str) -> bool:
+    """Tell whether that is the free lock of a flight file that is not there. Raises ``OSError``."""
+    of = name.removesuffix(LOCK_SUFFIX) + SUFFIX
+    return name.endswith(LOCK_SUFFIX) and is_name(of) and not _inode(directory_fd, of) and not _is_held(directory_fd, name)
+
+
+def _is_lone_evidence(directory_fd: int, name: str) -> bool:
+    """Tell whether that is evidence of a rank whose flight file is not there. Raises ``OSError``."""
+    found = artifacts.parse(name)
+    return found is not None and not _inode(directory_fd, found.flight)
+
+
+def _size(directory_fd: int, names: list[str]) -> int:
+    total = 0
+    for name in names:
+        with contextlib.suppress(OSError):
+            status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+            total += status.st_size if _is_ours(status) else 0
+    return total
+
+
+def _remove_all(directory_fd: int, names: list[str]) -> list[str]:
+    """Remove what of these is ours; return it."""
+    removed = []
+    for name in names:
+        with contextlib.suppress(OSError):
+            if _is_ours(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)):
+                os.unlink(name, dir_fd=directory_fd)
+                removed.append(name)
+    return removed
+
+
+def _is_held(directory_fd: int, name: str) -> bool:
+    """Tell whether the lock is held. A deleted one is not: then the heartbeat alone shows that a rank lives.
+
+    Raises ``OSError``.
+    """
+    try:
+        return lock.is_held(directory_fd, name)
+    except FileNotFoundError:
+        return False
+
+
+def _inode(directory_fd: int, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_nlink == 1

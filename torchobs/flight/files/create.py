@@ -1,0 +1,154 @@
+"""How a flight file comes to be: ``.tmp-random`` → allocate → header → lock → rename.
+
+So a published file is complete, and one whose lock is free is dead for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from secrets import token_bytes, token_hex
+from typing import TYPE_CHECKING
+
+from torchobs.flight.files import lock
+from torchobs.flight.files.headroom import shortage
+from torchobs.flight.format.layout import Header, encode_header, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchobs.flight.files.location import FlightDirectory
+
+SUFFIX, LOCK_SUFFIX, TEMPORARY = ".flight", ".lock", ".tmp-"
+_PAGE = 4096
+
+
+class NoRoomError(OSError):
+    """The file system or the memory cgroup has no room for a flight file; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreatedFile:
+    """A published flight file: its map, its name in ``place``, and the lock's descriptor, which stays open to the end."""
+
+    place: FlightDirectory
+    name: str
+    inode: int
+    header: Header
+    map: mmap.mmap
+    lock_fd: int
+    lock_inode: int
+
+
+def new_header(resource: Mapping[str, str | int], size: int) -> Header:
+    """Return the header of a new incarnation, born now, of ``size`` bytes down to whole pages.
+
+    Raises ``ValueError`` for a size that no flight file has.
+    """
+    size -= size % _PAGE
+    # the pair is read wall, monotonic, wall and halved, so that a preemption between the two is not taken for an offset
+    before, monotonic_ns, after = time.time_ns(), time.monotonic_ns(), time.time_ns()
+    wall_ns = (before + after) // 2
+    return Header(size, token_bytes(16), boot_id(), monotonic_ns, wall_ns, os.getpid(), os.getuid(), plan(size), resource)
+
+
+def boot_id() -> bytes:
+    """Return this boot's random id, 16 bytes; zeros where the system has none."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return bytes.fromhex(text.strip().replace("-", ""))
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def file_name(header: Header) -> str:
+    """Return the published name: rank and incarnation."""
+    return f"r{header.resource.get('rank', 0)}-{header.incarnation.hex()}{SUFFIX}"
+
+
+def lock_name(name: str) -> str:
+    """Return the name of the lock beside a flight file."""
+    return name.removesuffix(SUFFIX) + LOCK_SUFFIX
+
+
+def create(place: FlightDirectory, header: Header, content: bytes | None = None) -> CreatedFile:
+    """Make and publish the file; ``content`` is what a deleted one of the same incarnation held.
+
+    Raises :class:`NoRoomError`, ``OSError``, or ``ValueError`` for a resource that is too long; then nothing is left behind,
+    nor after an interrupt.
+    """
+    raw, name, temporary = encode_header(header), file_name(header), TEMPORARY + token_hex(8)
+    why = shortage(place.fd, header.file_size)
+    if why is not None:
+        raise NoRoomError(why)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_unlink, place, temporary)
+        inode, mapped = _allocate(place, temporary, header.file_size)
+        if content is not None:
+            mapped[:] = content
+        mapped[: len(raw)] = raw
+        lock_fd, lock_inode = _take_lock(place, name, undo)
+        os.rename(temporary, name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
+        undo.pop_all()
+    return CreatedFile(place, name, inode, header, mapped, lock_fd, lock_inode)
+
+
+def open_again(born: CreatedFile) -> int:
+    """Open a published file for writing, and only that file. Raises ``OSError``."""
+    fd = os.open(born.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=born.place.fd)
+    if os.fstat(fd).st_ino != born.inode:
+        os.close(fd)
+        raise FileNotFoundError(born.name)
+    return fd
+
+
+def relock(born: CreatedFile) -> CreatedFile:
+    """Make the lock of a published file again, for one whose name was deleted. Raises ``OSError``; the old one holds then."""
+    with contextlib.ExitStack() as undo:
+        lock_fd, lock_inode = _take_lock(born.place, born.name, undo)
+        undo.pop_all()
+    return replace(born, lock_fd=lock_fd, lock_inode=lock_inode)
+
+
+def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) -> tuple[int, int]:
+    lock_fd = _open(place, lock_name(name))
+    undo.callback(lock.release, lock_fd)
+    undo.callback(_unlink, place, lock_name(name))
+    lock.take(lock_fd)
+    return lock_fd, os.fstat(lock_fd).st_ino
+
+
+def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, mmap.mmap]:
+    fd = _open(place, name)
+    try:
+        # a store into a page that a full tmpfs cannot back is SIGBUS; allocated beforehand it is ENOSPC here
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.pwrite(fd, bytes(size), 0)
+        populate = getattr(mmap, "MAP_POPULATE", 0)
+        return os.fstat(fd).st_ino, mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate)
+    finally:
+        os.close(fd)
+
+
+def _open(place: FlightDirectory, name: str) -> int:
+    mode = 0o640 if place.shared else 0o600
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, mode, dir_fd=place.fd)
+    try:
+        os.fchmod(fd, mode)  # whatever the umask: the sidecar reads by group
+    except OSError:
+        os.close(fd)
+        _unlink(place, name)
+        raise
+    return fd
+
+
+def _unlink(place: FlightDirectory, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=place.fd)

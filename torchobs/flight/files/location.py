@@ -1,0 +1,207 @@
+"""Where flight files go: a private directory, on tmpfs where there is one with room.
+
+``TORCHOBS_DIR`` (or ``init(flight_dir=…)``), else the Kubernetes mount, else ``$XDG_RUNTIME_DIR``, else ``/dev/shm`` if it
+has 1 GiB and a quarter of it free (a container's default is 64 MiB and shared with NCCL and DataLoader), else the temp
+directory. NFS, Lustre and FUSE are refused: a store into their pages can block for as long as a server is away.
+
+In a directory that everybody may write to, somebody else may have taken our name, or put a symbolic link there: then the
+name gets a number. All ranks of a user try the same numbers in the same order, so they and their exporter meet in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+KUBERNETES_MOUNT = "/var/run/torchobs/flight"
+KUBERNETES_CONTROL = "/var/run/torchobs/control"
+NETWORK = frozenset(
+    {
+        *("nfs", "nfs4", "lustre", "fuse", "cifs", "smb3", "9p", "ceph", "gpfs", "beegfs", "glusterfs", "afs", "virtiofs"),
+        *("orangefs", "panfs", "pvfs2", "wekafs"),
+    }
+)
+"""File systems on which a step could block; any other FUSE type begins with ``breaker.``."""
+_MEMORY = ("tmpfs", "ramfs")
+_SPARE_NAMES = 8
+
+
+class NoPlaceError(OSError):
+    """No directory for the flight file can be had; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlightDirectory:
+    """An opened directory. ``shared``: a volume of a pod (fsGroup), whose files the sidecar's user reads by group."""
+
+    path: str
+    fd: int
+    in_memory: bool
+    shared: bool
+    given: bool = False
+    """by the user or by Kubernetes: taken as it is, whoever it belongs to"""
+
+
+def candidates(flight_dir: str | None, runtime_dir: str | None) -> list[str]:
+    """Return the directories to try, best first; only ``flight_dir`` when it was given."""
+    if flight_dir:
+        return [flight_dir]
+    if Path(KUBERNETES_MOUNT).is_dir():
+        return [KUBERNETES_MOUNT]
+    own = f"torchobs-{os.getuid()}"
+    found = []
+    if runtime_dir and _is_mine(runtime_dir):
+        found.append(str(Path(runtime_dir) / "torchobs"))
+    if _roomy("/dev/shm"):  # noqa: S108  # tmpfs by design; the directory below it is ours alone
+        found.append(f"/dev/shm/{own}")  # noqa: S108  # as above
+    return [*found, str(Path(_temporary()) / own)]
+
+
+def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirectory:
+    """Open the best directory, made 0700 if it is not there. Raises :class:`NoPlaceError`."""
+    problems = []
+    for path in candidates(flight_dir, runtime_dir):
+        given = _is_given(path, flight_dir)
+        for name in (path,) if given else spare(path):
+            try:
+                return _open(name, given=given)
+            except OSError as problem:
+                problems.append(f"{name}: {problem.strerror or problem}")
+    msg = f"no directory for the flight file: {'; '.join(problems)}. Set TORCHOBS_DIR to a local directory of your own"
+    raise NoPlaceError(msg)
+
+
+def renew(place: FlightDirectory) -> None:
+    """Make a directory again that was deleted, and open it under the same descriptor. Raises ``OSError``."""
+    again = _open(place.path, given=place.given)
+    os.dup2(again.fd, place.fd, inheritable=False)
+    os.close(again.fd)
+
+
+def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None:
+    """Return the directory that trainers of this user would use, for readers; ``None`` if none is there yet."""
+    for path in candidates(flight_dir, runtime_dir):
+        if _is_given(path, flight_dir):
+            return path if Path(path).is_dir() else None
+        for name in spare(path):
+            if _is_private(name):
+                return name
+    return None
+
+
+def control_directory(chosen: str | None, flight_dir: str) -> str:
+    """Return where commands are: as set, the pod's volume beside its flight volume, else below the flight directory."""
+    if chosen is not None:
+        return chosen
+    return KUBERNETES_CONTROL if flight_dir == KUBERNETES_MOUNT else str(Path(flight_dir) / "control")
+
+
+def open_directory(path: str) -> int:
+    """Open a directory for reading its flight files; a symbolic link is refused. Raises ``OSError``."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _temporary() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return "/tmp"  # noqa: S108  # a container's root is read-only: opening it says so, by a name that a person knows
+
+
+def _is_given(path: str, flight_dir: str | None) -> bool:
+    return bool(flight_dir) or path == KUBERNETES_MOUNT
+
+
+def spare(path: str) -> list[str]:
+    """Return the names that are tried for a directory that nobody has named: another user may have taken one."""
+    return [path, *(f"{path}-{number}" for number in range(1, _SPARE_NAMES))]
+
+
+def _open(path: str, *, given: bool) -> FlightDirectory:
+    if path != KUBERNETES_MOUNT:
+        _make(path, parents=given)
+    fd = open_directory(path)
+    try:
+        kind = _check(path, os.fstat(fd), given=given)
+        status = os.fstat(fd)
+    except OSError:
+        os.close(fd)
+        raise
+    # A directory that was given is taken as it is (a pod's volume belongs to root, its mode is 3777); ours alone is 0700.
+    shared = path == KUBERNETES_MOUNT or status.st_uid != os.getuid() or bool(status.st_mode & stat.S_ISGID)
+    return FlightDirectory(path, fd, kind in _MEMORY, shared, given)
+
+
+def _make(path: str, *, parents: bool) -> None:
+    if parents:
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+
+
+def _check(path: str, status: os.stat_result, *, given: bool) -> str:
+    """Return the type of the file system. Raises :class:`NoPlaceError` for a directory that must not be used."""
+    if not given and not _is_ours_alone(status):
+        raise NoPlaceError("belongs to another user, or others may use it")
+    kind = filesystem_type(_mountinfo(), os.path.realpath(path))
+    if kind.partition(".")[0] in NETWORK:
+        msg = f"{kind} is a network or FUSE file system, on which a training step could block"
+        raise NoPlaceError(msg)
+    return kind
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
+
+def _is_private(path: str) -> bool:
+    try:
+        return _is_ours_alone(os.lstat(path))
+    except OSError:
+        return False
+
+
+def _is_mine(path: str) -> bool:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _roomy(path: str) -> bool:
+    try:
+        usage = os.statvfs(path)
+    except OSError:
+        return False
+    return usage.f_blocks * usage.f_frsize >= 1 << 30 and usage.f_bavail * 4 >= usage.f_blocks
+
+
+def _mountinfo() -> str:
+    try:
+        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return ""  # not Linux
+
+
+def filesystem_type(mountinfo: str, path: str) -> str:
+    """Return the type of the file system that ``path`` (resolved) is on, "" if unknown.
+
+    ``mountinfo`` is the text of ``/proc/self/mountinfo``.
+    """
+    best, kind = -1, ""
+    for line in mountinfo.splitlines():
+        fields = line.split(" ")
+        if "-" not in fields[6:-1]:
+            continue
+        mount = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4])
+        inside = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= best:  # the last of equals is mounted over the others
+            best, kind = len(mount), fields[fields.index("-", 6) + 1]
+    return kind

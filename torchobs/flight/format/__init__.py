@@ -1,0 +1,1 @@
+"""The flight file on disk: layout, live words, series, event ring and span ids."""

@@ -1,0 +1,190 @@
+"""The event ring: dated facts, finished spans and what came too late for them, as frames at multiples of 64 bytes.
+
+A frame is ``position:u64 length:u32 crc:u32`` and ``length`` bytes of a JSON object. ``position`` is virtual: it counts
+bytes since birth and never wraps, so that a frame stands at ``position % ring``; the CRC covers position, length and
+payload. A frame never wraps around the ring's end: what does not fit there starts at the next lap. A reader needs no
+head: it looks at every 64 bytes and takes what stands where its position says and matches its CRC.
+
+A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/frames.py``), or ``late``: the ``grad_norm`` of a ``step``
+whose span was written before a device delivered it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections import deque
+from math import isfinite
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from torchobs.flight.format.layout import ALIGN, Live, encodable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torchobs.flight.writer.storage import Storage
+
+_FRAME = struct.Struct("<QII")
+MAX_PAYLOAD = 16 * 1024
+_MAX_PENDING = 1024
+_MAX_CHECKED = 8
+_MAX_DEPTH = 32
+_MAX_BITS = 128
+_MAX_RING = 512 * 1024
+"""No writer makes a longer one (456 KiB in the largest file), and following it costs with its length."""
+
+
+def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
+    """Return ``value`` as something JSON has: a non-finite float becomes its name, an unknown or too deep object its text."""
+    if isinstance(value, float) and not isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return hex(value)  # Python refuses to print 4,300 digits in decimal
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)) and depth > 1:
+        return [plain(item, depth - 1) for item in value]
+    if isinstance(value, dict) and depth > 1:
+        return {str(key): plain(item, depth - 1) for key, item in value.items()}
+    return str(value)
+
+
+class EventRing:
+    """The writing side. Any thread may append; none ever waits: who finds the ring busy leaves its frame to the holder."""
+
+    __slots__ = ("_lock", "_memory", "_offset", "_pending", "_position", "_seed", "_size", "dropped", "live_at")
+
+    def __init__(self, memory: Storage, offset: int, size: int, seed: int, live_at: int) -> None:
+        self._memory, self._offset, self._size, self._seed = memory, offset, size, seed
+        self.live_at = live_at
+        self._position = 0
+        self._pending: deque[bytes] = deque()
+        self._lock = Lock()
+        self.dropped = 0
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a frame's payload may have."""
+        return min(MAX_PAYLOAD, self._size // 4)
+
+    def append(self, fields: Mapping[str, object]) -> None:
+        """Add one frame; one that is too long, or comes while 1,024 wait, is dropped and counted."""
+        self.put(json.dumps(plain(dict(fields)), separators=(",", ":")).encode())
+
+    def put(self, payload: bytes) -> None:
+        """Add one frame whose JSON is ready."""
+        if len(payload) > self.limit or len(self._pending) >= _MAX_PENDING:
+            self.dropped += 1
+            return
+        self._pending.append(payload)
+        self.drain()
+
+    def drain(self) -> None:
+        """Write what is pending, unless another thread is at it."""
+        while self._pending:
+            if self._lock.locked():
+                return
+            with self._lock:  # see block.Block.publish
+                if self._pending:
+                    self._write(self._pending.popleft())
+
+    def _write(self, payload: bytes) -> None:
+        length = _aligned(len(payload))
+        room = self._size - self._position % self._size
+        position = self._position if length <= room else self._position + room
+        crc = zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, len(payload), 0), self._seed))
+        frame = _FRAME.pack(position, len(payload), crc) + payload
+        self._memory.store(self._offset + position % self._size, frame)
+        self._position = position + length
+        self._memory.word(self.live_at + Live.EVENT_HEAD, self._position)
+
+
+def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield ``(position, fields)`` of every valid frame, oldest first.
+
+    Forged lengths could make every 64 bytes cost the CRC of 16 KiB: after ``_MAX_CHECKED`` rings' worth of bytes it ends.
+    """
+    for position, payload in sorted(_frames(ring, seed)):
+        fields = fields_of(payload)
+        if fields is not None:
+            yield position, fields
+
+
+def fields_of(payload: bytes) -> dict[str, Any] | None:
+    """Return what a frame's payload says; ``None`` if that is not a JSON object."""
+    try:
+        fields = json.loads(payload.decode())  # json.loads would take bytes for UTF-16, too
+        if b"\\u" in payload or payload.count(b"[") + payload.count(b"{") > _MAX_DEPTH:
+            fields = _sane(fields, _MAX_DEPTH)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+class Tail:
+    """Follows a ring: gives each frame once, and reads what was written since it looked last, not the whole ring."""
+
+    __slots__ = ("_head", "_next", "_seed", "_size")
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+        self._head = self._next = 0
+
+    def take(self, head: int, read: Callable[[int, int], bytes]) -> list[bytes]:
+        """Return the payloads that are new, oldest first; none before ``head`` has changed.
+
+        ``head`` is where the writer says that its newest frame ends, and ``read(at, length)`` reads the ring.
+        """
+        if head == self._head or self._size > _MAX_RING:
+            return []
+        self._head = head
+        found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
+        if found:  # not the head: where stores are reordered it can be ahead of its frame
+            position, payload = found[-1]
+            self._next = position + _aligned(len(payload))
+        return [payload for _, payload in found]
+
+    def _parts(self, head: int) -> list[tuple[int, int]]:
+        length = head - self._next
+        if not 0 < length < self._size or head % ALIGN:
+            return [(0, self._size)]
+        at = self._next % self._size
+        first = min(length, self._size - at)
+        return [(at, first), (0, length - first)]
+
+    def _frames(self, part: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+        return (frame for frame in _frames(part, self._seed, at, self._size) if frame[0] >= self._next)
+
+
+def _frames(part: bytes, seed: int, offset: int = 0, size: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the frames of a ring, or of the part of a ring of ``size`` that begins at ``offset``."""
+    size = size or len(part)
+    at, left = 0, _MAX_CHECKED * len(part)
+    while at < len(part) - _FRAME.size and left > 0:
+        position, length, crc = _FRAME.unpack_from(part, at)
+        begin, at = at, at + ALIGN
+        if not length or position % size != begin + offset or length > min(MAX_PAYLOAD, len(part) - begin - _FRAME.size):
+            continue
+        left -= length
+        payload = part[begin + _FRAME.size : begin + _FRAME.size + length]
+        if crc == zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, length, 0), seed)):
+            yield position, payload
+            at = begin + _aligned(length)  # no frame begins inside another
+
+
+def _aligned(length: int) -> int:
+    """Return the bytes that a frame with a payload of that length takes."""
+    return -(-(_FRAME.size + length) // ALIGN) * ALIGN
+
+
+def _sane(value: object, depth: int) -> object:
+    """Return ``value`` without lone surrogates. Raises ``ValueError`` when it is nested deeper than ``depth``."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, (dict, list)) and not depth:
+        raise ValueError
+    if isinstance(value, dict):
+        return {encodable(key): _sane(item, depth - 1) for key, item in value.items()}
+    return [_sane(item, depth - 1) for item in value] if isinstance(value, list) else value

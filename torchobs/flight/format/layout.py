@@ -1,0 +1,282 @@
+r"""The format of a flight file, version 1: little-endian, every region aligned to 64 bytes.
+
+====== =========================================================================================================
+offset content
+====== =========================================================================================================
+0      static header, 4,096 bytes, complete before the file gets its name (:class:`Header`)
+4,096  live words: 8-byte words, each stored alone and meaningful alone (:class:`Live`)
+…      series table: append-only entries (``series.py``)
+…      value blocks: ``BLOCK_COUNT`` blocks of two slots, A and B (:data:`SLOT_HEADER`, then up to 512 words)
+…      step ring: 128-byte records (``record.py``)
+…      event ring: frames at multiples of 64 bytes (``events.py``)
+====== =========================================================================================================
+
+**Header**: ``magic[8] major:u16 minor:u16 header_size:u32 file_size:u64 incarnation[16] boot_id[16] monotonic_ns:u64
+wall_ns:u64 pid:u32 uid:u32 region_count:u32 resource_length:u32 resource_crc:u32 pad:u32``, then at 96 ``region_count`` ×
+``kind:u32 item_size:u32 offset:u64 length:u64``, then at 288 the resource, a flat JSON object in UTF-8 that describes the rank,
+and in the last four bytes the CRC-32 of everything before. A header with a bad CRC or size makes the whole file bad.
+
+**CRCs** of everything but the header are seeded with the low 32 bits of the incarnation, so that stale or forged frames
+do not validate. **Versions**: a reader takes any minor version of its major; minor versions add regions, never fields.
+
+**Stores**: a word is one aligned item store, a record, slot, entry or frame is packed privately and stored by ONE slice
+assignment; nothing depends on the order of stores, because Python has no fences and arm64 reorders. Packing straight into the
+map is forbidden: CPython zeroes the target first, and a reader saw those zeros in 3-17 % of its reads.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAGIC = b"TORCHOBS"
+MAJOR, MINOR = 1, 0
+ALIGN = 64
+HEADER_SIZE = 4096
+MIN_SIZE = 256 * 1024
+DEFAULT_SIZE = 1024 * 1024
+MAX_SIZE = 2 * 1024 * 1024
+MAX_READ_SIZE = 16 * 1024 * 1024
+RESOURCE_LIMIT = HEADER_SIZE - 4 - 288
+BLOCK_WORDS = 512
+BLOCK_COUNT = 16
+RECORD_SIZE = 128
+
+SLOT_HEADER = struct.Struct("<QII")
+"""generation, length of the words in bytes, CRC over (generation, length, words)"""
+SLOT_SIZE = -(-(SLOT_HEADER.size + BLOCK_WORDS * 8) // ALIGN) * ALIGN
+
+_FIXED = struct.Struct("<8sHHIQ16s16sQQIIIIII")
+_REGION = struct.Struct("<IIQQ")
+_REGIONS_AT, _MAX_REGIONS = 96, 8
+_MAX_RECORDS = MAX_SIZE // RECORD_SIZE
+"""What a reader folds at most: 16 MiB of forged records held it for half a second."""
+_U32 = struct.Struct("<I")
+
+
+class BadFlightFileError(ValueError):
+    """The bytes are not a flight file that this version reads; the message says why."""
+
+
+class Region(IntEnum):
+    """Kinds in the region table."""
+
+    LIVE = 1
+    SERIES = 2
+    BLOCKS = 3
+    STEPS = 4
+    EVENTS = 5
+
+
+class Live:
+    """Indexes of the live words. A word that is out of range is absent; heads are hints only."""
+
+    HEARTBEAT_NS = 0
+    """CLOCK_MONOTONIC of the sampler's last round"""
+    PHASE = 1
+    """phase id << 56 | CLOCK_MONOTONIC in µs at which it began (``record.LIVE_PHASES`` gives the names)"""
+    STEP_HEAD = 2
+    """sequence number of the newest step record"""
+    EVENT_HEAD = 3
+    """virtual position after the newest event frame"""
+    SERIES_COUNT = 4
+    """entries in the series table"""
+    EXIT = 5
+    """0 while running, else 1 << 63 | reason << 32 | exit code & 0xffffffff"""
+    LEVEL = 6
+    """debug level in force"""
+    STEPS_SINCE_NS = 7
+    """CLOCK_MONOTONIC since which steps are recorded; 0: since the start; all ones: they are not"""
+
+
+LIVE_WORDS = 32
+
+
+class Exit:
+    """Reasons in the exit word."""
+
+    FINISHED = 1
+    EXCEPTION = 2
+    EXIT_CODE = 3
+    INTERRUPTED = 4
+
+
+EXIT_SET = 1 << 63
+NO_STEPS = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a region lies: bytes from the start of the file, and the size of its items."""
+
+    offset: int
+    length: int
+    item_size: int
+
+    @property
+    def count(self) -> int:
+        """Whole items in the region."""
+        return self.length // self.item_size
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The static header."""
+
+    file_size: int
+    incarnation: bytes
+    boot_id: bytes
+    monotonic_ns: int
+    wall_ns: int
+    pid: int
+    uid: int
+    regions: Mapping[Region, Extent]
+    resource: Mapping[str, str | int]
+    minor: int = MINOR
+
+    @property
+    def seed(self) -> int:
+        """Start value of every CRC in the file."""
+        return int.from_bytes(self.incarnation[:4], "little")
+
+    def wall_s(self, monotonic_ns: int) -> float:
+        """Unix time in seconds of a CLOCK_MONOTONIC reading, by the pair taken at birth: later clock jumps change nothing."""
+        return (self.wall_ns + monotonic_ns - self.monotonic_ns) / 1e9
+
+
+def plan(size: int) -> dict[Region, Extent]:
+    """Lay out a file of ``size`` bytes: half of it step records, the blocks fixed, series and events share the rest.
+
+    Raises ``ValueError`` for a size outside ``MIN_SIZE``…``MAX_SIZE`` or not a multiple of ``ALIGN``.
+    """
+    if not MIN_SIZE <= size <= MAX_SIZE or size % ALIGN:
+        msg = f"a flight file has {MIN_SIZE} to {MAX_SIZE} bytes, a multiple of {ALIGN}, not {size}"
+        raise ValueError(msg)
+    records = 1 << ((size // 2 // RECORD_SIZE).bit_length() - 1)
+    live = LIVE_WORDS * 8
+    blocks = 2 * SLOT_SIZE * (BLOCK_COUNT if size >= DEFAULT_SIZE else BLOCK_COUNT // 4)
+    rest = size - HEADER_SIZE - live - blocks - records * RECORD_SIZE
+    series = rest // 2 // ALIGN * ALIGN
+    events = (rest - series) // ALIGN * ALIGN
+    sizes = (
+        (Region.LIVE, live, 8),
+        (Region.SERIES, series, 1),
+        (Region.BLOCKS, blocks, 2 * SLOT_SIZE),
+        (Region.STEPS, records * RECORD_SIZE, RECORD_SIZE),
+        (Region.EVENTS, events, ALIGN),
+    )
+    regions, offset = {}, HEADER_SIZE
+    for region, length, item_size in sizes:
+        regions[region] = Extent(offset, length, item_size)
+        offset += length
+    return regions
+
+
+def encode_header(header: Header) -> bytes:
+    """Return the header's 4,096 bytes. Raises ``ValueError`` when the resource does not fit ``RESOURCE_LIMIT`` bytes."""
+    # a host or job name need not be UTF-8; the error handler keeps the rest of it
+    resource = json.dumps(dict(header.resource), ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    if len(resource) > RESOURCE_LIMIT:
+        msg = f"the resource takes {len(resource)} bytes, at most {RESOURCE_LIMIT} fit"
+        raise ValueError(msg)
+    fixed = _FIXED.pack(
+        MAGIC, MAJOR, header.minor, HEADER_SIZE, header.file_size, header.incarnation, header.boot_id, header.monotonic_ns,
+        header.wall_ns, header.pid, header.uid, len(header.regions), len(resource), zlib.crc32(resource), 0,
+    )  # fmt: skip
+    table = b"".join(_REGION.pack(kind, span.item_size, span.offset, span.length) for kind, span in header.regions.items())
+    body = fixed.ljust(_REGIONS_AT, b"\0") + table.ljust(_REGION.size * _MAX_REGIONS, b"\0") + resource
+    body = body.ljust(HEADER_SIZE - 4, b"\0")
+    return body + _U32.pack(zlib.crc32(body))
+
+
+def decode_header(raw: bytes, size: int) -> Header:
+    """Check and decode a header; ``size`` is the file's. Every offset it returns is in the file.
+
+    Raises :class:`BadFlightFileError`.
+    """
+    if len(raw) < HEADER_SIZE:
+        raise BadFlightFileError("shorter than a header")
+    magic, major, minor, header_size, file_size, incarnation, boot_id, *rest = _FIXED.unpack_from(raw)
+    monotonic_ns, wall_ns, pid, uid, region_count, resource_length, _, _ = rest
+    if magic != MAGIC:
+        raise BadFlightFileError("not a flight file")
+    if major != MAJOR:
+        msg = f"format version {major}.{minor}, this reader knows {MAJOR}.x"
+        raise BadFlightFileError(msg)
+    if zlib.crc32(raw[: HEADER_SIZE - 4]) != _U32.unpack_from(raw, HEADER_SIZE - 4)[0]:
+        raise BadFlightFileError("header CRC does not match")
+    if header_size != HEADER_SIZE or file_size != size or not MIN_SIZE <= size <= MAX_READ_SIZE:
+        msg = f"size {size} is not the header's {file_size}"
+        raise BadFlightFileError(msg)
+    regions, resource = _regions(raw, region_count, size), _resource(raw, resource_length)
+    return Header(file_size, incarnation, boot_id, monotonic_ns, wall_ns, pid, uid, regions, resource, minor)
+
+
+def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
+    if count > _MAX_REGIONS:
+        raise BadFlightFileError("too many regions")
+    found: dict[Region, Extent] = {}
+    for index in range(count):
+        kind, item_size, offset, length = _REGION.unpack_from(raw, _REGIONS_AT + index * _REGION.size)
+        if kind not in Region._value2member_map_:
+            continue  # of a later minor version
+        if kind in found:
+            raise BadFlightFileError("a region twice")
+        found[Region(kind)] = Extent(offset, length, item_size)
+    _check_regions(found, size)
+    return found
+
+
+_ITEM_SIZES = {
+    Region.LIVE: 8,
+    Region.SERIES: 1,
+    Region.BLOCKS: 2 * SLOT_SIZE,
+    Region.STEPS: RECORD_SIZE,
+    Region.EVENTS: ALIGN,
+}
+
+
+def _check_regions(found: Mapping[Region, Extent], size: int) -> None:
+    if set(found) != set(Region):
+        raise BadFlightFileError("a region is missing")
+    end = HEADER_SIZE
+    for kind, span in sorted(found.items(), key=lambda item: item[1].offset):
+        if span.offset < end or span.offset % ALIGN or span.offset + span.length > size:
+            msg = f"region {kind.name} lies outside the file or in another"
+            raise BadFlightFileError(msg)
+        if span.item_size != _ITEM_SIZES[kind] or span.length % span.item_size or not span.count:
+            msg = f"region {kind.name} has no whole number of its items"
+            raise BadFlightFileError(msg)
+        end = span.offset + span.length
+    steps = found[Region.STEPS].count
+    if found[Region.LIVE].count < LIVE_WORDS or steps & (steps - 1) or steps > _MAX_RECORDS:
+        raise BadFlightFileError("live words or step ring of an impossible size")
+
+
+def _resource(raw: bytes, length: int) -> dict[str, str | int]:
+    if length > RESOURCE_LIMIT:
+        raise BadFlightFileError("resource longer than the header")
+    try:
+        decoded = json.loads(raw[288 : 288 + length].decode())  # json.loads would take bytes for UTF-16, too
+    except (ValueError, RecursionError):
+        decoded = None
+    if not isinstance(decoded, dict) or not all(isinstance(value, (str, int)) for value in decoded.values()):
+        raise BadFlightFileError("resource is not a flat JSON object")
+    return {encodable(name): encodable(value) if isinstance(value, str) else value for name, value in decoded.items()}
+
+
+def encodable(text: str) -> str:
+    r"""Return ``text`` without lone surrogates: JSON can spell them (``"\ud800"``), and no page with one could be encoded."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def words_crc(generation: int, words: bytes | memoryview, seed: int) -> int:
+    """CRC of a value slot."""
+    return zlib.crc32(words, zlib.crc32(SLOT_HEADER.pack(generation, len(words), 0), seed))

@@ -1,0 +1,46 @@
+"""The live words, decoded by whoever watches a rank: each stands alone, and one that is out of range is absent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchobs.flight.format.layout import EXIT_SET, NO_STEPS, Live
+from torchobs.flight.metrics.fold import LIVE_PHASES
+
+_MAX_LEVEL = 15
+_MICROSECONDS = (1 << 56) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWords:
+    """The live words; ``None`` where one is absent or out of range. Times are CLOCK_MONOTONIC in nanoseconds."""
+
+    heartbeat_ns: int | None
+    phase: str | None
+    phase_begun_ns: int | None
+    exit_reason: int | None
+    exit_code: int
+    level: int
+    event_head: int = 0
+    """changes with every event, and is a hint only"""
+    steps_since_ns: int | None = 0
+    """since when steps are recorded: 0 = since the start, ``None`` = they are not, somebody has switched that off"""
+
+
+def decode(raw: bytes) -> LiveWords:
+    """Decode the region; bytes that are not there (a file that shrank) count as zeros."""
+    words = memoryview(raw.ljust(8 * (Live.STEPS_SINCE_NS + 1), b"\0")).cast("Q")
+    phase, exit_word, level = words[Live.PHASE], words[Live.EXIT], words[Live.LEVEL]
+    heartbeat, code = words[Live.HEARTBEAT_NS], exit_word & 0xFFFFFFFF
+    since = words[Live.STEPS_SINCE_NS]
+    known, ended = 1 <= phase >> 56 <= len(LIVE_PHASES), bool(exit_word & EXIT_SET)
+    return LiveWords(
+        heartbeat if 0 < heartbeat < 1 << 62 else None,
+        LIVE_PHASES[(phase >> 56) - 1] if known else None,
+        (phase & _MICROSECONDS) * 1000 if known else None,
+        (exit_word & ~EXIT_SET) >> 32 if ended else None,
+        code - (1 << 32) if code >> 31 else code,
+        level if level <= _MAX_LEVEL else 0,
+        words[Live.EVENT_HEAD],
+        None if since == NO_STEPS else since if since < 1 << 62 else 0,
+    )

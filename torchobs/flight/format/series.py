@@ -1,0 +1,159 @@
+"""The series table: which word of which value block is what.
+
+An entry is ``length:u32 crc:u32 block:u16 word:u16 width:u16 kind:u8 type:u8``, then a JSON array ``[name, unit, brief,
+attributes, bounds]`` in UTF-8, padded with spaces to a multiple of 8 bytes; ``length`` counts all of it, and the CRC covers
+all of it but itself. Entries are append-only and count only if their CRC matches: the first whose does not ends the table.
+A user's instrument has a sixth element, its instrumentation scope ``[name, version, schema_url, attributes]``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs.catalog import Kind
+from torchobs.flight.format.layout import BLOCK_WORDS, encodable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_HEAD = struct.Struct("<IIHHHBB")
+_MAX_ENTRY = 16 * 1024
+
+
+class ValueType:
+    """How a series' words hold its value."""
+
+    INT = 0
+    """one word, u64"""
+    FLOAT = 1
+    """one word, f64; any NaN: absent"""
+    EITHER = 2
+    """a user's instrument that may be given ints and floats: i64 word (its minimum: absent), f64 word (NaN: absent); a
+    sum is their sum, a gauge is the one that is present"""
+    HISTOGRAM = 3
+    """u64 buckets (one more than bounds), then f64 sum, least, greatest"""
+
+
+INT_ABSENT = 1 << 63
+WIDTHS = {ValueType.INT: 1, ValueType.FLOAT: 1, ValueType.EITHER: 2}
+
+
+class Scope(NamedTuple):
+    """OpenTelemetry's instrumentation scope: who made the instrument. ``attributes`` as in :class:`Series`."""
+
+    name: str
+    version: str = ""
+    schema_url: str = ""
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One series. ``attributes`` are (name, value) pairs sorted by name; ``word`` is its first word in ``block``.
+
+    ``scope``: ``None`` for the instruments of torchobs itself.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    brief: str
+    attributes: tuple[tuple[str, Any], ...]
+    bounds: tuple[float, ...]
+    value_type: int
+    block: int
+    word: int
+    scope: Scope | None = None
+
+    @property
+    def width(self) -> int:
+        """Words that the value takes."""
+        return len(self.bounds) + 4 if self.value_type == ValueType.HISTOGRAM else WIDTHS[self.value_type]
+
+
+def encode(series: Series, seed: int) -> bytes:
+    """Return the entry's bytes. Raises ``ValueError`` when it is over 16 KiB."""
+    fields: list[object] = [series.name, series.unit, series.brief, dict(series.attributes), list(series.bounds)]
+    if series.scope is not None:
+        fields.append([*series.scope[:3], dict(series.scope.attributes)])
+    payload = json.dumps(fields, separators=(",", ":"), default=str).encode()
+    payload = payload.ljust(-(-len(payload) // 8) * 8)
+    length = _HEAD.size + len(payload)
+    if length > _MAX_ENTRY:
+        msg = f"series {series.name[:64]!r} needs {length} bytes of the series table, at most {_MAX_ENTRY} are given"
+        raise ValueError(msg)
+    tail = (series.block, series.word, series.width, series.kind.value, series.value_type)
+    crc = zlib.crc32(payload, zlib.crc32(_HEAD.pack(length, 0, *tail), seed))
+    return _HEAD.pack(length, crc, *tail) + payload
+
+
+def decode(table: bytes, seed: int, blocks: int, start: int = 0) -> Iterator[tuple[Series, int]]:
+    """Yield each valid entry from ``start`` on with the offset after it; one whose words lie outside its block is skipped."""
+    at = start
+    while at + _HEAD.size <= len(table):
+        length, crc, *tail = _HEAD.unpack_from(table, at)
+        if not _HEAD.size < length <= min(_MAX_ENTRY, len(table) - at) or length % 8:
+            return
+        payload = table[at + _HEAD.size : at + length]
+        if crc != zlib.crc32(payload, zlib.crc32(_HEAD.pack(length, 0, *tail), seed)):
+            return
+        at += length
+        series = _parse(payload, *tail)
+        if series is not None and series.block < blocks and series.word + series.width <= BLOCK_WORDS:
+            yield series, at
+
+
+def _parse(payload: bytes, block: int, word: int, width: int, kind: int, value_type: int) -> Series | None:
+    try:
+        name, unit, brief, attributes, bounds, *scope = json.loads(payload.decode())
+        texts = _text(name), Kind(kind), _text(unit), _text(brief)
+        edges = tuple(float(bound) for bound in bounds)
+        series = Series(*texts, _pairs(attributes), edges, value_type, block, word, _scope(*scope))
+        width_fits = series.width == width
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+        return None
+    ordered = all(low < high for low, high in pairwise(edges)) and all(map(isfinite, edges))
+    is_histogram = value_type == ValueType.HISTOGRAM
+    alike = is_histogram == (series.kind is Kind.HISTOGRAM) and (is_histogram or not edges)
+    return series if width_fits and ordered and alike else None
+
+
+def _scope(fields: Sequence[Any] | None = None) -> Scope | None:
+    if fields is None:
+        return None
+    *texts, attributes = fields
+    name, version, schema_url = map(_text, texts)
+    return Scope(name, version, schema_url, _pairs(attributes))
+
+
+def _pairs(attributes: Mapping[Any, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((_text(key), _attribute(value)) for key, value in attributes.items()))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return encodable(value)
+
+
+def _attribute(value: object) -> object:
+    """Return a value as something hashable that equals itself. Raises ``TypeError`` for what OpenTelemetry does not have."""
+    if isinstance(value, list):
+        return tuple(_scalar(item) for item in value)
+    return _scalar(value)
+
+
+def _scalar(value: object) -> object:
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if value is not None and not isinstance(value, (bool, int, float)):
+        raise TypeError
+    return value

@@ -1,0 +1,77 @@
+"""The part of the fold that the gradient norms are: the gauge, the distribution, and what is anomalous about them."""
+
+from __future__ import annotations
+
+from math import exp, isfinite, log
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.detect.spikes import judge
+from torchobs.detect.vanishing import judge_low
+from torchobs.flight.metrics.totals import (
+    GRADIENT_EXPLOSION,
+    GRADIENT_VANISHING,
+    NONFINITE_GRADIENT,
+    NORM_SUM,
+    Totals,
+    Word,
+    count,
+    is_active,
+    load_baseline,
+    note,
+    observe,
+    store_baseline,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.metrics.totals import Anomaly
+
+_NONE = -1
+_KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
+LEAST_NORM_EXCESS = log(8.0)
+"""An explosion is at least 8 times the usual norm (on the log scale, where norms are near normal)."""
+
+
+def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], solved: Collection[int] = ()) -> None:
+    """Add the norms of ``records``, in ring order (see ``record.fold``).
+
+    ``solved``: steps whose loss was exactly zero. A margin that is kept by every example of a batch (hinge, triplet) has a
+    gradient of zero because nothing is left to learn, and has not vanished.
+    """
+    if not records:
+        return
+    ints, floats = totals.ints, totals.floats
+    newest, last, low = ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS]
+    since = ints[Word.MODEL_STEP]
+    active = {kind: is_active(totals, kind) for kind in _KINDS}
+    found_here = dict.fromkeys(_KINDS, 0)
+    mean, variance, seen = load_baseline(totals, Word.NORM_BASELINE)
+    for record in records:
+        norm, usual, kind = record.grad_norm, mean, _NONE
+        if not isfinite(norm):
+            kind = NONFINITE_GRADIENT
+            note(found, kind, record, norm, last)
+        elif record.step >= since:
+            at_rest = not norm and record.step in solved
+            vanished, low = (False, 0) if at_rest else judge_low(norm, mean, variance, seen, low)
+            exploded = False
+            if norm > 0.0:  # a zero norm has no logarithm and is no explosion
+                exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
+            if exploded or vanished:
+                kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
+                note(found, kind, record, norm, exp(usual) if seen else 0.0)
+        if kind != _NONE:
+            found_here[kind] += 1
+        if record.step >= newest:  # else a device delivered it after a newer step's
+            newest, active = record.step, {each: each == kind for each in _KINDS}
+            last = norm if isfinite(norm) else last
+    ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS] = newest, last, low
+    ints[Word.NONFINITE_STEPS] += found_here[NONFINITE_GRADIENT]
+    store_baseline(totals, Word.NORM_BASELINE, mean, variance, seen)
+    for kind in _KINDS:
+        count(totals, kind, found_here[kind], active=active[kind])
+    norms = [record.grad_norm for record in records if isfinite(record.grad_norm)]
+    observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)

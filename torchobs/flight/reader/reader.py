@@ -1,0 +1,375 @@
+"""The reading side of a flight file, which trusts nothing in it.
+
+Opened by ``dir_fd`` with ``O_NOFOLLOW`` and ``O_NONBLOCK`` (a FIFO or a lease must not hold us), a regular file with one link,
+of the right device and owner, of the size that its header says; every offset and count is checked before use (``layout``,
+``series``); ``pread`` only, for a map of a file that somebody truncates is SIGBUS. No counter that was served ever steps back:
+a snapshot in which one would is not served.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX
+from torchobs.flight.format import event_ring
+from torchobs.flight.format.layout import (
+    BLOCK_WORDS,
+    HEADER_SIZE,
+    MAX_READ_SIZE,
+    RECORD_SIZE,
+    SLOT_HEADER,
+    SLOT_SIZE,
+    BadFlightFileError,
+    Header,
+    Region,
+    decode_header,
+    words_crc,
+)
+from torchobs.flight.format.live_words import LiveWords
+from torchobs.flight.format.live_words import decode as decode_live
+from torchobs.flight.format.series import Series, decode
+from torchobs.flight.metrics import fold
+from torchobs.flight.reader.decode import Columns, DecodedBlock, Distribution, SeriesValue, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.flight.format.event_ring import Tail
+
+__all__ = [
+    "DecodedBlock", "Distribution", "FlightFile", "LiveWords", "SeriesValue", "Value", "View", "is_name", "lock_of", "names",
+    "open_file", "open_path",
+]  # fmt: skip
+
+_NAME = re.compile(rf"r[0-9]{{1,9}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}")
+_RETRIES = 4
+_CHUNK = 64
+_FAR_S = 1e11
+"""Five thousand years: no date of ours, and where its nanoseconds stop to be a float."""
+_Slot = tuple[int, bytes]
+"""generation, words"""
+_NONE: _Slot = (0, b"")
+_NO_BLOCK = DecodedBlock()
+MAX_WORDS = 16_384
+"""That series may have: twice what a file of this version has. Series forged to fill 16 MiB would take 80 MB, and seconds."""
+MAX_NAMES = 200_000
+MAX_FILES = 4096
+_SERIES_WEIGHT, _WORD_WEIGHT = 500, 40
+"""Measured with 16,000 gauges (650 bytes each, of which 96 are its entry) and with histograms of 500 buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A flight file at one moment. Points are exact up to the last acknowledged record."""
+
+    header: Header
+    live: LiveWords
+    blocks: tuple[DecodedBlock, ...]
+    """the value blocks; while nothing in one has changed it is the same object"""
+    last_step_ns: int | None
+    """CLOCK_MONOTONIC at the end of the last step"""
+
+    @property
+    def points(self) -> tuple[SeriesValue, ...]:
+        """All of them."""
+        return tuple(chain.from_iterable(block.points() for block in self.blocks))
+
+
+def names(directory_fd: int) -> list[str]:
+    """Return the names of the flight files in a directory: at most 4,096, of at most 200,000 names looked at.
+
+    Raises ``OSError``.
+    """
+    found: list[str] = []
+    # opened anew: the position in a directory belongs to the open directory, and two scrapes at once would share it
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        with os.scandir(fd) as entries:
+            for seen, entry in enumerate(entries):
+                if seen >= MAX_NAMES or len(found) >= MAX_FILES:
+                    break
+                if is_name(entry.name):
+                    found.append(entry.name)
+    finally:
+        os.close(fd)
+    return sorted(found)
+
+
+def is_name(name: str) -> bool:
+    """Tell whether that is the name of a published flight file."""
+    return _NAME.fullmatch(name) is not None
+
+
+def lock_of(name: str) -> str:
+    """Return the name of a flight file's lock."""
+    return name.removesuffix(SUFFIX) + LOCK_SUFFIX
+
+
+class FlightFile:
+    """An open flight file; keeps what it last served."""
+
+    def __init__(self, fd: int, header: Header) -> None:
+        """Use :func:`open_file` or :func:`open_path`."""
+        self.header = header
+        self._fd = fd
+        self._series: dict[int, list[Series]] = {}
+        self._taken: set[int] = set()
+        self._table_at = 0
+        self._slots: dict[int, _Slot] = {}
+        self._columns: dict[int, Columns] = {}
+        self._blocks: dict[int, DecodedBlock] = {}
+        self._last_step_ns: int | None = None
+        self._upto = 0
+        self.weight = 0
+        """bytes of memory, about, that what is known of the series takes"""
+        self.rejected = 0
+        """snapshots that were not served, because a counter would have stepped back"""
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def follow(self, directory_fd: int, name: str) -> bool:
+        """Change over to the file that has this name now, if its writer had to make it again; tell whether it had.
+
+        What was served stays served. Raises as :func:`open_file`, also for a file that is not the same incarnation's.
+        """
+        ours = os.fstat(self._fd)
+        if os.path.samestat(os.stat(name, dir_fd=directory_fd, follow_symlinks=False), ours):
+            return False
+        fd, header = _open(directory_fd, name, ours.st_uid)
+        if header != self.header:
+            os.close(fd)
+            raise BadFlightFileError("another incarnation has this name now")
+        os.close(self._fd)
+        self._fd = fd
+        return True
+
+    def read(self, *, final: bool = False) -> View:
+        """Return the file's state. ``final``: its writer is dead, so that a record missing in the row never comes.
+
+        Raises :class:`BadFlightFileError` when the file shrank, or holds impossible values, and nothing was served before;
+        ``OSError`` when it cannot be read.
+        """
+        live = self.live()
+        self._more_series()
+        try:
+            self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
+        except BadFlightFileError:
+            if not any(map(_says_something, self._blocks.values())):
+                raise
+            self.rejected += 1
+        blocks = tuple(self._blocks[block] for block in sorted(self._blocks))
+        if not any(map(_says_something, blocks)) and os.fstat(self._fd).st_size != self.header.file_size:
+            raise BadFlightFileError("the file shrank")
+        return View(self.header, live, blocks, self._last_step_ns)
+
+    def _serve(self, slots: dict[int, _Slot], *, final: bool) -> None:
+        """Take over what was read, unless a counter would step back: a snapshot is served whole or not at all."""
+        words = {block: slot[1] for block, slot in slots.items() if self._is_new(block, slot)}
+        last_step_ns, upto = None, 0
+        if slots[0][0]:
+            totals = fold.Totals(bytearray(slots[0][1]))
+            last_step_ns = self._fold(totals, final=final)
+            upto = totals.ints[fold.Word.FOLDED_UPTO]
+            if 0 in words or upto != self._upto:
+                words[0] = bytes(totals.buffer)
+        blocks = {block: self._columns_of(block).read(raw) for block, raw in words.items()}
+        if any(self._columns[block].steps_back(self._block(block).values, new.values) for block, new in blocks.items()):
+            self.rejected += 1
+            return
+        self._blocks.update(blocks)
+        self._slots.update(slots)
+        self._last_step_ns, self._upto = last_step_ns, upto
+
+    def _is_new(self, block: int, slot: _Slot) -> bool:
+        more_series = len(self._series.get(block, ())) > len(self._block(block).values)
+        return more_series or slot is not self._slots.get(block, _NONE)
+
+    def _block(self, block: int) -> DecodedBlock:
+        return self._blocks.get(block, _NO_BLOCK)
+
+    def _columns_of(self, block: int) -> Columns:
+        series, columns = self._series.get(block, ()), self._columns.get(block)
+        if columns is None or len(columns.series) != len(series):
+            columns = self._columns[block] = Columns(series)
+        return columns
+
+    def live(self) -> LiveWords:
+        """Return the live words alone: 256 bytes, for who looks every second and reads all only when asked to."""
+        return decode_live(self._region(Region.LIVE))
+
+    def steps(self, limit: int | None = None) -> list[fold.StepRecord]:
+        """Return the records in the ring, oldest first, the last ``limit`` of them."""
+        return self._records(0, limit)
+
+    def latest(self, limit: int) -> list[fold.StepRecord]:
+        """Return up to ``limit`` records, oldest first, of which the last is the last in what :meth:`read` returned.
+
+        Only those are read, and not the whole ring: what is lapped or broken meanwhile is missing.
+        """
+        count = self.header.regions[Region.STEPS].count
+        first = max(self._upto - min(limit, count), 0) + 1
+        slots = [(seq - 1) % count for seq in range(first, self._upto + 1)]
+        wrap = slots.index(0) if 0 in slots else 0
+        raw = b"".join(self._records_at(row[0], len(row)) for row in (slots[:wrap], slots[wrap:]) if row)
+        decoded = (fold.unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
+        return [item for seq, item in zip(range(first, self._upto + 1), decoded, strict=False) if item and item.seq == seq]
+
+    def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the position and the fields of each event and span still in the ring, oldest first."""
+        return event_ring.scan(self._region(Region.EVENTS), self.header.seed)
+
+    def fresh_events(self, tail: Tail, head: int) -> list[bytes]:
+        """Return what :meth:`Tail.take` finds; ``head`` is that of the live words."""
+        return tail.take(head, self._events_at)
+
+    def _events_at(self, at: int, length: int) -> bytes:
+        return os.pread(self._fd, length, self.header.regions[Region.EVENTS].offset + at).ljust(length, b"\0")
+
+    def _region(self, region: Region) -> bytes:
+        span = self.header.regions[region]
+        raw = os.pread(self._fd, span.length, span.offset)
+        return raw.ljust(span.length, b"\0")
+
+    def _more_series(self) -> None:
+        span, start = self.header.regions[Region.SERIES], self._table_at
+        if not any(os.pread(self._fd, min(4, span.length - start), span.offset + start)):
+            return  # no length: nothing new
+        raw = os.pread(self._fd, span.length - start, span.offset + start)
+        taken = self._taken
+        for series, end in decode(raw, self.header.seed, self.header.regions[Region.BLOCKS].count):
+            if len(self._taken) >= MAX_WORDS:
+                return
+            first = series.block * BLOCK_WORDS + series.word
+            words = range(first, first + series.width)
+            self.weight += _SERIES_WEIGHT + _WORD_WEIGHT * series.width + start + end - self._table_at
+            self._table_at = start + end
+            if taken.isdisjoint(words):  # a twin or an overlap is forged
+                taken.update(words)
+                self._series.setdefault(series.block, []).append(series)
+
+    def _newest(self, block: int) -> _Slot:
+        """Return the block's slot with the highest generation, or what was served when neither is valid or newer."""
+        offset = self.header.regions[Region.BLOCKS].offset + block * 2 * SLOT_SIZE
+        served, least = self._slots.get(block, _NONE), 0 if block else fold.WORDS * 8  # a core without totals is forged
+        for _ in range(_RETRIES):
+            raw = self._pair(offset)
+            one, other = SLOT_HEADER.unpack_from(raw), SLOT_HEADER.unpack_from(raw, SLOT_SIZE)
+            for (generation, length, crc), at in (
+                ((one, 0), (other, SLOT_SIZE)) if one > other else ((other, SLOT_SIZE), (one, 0))
+            ):
+                if generation < served[0] or not generation:
+                    break
+                if generation == served[0]:  # nothing is newer, and what it says is known
+                    return served
+                words = raw[at + SLOT_HEADER.size : at + SLOT_HEADER.size + length]
+                if _is_length(length, least) and words_crc(generation, words, self.header.seed) == crc:
+                    return generation, words
+        return served
+
+    def _pair(self, offset: int) -> bytes:
+        return os.pread(self._fd, 2 * SLOT_SIZE, offset).ljust(2 * SLOT_SIZE, b"\0")
+
+    def _fold(self, core: fold.Totals, *, final: bool) -> int | None:
+        """Fold what the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
+
+        Raises :class:`BadFlightFileError` for totals that no fold makes, as one is that no word can hold any more.
+        """
+        upto = core.ints[fold.Word.FOLDED_UPTO]
+        batch = self._records(upto) if final else list(self._following(upto))
+        try:
+            fold.fold(core, batch)
+        except (ValueError, ArithmeticError):
+            raise BadFlightFileError("impossible totals") from None
+        newest = next((item for item in reversed(batch) if item.kind == fold.RecordKind.STEP), None)
+        if newest is not None:
+            return newest.end_ns
+        timestamp = core.floats[fold.Word.LAST_STEP_TIMESTAMP]  # NaN: absent
+        if not core.ints[fold.Word.STEPS] or not abs(timestamp) < _FAR_S:
+            return None
+        return round(timestamp * 1e9) - self.header.wall_ns + self.header.monotonic_ns
+
+    def _records(self, after: int, limit: int | None = None) -> list[fold.StepRecord]:
+        """Return the records in the ring with a number over ``after``, in order; the last ``limit``. Only those are decoded."""
+        ring, count = self._region(Region.STEPS), self.header.regions[Region.STEPS].count
+        numbers = memoryview(ring).cast("Q")[:: RECORD_SIZE // 8].tolist()
+        expected = ((seq, slot) for slot, seq in enumerate(numbers) if seq > after and (seq - 1) % count == slot)
+        slots = (slot * RECORD_SIZE for _, slot in sorted(expected, reverse=True))
+        decoded = (fold.unpack(ring[at : at + RECORD_SIZE], self.header.seed) for at in slots)
+        return list(islice((item for item in decoded if item is not None), limit))[::-1]
+
+    def _following(self, upto: int) -> Iterator[fold.StepRecord]:
+        """Yield the records from ``upto`` + 1 on, without a gap: what is not there yet will come."""
+        span = self.header.regions[Region.STEPS]
+        seq = upto + 1
+        while seq <= upto + span.count:
+            slot = (seq - 1) % span.count
+            many = min(_CHUNK, span.count - slot)
+            raw = self._records_at(slot, many)
+            for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
+                decoded = fold.unpack(raw[at : at + RECORD_SIZE], self.header.seed)
+                if decoded is None or decoded.seq != seq:
+                    return
+                yield decoded
+                seq += 1
+
+    def _records_at(self, slot: int, many: int) -> bytes:
+        span = self.header.regions[Region.STEPS]
+        return os.pread(self._fd, many * RECORD_SIZE, span.offset + slot * RECORD_SIZE)
+
+
+def _is_length(length: int, least: int) -> bool:
+    return least <= length <= BLOCK_WORDS * 8 and not length % 8
+
+
+def _says_something(block: DecodedBlock) -> bool:
+    return any(value is not None for value in block.values)
+
+
+def open_file(directory_fd: int, name: str, owner: int | None = None) -> FlightFile:
+    """Open a flight file by its name in a directory. ``owner``: the only uid to accept.
+
+    Raises ``OSError`` when it cannot be opened, :class:`BadFlightFileError` when it is not one.
+    """
+    return FlightFile(*_open(directory_fd, name, owner))
+
+
+def open_path(path: str) -> FlightFile:
+    """Open a flight file by its path, for a person's tools. Raises as :func:`open_file`."""
+    directory, name = os.path.split(path)
+    fd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return open_file(fd, name)
+    finally:
+        os.close(fd)
+
+
+def _open(directory_fd: int, name: str, owner: int | None) -> tuple[int, Header]:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        status = os.fstat(fd)
+        _check(status, os.fstat(directory_fd).st_dev, owner)
+        return fd, decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
+    except (OSError, BadFlightFileError):
+        os.close(fd)
+        raise
+
+
+def _check(status: os.stat_result, device: int, owner: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise BadFlightFileError("not a regular file")
+    if status.st_nlink != 1 or status.st_dev != device:
+        raise BadFlightFileError("a link, or on another device")
+    if owner is not None and status.st_uid != owner:
+        msg = f"owned by uid {status.st_uid}, not {owner}"
+        raise BadFlightFileError(msg)
+    if status.st_size > MAX_READ_SIZE:
+        raise BadFlightFileError("larger than any flight file")

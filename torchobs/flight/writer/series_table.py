@@ -1,0 +1,245 @@
+"""The writer's metrics: the series, the cell of each, and what each group of them may take of the file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from threading import Lock, get_ident
+from typing import TYPE_CHECKING, Any
+
+from torchobs.catalog import Kind, Metric
+from torchobs.flight.format.layout import BLOCK_WORDS, SLOT_SIZE, Extent, Live, Region
+from torchobs.flight.format.series import INT_ABSENT, Scope, Series, ValueType, encode
+from torchobs.flight.metrics.fold import ABSENT_BITS, WORDS
+from torchobs.flight.writer import value_block as words
+from torchobs.flight.writer.value_block import ValueBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torchobs.flight.writer.storage import Storage
+
+CORE, LAYERS, USER = "core", "layers", "user"
+_MAX_REFUSED = 10_000
+"""Series without room that are remembered, so that each is counted once (at most 1 MiB); beyond, every attempt counts."""
+
+
+class NoSeriesRoomError(Exception):
+    """The file has no room for one more series of its group."""
+
+
+class Cell:
+    """One series' value."""
+
+    __slots__ = ("_block", "_bounds", "_float_word", "_type", "_word", "publish")
+
+    def __init__(self, block: ValueBlock, series: Series) -> None:
+        self._block, self._word, self._type, self._bounds = block, series.word, series.value_type, series.bounds
+        self._float_word = series.word + (series.value_type == ValueType.EITHER)
+        self.publish: Callable[[], None] = block.publish
+        """Make the change visible, whatever happens to the process afterwards (off tmpfs: after 100 ms)."""
+
+    def add(self, amount: float) -> None:
+        """Add to a counter or an up-down counter; visible after the block's next publication."""
+        if isinstance(amount, int) and self._type != ValueType.FLOAT:
+            self._block.change(words.add_int, self._word, amount)
+        elif isfinite(amount) and self._type == ValueType.INT:
+            self._block.change(words.add_int, self._word, int(amount))
+        elif isfinite(amount):
+            self._block.change(words.add_float, self._float_word, amount)
+
+    def set(self, value: float) -> None:
+        """Set a gauge, or the total of an observed counter. A non-finite value makes it absent; a whole number has none."""
+        if self._type == ValueType.INT and not isfinite(value):
+            return
+        self._block.change(words.set_value, self._word, self._type, value)
+
+    def observe(self, value: float) -> None:
+        """Add one value to a histogram; a non-finite one is never observed."""
+        if isfinite(value):
+            self._block.change(words.observe, self._word, self._bounds, value)
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one group of series may take of the file, what of it is spare, and where it stands."""
+
+    blocks: int
+    room: int
+    spare_words: int = 0
+    spare_room: int = 0
+    block: ValueBlock | None = None
+    blocks_taken: int = 0
+    room_taken: int = 0
+
+    def has_words(self, width: int) -> bool:
+        """Whether the block in use has them."""
+        return self.block is not None and self.block.used + width <= BLOCK_WORDS
+
+    def words_left(self) -> int:
+        """Words that the group has not taken; what was left over in a block that is full counts as taken."""
+        return (self.blocks - self.blocks_taken) * BLOCK_WORDS + (BLOCK_WORDS - self.block.used if self.block else 0)
+
+
+class Table:
+    """All series of a flight file. Block 0 is the core, whose first words belong to the fold.
+
+    A user's instruments may take half of the series table and half of the blocks, so that no label of theirs crowds out what
+    torchobs has to say; the last eighth of that is spare, for the series that take in what did not fit.
+    """
+
+    __slots__ = (
+        "_at", "_blocks", "_cells", "_count", "_live_at", "_lock", "_maker", "_memory", "_offset", "_refused", "_room",
+        "_seed", "_shares", "_span", "dropped",
+    )  # fmt: skip
+
+    def __init__(self, memory: Storage, regions: Mapping[Region, Extent], seed: int) -> None:
+        self._memory, self._seed, self._span = memory, seed, regions[Region.BLOCKS]
+        self._offset, self._room = regions[Region.SERIES].offset, regions[Region.SERIES].length
+        self._live_at = regions[Region.LIVE].offset // 8
+        self._at = self._count = 0
+        self._lock, self._maker = Lock(), 0
+        self._cells: dict[tuple[Metric, Scope | None, str], Cell] = {}
+        self._refused: set[int] = set()
+        self._blocks: list[ValueBlock] = []
+        blocks, room = self._span.count // 2, self._room // 2
+        self._shares = {USER: _Share(blocks, room, blocks * BLOCK_WORDS // 8, room // 8)}
+        self.dropped = 0
+        """series that did not fit"""
+        core = self._new_block(self._share(CORE))
+        core.used = WORDS
+
+    @property
+    def core(self) -> ValueBlock:
+        """Block 0."""
+        return self._blocks[0]
+
+    @property
+    def blocks(self) -> Sequence[ValueBlock]:
+        """The blocks in use."""
+        return tuple(self._blocks)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def cell(self, metric: Metric, attributes: Mapping[str, Any], group: str = CORE, *, either: bool = False) -> Cell | None:
+        """Return the cell of that series, made at first sight; ``None`` when there is no room, which is counted.
+
+        ``either``: values may be ints and floats (a user's instrument). Also ``None``, uncounted, when another thread is
+        just making a series and does not finish within 50 ms, or this is a signal handler that interrupted this thread at it.
+        """
+        try:
+            return self.open(metric, attributes, group, either=either)
+        except NoSeriesRoomError:
+            return None
+
+    def open(
+        self, metric: Metric, attributes: Mapping[str, Any], group: str, *,
+        either: bool = False, scope: Scope | None = None, spare: bool = False,
+    ) -> Cell | None:  # fmt: skip
+        """Return the cell as :meth:`cell` does, but ``None`` only for what does not last: ask again.
+
+        ``scope`` tells apart what different instrumentations call by one name; ``spare``: what the group has spare may be used.
+        Raises :class:`NoSeriesRoomError`, counted once for each series.
+        """
+        pairs = tuple(sorted(attributes.items()))
+        key = (metric, scope, json.dumps(pairs, separators=(",", ":"), default=str))  # as text: 1 is neither True nor 1.0
+        found = self._cells.get(key)
+        if found is not None or self._maker == get_ident() or not self._lock.acquire(timeout=0.05):
+            return found
+        try:
+            self._maker = get_ident()
+            found = self._cells.get(key)
+            if found is None:
+                found = self._cells[key] = self._make(_series(metric, pairs, scope, either=either), group, spare=spare)
+        except NoSeriesRoomError:
+            self.refuse(hash(key))
+            raise
+        finally:
+            self._maker = 0
+            self._lock.release()
+        return found
+
+    def refuse(self, key: int) -> None:
+        """Count a series that did not fit, once for each ``key`` among the first 10,000."""
+        if key not in self._refused:
+            self.dropped += 1
+            if len(self._refused) < _MAX_REFUSED:
+                self._refused.add(key)
+
+    def claim(self, metric: Metric, attributes: Mapping[str, Any], word: int) -> None:
+        """Name a word of the core that the fold fills."""
+        series = _series(metric, tuple(sorted(attributes.items())), None, either=False)
+        self._enter(encode(replace(series, word=word), self._seed))
+
+    def publish(self) -> None:
+        """Publish every block in which something changed."""
+        for block in self._blocks:
+            block.publish()
+
+    def _make(self, series: Series, group: str, *, spare: bool) -> Cell:
+        share = self._share(group)
+        block = self._find_block(share, series.width, 0 if spare else share.spare_words)
+        series = replace(series, block=self._blocks.index(block), word=block.used)
+        entry = self._entry(series, share.room - share.room_taken - (0 if spare else share.spare_room))
+        self._clear(block, series)
+        block.used += series.width
+        share.room_taken += len(entry)
+        self._enter(entry)
+        block.publish(force=True)  # counters exist at 0 before their first increment
+        return Cell(block, series)
+
+    def _share(self, group: str) -> _Share:
+        return self._shares.setdefault(group, _Share(self._span.count, self._room))
+
+    def _find_block(self, share: _Share, width: int, spare_words: int) -> ValueBlock:
+        if width <= BLOCK_WORDS and width + spare_words <= share.words_left():
+            if share.block is not None and share.has_words(width):
+                return share.block
+            if share.blocks_taken < share.blocks and len(self._blocks) < self._span.count:
+                return self._new_block(share)
+        raise NoSeriesRoomError
+
+    def _new_block(self, share: _Share) -> ValueBlock:
+        block = ValueBlock(self._memory, self._span.offset + len(self._blocks) * 2 * SLOT_SIZE, self._seed)
+        self._blocks.append(block)
+        share.block = block
+        share.blocks_taken += 1
+        return block
+
+    def _entry(self, series: Series, room: int) -> bytes:
+        try:
+            entry = encode(series, self._seed)
+        except ValueError as error:
+            raise NoSeriesRoomError from error
+        if len(entry) > min(room, self._room - self._at):
+            raise NoSeriesRoomError
+        return entry
+
+    @staticmethod
+    def _clear(block: ValueBlock, series: Series) -> None:
+        totals, word = block.totals, series.word
+        if series.value_type == ValueType.HISTOGRAM:
+            total = word + len(series.bounds) + 1
+            totals.floats[total + 1], totals.floats[total + 2] = inf, -inf
+        elif series.value_type == ValueType.EITHER:
+            totals.ints[word], totals.ints[word + 1] = INT_ABSENT, ABSENT_BITS
+        elif series.kind is Kind.GAUGE:
+            totals.ints[word] = ABSENT_BITS
+
+    def _enter(self, entry: bytes) -> None:
+        self._memory.store(self._offset + self._at, entry)
+        self._at += len(entry)
+        self._count += 1
+        self._memory.word(self._live_at + Live.SERIES_COUNT, self._count)
+
+
+def _series(metric: Metric, attributes: tuple[tuple[str, Any], ...], scope: Scope | None, *, either: bool) -> Series:
+    if metric.kind is Kind.HISTOGRAM:
+        value_type = ValueType.HISTOGRAM
+    elif either:
+        value_type = ValueType.EITHER
+    else:
+        value_type = ValueType.INT if metric.integer else ValueType.FLOAT
+    return Series(metric.name, metric.kind, metric.unit, metric.brief, attributes, metric.bounds, value_type, 0, 0, scope)

@@ -1,0 +1,1 @@
+"""Which rank of which run this process is, and which launcher started it."""

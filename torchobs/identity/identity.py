@@ -1,0 +1,209 @@
+"""Who this process is: the job, the run and the rank, found without talking to any other process.
+
+A **run** is what a person would call one training: every rank of it has the same ``run_id``, and it keeps that id when
+elastic training, Slurm or Kubernetes restarts it. Where the id comes from, best first:
+
+1. ``TORCHOBS_RUN_ID``; ``TORCHOBS_K8S_JOB_UID`` from the downward API;
+2. the Slurm job, written as ``squeue`` writes it (``1234``, in an array ``1234_7``): one job is one run, also requeued;
+3. torchrun's ``--rdzv-id`` unless it is the default, ``none``; Open MPI's name of the job;
+4. several ranks without any of these: the host and what the ranks of one node share (:func:`_shared`). Nodes differ
+   then, and that is reported, because nothing can join the halves of a run that has two ids;
+5. one process: host, start and pid.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from torchobs.config.settings import Settings, SettingsProblem
+from torchobs.identity.launchers import RankPlacement, count, locate
+from torchobs.identity.process import ProcessInfo
+
+__all__ = ["Identity", "discover"]
+
+_LONGEST_NAME = 128
+# The flight file's header has 3,804 bytes for everything that describes a rank; these are for what is no field here.
+_RESOURCE_LIMIT = 1536
+
+_KUBERNETES = {
+    "k8s.pod.name": ("POD_NAME", "K8S_POD_NAME"),
+    "k8s.pod.uid": ("POD_UID", "K8S_POD_UID"),
+    "k8s.namespace.name": ("POD_NAMESPACE", "K8S_NAMESPACE_NAME"),
+    "k8s.node.name": ("NODE_NAME", "K8S_NODE_NAME"),
+}
+# What Slurm calls a job that nobody named: an interactive shell, `sbatch --wrap`, the program that `srun` starts.
+_NO_NAMES = frozenset({"bash", "sh", "zsh", "interactive", "wrap", "python", "python3", "torchrun"})
+# torchrun makes one directory per launch, with a random name, for all its workers and all their restarts.
+_ERROR_FILE = r".*/[^/]*_([a-z0-9_]{8})/attempt_\d+/\d+/error\.json"
+_NODES_DIFFER = SettingsProblem(
+    "TORCHOBS_RUN_ID",
+    None,
+    "is not set and the launcher names no run, so that every node reports a run of its own;"
+    " give all of them the same one, or torchrun the same --rdzv-id",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A rank's identity. Names are printable and at most 128 characters long; ``None`` means that nobody said.
+
+    ``restart`` counts the restarts of the run, ``resource`` is what else describes it, by OpenTelemetry's names.
+    """
+
+    job_name: str
+    run_id: str
+    rank: int
+    local_rank: int
+    world_size: int | None
+    local_world_size: int | None
+    node_rank: int | None
+    restart: int
+    launcher: str
+    host: str
+    resource: tuple[tuple[str, str], ...] = ()
+
+    def described(self) -> dict[str, str | int]:
+        """Return all that is known as one flat mapping, at most 3,300 bytes as JSON; fields win over ``resource``."""
+        known = ((name, getattr(self, name)) for name in self.__slots__ if name != "resource")
+        return dict(self.resource) | {name: value for name, value in known if value is not None}
+
+
+def discover(
+    environ: Mapping[str, str], settings: Settings, process: ProcessInfo
+) -> tuple[Identity, tuple[SettingsProblem, ...]]:
+    """Return this process's identity, and what in its environment was ignored. No environment makes it raise."""
+    process = replace(process, host=_clean(process.host) or "localhost")
+    problems: list[SettingsProblem] = []
+    place = _overridden(locate(environ, problems), settings, problems)
+    identity = Identity(
+        job_name=_first_name(_job_names(environ, settings, process)) or "torch",
+        run_id=_run_id(environ, settings, process, place, problems),
+        rank=place.rank,
+        local_rank=place.local_rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        node_rank=place.node_rank,
+        restart=_restarts(environ, problems) if settings.restart is None else settings.restart,
+        launcher=place.launcher,
+        host=process.host,
+        resource=_resource(environ, settings, problems),
+    )
+    return identity, tuple(dict.fromkeys(problems))
+
+
+def _overridden(place: RankPlacement, settings: Settings, problems: list[SettingsProblem]) -> RankPlacement:
+    if settings.rank is not None and place.launcher == "python":
+        place = RankPlacement("python")  # somebody starts the ranks by hand: the world is more than this one process
+    rank = place.rank if settings.rank is None else settings.rank
+    world_size = place.world_size if settings.world_size is None else settings.world_size
+    if world_size is not None and rank >= world_size:
+        problems.append(SettingsProblem("rank", str(rank), f"allowed is less than the world size, {world_size}"))
+        rank, world_size = place.rank, place.world_size
+    local_rank = place.local_rank if settings.local_rank is None else settings.local_rank
+    return place._replace(rank=rank, world_size=world_size, local_rank=local_rank)
+
+
+def _restarts(environ: Mapping[str, str], problems: list[SettingsProblem]) -> int:
+    """Return torchrun's restarts plus Slurm's: a requeued job's torchrun counts from 0 again."""
+    variables = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return sum(count((variable,), environ, problems) or 0 for variable in variables)
+
+
+def _job_names(environ: Mapping[str, str], settings: Settings, process: ProcessInfo) -> Iterator[str | None]:
+    yield settings.job_name
+    yield dict(settings.resource_attributes).get("service.name")
+    yield settings.kubernetes_job_name
+    # The host name of an indexed Job's pod is the Job's name, a dash and the index.
+    stem, _, index = process.host.rpartition("-")
+    yield stem if index == environ.get("JOB_COMPLETION_INDEX") else None
+    slurm = environ.get("SLURM_JOB_NAME")
+    yield slurm if slurm not in _NO_NAMES else None
+    yield _script(process.argv0)
+
+
+def _script(argv0: str) -> str | None:
+    path = PurePath(argv0)
+    if argv0.startswith("-"):
+        return None  # `python -c`, `python -`
+    if path.name == "__main__.py":
+        return path.parent.name
+    return "notebook" if path.stem == "ipykernel_launcher" else path.stem
+
+
+def _run_id(
+    environ: Mapping[str, str], settings: Settings, process: ProcessInfo, place: RankPlacement, problems: list[SettingsProblem]
+) -> str:
+    if named := _first_name(_run_names(environ, settings, place)):
+        return named
+    if place.world_size is None or place.world_size not in {1, place.local_world_size}:
+        problems.append(_NODES_DIFFER)
+    start = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(process.start_ns // 1_000_000_000))
+    return _clean(f"{process.host}-{_shared(environ, process, place) or f'{start}-{process.pid}'}")
+
+
+def _run_names(environ: Mapping[str, str], settings: Settings, place: RankPlacement) -> Iterator[str | None]:
+    yield settings.run_id
+    yield settings.kubernetes_job_uid
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    yield f"{array}_{task}" if array and task else None
+    yield environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    elastic = environ.get("TORCHELASTIC_RUN_ID")
+    yield elastic if elastic != "none" else None
+    yield environ.get("PMIX_NAMESPACE") if place.launcher == "openmpi" else None
+
+
+def _shared(environ: Mapping[str, str], process: ProcessInfo, place: RankPlacement) -> str | None:
+    """Return what the ranks that one launcher started on this node, and no others, have in common; ``None``: nothing.
+
+    Torchrun's directory rather than its pid, because a shell may stand between it and the rank, and rather than its
+    ``MASTER_PORT``, because a static rendezvous has the same port in the next run.
+    """
+    if place.launcher == "torchrun":
+        directory = re.fullmatch(_ERROR_FILE, environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        return directory[1] if directory else process.parent
+    if place.launcher == "lightning" and not place.local_rank:
+        return process.own  # the parent of the others
+    return process.parent if place.world_size != 1 else None
+
+
+def _resource(environ: Mapping[str, str], settings: Settings, problems: list[SettingsProblem]) -> tuple[tuple[str, str], ...]:
+    resource: dict[str, str] = {}
+    for key, value in _resource_items(environ, settings):
+        longer = resource | {_printable(key): _printable(value)}
+        if len(json.dumps(longer, ensure_ascii=False).encode()) > _RESOURCE_LIMIT:
+            reason = f"is too long: {_clean(key)} is left out, allowed are {_RESOURCE_LIMIT} bytes"
+            problems.append(SettingsProblem("OTEL_RESOURCE_ATTRIBUTES", None, reason))
+        else:
+            resource = longer
+    return tuple(resource.items())
+
+
+def _resource_items(environ: Mapping[str, str], settings: Settings) -> Iterator[tuple[str, str]]:
+    for key, variables in _KUBERNETES.items():
+        if values := [environ[variable] for variable in variables if environ.get(variable)]:
+            yield key, values[0]
+    if settings.kubernetes_job_name:
+        yield "k8s.job.name", settings.kubernetes_job_name
+    if settings.kubernetes_job_uid:
+        yield "k8s.job.uid", settings.kubernetes_job_uid
+    yield from settings.resource_attributes
+
+
+def _first_name(candidates: Iterable[str | None]) -> str | None:
+    return next((name for candidate in candidates if candidate and (name := _clean(candidate))), None)
+
+
+def _clean(text: str) -> str:
+    """Return a printable name; a long one ends in its own checksum, so that two of them stay apart."""
+    name = _printable(text)
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "_" for character in text).strip()

@@ -1,0 +1,137 @@
+"""What a trainer does for its node: look whether there is an exporter, and start one if not.
+
+The exporter must not be a child of the training: a process group that is killed, a launcher that ends whatever descends from
+it, a pipe that ``train | tee`` reads to its end, would otherwise take it along or wait for it. So it is started by exec (a
+process that uses CUDA must not run on in a forked child), through a shell that ends at once and leaves it to init, in a
+session of its own, with no descriptor but its log.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchobs.config import settings
+from torchobs.flight.files.location import KUBERNETES_MOUNT
+from torchobs.node.election import is_decided, open_directory
+from torchobs.node.log_file import open_log
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Iterable, Mapping
+
+NEEDED = ("msgspec", "opentelemetry.sdk", "prometheus_client", "starlette", "uvicorn", "yaml")
+"""Modules of the extra ``exporter``, without which it cannot run."""
+
+_INHERITED = frozenset(
+    {
+        *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR"),
+        # A Python from an HPC site's modules finds its own libpython by it.
+        "LD_LIBRARY_PATH",
+        *("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED", "OTEL_METRIC_EXPORT_INTERVAL"),
+        *("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+    }
+)
+_INHERITED_PREFIXES = ("LC_", "TORCHOBS_EXPORTER_", "OTEL_EXPORTER_", "OTEL_BSP_", "SSL_CERT_")
+
+_SHELL = ("/bin/sh", "-c", 'exec "$@" &', "sh")
+# -I keeps PYTHON* and the working directory out. The trainer's own torchobs is imported whatever else is installed, but its
+# directory is no place for other modules: a checkout may hold a queue.py.
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from torchobs.cli.node_exporter_process import main; del sys.path[0]; main()"
+)
+_SHELL_TIMEOUT_S = 5.0
+
+GRACE_S = 90.0
+"""How long a last state waits for a scraper: longer than Prometheus' default scrape interval, a minute."""
+
+
+def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s: float = GRACE_S) -> None:
+    """See to it that the flight directory has an exporter; what prevents that is logged, and never raised.
+
+    To be called after this rank's flight file was published (``election``). It costs the trainer some 3 ms; the exporter
+    listens within a second, on ``address`` (``host:port``) or the next free port, and says so in ``exporter.json``.
+    """
+    environ = settings.environment()
+    if "KUBERNETES_SERVICE_HOST" in environ or Path(KUBERNETES_MOUNT).is_dir():
+        log.warning("no exporter is started in Kubernetes: there it is a sidecar of the pod")
+        return
+    try:
+        directory_fd = open_directory(flight_dir)
+        try:
+            if not is_decided(directory_fd):
+                _start(os.path.abspath(flight_dir), directory_fd, address, grace_s, environ, log)
+        finally:
+            os.close(directory_fd)
+    except (OSError, subprocess.SubprocessError) as problem:
+        log.warning("the exporter could not be started: %s", problem)
+
+
+def locate(modules: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the directories to import these modules from, and those modules that are not installed. Imports none of them."""
+    directories: dict[str, None] = {}
+    missing = []
+    for module in modules:
+        if where := _directory(module):
+            directories[where] = None
+        else:
+            missing.append(module)
+    return list(directories), missing
+
+
+def inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what the exporter gets of a trainer's environment.
+
+    Not LD_PRELOAD and CUDA_INJECTION64_PATH (a profiler of the training), not PYTHON*, not what describes one rank or one job.
+    """
+    return {name: value for name, value in environ.items() if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)}
+
+
+def _start(
+    flight_dir: str, directory_fd: int, address: str, grace_s: float, environ: Mapping[str, str], log: logging.Logger
+) -> None:
+    directories, missing = locate(NEEDED)
+    if missing:
+        log.warning("no exporter: %s missing; pip install 'torchobs[exporter]'", ", ".join(missing))
+        return
+    if not sys.executable or getattr(sys, "frozen", False):
+        log.warning("no exporter: this program is no Python that could run one; start `torchobs exporter` beside it")
+        return
+    root = str(Path(__file__).parents[2])
+    argv = [*_SHELL, sys.executable, "-I", "-c", _BOOT, root, flight_dir, address, str(grace_s), *directories]
+    log_fd = open_log(directory_fd)
+    try:
+        _run_detached(argv, log_fd, inherited(environ))
+    finally:
+        os.close(log_fd)
+
+
+def _run_detached(argv: list[str], log_fd: int, environ: Mapping[str, str]) -> None:
+    # No preexec_fn: with it Popen would fork, and run Python in the child, instead of vfork and exec.
+    shell = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=log_fd,
+        stderr=log_fd,
+        close_fds=True,
+        cwd="/",
+        env=environ,
+        start_new_session=True,
+        umask=0o077,
+    )
+    shell.wait(_SHELL_TIMEOUT_S)
+
+
+def _directory(module: str) -> str | None:
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    places = spec.submodule_search_locations or [spec.origin or ""]
+    return str(Path(next(iter(places))).absolute().parents[module.count(".")])

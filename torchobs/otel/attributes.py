@@ -1,0 +1,96 @@
+"""Attribute values: what OpenTelemetry allows, as JSON has it.
+
+The rules are the SDK's: a foreign object becomes its text, or nothing where it has none; a mapping's empty keys are dropped.
+What JSON lacks becomes text: bytes in base64 and non-finite floats by name, as OpenTelemetry's rules for backends without
+such types say, and integers beyond 64 bits, which OTLP lacks too, in hexadecimal.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from torchobs.flight.format.layout import encodable
+from torchobs.support.error_guard import CircuitBreaker, call
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    Plain: TypeAlias = str | bool | int | float | list["Plain"] | dict[str, "Plain"] | None
+
+_INT64 = 1 << 63
+_MAX_DEPTH = 8
+
+
+def clean(value: object, depth: int = _MAX_DEPTH) -> Plain:  # noqa: PLR0911  # one line for each type
+    """Return ``value`` as JSON has it. Never raises; what is nested deeper than 8 levels becomes the name of its type."""
+    if type(value) is str:
+        return encodable(value)
+    if isinstance(value, str):
+        return encodable(str.__str__(value))  # a string Enum's value, not its name
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value) if -_INT64 <= value < _INT64 else hex(value)
+    if isinstance(value, float):
+        return float(value) if isfinite(value) else _name_of(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, (Mapping, Sequence)):
+        return _clean_nested(value, depth - 1) if depth else type(value).__name__
+    return text(value)
+
+
+def cleaned(attributes: object) -> dict[str, Plain]:
+    """Return a mapping of attributes cleaned; nothing of what is no mapping."""
+    found: dict[str, Plain] = {}
+    if isinstance(attributes, Mapping):
+        for key, value in attributes.items():
+            if name := clean_key(key):
+                found[name] = value if type(value) is str and value.isascii() else clean(value)
+    return found
+
+
+def flat(attributes: object) -> dict[str, Plain]:
+    """Return attributes that identify a series, sorted by name: scalars and lists of scalars; deeper ones as JSON text."""
+    return {name: _flatten(value) for name, value in sorted(cleaned(attributes).items())}
+
+
+def frozen(attributes: object) -> tuple[tuple[str, Any], ...]:
+    """Return :func:`flat` attributes as something that can be a key."""
+    return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in flat(attributes).items())
+
+
+def clean_key(key: object) -> str:
+    """Return an attribute's name; the empty string for one that has none."""
+    if type(key) is str and key.isascii():
+        return key
+    return encodable(str.__str__(key)) if isinstance(key, str) else text(key) or ""
+
+
+def text(value: object) -> str | None:
+    """Return ``str(value)``; ``None`` when its class does not say how, or fails to."""
+    kind = type(value)
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        return None
+    written = call(CircuitBreaker("attribute"), str, value)
+    return encodable(written) if written is not None else None
+
+
+def _clean_nested(value: Mapping[object, object] | Sequence[object], depth: int) -> Plain:
+    if isinstance(value, Mapping):
+        pairs = ((clean_key(key), item) for key, item in value.items())
+        return {key: clean(item, depth) for key, item in pairs if key}
+    return [clean(item, depth) for item in value]
+
+
+def _flatten(value: Plain) -> Plain:
+    nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value))
+    return json.dumps(value, separators=(",", ":")) if nested else value
+
+
+def _name_of(value: float) -> str:
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test

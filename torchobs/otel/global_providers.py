@@ -1,0 +1,121 @@
+"""torchobs as what the OpenTelemetry API's global providers are by default: in force until the application sets its own.
+
+``set_meter_provider`` and ``set_tracer_provider`` work once per process, whoever calls them. Had torchobs called them, an
+application that sets up its own telemetry after ``torchobs.init()`` (under ``torchobs run``: any) would be refused. So they
+are left to the application, and torchobs takes the place of the API's proxies, which stand for "nobody has set one yet".
+Libraries that ask whether a provider was set (``isinstance(…, ProxyTracerProvider)``) are told no.
+
+When the application sets a provider, every instrument and tracer that was handed out before, by the proxies or by torchobs,
+goes over to it, observable ones with their callbacks: as without torchobs, nothing of the application's is missing there.
+
+The API has no public name for the place that its proxies take; the two private ones used here have been there since 1.12.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from opentelemetry import metrics, trace
+from opentelemetry.metrics import _internal as metrics_api
+from opentelemetry.trace import ProxyTracerProvider, TracerProvider
+
+from torchobs.otel.meter_provider import FlightMeterProvider
+from torchobs.otel.tracer_provider import FlightTracerProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opentelemetry.metrics import Meter, MeterProvider
+    from opentelemetry.trace import SpanContext
+    from opentelemetry.util.types import Attributes
+
+    from torchobs.otel.metric_stream import Source
+
+
+class Installed(NamedTuple):
+    """Which of the two are ours; the other one the application had set, or its environment names."""
+
+    metrics: bool
+    traces: bool
+
+
+class DefaultTracerProvider(FlightTracerProvider, ProxyTracerProvider):
+    """What ``trace.get_tracer_provider()`` returns while the application has set none."""
+
+    def delegate(self) -> TracerProvider | None:
+        """Return the provider that the application has set since."""
+        provider = trace.get_tracer_provider()
+        return None if isinstance(provider, ProxyTracerProvider) else provider
+
+
+class DefaultMeterProvider(metrics_api._ProxyMeterProvider):  # noqa: SLF001  # see the module
+    """What ``metrics.get_meter_provider()`` returns while the application has set none."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.flight = FlightMeterProvider(source)
+        self.before: metrics_api._ProxyMeterProvider | None = None
+
+    def get_meter(
+        self, name: str, version: str | None = None, schema_url: str | None = None, attributes: Attributes = None
+    ) -> Meter:
+        """See :class:`opentelemetry.metrics.MeterProvider`."""
+        return self.flight.get_meter(name, version, schema_url, attributes)
+
+    def on_set_meter_provider(self, meter_provider: MeterProvider) -> None:
+        """Hand all instruments on: the API calls this when the application sets a provider."""
+        if self.before is not None:
+            self.before.on_set_meter_provider(meter_provider)
+        self.flight.delegate_to(meter_provider)
+
+
+def _no_file() -> None:
+    return None
+
+
+def _no_span() -> None:
+    return None
+
+
+_meters = DefaultMeterProvider(_no_file)
+_tracers = DefaultTracerProvider(_no_file)
+
+
+def install(source: Source, parent: Callable[[], SpanContext | None] = _no_span) -> Installed:
+    """Record what the application's own instruments and tracers say, unless it has providers of its own.
+
+    ``source`` and ``parent`` as in :class:`FlightMeterProvider` and :class:`FlightTracerProvider`. May be called again, with
+    others, after :func:`uninstall`. Raises what the API raises when the environment names a provider that cannot be loaded.
+    """
+    return Installed(_install_meters(source), _install_tracers(source, parent))
+
+
+def uninstall() -> None:
+    """Record nothing any more. What was handed out stays, does nothing, and still goes over to a provider set later."""
+    _meters.flight.write_to(_no_file)
+    _tracers.write_to(_no_file)
+
+
+def observe(timeout_s: float = 0.0) -> bool:
+    """Call the callbacks of the application's observable instruments (:meth:`FlightMeterProvider.observe`)."""
+    return _meters.flight.observe(timeout_s)
+
+
+def _install_meters(source: Source) -> bool:
+    current = metrics.get_meter_provider()
+    if current is not _meters:
+        if not isinstance(current, metrics_api._ProxyMeterProvider):  # noqa: SLF001  # see the module
+            return False
+        _meters.before = current
+        metrics_api._PROXY_METER_PROVIDER = _meters  # noqa: SLF001  # see the module
+        current.on_set_meter_provider(_meters.flight)  # instruments that were handed out before
+    _meters.flight.write_to(source)
+    return True
+
+
+def _install_tracers(source: Source, parent: Callable[[], SpanContext | None]) -> bool:
+    if not isinstance(trace.get_tracer_provider(), ProxyTracerProvider):
+        return False
+    trace._TRACER_PROVIDER = _tracers  # noqa: SLF001  # see the module
+    _tracers.write_to(source, parent)
+    return True

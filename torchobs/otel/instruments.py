@@ -1,0 +1,151 @@
+"""The synchronous instruments of the OpenTelemetry API over a flight file.
+
+A measurement is in the file when its call returns (while another thread writes: when that one has; off tmpfs: within 100 ms).
+The rules are the SDK's, with one difference: a gauge set to NaN or infinity has no value from then on, where the SDK goes on
+showing the last finite one.
+
+When the application sets a provider of its own, every instrument made before hands on to the same one of that provider: its
+*heir*. It is what the API's own proxies do.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.metrics import Counter, Histogram, UpDownCounter, _Gauge
+
+from torchobs.flight.writer.series_table import Cell
+from torchobs.support.error_guard import CircuitBreaker, call
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.metrics import Meter
+    from opentelemetry.util.types import Attributes
+
+    from torchobs.otel.metric_stream import MetricStream
+
+_NUMBERS = (int, float)
+_MAX = sys.float_info.max
+DEFAULT_BOUNDS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 2500.0, 5000.0, 7500.0, 10000.0)
+"""A histogram's boundaries unless it advises others (OpenTelemetry specification, explicit bucket histogram aggregation)."""
+
+
+class FlightCounter(Counter):
+    """A sum that never goes down."""
+
+    def __init__(self, stream: MetricStream) -> None:
+        self.stream = stream
+        self._heir: Counter | None = None
+
+    def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
+        """See :class:`opentelemetry.metrics.Counter`. A negative or non-finite amount is ignored, with one warning."""
+        if self._heir is not None:
+            self._heir.add(amount, attributes, **_given(context))
+            return
+        if type(amount) not in _NUMBERS:
+            amount = number(amount)
+        if not 0 <= amount <= _MAX:
+            self.stream.say_once("an amount that is negative or not finite (%r) is ignored", amount)
+            return
+        cell = self.stream.cell(attributes)
+        if cell is None:
+            self.stream.record(Cell.add, amount, attributes)
+            return
+        cell.add(amount)
+        cell.publish()
+
+    def delegate_to(self, meter: Meter) -> None:
+        """Hand on to the same instrument of the application's own provider from now on."""
+        self._heir = meter.create_counter(*self.stream.identity)
+
+
+class FlightUpDownCounter(UpDownCounter):
+    """A sum that may go down."""
+
+    def __init__(self, stream: MetricStream) -> None:
+        self.stream = stream
+        self._heir: UpDownCounter | None = None
+
+    def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
+        """See :class:`opentelemetry.metrics.UpDownCounter`. A non-finite amount is ignored, with one warning."""
+        if self._heir is not None:
+            self._heir.add(amount, attributes, **_given(context))
+            return
+        if type(amount) not in _NUMBERS:
+            amount = number(amount)
+        if not -_MAX <= amount <= _MAX:
+            self.stream.say_once("an amount that is not finite (%r) is ignored", amount)
+            return
+        self.stream.record(Cell.add, amount, attributes)
+
+    def delegate_to(self, meter: Meter) -> None:
+        """Hand on to the same instrument of the application's own provider from now on."""
+        self._heir = meter.create_up_down_counter(*self.stream.identity)
+
+
+class FlightHistogram(Histogram):
+    """A distribution over buckets."""
+
+    def __init__(self, stream: MetricStream) -> None:
+        self.stream = stream
+        self._heir: Histogram | None = None
+
+    def record(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
+        """See :class:`opentelemetry.metrics.Histogram`. A negative or non-finite amount is ignored, with one warning."""
+        if self._heir is not None:
+            self._heir.record(amount, attributes, **_given(context))
+            return
+        if type(amount) not in _NUMBERS:
+            amount = number(amount)
+        if not 0 <= amount <= _MAX:
+            self.stream.say_once("an amount that is negative or not finite (%r) is ignored", amount)
+            return
+        self.stream.record(Cell.observe, amount, attributes)
+
+    def delegate_to(self, meter: Meter) -> None:
+        """Hand on to the same instrument of the application's own provider from now on."""
+        bounds = self.stream.metric.bounds
+        advised: dict[str, Any] = {} if bounds == DEFAULT_BOUNDS else {"explicit_bucket_boundaries_advisory": bounds}
+        self._heir = meter.create_histogram(*self.stream.identity, **advised)
+
+
+class FlightGauge(_Gauge):
+    """A value of now."""
+
+    def __init__(self, stream: MetricStream) -> None:
+        self.stream = stream
+        self._heir: _Gauge | None = None
+
+    def set(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
+        """See :meth:`opentelemetry.metrics.Meter.create_gauge`. A non-finite amount leaves the series without a value."""
+        if self._heir is not None:
+            self._heir.set(amount, attributes, **_given(context))
+            return
+        if type(amount) not in _NUMBERS:
+            amount = number(amount)
+        self.stream.record(Cell.set, amount if -_MAX <= amount <= _MAX else nan, attributes)
+
+    def delegate_to(self, meter: Meter) -> None:
+        """Hand on to the same instrument of the application's own provider from now on."""
+        self._heir = meter.create_gauge(*self.stream.identity)
+
+
+def _given(context: Context | None) -> dict[str, Context]:
+    """Return ``context`` as an argument for an SDK that may be older than that argument (1.28)."""
+    return {} if context is None else {"context": context}
+
+
+def number(value: object) -> float:
+    """Return what NumPy, torch or the standard library call a number as ``int`` or ``float``; NaN for what is none."""
+    converted = call(CircuitBreaker("amount"), _convert, value)
+    return nan if converted is None else converted
+
+
+def _convert(value: object) -> float:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # refused below if it is no integer
+    except TypeError:
+        return float(value)  # type: ignore[arg-type]  # raises for what is no number

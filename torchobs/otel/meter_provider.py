@@ -1,0 +1,96 @@
+"""The OpenTelemetry API's MeterProvider over a flight file: a user's own instruments are as crash-safe as our own metrics."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from opentelemetry.metrics import Meter, MeterProvider, NoOpMeter
+
+from torchobs import catalog
+from torchobs.flight.format.series import Scope
+from torchobs.otel.attributes import clean_key, frozen
+from torchobs.otel.log_once import hand_on, warn_once
+from torchobs.otel.meter import FlightMeter
+from torchobs.otel.metric_stream import Destination
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from opentelemetry.util.types import Attributes
+
+    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.otel.async_instruments import Observer
+    from torchobs.otel.metric_stream import Source
+
+_CALLBACK_TIMEOUT_S = 10.0
+
+
+class FlightMeterProvider(MeterProvider):
+    """Hands out meters whose instruments write to the file that ``source()`` returns; while it is ``None`` they do nothing.
+
+    ``source`` is asked at every measurement, so that instruments outlive any number of sessions. In a forked child it must
+    return ``None`` or a writer of the child's own.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._destination = Destination(source)
+        self._meters: dict[Scope, FlightMeter] = {}
+        self._heir: MeterProvider | None = None
+        self._round: threading.Thread | None = None
+
+    def write_to(self, source: Source) -> None:
+        """Ask ``source`` for the file from now on."""
+        self._destination.source = source
+
+    def get_meter(
+        self, name: str, version: str | None = None, schema_url: str | None = None, attributes: Attributes = None
+    ) -> Meter:
+        """Return the meter of that instrumentation scope; where it has no name one that does nothing, with a warning."""
+        if self._heir is not None:
+            return self._heir.get_meter(name, version, schema_url)
+        if not name:
+            warn_once("a meter needs a name; the instruments of one without record nothing")
+            return NoOpMeter("")
+        scope = Scope(clean_key(name), clean_key(version or ""), clean_key(schema_url or ""), frozen(attributes))
+        return self._meters.setdefault(scope, FlightMeter(scope, self._destination))
+
+    def observe(self, timeout_s: float = 0.0) -> bool:
+        """Call the callbacks of all observable instruments in a thread of their own, and wait for it at most ``timeout_s``.
+
+        They are the user's code: one that hangs must not stop the heartbeat of the thread that asks. While a round lasts no
+        other begins. Returns whether it is over.
+        """
+        self._destination.retry()
+        running = self._round
+        if running is None or not running.is_alive():
+            running = self._begin_round(timeout_s or _CALLBACK_TIMEOUT_S)
+            if running is None:
+                return True
+        running.join(timeout_s)
+        return not running.is_alive()
+
+    def delegate_to(self, provider: MeterProvider) -> None:
+        """Hand on to the provider that the application has set: every instrument made here becomes one of its own."""
+        self._heir = provider
+        for meter in list(self._meters.values()):
+            hand_on(meter.delegate_to, provider)
+
+    def _begin_round(self, timeout_s: float) -> threading.Thread | None:
+        writer = self._destination.source()
+        observers = [observer for meter in list(self._meters.values()) for observer in meter.observers()]
+        if writer is None or self._heir is not None or not observers:
+            return None
+        self._round = threading.Thread(
+            target=_observe, args=(writer, observers, timeout_s), name="torchobs-callbacks", daemon=True
+        )
+        self._round.start()
+        return self._round
+
+
+def _observe(writer: FlightWriter, observers: Sequence[Observer], timeout_s: float) -> None:
+    cell = writer.table.cell(catalog.PROBE_ERRORS, {"probe": "callbacks"})  # exists at 0 before its first increment
+    errors = sum(observer.observe(timeout_s) for observer in observers)
+    if cell is not None and errors:
+        cell.add(errors)
+        cell.publish()

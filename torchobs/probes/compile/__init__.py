@@ -1,0 +1,1 @@
+"""torch.compile: compilations, recompilations and graph breaks."""

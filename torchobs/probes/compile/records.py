@@ -1,0 +1,163 @@
+"""What becomes of the compiler's records: counters, events, spans, and a word to the log. In the sampler thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.detect.recompiles import QUIET_S, Recompiles
+from torchobs.probes.compile import reasons
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchobs.flight.writer.series_table import Cell
+    from torchobs.probes.core.context import ProbeContext
+
+LOOKUPS = {
+    "fx_graph": ("inductor", "fxgraph_cache_"),
+    "autograd": ("aot_autograd", "autograd_cache_"),
+}
+"""Of each cache: where ``torch._dynamo.utils.counters`` has its lookups, and what precedes hit, miss and bypass there"""
+Lookups = dict[tuple[str, str], int]
+_MOST_PLACES = 256
+_OURS = str(Path(__file__).parent.parent)
+logger = logging.getLogger("torchobs")
+
+
+def lookups(counters: Mapping[str, Mapping[str, int]]) -> Lookups:
+    """Return the cache lookups so far by cache and result, of ``torch._dynamo.utils.counters``."""
+    return {
+        (cache, result): counters.get(group, {}).get(f"{prefix}{result}", 0)
+        for cache, (group, prefix) in LOOKUPS.items()
+        for result in catalog.CACHE_RESULT.values
+    }
+
+
+class CompileRecords:
+    """One per session, made when the first compilation begins: who never compiles has none of these series."""
+
+    def __init__(self, context: ProbeContext, lookups: Callable[[], Lookups], before: Lookups) -> None:
+        self._context, self._lookups, self._seen = context, lookups, before
+        self._cells: dict[tuple[str, ...], Cell | None] = {}
+        for metric in (
+            catalog.COMPILE_TIME, catalog.COMPILE_COMPILATIONS, catalog.COMPILE_RECOMPILES, catalog.COMPILE_FAILURES,
+            catalog.COMPILE_GRAPH_BREAKS,
+        ):  # fmt: skip
+            (attribute,) = metric.attributes
+            for value in attribute.values:
+                self._cells[metric.name, value] = context.writer.table.cell(metric, {attribute.name: value})
+        for cache, result in before:
+            attributes = {"cache": cache, "result": result}
+            self._cells[cache, result] = context.writer.table.cell(catalog.COMPILE_CACHE_LOOKUPS, attributes)
+        self._in_progress = context.writer.table.cell(catalog.COMPILE_IN_PROGRESS, {})
+        self._functions: dict[str, tuple[str, str]] = {}
+        self._broken: set[tuple[str, str]] = set()
+        self._recompiles = Recompiles()
+        self._spoken = -QUIET_S
+
+    def show_progress(self, at_work: float) -> None:
+        """Say whether the compiler is at work, 1 or 0; NaN is to say no more."""
+        if self._in_progress is not None:
+            self._in_progress.set(at_work)
+
+    def count_lookups(self) -> None:
+        """Count what was looked up since the last call; a counter below what it was has been cleared by somebody."""
+        seen, self._seen = self._seen, self._lookups()
+        for key, total in self._seen.items():
+            self._add(key, total - seen[key] if total >= seen[key] else total)
+
+    def note_record(self, record: Any) -> None:
+        """Take in one ``CompilationMetrics``."""
+        fields = {name: getattr(record, name, None) for name in reasons.FIELDS}
+        for stage, seconds in reasons.stage_seconds(fields).items():
+            self._add((catalog.COMPILE_TIME.name, stage), seconds)
+        if fields["is_runtime"]:
+            return
+        function, location = self._place(fields)
+        guard = reasons.read_guard(str(fields["recompile_reason"])) if fields["recompile_reason"] else None
+        if fields["fail_type"] is not None:
+            self._note_failure(fields, location, guard)
+        elif fields["is_forward"] is not False:
+            self._add((catalog.COMPILE_COMPILATIONS.name, "recompile" if guard else "first"), 1)
+            if guard:
+                self._note_recompile(function, location, guard)
+        self._write_span(fields, function, location, guard)
+
+    def note_break(self, reason: Any) -> None:
+        """Take in one ``GraphCompileReason``."""
+        text = str(getattr(reason, "reason", ""))
+        if _OURS in text:
+            return  # an optimizer's step that is compiled ends its graph at our own hook; nothing of the user's does
+        kind, message = reasons.read_break(text)
+        self._add((catalog.COMPILE_GRAPH_BREAKS.name, kind), 1)
+        stack = getattr(reason, "user_stack", None) or ()
+        location = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
+        if (location, message) not in self._broken and len(self._broken) < _MOST_PLACES:
+            self._broken.add((location, message))
+            self._tell(catalog.EVENT_GRAPH_BREAK, {"location": location, "reason": kind, "message": message})
+
+    def _place(self, fields: Mapping[str, Any]) -> tuple[str, str]:
+        """Return the function's name and location, which the record of a backward or of a limit reached lacks."""
+        frame = str(fields["compile_id"]).rpartition("/")[0]
+        if fields["co_name"] is not None:
+            if len(self._functions) >= _MOST_PLACES:
+                self._functions.clear()
+            self._functions[frame] = str(fields["co_name"]), f"{fields['co_filename']}:{fields['co_firstlineno']}"
+        return self._functions.get(frame, ("unknown", "unknown"))
+
+    def _note_recompile(self, function: str, location: str, guard: reasons.Guard) -> None:
+        self._add((catalog.COMPILE_RECOMPILES.name, guard.kind), 1)
+        attributes: dict[str, object] = {"location": location, "guard": guard.kind, "expression": guard.expression}
+        self._tell(catalog.EVENT_RECOMPILE, attributes)
+        times = self._recompiles.note(location, time.monotonic())
+        if times:
+            self._tell(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
+            self._warn_limited(f"torch.compile has recompiled {function} ({location}) {times} times within ten minutes", guard)
+
+    def _note_failure(self, fields: Mapping[str, Any], location: str, guard: reasons.Guard | None) -> None:
+        reason = str(fields["fail_reason"])
+        if _OURS in reason:
+            return  # as above
+        kind = reasons.read_failure(str(fields["fail_type"]), reason)
+        self._add((catalog.COMPILE_FAILURES.name, kind), 1)
+        attributes = {"location": location, "reason": kind, "exception.type": str(fields["fail_type"])}
+        self._tell(catalog.EVENT_COMPILE_FAILED, attributes)
+        if kind == "recompile_limit" and guard is not None:
+            self._warn_limited(
+                f"torch.compile has given up {location} at its recompile limit, and more of its calls run uncompiled", guard
+            )
+
+    def _write_span(self, fields: Mapping[str, Any], function: str, location: str, guard: reasons.Guard | None) -> None:
+        begun_us, ended_us = fields["start_time_us"], fields["end_time_us"]
+        if begun_us is None or ended_us is None or self._context.span is None:
+            return
+        cause = "backward" if fields["is_forward"] is False else "recompile" if guard else "first"
+        attributes: dict[str, object] = {"function": function, "location": location, "cause": cause}
+        hits, misses = fields["inductor_fx_local_cache_hit_count"], fields["inductor_fx_local_cache_miss_count"]
+        if hits or misses:
+            attributes["cached"] = not misses
+        offset_ns = time.monotonic_ns() - time.time_ns()
+        begun_ns, ended_ns = begun_us * 1000 + offset_ns, ended_us * 1000 + offset_ns
+        self._context.span(catalog.SPAN_COMPILE.name, begun_ns, ended_ns, attributes, failed=fields["fail_type"] is not None)
+
+    def _add(self, key: tuple[str, ...], amount: float) -> None:
+        cell = self._cells[key]
+        if cell is not None and amount:
+            cell.add(amount)
+
+    def _tell(self, event: catalog.Event, attributes: Mapping[str, object]) -> None:
+        self._context.writer.event(event.name, attributes, self._context.recorder.step)
+
+    def _warn_limited(self, what: str, guard: reasons.Guard) -> None:
+        """Log it, once a minute; the events have each."""
+        now = time.monotonic()
+        if now - self._spoken >= QUIET_S:
+            self._spoken = now
+            failed = f"{guard.kind} ({guard.expression})"
+            logger.warning(
+                "torchobs: %s. The guard that failed last: %s. Remedy: %s", what, failed, reasons.REMEDIES[guard.kind]
+            )

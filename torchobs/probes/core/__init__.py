@@ -1,0 +1,1 @@
+"""What probes share: context, step recorder, timeline of phases, patches, values on their way from a device."""

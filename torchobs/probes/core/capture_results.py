@@ -1,0 +1,52 @@
+"""Catching what one function of torch's returns inside somebody else's call, in this thread only."""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class CapturedResults(TorchFunctionMode):
+    """A ``with`` block's calls of ``function``: first arguments and results."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+        self._keys: list[int] = []
+        self.results: list[Any] = []
+        self._spent_ns = 0
+
+    @property
+    def spent_ns(self) -> int:
+        """Time that catching took, once the block is done: a mode puts Python between every call of torch's and its work."""
+        return self._spent_ns
+
+    def __enter__(self) -> Any:
+        """Begin."""
+        self._spent_ns = -monotonic_ns()
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
+        self._spent_ns += monotonic_ns()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it; keep the result. Ids, and not tensors, lest anything lives longer for it."""
+        begun_ns = monotonic_ns()
+        result = func(*args, **(kwargs or {}))
+        self._spent_ns += begun_ns - monotonic_ns()
+        if func is self._function:
+            several = isinstance(result, (list, tuple))
+            self._keys += [id(each) for each in args[0]] if several else [id(args[0])]
+            self.results += result if several else [result]
+        return result
+
+    def keys_and_results(self) -> tuple[list[int], list[Any]]:
+        """Return the ids of the tensors given and the result for each."""
+        return self._keys, self.results

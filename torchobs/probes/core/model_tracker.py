@@ -1,0 +1,92 @@
+"""Another model in the same process: the next fold of a cross-validation, the next trial of a sweep.
+
+It shows when an optimizer steps for the first time, none of its parameters was ever stepped, and training is under way. What
+was usual of the former model, its loss, its norms, its step times, is no measure of the new one, whose record carries a flag
+(``StepFlag.NEW_MODEL``). An optimizer made anew over the same parameters, or with more beside them, goes on with
+the same model.
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torchobs import catalog
+from torchobs.detect.spikes import WARM_UP
+from torchobs.support.rate_limit import Budget
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+
+LEAST_STEPS = WARM_UP
+"""A model that made fewer has no baseline yet. So the optimizers of one training may begin to step one after the other (a GAN
+whose critic goes first), and a new model every few steps (Reptile's, an adversarial input's) is one training."""
+_EVERY_NS, _BURST = 60_000_000_000, 32
+_ROOM = 1024
+
+
+class Models:
+    """Which optimizers and parameters have been stepped. In the training thread."""
+
+    __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "since")
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self.since = 0
+        """The step after which the model at hand began"""
+        self._begun = 0
+        """The same of the last one that was unseen, whether or not it counted as another"""
+        self._optimizers: dict[int, ref[Any]] = {}
+        self._parameters: dict[int, ref[Any]] = {}
+        self._room = _ROOM
+
+    def knows(self, optimizer: object) -> bool:
+        """Tell whether it has stepped before."""
+        return _knows(self._optimizers, optimizer)
+
+    def begins(self, optimizer: Any, step: int) -> bool:
+        """Tell whether another model begins with this optimizer's step, the one after ``step``."""
+        if self.knows(optimizer):
+            return False
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        unseen = bool(self._parameters) and not any(_knows(self._parameters, parameter) for parameter in parameters)
+        another = unseen and bool(parameters) and step - self._begun >= LEAST_STEPS
+        if unseen and parameters:
+            self._begun = step
+        if another:
+            self.changes, self.since = self.changes + 1, step
+        self._optimizers[id(optimizer)] = ref(optimizer)
+        self._parameters.update((id(parameter), ref(parameter)) for parameter in parameters)
+        self._make_room()
+        return another
+
+    def _make_room(self) -> None:
+        if len(self._parameters) + len(self._optimizers) > self._room:
+            self._optimizers, self._parameters = _alive(self._optimizers), _alive(self._parameters)
+            self._room = max(_ROOM, 2 * (len(self._parameters) + len(self._optimizers)))
+
+
+class ModelChanges:
+    """Tells of them. In the sampler thread; a part of the probe of steps."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context, self._models, self._seen = context, context.recorder.models, context.recorder.models.changes
+        self._budget = Budget(_EVERY_NS, _BURST)
+
+    def sample(self) -> None:
+        """Write an event if the model has changed, the first ones each, then one a minute."""
+        changes, since = self._models.changes, self._models.since
+        if changes == self._seen or not self._budget.take(monotonic_ns()):
+            return
+        self._seen = changes
+        self._context.writer.event(catalog.EVENT_MODEL_CHANGE.name, {"changes": changes, "steps_before": since}, since + 1)
+
+
+def _knows(known: dict[int, ref[Any]], item: object) -> bool:
+    found = known.get(id(item))
+    return found is not None and found() is item
+
+
+def _alive(known: dict[int, ref[Any]]) -> dict[int, ref[Any]]:
+    return {key: item for key, item in known.items() if item() is not None}

@@ -1,0 +1,68 @@
+"""How often something is measured: so that what it costs stays within its part of the training's time."""
+
+from __future__ import annotations
+
+from math import ceil
+from time import monotonic_ns
+
+MAX_INTERVAL = 1000
+_SMOOTHING = 0.25
+
+
+class SamplingInterval:
+    """Every step where that is cheap enough, else every n-th. Used by the training thread; :meth:`spend_later` by any."""
+
+    __slots__ = (
+        "_cost_ns",
+        "_later_ns",
+        "_share",
+        "_since_ns",
+        "_since_step",
+        "_spent_ns",
+        "due_at",
+        "fixed",
+        "interval",
+        "step",
+    )
+
+    def __init__(self, share: float, fixed: int | None = None) -> None:
+        self._share, self.fixed = max(share, 1e-6), fixed
+        self._cost_ns = 0.0
+        self._spent_ns = self._later_ns = self._since_ns = self._since_step = 0
+        self.interval = fixed or 1
+        self.due_at, self.step = 0, -1
+        """the step measured next, and the one measured last (both as the number of steps before it)"""
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether this step is measured: all that is in it, or nothing."""
+        if step >= self.due_at:
+            self._set_interval(step)
+            self.step, self.due_at = step, step + self.interval
+        return step == self.step
+
+    def would_be_due(self, step: int) -> bool:
+        """Tell what :meth:`is_due` is going to say."""
+        return step >= self.due_at or step == self.step
+
+    def spend(self, ns: int) -> None:
+        """Count time that measuring took in the step that is due."""
+        self._spent_ns += ns
+
+    def spend_later(self, ns: int) -> None:
+        """Count time that it took on a device, known afterwards."""
+        self._later_ns = max(self._later_ns, ns)
+
+    def _set_interval(self, step: int) -> None:
+        """Choose it by what the last measurements cost and how long a step took since."""
+        now_ns = monotonic_ns()
+        spent_ns, self._spent_ns = self._spent_ns + self._later_ns, 0
+        self._later_ns = 0
+        if spent_ns:
+            self._cost_ns += (spent_ns - self._cost_ns) * (_SMOOTHING if self._cost_ns else 1.0)
+        done = step - self._since_step
+        if self.fixed is None and done and self._cost_ns:
+            length_ns = (now_ns - self._since_ns) / done
+            wanted = min(MAX_INTERVAL, max(1, ceil(self._cost_ns / (self._share * length_ns))))
+            # at most doubled at a time: the first steps are slow, or one was interrupted
+            self.interval = min(wanted, 2 * self.interval)
+        self._since_ns, self._since_step = now_ns, step

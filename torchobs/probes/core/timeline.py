@@ -1,0 +1,394 @@
+"""Where a step's time goes: a timeline cut at the boundaries that the hooks see. Pure: every time is an argument, in ns.
+
+``data`` is a fetch, ``forward`` the time from a fetch to the outermost backward (or directly before a backward, where there is
+no fetch), ``backward`` the outermost backward, ``optimizer`` from the optimizer's pre to its post hook (inside a closure:
+forward up to its first backward), ``other`` the time between those. Each is measured as an interval of its own.
+
+Without a fetch, batches made by a plain function and environments that are stepped are in ``forward`` too: nothing that torch
+lets us see tells them from it (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs).
+The script can name them, ``data`` or ``rollout``; what lies between that and the backward is ``forward`` then.
+
+Evaluation is neither a step nor part of one. It is
+
+* what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between. It has
+  ended before that at the fetch of another loader than it fetched from until then, if that one's batch is still in use when
+  ``train()`` comes, or a backward does: many trainers call ``train()`` in their step, with the batch in hand. Before the first
+  backward it begins with its first fetch: ``from_pretrained()`` and frozen teachers call ``eval()`` long before any training.
+* a fetch with gradients disabled, and what follows it,
+* a fetch by one loader with no backward before the next fetch of another one. (Several fetches of ONE loader before a
+  backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.) But loaders that are fetched
+  side by side (``zip``) are one step's data: what is fetched so in one step after another, or once and nothing done with it
+  before the next loader's fetch, was no evaluation.
+
+Nor does what a reinforcement learner plays in ``eval()`` mode look different from one: it has to be named, ``rollout``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from copy import copy
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
+"""In the order of ``record.PHASE_NAMES``."""
+
+NOTHING = -1
+_MAX_EVALUATIONS = 64
+_LEAST_USE = 0.1
+"""A batch used less long than a tenth of the time it took to fetch was only put aside. So was one of the loader that is trained
+on, if that was less than a tenth of the forward pass of the batch before."""
+
+
+class _Window(NamedTuple):
+    """The state at the moment of ``eval()``, to go back to if it was an evaluation indeed."""
+
+    owner: int
+    begun_ns: int
+    spent_ns: list[int]
+    undecided: dict[int, tuple[int, int, int]]
+
+
+class _Turn(NamedTuple):
+    """The state at a fetch from another loader within such a window, where the evaluation may have ended."""
+
+    at_ns: int
+    spent_ns: list[int]
+    undecided: dict[int, tuple[int, int, int]]
+
+
+class PhaseTimeline:
+    """The timeline of the step in progress."""
+
+    __slots__ = (
+        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_forward_ns", "_has_trained", "_loader",
+        "_mark_ns", "_pinned", "_teacher", "_trained", "_turn", "_undecided", "_window", "_window_loader", "evaluations",
+        "segment", "spent_ns",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.segment = NOTHING
+        self.spent_ns = [0] * 8
+        self._mark_ns = self._compiling_ns = 0
+        self._pinned: list[int] = []
+        self._teacher = NOTHING  # who was in eval() when a backward came: likely no evaluation the next time, either
+        self._has_trained = False
+        self._leave_window()
+        self._beside: set[int] = set()
+        self._trained = self._forward_ns = 0  # the last loader with a backward on its batch, and how long before that it came
+        self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
+        """Begin and end of each, in ns, for the sampler thread to take"""
+        self._reset_fetch()
+
+    def _reset_fetch(self) -> None:
+        self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns = 0, 0, False, 0
+        self._undecided: dict[int, tuple[int, int, int]] = {}
+
+    def _leave_window(self) -> None:
+        self._window: _Window | None = None
+        self._turn: _Turn | None = None
+        self._window_loader = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is carried into the next step but the time: no fetch undecided, no evaluation, no phase open."""
+        return not (self._undecided or self._fetch_ns or self._loader or self._pinned or self._window or self._evaluating_ns)
+
+    def restart(self, now_ns: int) -> None:
+        """Go on from the end of a step, other steps having ended meanwhile without being told here."""
+        self._mark_ns, self.segment, self._beside, self._has_trained = now_ns, OTHER, set(), True
+
+    def add(self, spent_ns: Sequence[int]) -> None:
+        """Take back the times of an end that was none."""
+        for index, length in enumerate(spent_ns):
+            self.spent_ns[index] += length
+
+    @property
+    def started(self) -> bool:
+        """Whether a boundary was seen since the last step, or a step before."""
+        return self.segment != NOTHING
+
+    def _cut(self, now_ns: int, following: int) -> int:
+        """End the present segment, begin the next, return how long the present one was."""
+        length = now_ns - self._mark_ns if self.segment != NOTHING else 0
+        self._mark_ns, self.segment = now_ns, following
+        return length
+
+    def fetch_begins(self, loader: int, now_ns: int) -> None:
+        """A DataLoader is asked for a batch. ``loader`` identifies it across epochs."""
+        if self._pinned:
+            return
+        before = self.segment
+        length = self._cut(now_ns, DATA)
+        if before == FORWARD and self._loader:
+            self._set_aside(length)
+        elif before != NOTHING:
+            self.spent_ns[before] += length
+        if self._window is not None:
+            if not self._has_trained and not self._window_loader:
+                self._window = _Window(self._window.owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+            if self._window_loader not in {0, loader}:
+                self._turn = _Turn(now_ns, self.spent_ns.copy(), self._undecided.copy())
+            self._window_loader = loader
+        self._loader = loader
+
+    def _set_aside(self, length: int) -> None:
+        """A fetch that no backward has followed yet."""
+        if self._evaluating:
+            self.spent_ns[EVALUATION] += self._fetch_ns + length
+        else:
+            data, rest, fetches = self._undecided.get(self._loader, (0, 0, 0))
+            self._undecided[self._loader] = (data + self._fetch_ns, rest + length, fetches + 1)
+        self._fetch_ns = 0
+
+    def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
+        """It gave one, or has no more. ``gradients``: whether they are enabled."""
+        if self._pinned or self.segment != DATA:
+            return
+        length = self._cut(now_ns, OTHER if exhausted else FORWARD)
+        self._evaluating = not gradients
+        self._mark_evaluation(now_ns, length, over=exhausted or gradients)
+        if not exhausted:
+            self._fetch_ns = length
+            return
+        if self._evaluating:
+            self.spent_ns[EVALUATION] += length
+        elif self._loader in self._undecided:
+            data, rest, fetches = self._undecided[self._loader]
+            self._undecided[self._loader] = (data + length, rest, fetches)
+            if rest < max(data, self._forward_ns if self._loader == self._trained else 0) * _LEAST_USE:
+                self._fetch_ns = 0
+                return  # all that was left has been put aside, to be trained on next, so the loader stays the one in use
+        else:
+            self.spent_ns[DATA] += length
+        self._turn = None  # that loader has come to its end with nothing trained on it
+        self._loader, self._fetch_ns = 0, 0
+
+    def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
+        """Tell evaluations that no ``eval()`` announced: from a fetch without gradients to the loader's end or to one with.
+
+        ``length`` is the fetch's own.
+        """
+        if self._evaluating_ns and over:
+            self.evaluations.append((self._evaluating_ns, now_ns if self._evaluating else now_ns - length))
+            self._evaluating_ns = 0
+        elif self._evaluating and not over and not self._evaluating_ns and self._window is None:
+            self._evaluating_ns = now_ns - length
+
+    def backward_begins(self, now_ns: int) -> None:
+        """The outermost backward begins: what was before it was forward, and the fetch before that was data."""
+        if self._turn is not None:
+            self._conclude(self._turn)
+        elif self._window is not None:
+            self._teacher = self._window.owner
+        self._leave_window()
+        self._has_trained = True
+        if self._pinned:
+            return
+        before = self.segment
+        length = self._cut(now_ns, BACKWARD)
+        if before == FORWARD and self._loader:
+            self._trained, self._forward_ns = self._loader, length
+        if before in (OTHER, FORWARD):
+            self.spent_ns[FORWARD] += length
+        elif before != NOTHING:
+            self.spent_ns[before] += length
+        fetched = set(self._undecided)
+        self._decide()
+        self._beside = fetched
+
+    def _decide(self) -> None:
+        self.spent_ns[DATA] += self._fetch_ns
+        for loader, (data, rest, fetches) in self._undecided.items():
+            if loader == self._loader:
+                self.spent_ns[DATA] += data
+                self.spent_ns[OTHER] += rest
+            elif loader in self._beside or (fetches == 1 and rest < data * _LEAST_USE):
+                self.spent_ns[DATA] += data
+                self.spent_ns[FORWARD] += rest
+            else:
+                self.spent_ns[EVALUATION] += data + rest
+        self._reset_fetch()
+
+    def turn(self, segment: int, now_ns: int) -> None:
+        """Another boundary: the present segment was what it said, ``segment`` begins."""
+        if self._pinned:
+            return
+        before = self.segment
+        length = self._cut(now_ns, segment)
+        if before != NOTHING:
+            self.spent_ns[before] += length
+
+    def evaluation_begins(self, owner: int, now_ns: int) -> None:
+        """``module.eval()`` was called; ``owner`` identifies the module."""
+        if self._pinned or self._window is not None:
+            return
+        # the segment goes on as what it is: whether this is an evaluation shows later
+        before = self.segment
+        length = self._cut(now_ns, before)
+        if before == FORWARD and self._loader:
+            self._set_aside(length)  # a fetch with nothing trained on it belongs to what was before
+        elif before != NOTHING:
+            self.spent_ns[before] += length
+        self._window = _Window(owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+
+    def evaluation_ends(self, owner: int, now_ns: int) -> None:
+        """``module.train()`` was called: if it is the module that was in evaluation, what lay between was an evaluation."""
+        window = self._window
+        if window is None or window.owner != owner or self._pinned:
+            return
+        if not self._has_trained and not self._window_loader:
+            self._leave_window()
+            return
+        self._teacher = NOTHING if self._teacher == owner else self._teacher
+        if self._turn is not None:
+            self._conclude(self._turn)  # what is going on since then goes on
+        else:
+            self._cut(now_ns, OTHER)
+            self._conclude(_Turn(now_ns, self.spent_ns, self._undecided))
+            self._loader, self._fetch_ns = 0, 0
+        self._leave_window()
+
+    def _conclude(self, end: _Turn) -> None:
+        """What lay between ``eval()`` and that end was an evaluation."""
+        window = self._window
+        if window is None:
+            return
+        self.evaluations.append((window.begun_ns, end.at_ns))
+        # in eval() the best model so far is saved, and the graph for it compiled
+        within_ns = {segment: end.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
+        since_ns = [now - then for now, then in zip(self.spent_ns, end.spent_ns, strict=True)]
+        self._undecided = _fetched_since(self._undecided, end.undecided, window.undecided)
+        self.spent_ns = [before + since for before, since in zip(window.spent_ns, since_ns, strict=True)]
+        for segment, length in within_ns.items():
+            self.spent_ns[segment] += length
+        self.spent_ns[EVALUATION] += end.at_ns - window.begun_ns - sum(within_ns.values())
+
+    def pin(self, segment: int, now_ns: int) -> None:
+        """The user says what begins here (``torchobs.phase``); no hook changes it until :meth:`unpin`.
+
+        A compilation interrupts whatever segment it falls into, which goes on behind it as if no time had passed.
+        """
+        if segment == OTHER:
+            self._leave_window()  # a rollout
+        if segment == COMPILE:
+            self._compiling_ns = self._compiling_ns or now_ns
+        elif self._compiling_ns:
+            pass  # a phase within a compilation is the compilation's
+        elif not self._pinned:
+            before = self.segment
+            length = self._cut(now_ns, segment)
+            if before == FORWARD and self._loader:
+                self._set_aside(length)
+            elif before != NOTHING:
+                self.spent_ns[before] += length
+        else:
+            self.spent_ns[self._pinned[-1]] += self._cut(now_ns, segment)
+        self._pinned.append(segment)
+
+    def unpin(self, now_ns: int) -> None:
+        """What the user named has ended."""
+        if not self._pinned:
+            return
+        ended = self._pinned.pop()
+        if self._compiling_ns:
+            if COMPILE not in self._pinned:
+                self._take_out(now_ns)
+                self._compiling_ns = 0
+            return
+        after = self._pinned[-1] if self._pinned else FORWARD if ended in {DATA, OTHER} else OTHER
+        self.spent_ns[ended] += self._cut(now_ns, after)
+
+    def _take_out(self, now_ns: int) -> None:
+        """Count the time of a compilation as that, and move the beginning of the segment around it up by as much."""
+        length = now_ns - self._compiling_ns
+        self._compiling_ns = now_ns
+        self._mark_ns += length
+        self.spent_ns[COMPILE] += length
+
+    def close(self, now_ns: int, following: int = OTHER) -> list[int]:
+        """The step ends: return the ns spent in each segment, and begin the next step."""
+        around = self._pinned
+        if self._compiling_ns:
+            self._take_out(now_ns)
+            around = around[: around.index(COMPILE)]
+        if self._turn is not None:
+            self._conclude(self._turn)
+        self._leave_window()
+        pinned = around[-1] if around else None
+        before = self.segment
+        length = self._cut(now_ns, following if pinned is None else pinned)
+        if before != NOTHING:
+            self.spent_ns[before] += length
+        self._decide()
+        self._has_trained = True
+        spent, self.spent_ns = self.spent_ns, [0] * 8
+        return spent
+
+    def twin(self) -> PhaseTimeline:
+        """Return another timeline in the same state. From any thread: what is copied may change meanwhile."""
+        return copy(self).detached()
+
+    def detached(self) -> PhaseTimeline:
+        """Share nothing any more with what this is a copy of."""
+        self.spent_ns, self._pinned, self._beside = self.spent_ns.copy(), self._pinned.copy(), self._beside.copy()
+        self._undecided, self.evaluations = self._undecided.copy(), deque()
+        return self
+
+    def so_far(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
+        """Return the ns spent in each segment if the step ended now, and for how many of them nothing was seen.
+
+        For a twin, which is of no use afterwards. An evaluation under way is one. Nothing is seen from the last boundary on if
+        that is longer than ``patience_ns`` ago and left the training thread in no fetch, compilation, checkpoint or evaluation.
+        """
+        if not self._is_likely_window():
+            self._leave_window()
+        quiet_ns = now_ns - self._mark_ns if self._is_quiet() else 0
+        idle_ns = quiet_ns if quiet_ns > patience_ns else 0
+        while self._pinned:
+            self.unpin(now_ns)
+        if self._window is not None:
+            self.evaluation_ends(self._window.owner, now_ns - idle_ns)
+        elif self.segment == FORWARD and self._loader and self._evaluating:
+            self._set_aside(self._cut(now_ns, OTHER))
+            self.evaluations.append((self._evaluating_ns or now_ns, now_ns))
+        return self.close(now_ns), idle_ns
+
+    def evaluating_since(self) -> int:
+        """Return when the evaluation under way began, in ns, as far as it can be told before its end; 0: there is none."""
+        if self._pinned or self.segment == NOTHING:
+            return 0
+        if self._window is not None:
+            return 0 if self._is_quiet() or not self._is_likely_window() else self._window.begun_ns
+        return self._evaluating_ns
+
+    def _is_likely_window(self) -> bool:
+        """Tell whether the module that is in ``eval()`` is being evaluated, as far as that shows before it has ended."""
+        if self._window is None or self._window.owner == self._teacher:
+            return False
+        return self._has_trained or bool(self._window_loader)
+
+    def _is_quiet(self) -> bool:
+        if self._pinned or self.segment in {NOTHING, DATA}:
+            return False
+        if self._window is not None:  # until its loader has come to its end, or for good if it has none
+            return bool(self._window_loader) and not self._loader
+        return not (self.segment == FORWARD and self._loader and self._evaluating)
+
+
+_Undecided = dict[int, tuple[int, int, int]]
+
+
+def _fetched_since(now: _Undecided, then: _Undecided, before: _Undecided) -> _Undecided:
+    """Return what was undecided before, and what has become so since then."""
+    found = before.copy()
+    for loader, (data, rest, fetches) in now.items():
+        data_then, rest_then, fetches_then = then.get(loader, (0, 0, 0))
+        if fetches > fetches_then:
+            data_before, rest_before, fetches_before = found.get(loader, (0, 0, 0))
+            found[loader] = (
+                data_before + data - data_then, rest_before + rest - rest_then, fetches_before + fetches - fetches_then,
+            )  # fmt: skip
+    return found

@@ -1,0 +1,1 @@
+"""Data loaders: fetches, epochs, starvation."""

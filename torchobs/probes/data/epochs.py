@@ -1,0 +1,118 @@
+"""Epochs: passes over the loader that is trained on, told from all other iterations by the steps that end in them.
+
+An iteration is an epoch if steps end before another one begins, and if it is the training loader's own: the first loader that
+trains is that. A loop that makes a new loader for every epoch is followed, too: when the iterator of the last epoch was gone
+before a step ended, or exhausted (that of persistent workers lives as long as its loader), the next iteration that trains is an
+epoch whoever's it is. (An evaluation amid an epoch leaves that iterator alive until a step has ended, one between two epochs
+trains nothing.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from threading import RLock
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.core.boundaries import exhausted
+from torchobs.support.rate_limit import LONG_NS, Budget
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+
+_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
+
+
+@dataclass(frozen=True, slots=True)
+class _Iteration:
+    """A loader was asked for an iterator."""
+
+    loader: weakref.ref[Any]
+    iterator: weakref.ref[Any]
+    begun_ns: int
+    step: int
+    """the last one that had ended"""
+    gone: list[int]
+    """the same when the iterator went, or the next one began after it was exhausted"""
+
+
+class EpochProbe:
+    """Counts epochs, and writes a span for each."""
+
+    name = "epochs"
+
+    def __init__(self) -> None:
+        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+        self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
+        self._latest: _Iteration | None = None
+        self._around: _Iteration | None = None
+        """One that was going on when the latest began, no step having ended in it yet: an evaluation may come first"""
+        self._epoch: _Iteration | None = None
+        self._number = 0
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._context = context
+        self._count = context.writer.table.cell(catalog.EPOCHS, {})
+        total = context.settings.total_steps
+        cell = context.writer.table.cell(catalog.TOTAL_STEPS, {}) if total is not None else None
+        if cell is not None and total is not None:
+            cell.set(total)
+        context.iterated.append((self.name, context.breaker(self.name).guard(self._begun)))
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`: the last epoch ends with the run."""
+        self.sample()
+        self._end(monotonic_ns(), self._context.recorder.ended)
+
+    def _begun(self, loader: Any, iterator: Any) -> None:
+        with self._lock:
+            self._settle()
+            if self._epoch is not None and self._is_exhausted(self._epoch):
+                self._epoch.gone.append(self._context.recorder.ended)
+            pending = self._latest
+            if self._around is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
+                self._around = pending
+            recorder, gone = self._context.recorder, list[int]()
+            known = weakref.ref(iterator, lambda _: gone.append(recorder.ended))
+            self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, gone)
+
+    def _is_exhausted(self, iteration: _Iteration) -> bool:
+        """Tell whether its iterator, if it is still there, came to its end in the step in progress."""
+        iterator, recorder = iteration.iterator(), self._context.recorder
+        sampler = id(getattr(iterator, "_index_sampler", None))  # as the data probe names its fetches
+        return iterator is not None and sampler in exhausted(recorder.trace, recorder.arguments, iteration.begun_ns)
+
+    def sample(self) -> None:
+        """Find out whether the latest iteration trains."""
+        latest = self._latest
+        if latest is not None and self._context.recorder.ended > latest.step:
+            with self._lock:
+                self._settle()
+
+    def _settle(self) -> None:
+        latest, epoch, self._latest = self._latest, self._epoch, None
+        if latest is None or self._context.recorder.ended <= latest.step:
+            self._latest = latest
+            return
+        around, self._around = self._around, None
+        if around is not None and (not around.gone or around.gone[0] > latest.step):
+            latest = around
+        loader = latest.loader()  # that of `for batch in DataLoader(...)` may be gone
+        known = epoch is not None and loader is not None and epoch.loader() is loader
+        if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):
+            self._end(latest.begun_ns, latest.step)
+            self._epoch, self._number = latest, self._number + 1
+            self._context.epochs = self._number
+            if self._count is not None:
+                self._count.add(1)
+
+    def _end(self, now_ns: int, step: int) -> None:
+        epoch, self._epoch = self._epoch, None
+        if epoch is None or self._context.span is None:
+            return
+        if now_ns - epoch.begun_ns >= LONG_NS or self._budget.take(now_ns):
+            attributes = {"epoch": self._number, "steps": step - epoch.step}
+            self._context.span(catalog.SPAN_EPOCH.name, epoch.begun_ns, now_ns, attributes, failed=False)

@@ -1,0 +1,81 @@
+"""Waiting for data: the fetches of ``DataLoader`` iterators (``loaders`` has their start).
+
+``_BaseDataLoaderIter.__next__`` is where every built-in loader fetches; only the outermost counts (an IterableDataset over a
+loader fetched twice). A fetch in another thread (a prefetcher's) is not the training thread's time.
+"""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.data.starvation import Starving
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+
+
+class DataProbe:
+    """Times the fetches."""
+
+    name = "data"
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self._depth = 0
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        import torch
+        from torch.utils.data import dataloader
+
+        self._context, self._grad_enabled = context, torch.is_grad_enabled
+        self._starving = Starving(context)
+        base = dataloader._BaseDataLoaderIter
+        self._patches = [Patch(base, "__next__", self._watched_next(base.__next__))]
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        for patch in self._patches:
+            patch.undo()
+
+    def sample(self) -> None:
+        """Judge how long was waited."""
+        self._starving.sample()
+
+    def _watched_next(self, original: Any) -> Any:
+        breaker, context, recorder, grad_enabled = (
+            self._context.breaker(self.name),
+            self._context,
+            self._context.recorder,
+            self._grad_enabled,
+        )
+        note, note_argument = recorder.trace.append, recorder.arguments.append
+
+        @functools.wraps(original)
+        def watched(iterator: Any) -> Any:
+            if self._depth or breaker.blown or get_ident() != context.thread:
+                return original(iterator)
+            # in place, for a call of our own costs more than what it would do; nothing here can raise
+            begun_ns = monotonic_ns()
+            # the sampler belongs to the loader, so that it is the same in every epoch
+            note_argument(id(getattr(iterator, "_index_sampler", None)))
+            note(begun_ns << 4 | FETCH)
+            self._depth = 1
+            code = EXHAUSTED
+            try:
+                batch = original(iterator)
+                code = FETCHED
+            finally:
+                self._depth = 0
+                ended_ns = monotonic_ns()
+                note(ended_ns << 4 | code if grad_enabled() else ended_ns << 4 | code + 1)
+                if recorder.metered:
+                    context.record_overhead("data", 2 * (monotonic_ns() - ended_ns))  # the part before the fetch is as long
+            return batch
+
+        return watched

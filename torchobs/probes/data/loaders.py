@@ -1,0 +1,208 @@
+"""Data loaders: when they are asked for an iterator, how long their workers take to start, how many live, what is ready.
+
+``DataLoader.__iter__`` is rare, so this is where other probes learn of an iteration (``Host.iterated``). A loader that is
+iterated inside another one's fetch (an IterableDataset over a loader), or in another thread, is no iteration of training's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import weakref
+from collections import deque
+from contextlib import suppress
+from math import nan
+from threading import Lock, get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.probes.core.boundaries import FETCH, LOADER_STARTS, STEP_ENDS
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.data.pinned_memory_hint import PinningWatch
+from torchobs.support.import_hooks import after_import, cancel
+
+if TYPE_CHECKING:
+    from importlib.abc import MetaPathFinder
+
+    from torchobs.probes.core.context import ProbeContext
+
+STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
+_ROUNDS = 10
+"""Workers are looked at once a second: a system call for each"""
+
+
+class _Pool(NamedTuple):
+    """The workers of one iterator; they are known longer than it, so that what ended it is found out."""
+
+    iterator: weakref.ref[Any]
+    workers: list[Any]
+
+
+class LoaderProbe:
+    """Watches loaders and their workers."""
+
+    name = "loaders"
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self._import: MetaPathFinder | None = None
+        self._pools: list[_Pool] = []
+        self._fresh: deque[_Pool] = deque()
+        self._started: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._rounds = 0
+        self._looking = Lock()
+        self._pinning = PinningWatch()
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        from torch.utils.data import DataLoader
+
+        self._context, self._breaker = context, context.breaker(self.name)
+        self._starting = context.writer.table.cell(catalog.DATA_WORKER_START_TIME, {})
+        self._died = context.writer.table.cell(catalog.DATA_WORKERS_DIED, {})
+        self._pinning.install(context, self._breaker)
+        self._watch(DataLoader)
+        # it overrides __iter__ without calling DataLoader's
+        self._import = after_import(STATEFUL, lambda: self._watch(sys.modules[STATEFUL].StatefulDataLoader))
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        if self._import is not None:
+            cancel(self._import)
+        for patch in self._patches:
+            patch.undo()
+        self._pinning.remove()
+        self.sample()  # what ended the run may be a worker's death a moment ago
+        self._look()
+
+    def _watch(self, loader: Any) -> None:
+        self._patches.append(Patch(loader, "__iter__", self._watched(loader.__iter__)))
+
+    def _watched(self, original: Any) -> Any:
+        context, breaker = self._context, self._breaker
+        mark, begun = breaker.guard(context.recorder.mark), breaker.guard(self._begun)
+
+        @functools.wraps(original)
+        def watched(loader: Any) -> Any:
+            if breaker.blown or get_ident() != context.thread or _in_fetch(context.recorder.trace):
+                return original(loader)
+            begun_ns = monotonic_ns()
+            mark(LOADER_STARTS, begun_ns)
+            try:
+                iterator = original(loader)
+            finally:
+                mark(STEP_ENDS, monotonic_ns())
+            begun(loader, iterator, begun_ns)
+            return iterator
+
+        return watched
+
+    def _begun(self, loader: Any, iterator: Any, begun_ns: int) -> None:
+        self._pinning.begun(iterator)
+        workers = getattr(iterator, "_workers", None)
+        if workers and iterator not in self._started:  # persistent workers are started once
+            self._started.add(iterator)
+            self._fresh.append(_Pool(weakref.ref(iterator), list(workers)))
+            if self._starting is not None:
+                self._starting.add((monotonic_ns() - begun_ns) / 1e9)
+        self._context.notify(self._context.iterated, loader, iterator)
+
+    def sample(self) -> None:
+        """Show what is ready; the workers, once a second."""
+        while self._fresh:
+            self._pools.append(self._fresh.popleft())
+        if not self._pools:
+            return
+        ready = next((count for pool in reversed(self._pools) if (count := _ready(pool.iterator())) is not None), nan)
+        self._set(catalog.DATA_BATCHES_READY, {}, ready)
+        self._rounds += 1
+        if not self._rounds % _ROUNDS:
+            self._look()
+
+    def observe(self) -> None:
+        """Have a batch looked at."""
+        self._pinning.observe()
+
+    def _look(self) -> None:
+        """Count the workers, and those that died."""
+        if self._pools and self._looking.acquire(blocking=False):
+            try:
+                self._count()
+            finally:
+                self._looking.release()
+
+    def _count(self) -> None:
+        configured = alive = 0
+        for pool in self._pools:
+            iterator = pool.iterator()
+            leaving = iterator is None or iterator._shutdown
+            self._bury(pool, leaving=leaving)
+            if iterator is not None and not leaving:
+                alive += len(pool.workers)
+                configured += iterator._num_workers
+        self._pools = [pool for pool in self._pools if pool.workers or pool.iterator() is not None]
+        self._set(catalog.DATA_WORKERS, {"state": "configured"}, configured)
+        self._set(catalog.DATA_WORKERS, {"state": "alive"}, alive)
+
+    def _bury(self, pool: _Pool, *, leaving: bool) -> None:
+        for worker in list(pool.workers):
+            code = exit_code(worker)
+            if code is not None:
+                pool.workers.remove(worker)
+                self._tell(worker.pid, code, leaving=leaving)
+
+    def _tell(self, pid: int, code: int, *, leaving: bool) -> None:
+        """A worker has ended. A loader that shuts down terminates those that take too long; other signals are not its own."""
+        if code == 0 or (leaving and code == -signal.SIGTERM):
+            return
+        if self._died is not None:
+            self._died.add(1)
+        attributes: dict[str, object] = {"pid": pid, "code": max(code, 0)}
+        if code < 0:
+            attributes["signal"] = _signal_name(-code)
+        self._context.writer.event(catalog.EVENT_WORKER_DIED.name, attributes, self._context.recorder.step)
+
+    def _set(self, metric: catalog.Metric, attributes: dict[str, str], value: float) -> None:
+        cell = self._context.writer.table.cell(metric, attributes)
+        if cell is not None:
+            cell.set(value)
+
+
+def exit_code(worker: Any) -> int | None:
+    """Return a process's exit code, the signal's number negative, as ``Process.exitcode`` has it; ``None`` while it runs.
+
+    That property reaps the process: then torch's own handler of SIGCHLD would find nothing, and not tell the training loop
+    that a worker was killed. One that cannot be asked without (forkserver, macOS) tells nothing until its parent has reaped it.
+    """
+    popen = worker._popen
+    if popen is None or popen.returncode is not None or not hasattr(os, "waitid"):
+        return getattr(popen, "returncode", 0)
+    with suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None:
+            return int(ended.si_status) if ended.si_code == os.CLD_EXITED else -int(ended.si_status)
+    return None
+
+
+def _ready(iterator: Any) -> float | None:
+    """Return how many batches the workers have finished that the loop has not taken; ``None`` if that cannot be told."""
+    if iterator is None or iterator._shutdown:
+        return None
+    ahead = sum(1 for task in list(iterator._task_info.values()) if len(task) > 1)  # they came out of turn
+    try:
+        return float(iterator._data_queue.qsize() + ahead)
+    except NotImplementedError:  # macOS has no length of a queue between processes
+        return None
+
+
+def _in_fetch(trace: list[int]) -> bool:
+    return bool(trace) and trace[-1] & 15 == FETCH
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return str(number)

@@ -1,0 +1,103 @@
+"""Batches in pageable memory while training on a CUDA device: a hint, from one batch in ten seconds.
+
+The sampler thread puts a function in front of the iterator's ``_next_data``, as an attribute of that one object; the next
+fetch takes it away again and looks at its batch. Any other fetch costs nothing, and no device is synchronised.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.support.error_guard import call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
+
+LEAST_BYTES = 64 * 1024
+"""Up to here a copy to the device does not make the host wait anyway, pinned or not (CUDA C++ Programming Guide, "Concurrent
+Execution between Host and Device")."""
+_MAX_TENSORS = 64
+_MAX_DEPTH = 4
+
+
+class PinningWatch:
+    """Looks at a batch now and then. A part of the probe of loaders, which decides its life."""
+
+    def __init__(self) -> None:
+        self._iterator: weakref.ref[Any] | None = None
+        self._armed: weakref.ref[Any] | None = None
+        self._told = False
+
+    def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        """Stand by."""
+        self._context, self._breaker = context, breaker
+
+    def remove(self) -> None:
+        """Leave the iterator as it was."""
+        self._iterator = None
+        armed = self._armed() if self._armed is not None else None
+        if armed is not None:
+            vars(armed).pop("_next_data", None)
+
+    def begun(self, iterator: Any) -> None:
+        """A loader is being iterated."""
+        if hasattr(iterator, "_next_data"):
+            self._iterator = weakref.ref(iterator)
+
+    def observe(self) -> None:
+        """Ask for a look at the next batch, if a CUDA device is in use."""
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        iterator = self._iterator() if self._iterator is not None else None
+        if cuda is not None and cuda.is_initialized() and iterator is not None:
+            self.arm(iterator)
+
+    def arm(self, iterator: Any) -> None:
+        """Look at the iterator's next batch."""
+        if "_next_data" in vars(iterator):
+            return
+        self._armed = known = weakref.ref(iterator)  # held, it would outlive its last reference, and its workers with it
+
+        def look() -> Any:
+            fetching: Any = known()
+            vars(fetching).pop("_next_data", None)
+            batch = type(fetching)._next_data(fetching)
+            call(self._breaker, self._look, batch)
+            return batch
+
+        iterator._next_data = look
+
+    def _look(self, batch: Any) -> None:
+        cell = self._context.writer.table.cell(catalog.DATA_UNPINNED_BATCHES, {})
+        size = pageable_bytes(batch)
+        if size <= LEAST_BYTES or cell is None:
+            return
+        cell.add(1)
+        if not self._told:
+            self._told = True
+            self._context.writer.event(catalog.EVENT_UNPINNED.name, {"size": size}, self._context.recorder.step)
+
+
+def pageable_bytes(batch: Any) -> int:
+    """Return the bytes of a batch's CPU tensors that are not in pinned memory: nested containers, the first 64 tensors."""
+    found = 0
+    for number, tensor in enumerate(_tensors(batch, _MAX_DEPTH)):
+        if number == _MAX_TENSORS:
+            break
+        if tensor.device.type == "cpu" and not tensor.is_pinned():
+            found += tensor.numel() * tensor.element_size()
+    return found
+
+
+def _tensors(batch: Any, depth: int) -> Iterator[Any]:
+    if hasattr(batch, "is_pinned") and hasattr(batch, "element_size"):
+        yield batch
+    elif depth:
+        items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+        for item in items:
+            yield from _tensors(item, depth - 1)

@@ -1,0 +1,215 @@
+"""The GPUs that this rank samples: which ones, and what becomes of them when one is lost or the driver goes.
+
+A rank samples the GPUs on which its torch holds memory, and one that is the only one it sees; GPUs that nobody uses, local
+rank 0 samples after a minute, a few values of each: an idle GPU is worth knowing of. Every GPU is sampled by one rank of a
+node (``claims``). So each of eight ranks has its own GPU's series, whether all see all GPUs or each its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.probes.gpu.nvml import RESET_REQUIRED, Gpu, Library, NvmlFault, NvmlUnavailableError, fault_of
+from torchobs.probes.gpu.sensors import Sensors
+from torchobs.probes.gpu.series import GpuSeries
+from torchobs.probes.gpu.torch_devices import Used, used
+from torchobs.probes.gpu.visible_devices import visible
+from torchobs.probes.gpu.xids import MEANINGS, Xids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.probes.gpu.ownership import GpuOwnership
+
+PATIENCE_S = 60.0
+logger = logging.getLogger("torchobs")
+
+
+class GpuAssignment(NamedTuple):
+    """What decides which GPUs are this rank's to sample."""
+
+    local_rank: int
+    visible_devices: str | None
+    """``CUDA_VISIBLE_DEVICES``"""
+
+
+@dataclass(slots=True)
+class _Member:
+    gpu: Gpu
+    sensors: Sensors
+    shown: GpuSeries
+    idle: bool
+    fresh: bool = True
+    """whether its handle and sensors have to be made anew"""
+
+
+class GpuMonitor:
+    """Not thread-safe but for :meth:`fall_silent`: one thread does the rounds."""
+
+    def __init__(
+        self,
+        writer: FlightWriter,
+        claims: GpuOwnership,
+        place: GpuAssignment,
+        find_used: Callable[[], list[Used] | None] = used,
+    ) -> None:
+        self._writer, self._claims, self._place, self._find_used = writer, claims, place, find_used
+        self._library: Library | None = None
+        self._xids: Xids | None = None
+        self._members: dict[str, _Member] = {}
+        self._began = time.monotonic()
+        self._said: set[str] = set()
+        self.absent = False
+        """whether there is nothing here that a later look could find"""
+
+    def round(self) -> None:
+        """Look at every GPU once."""
+        library = self._library or self._open()
+        if library is None:
+            return
+        try:
+            self._gather(library)
+            for member in self._members.values():
+                self._look(library, member)
+            self._tell_xids()
+        except library.error as error:
+            self._close_after(library, error)
+
+    def fall_silent(self, why: str) -> None:
+        """Show nothing more of any GPU until one answers again. Called by another thread than the one that waits for it."""
+        for member in list(self._members.values()):
+            member.shown.show([])
+            self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": "silent"})
+        self._warn_limited("silent", f"{why}; GPU metrics are absent until it does")
+
+    def close(self) -> None:
+        """Give the library and the claims back."""
+        library, self._library = self._library, None
+        if self._xids is not None:
+            self._xids.close()
+        if library is not None:
+            library.close()
+        self._claims.close()
+
+    def _open(self) -> Library | None:
+        try:
+            self._library = Library()
+        except ImportError:
+            self.absent = True
+            self._warn_limited("absent", "no GPU metrics: nvidia-ml-py is not installed")
+        except NvmlUnavailableError as error:
+            self.absent = error.fault is NvmlFault.ABSENT
+            self._warn_limited("absent", f"no GPU metrics: NVML says {error}")
+        else:
+            self._xids = Xids(self._library)
+            for member in self._members.values():
+                member.fresh = True  # its handle is the old library's
+        return self._library
+
+    def _close_after(self, library: Library, error: Exception) -> None:
+        """Begin again in the next round: the driver was unloaded, exchanged, or somebody shut our library down."""
+        for member in self._members.values():
+            member.shown.show([])
+        self._library = self._xids = None
+        library.close()
+        self._warn_limited("closed", f"GPU metrics pause: NVML says {error}")
+
+    def _gather(self, library: Library) -> None:
+        for gpu, idle in self._ours(library):
+            member = self._members.get(gpu.uuid)
+            if member is None and self._claims.take(gpu.uuid):
+                shown = GpuSeries(self._writer.table, gpu.uuid)
+                self._members[gpu.uuid] = _Member(gpu, Sensors(gpu, idle=idle), shown, idle)
+            elif member is not None and member.idle and not idle:
+                member.idle, member.fresh = False, True
+
+    def _ours(self, library: Library) -> Iterator[tuple[Gpu, bool]]:
+        """Yield what this rank should sample, and whether it is idle; of a MIG instance the physical GPU as well."""
+        devices = self._devices(library)
+        patient = self._place.local_rank == 0 and time.monotonic() - self._began >= PATIENCE_S
+        for gpu, in_use in devices:
+            if in_use or len(devices) == 1:
+                yield gpu, False
+                if gpu.physical != gpu.uuid:
+                    yield library.gpus[gpu.physical], False
+            elif patient:
+                yield gpu, True
+
+    def _devices(self, library: Library) -> list[tuple[Gpu, bool]]:
+        """Return the devices that the process sees, and whether it uses them."""
+        known = self._find_used()
+        if known is None:
+            uuids = visible(self._place.visible_devices, library.boards)
+            return [(library.gpus[uuid], False) for uuid in uuids if uuid in library.gpus]
+        found = []
+        for one in known:
+            gpu = library.gpus.get(f"GPU-{one.uuid}") or library.gpus.get(f"MIG-{one.uuid}")
+            if gpu is not None:
+                found.append((gpu, one.in_use))
+                self._describe(gpu, one)
+        return found
+
+    def _describe(self, gpu: Gpu, one: Used) -> None:
+        if not one.in_use:
+            return
+        attributes = {"hw.id": gpu.uuid, "UUID": gpu.physical, "device": one.device, "hw.model": gpu.model}
+        if gpu.instance is not None:
+            attributes["GPU_I_ID"] = str(gpu.instance)
+        cell = self._writer.table.cell(catalog.RANK_GPU_INFO, attributes)
+        if cell is not None:
+            cell.set(1.0)
+
+    def _listen(self, member: _Member) -> None:
+        if member.sensors.has_state and self._xids is not None and self._xids.watch(member.gpu):
+            member.shown.add(catalog.HW_ERRORS, _XID, 0)
+
+    def _look(self, library: Library, member: _Member) -> None:
+        try:
+            if member.fresh:
+                self._find(library, member)
+            readings = member.sensors.read(library)
+            state = member.sensors.state(library, readings) if member.sensors.has_state else ""
+        except library.error as error:
+            if fault_of(error) is NvmlFault.CLOSED:
+                raise
+            self._lose(member, error)
+        else:
+            member.shown.show(readings)
+            if state:
+                member.shown.state(state)
+
+    def _find(self, library: Library, member: _Member) -> None:
+        member.gpu = library.again(member.gpu)
+        member.sensors = Sensors(member.gpu, idle=member.idle)
+        self._listen(member)
+        member.fresh = False
+
+    def _lose(self, member: _Member, error: Exception) -> None:
+        member.fresh = True
+        member.shown.show([])
+        if member.shown.state("failed"):
+            reason = "reset_required" if getattr(error, "value", 0) == RESET_REQUIRED else "lost"
+            self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": reason})
+            logger.warning("torchobs: GPU %s is lost: NVML says %s", member.gpu.uuid, error)
+
+    def _tell_xids(self) -> None:
+        for xid in self._xids.fresh() if self._xids is not None else ():
+            attributes = {"hw.id": xid.uuid, "xid": xid.number, "meaning": MEANINGS.get(xid.number, "")}
+            self._writer.event(catalog.EVENT_GPU_XID.name, attributes)
+            member = self._members.get(xid.uuid)
+            if member is not None:
+                member.shown.add(catalog.HW_ERRORS, _XID, 1)
+
+    def _warn_limited(self, cause: str, message: str) -> None:
+        """Log it once: on most machines without a GPU it is no news."""
+        if cause not in self._said:
+            self._said.add(cause)
+            logger.info("torchobs: %s", message)
+
+
+_XID = (("hw.type", "gpu"), ("error.type", "xid"))

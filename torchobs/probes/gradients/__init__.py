@@ -1,0 +1,1 @@
+"""Gradient norms, clipping, layers and weight updates."""

@@ -1,0 +1,324 @@
+"""Clipping: what ``clip_grad_norm_`` knows of the gradients before it changes them, and what it, or clipping by value, does.
+
+``clip_grad_norm_`` is imported by name everywhere, but looks ``_get_total_norm`` and ``_clip_grads_with_norm_`` up in its own
+module when it is called (torch ≥ 2.6; older ones are measured after clipping). ``torch.nn.utils`` has the same two under
+public names, FSDP1 a method of its own. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made
+of. A DTensor's total would need a collective: there the shards are measured. Inside a compiled region nothing is seen.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import inf
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs.flight.metrics.fold import StepFlag
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.gradients.measurement import Measurement, from_norms
+from torchobs.support.graph_safe import outside_of_graphs
+from torchobs.support.import_hooks import after_import, cancel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from importlib.abc import MetaPathFinder
+
+    from torchobs.probes.core.capture_results import CapturedResults
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.core.sampling_interval import SamplingInterval
+    from torchobs.probes.gradients.measurement import Devices
+    from torchobs.support.error_guard import CircuitBreaker
+
+    Measure = Callable[[list[int], list[Any]], Measurement | None]
+
+_KEPT = 8
+_L2 = 2.0
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_EACH_NS = 500_000_000
+"""Norms of single tensors are shown, not recorded: two a second are enough, unless the interval is the user's"""
+_BELIEVED = 64
+"""Steps for which the one optimizer is believed to have as many gradients as were clipped the last time"""
+_SUSPICIOUS = 1e-15
+"""Below, squares may have been lost (``norms.TINY``)"""
+
+
+@dataclass(slots=True)
+class Clipping:
+    """What a call told of ``grads`` gradients."""
+
+    grads: int
+    total: Any = None
+    """their norm: a number, a tensor on a device, or ``None`` where it is distributed"""
+    each: Measurement | None = None
+    """by the gradients' ids, of a step that is due"""
+    limit: float = inf
+
+
+class ClipWatch:
+    """Wraps clipping. ``measure`` is given gradients' ids and gradients, in steps that are due before anything has changed."""
+
+    def __init__(self, context: ProbeContext, pace: SamplingInterval, measure: Measure, devices: Devices) -> None:
+        self._context, self._pace, self._measure, self._devices = context, pace, measure, devices
+        self._seen: list[Clipping] = []
+        self._patches: list[Patch] = []
+        self._fsdp: MetaPathFinder | None = None
+        self.limit: float | None = None
+        """the threshold of the last clipping by norm"""
+        self.value: float | None = None
+        """the same by value"""
+        self._clamped = False
+        self._each_ns = 0
+        self._covered: tuple[int, int, int] = (0, -1, 0)
+        """An optimizer's id, its number of gradients, and the step until which that is believed"""
+        self._noted: float | None = None
+        """The total that stands in the step's record already, before its clipping was seen"""
+        self._noted_in = -1
+
+    def install(self, breaker: CircuitBreaker) -> None:
+        """Wrap what this torch has of it."""
+        import torch  # torch is optional until training begins
+
+        from torchobs.probes.core.capture_results import CapturedResults
+
+        self._torch, self._breaker, self._intercepted = torch, breaker, CapturedResults
+        utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
+        for name, alias, watched in (
+            ("_get_total_norm", "get_total_norm", self._watched_total),
+            ("_clip_grads_with_norm_", "clip_grads_with_norm_", self._watched_clip),
+        ):
+            original = getattr(clip, name, None)
+            if original is None:
+                continue
+            wrapper = outside_of_graphs(original, watched(original))
+            self._patches.append(Patch(clip, name, wrapper))
+            if getattr(utils, alias, None) is original:
+                self._patches.append(Patch(utils, alias, wrapper))
+        by_value = outside_of_graphs(clip.clip_grad_value_, self._watched_value(clip.clip_grad_value_))
+        self._patches += [Patch(owner, "clip_grad_value_", by_value) for owner in (clip, utils)]
+        self._fsdp = after_import(_FSDP, breaker.guard(self._watch_fsdp))
+
+    def remove(self) -> None:
+        """Put everything back. Idempotent."""
+        if self._fsdp is not None:
+            cancel(self._fsdp)
+        for patch in reversed(self._patches):
+            patch.undo()
+
+    def take(self, optimizer: Any, count: Callable[[Any, int], int]) -> Clipping | None:
+        """Return what the last call told of as many gradients as the optimizer has, once; older ones are forgotten.
+
+        ``count``: asked for the optimizer's gradients, with the number expected.
+        """
+        seen = self._seen
+        for index in range(len(seen) - 1, -1, -1):
+            if count(optimizer, seen[index].grads) == seen[index].grads:
+                self._covered = id(optimizer), seen[index].grads, self._context.recorder.step + _BELIEVED
+                self._seen = [other for other in seen if other.grads != seen[index].grads]
+                return seen[index]
+        return None
+
+    def has_noted(self, step: int) -> bool:
+        """Tell whether the norm of the step after that many stands in its record already."""
+        return self._noted_in == step
+
+    def forget(self) -> None:
+        """What was clipped was inside a closure."""
+        self._seen = []
+
+    def take_clamped(self) -> bool:
+        """Tell whether gradients were clipped by value since the last call."""
+        clamped, self._clamped = self._clamped, False
+        return clamped
+
+    # -- clip_grad_norm_ ---------------------------------------------------------------------------------------------------
+
+    def _watched_total(self, original: Any) -> Any:
+        breaker, intercept, note = self._breaker, self._breaker.guard(self._intercept), self._breaker.guard(self._note_total)
+
+        @functools.wraps(original)
+        def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+            if breaker.blown:
+                return original(tensors, norm_type, *args, **kwargs)
+            tensors = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
+            seen = intercept(tensors, norm_type)
+            if seen is None:
+                norm = original(tensors, norm_type, *args, **kwargs)
+            else:
+                with seen:
+                    norm = original(tensors, norm_type, *args, **kwargs)
+            note(tensors, norm_type, norm, seen)
+            return norm
+
+        return get_total_norm
+
+    def _intercept(self, tensors: list[Any], norm_type: Any) -> CapturedResults | None:
+        """Return what catches the norms of the tensors, in a step that is due."""
+        due = float(norm_type) == _L2 and tensors and self._pace.would_be_due(self._context.recorder.step)
+        if due and self._pace.fixed is None:
+            now_ns = monotonic_ns()
+            due = now_ns >= self._each_ns
+            self._each_ns = now_ns + _EACH_NS if due else self._each_ns
+        return self._intercepted(self._torch._foreach_norm) if due and self._are_plain(tensors) else None
+
+    def _are_plain(self, tensors: Iterable[Any]) -> bool:
+        tensor_type = self._torch.Tensor
+        return all(type(tensor) is tensor_type for tensor in tensors)
+
+    def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
+        """The total norm was computed: of all gradients, unless the optimizer turns out to have more."""
+        if float(norm_type) != _L2 or not tensors:
+            return
+        begun_ns = monotonic_ns()
+        made = Clipping(len(tensors))
+        if type(norm) is not self._torch.Tensor:
+            self._measure_shards(tensors, made)
+        elif norm.is_cpu:
+            made.total = norm.item()
+            if seen is None and self._is_believed(made):
+                # as the optimizer's hook would do it, at a tenth of the cost
+                self._noted, self._noted_in = made.total, self._context.recorder.step
+                self._context.recorder.add_norm(made.total, 1.0, within_step=True)
+                return
+            if not _SUSPICIOUS < made.total < inf:  # it may have over- or underflowed
+                made.each = self._measure(*_keyed(tensors))
+                made.total = made.each.total() if made.each is not None else made.total
+        elif self._devices.cuda.capturing():
+            return  # held, it would keep the graph's own memory
+        else:
+            made.total = norm.detach()
+        if seen is not None and made.each is None:
+            keys, norms = seen.keys_and_results()
+            self._pace.spend(seen.spent_ns)
+            whole = len(norms) == len(tensors)  # else it was done without foreach
+            made.each = from_norms(self._torch, keys, norms, self._devices) if whole else self._measure(*_keyed(tensors))
+        if made.each is not None:
+            self._pace.spend(monotonic_ns() - begun_ns)
+        self._keep(made)
+
+    def _is_believed(self, made: Clipping) -> bool:
+        """Tell whether this is for sure the norm of all that the one optimizer is about to use."""
+        recorder, (optimizer, grads, until) = self._context.recorder, self._covered
+        fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until
+        return fits and not self._seen and _SUSPICIOUS < made.total < inf
+
+    def _measure_shards(self, tensors: list[Any], made: Clipping) -> None:
+        if self._pace.would_be_due(self._context.recorder.step):
+            made.each = self._measure(*_keyed(tensors))
+
+    def _keep(self, made: Clipping) -> None:
+        recorder = self._context.recorder
+        if (
+            self._noted_in == recorder.step
+        ):  # it was clipped once more in the same step: the hook is going to add the later norm
+            recorder.values.norm_squared, self._noted_in = recorder.values.norm_base, -1
+        self._seen, self._noted = [*self._seen[1 - _KEPT :], made], None
+        self._context.norm_due = 0
+
+    def _watched_clip(self, original: Any) -> Any:
+        breaker, note, intercept = (
+            self._breaker,
+            self._breaker.guard(self._note_clip),
+            self._breaker.guard(self._intercept_clamp),
+        )
+
+        @functools.wraps(original)
+        def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+            if breaker.blown:
+                return original(parameters, max_norm, total_norm, *args, **kwargs)
+            seen = intercept(total_norm)
+            if seen is None:
+                note(max_norm, total_norm)
+                return original(parameters, max_norm, total_norm, *args, **kwargs)
+            with seen:
+                result = original(parameters, max_norm, total_norm, *args, **kwargs)
+            note(max_norm, total_norm, seen)
+            return result
+
+        return clip_grads_with_norm_
+
+    def _intercept_clamp(self, total: Any) -> CapturedResults | None:
+        """A distributed total is added up inside, by the user's own call: the coefficient made of it is complete."""
+        distributed = isinstance(total, self._torch.Tensor) and type(total) is not self._torch.Tensor
+        return self._intercepted(self._torch.clamp) if distributed else None
+
+    def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
+        self.limit = limit = float(max_norm)
+        if seen is not None:
+            for coefficient in seen.results:
+                local = getattr(coefficient, "_local_tensor", coefficient)
+                self.decide(local, lambda value: value < 1.0)
+            return
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            if limit < noted:
+                self._context.recorder.values.flags |= StepFlag.CLIPPED
+            return
+        last = self._seen[-1] if self._seen else None
+        if last is not None and last.total is not None and last.limit == inf:
+            last.limit = limit
+            if not isinstance(last.total, float):
+                return  # known when its norm is
+            total = last.total
+        self.decide(total, lambda value: limit < value < inf)
+
+    def decide(self, value: Any, clipped: Callable[[float], bool]) -> None:
+        """Flag the step in progress if the value says so, be it now or when a device has delivered it."""
+        recorder = self._context.recorder
+        step = recorder.step + 1
+        is_tensor = isinstance(value, self._torch.Tensor)
+        if is_tensor and not self._devices.cuda.holds(value):
+            return
+        if is_tensor and not value.is_cpu:
+            late = recorder.late
+            self._context.device.take(value, lambda number: late(step, StepFlag.CLIPPED, 0.0, 0.0) if clipped(number) else None)
+        elif clipped(float(value)):
+            recorder.values.flags |= StepFlag.CLIPPED
+
+    # -- the others --------------------------------------------------------------------------------------------------------
+
+    def _watched_value(self, original: Any) -> Any:
+        note = self._breaker.guard(self._note_value)
+
+        @functools.wraps(original)
+        def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+            note(clip_value)
+            return original(parameters, clip_value, *args, **kwargs)
+
+        return clip_grad_value_
+
+    def _note_value(self, clip_value: Any) -> None:
+        self.value, self._clamped = float(clip_value), True
+
+    def _watch_fsdp(self) -> None:
+        from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+
+        original = FullyShardedDataParallel.clip_grad_norm_
+        before, after = self._breaker.guard(self._before_fsdp), self._breaker.guard(self._after_fsdp)
+
+        @functools.wraps(original)
+        def clip_grad_norm_(module: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+            made = before(module, norm_type)
+            norm = original(module, max_norm, norm_type)
+            after(made, max_norm, norm)
+            return norm
+
+        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", clip_grad_norm_))
+
+    def _before_fsdp(self, module: Any, norm_type: Any) -> Clipping | None:
+        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        if float(norm_type) != _L2 or not gradients:
+            return None
+        made = Clipping(len(gradients))
+        self._measure_shards(gradients, made)
+        return made
+
+    def _after_fsdp(self, made: Clipping | None, max_norm: Any, norm: Any) -> None:
+        if made is not None:
+            self._keep(made)
+        self.limit = limit = float(max_norm)
+        self.decide(norm, lambda value: limit < value < inf)
+
+
+def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:
+    return [id(tensor) for tensor in tensors], tensors

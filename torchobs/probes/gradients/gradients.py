@@ -1,0 +1,205 @@
+"""The L2 norms of the gradients, in total and by layer, as the optimizer finds them, unscaled; before clipping by norm.
+
+**When**: without a closure in the pre hook (SGD with momentum, nesterov and foreach changes ``p.grad`` in its step; a fused
+optimizer with a loss scaler unscales in its step), with one when the outermost backward inside the step returns.
+**How often**: every step where that is cheap enough, else every n-th, so that the norms' own time stays within half of
+the overhead budget; the interval in use is a metric. Where ``clip_grad_norm_`` computes norms anyway they are taken from there.
+**Then** the sampler thread makes series by layer of the last step measured (``findings``).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs.flight.metrics.fold import StepFlag
+from torchobs.probes.core.sampling_interval import SamplingInterval
+from torchobs.probes.gradients.clipping import ClipWatch
+from torchobs.probes.gradients.measurement import Devices, measure
+from torchobs.probes.gradients.norms import largest
+from torchobs.probes.gradients.pending_norms import PendingNorms
+from torchobs.probes.gradients.publish import Findings
+from torchobs.probes.gradients.updates import UpdateWatch
+
+if TYPE_CHECKING:
+    import torch
+
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.gradients.clipping import Clipping
+    from torchobs.probes.gradients.measurement import Measurement
+
+_RECOUNT_EVERY = 64
+_ROUNDING = 2.0**-8
+"""bfloat16's: what a limit becomes in the gradient's own type"""
+
+
+class GradientProbe:
+    """Measures the gradients."""
+
+    name = "gradients"
+
+    def __init__(self) -> None:
+        self._clip: ClipWatch | None = None
+        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self._under_way = PendingNorms()
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._context, self._torch, self._devices = context, torch, Devices(context.device.cuda)
+        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+        fixed = context.settings.grad_interval
+        self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
+        self._findings = Findings(context)
+        self._updates = UpdateWatch(context, self._findings.layers)
+        breaker = context.breaker(self.name)
+        context.before_step.append((self.name, breaker.guard(self._before_step)))
+        context.after_closure_backward.append((self.name, breaker.guard(self._after_backward)))
+        context.clipped_by_hand = breaker.guard(self._take_clipping)
+        context.watched = breaker.guard(self._findings.layers.names.watch)
+        self._findings.layers.names.built.install(breaker)
+        context.norm_due = 0
+        self._clip = ClipWatch(context, self._pace, self._measure_clipped, self._devices)
+        self._clip.install(breaker)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        if self._clip is not None:
+            self._clip.remove()
+            self._findings.layers.names.built.remove()
+            self._context.watched, self._context.norm_due = None, sys.maxsize
+            self._context.clipped_by_hand = None
+
+    def sample(self) -> None:
+        """Write the norms of ended steps whose values have arrived from a device; show what was found."""
+        recorder = self._context.recorder
+        for step, norm, clipped in self._under_way.take(recorder.step):
+            recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
+        self._findings.show(self._pace, self._clip)
+        self._updates.show()
+
+    def observe(self) -> None:
+        """Show all that is known so far, names looked for."""
+        self._findings.show(self._pace, self._clip, now=True)
+        self._updates.show()
+
+    def level_changed(self, level: int) -> None:
+        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        self._findings.set_level(level)
+        self._updates.set_level(level)
+        self._context.norm_due = 0
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        if closure:
+            self._optimizer = weakref.ref(optimizer)
+            if self._clip is not None:
+                self._clip.forget()
+            return
+        context, pace, begun_ns = self._context, self._pace, monotonic_ns()
+        clipping = self._clip.take(optimizer, self._grads_of) if self._clip is not None else None
+        pace.spend_later(self._devices.take_ns())
+        due = pace.is_due(context.recorder.step)
+        if clipping is not None:
+            self._take_over(clipping, optimizer, due=due)
+        elif due and not (self._clip is not None and self._clip.has_noted(context.recorder.step)):
+            self._measure(optimizer, begun_ns, within=False)
+        if self._updates.level:
+            self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
+        context.norm_due, context.norm_step = min(pace.due_at, self._updates.due_at), pace.step
+
+    def _after_backward(self) -> None:
+        optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
+        self._pace.spend_later(self._devices.take_ns())
+        if optimizer is not None and self._pace.is_due(self._context.recorder.step):
+            self._measure(optimizer, begun_ns, within=True)
+        # only now: another probe may have put the next look off, and the next optimizer may have no closure
+        self._context.norm_due = min(self._pace.due_at, self._updates.due_at)
+
+    def _take_clipping(self, parameters: Any, count: int) -> None:
+        """A step by hand has ended, of so many gradients: clipping, which comes after the measuring, knows their norm."""
+        clip, values = self._clip, self._context.recorder.values
+        clipping = clip.take(parameters, lambda *_: count) if clip is not None else None
+        if clip is not None:
+            clip.forget()
+        if clipping is not None and isinstance(clipping.total, float):
+            values.norm_squared = 0.0
+            self._context.recorder.add_norm(clipping.total, 1.0, within_step=False)
+
+    def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
+        """Count its gradients, now and then: parameters are seldom frozen or thawed."""
+        count, against, age = self._counts.get(optimizer, (0, -1, 0))
+        if age >= _RECOUNT_EVERY or expected not in {against, count}:
+            count, against, age = len(_with_gradient(optimizer)), expected, 0
+        self._counts[optimizer] = (count, against, age + 1)
+        return count
+
+    def _measure(self, optimizer: torch.optim.Optimizer, begun_ns: int, *, within: bool) -> None:
+        parameters = _with_gradient(optimizer)
+        gradients = [parameter.grad for parameter in parameters]
+        scale = getattr(optimizer, "grad_scale", None)
+        scale = scale if isinstance(scale, self._torch.Tensor) else None  # what others call so is something else
+        suspects = self._findings.suspects
+        made = (
+            measure(self._torch, list(map(id, parameters)), gradients, scale, suspects, self._devices) if parameters else None
+        )
+        if made is not None:
+            self._record(made, within=within)
+            self._keep(made, optimizer, within=within)
+            self._look_for_clamping(gradients)
+        self._pace.spend(monotonic_ns() - begun_ns)
+
+    def _measure_clipped(self, keys: list[int], gradients: list[Any]) -> Measurement | None:
+        """Measure what is about to be clipped, or was not computed right for it."""
+        return measure(self._torch, keys, gradients, None, self._findings.suspects, self._devices)
+
+    def _take_over(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
+        """Clipping has computed this step's norm."""
+        total, each = clipping.total, clipping.each
+        if each is not None:
+            begun_ns = monotonic_ns()
+            names = {id(parameter.grad): id(parameter) for parameter in _with_gradient(optimizer)}
+            each.keys = [names.get(key, 0) for key in each.keys]
+            each.faults = [fault._replace(key=names.get(fault.key, 0)) for fault in each.faults]
+            if due or each.faults:
+                self._keep(each, optimizer, within=False)
+            self._pace.spend(monotonic_ns() - begun_ns)
+        if isinstance(total, float):
+            self._context.recorder.add_norm(total, 1.0, within_step=False)
+        elif total is not None:
+            self._expect(total, clipping.limit)
+        elif each is not None:
+            self._record(each, within=False)
+
+    def _expect(self, norm: torch.Tensor, limit: float) -> None:
+        arriving: list[float] = []
+        if self._context.device.take(norm, arriving.append):
+            self._under_way.add(self._context.recorder.step + 1, lambda: arriving[0] if arriving else None, limit)
+
+    def _record(self, made: Measurement, *, within: bool) -> None:
+        """Put the total into the step's record, or into a later one when a device has delivered it."""
+        recorder = self._context.recorder
+        if made.arriving:
+            self._under_way.add(recorder.step + 1, lambda: made.total() if made.arrived() else None, anew=within)
+        else:
+            recorder.add_norm(made.total(), made.scale, within_step=within)
+
+    def _keep(self, made: Measurement, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
+        made.optimizer = weakref.ref(optimizer)
+        self._findings.add(self._context.recorder.step + 1, made, anew=within)
+
+    def _look_for_clamping(self, gradients: list[Any]) -> None:
+        """A gradient that was clipped by value has elements as large as the limit."""
+        clip = self._clip
+        if clip is not None and clip.take_clamped() and clip.value is not None:
+            limit = clip.value * (1.0 - _ROUNDING)
+            with self._torch.no_grad():
+                clip.decide(largest(gradients), lambda value: value >= limit)
+
+
+def _with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

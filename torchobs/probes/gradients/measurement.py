@@ -1,0 +1,207 @@
+"""One measurement of an optimizer's gradients: the norm of each, read at once on the CPU, on its way from a device."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import hypot, isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs.probes.core.pinned_buffers import PendingCopies
+from torchobs.probes.gradients.norms import count_nonfinite, count_on_device, device_norms, host_norms, local
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from weakref import ref
+
+    from torchobs.probes.core.pinned_buffers import Device, DeviceEvent, PendingCopy
+
+_MOST_TIMED = 64
+"""Measurements under way whose time is known later; a device that is further behind tells of the last ones"""
+
+
+class NonFiniteGradient(NamedTuple):
+    """A gradient that is not finite. ``nans`` and ``infinities`` count elements; on a device only their sum is known."""
+
+    key: int
+    norm: float
+    nans: int
+    infinities: int
+
+
+class Timing(NamedTuple):
+    """CUDA events around a device's part of a measurement, for the training thread alone (``landing``)."""
+
+    begun: DeviceEvent
+    done: DeviceEvent
+
+
+class Devices:
+    """What measuring on devices needs: where the numbers arrive, and how long it took, for who wants to know."""
+
+    __slots__ = ("cuda", "landings", "timings")
+
+    def __init__(self, cuda: Device) -> None:
+        self.cuda, self.landings = cuda, PendingCopies(cuda)
+        self.timings: deque[Timing] = deque(maxlen=_MOST_TIMED)
+
+    def take_ns(self) -> int:
+        """Return the devices' time for what they have finished since the last call. In the training thread; never waits."""
+        spent_ns = 0
+        if self.timings and not self.cuda.capturing():
+            while self.timings and self.timings[0].done.query():
+                begun, done = self.timings.popleft()
+                spent_ns += int(begun.elapsed_time(done) * 1e6)
+        return spent_ns
+
+
+class Arriving(NamedTuple):
+    """Numbers under way."""
+
+    numbers: PendingCopy
+    order: list[int]
+    """which gradients the first ones are the norms of"""
+    counted: list[int]
+    """which gradients the next ones are the non-finite elements of"""
+    scaled: bool
+    """whether the last one is the loss scale"""
+
+
+@dataclass(slots=True)
+class Measurement:
+    """The norms of some gradients. ``keys``: the parameters' ids (or their gradients', while only those are known)."""
+
+    keys: list[int]
+    weights: list[float] | None
+    ranks: int
+    norms: list[float] = field(default_factory=list)
+    """as they are, the loss scale included; in the order of ``keys``, once arrived"""
+    faults: list[NonFiniteGradient] = field(default_factory=list)
+    scale: float = 1.0
+    optimizer: ref[Any] | None = None
+    arriving: list[Arriving] = field(default_factory=list)
+
+    def arrived(self) -> bool:
+        """Tell whether all is known."""
+        if self.arriving and all(one.numbers.ready() for one in self.arriving):
+            self._receive()
+        return not self.arriving
+
+    def total(self) -> float:
+        """Return the norm of all of them, unscaled."""
+        return hypot(*self.weighted())
+
+    def weighted(self) -> list[float]:
+        """Return each norm, unscaled and weighted."""
+        weights, scale = self.weights, self.scale
+        if weights is not None:
+            return [norm * weight / scale for norm, weight in zip(self.norms, weights, strict=True)]
+        return self.norms if scale == 1.0 else [norm / scale for norm in self.norms]
+
+    def _receive(self) -> None:
+        self.norms = self.norms or [0.0] * len(self.keys)
+        for numbers, order, counted, scaled in self.arriving:
+            values = numbers.take()
+            if scaled:
+                self.scale = values.pop()
+            for index, value in zip(order, values, strict=False):
+                self.norms[index] = value
+            elements = dict(zip(counted, values[len(order) :], strict=True))
+            for index in order:
+                norm = self.norms[index]
+                if not isfinite(norm):
+                    self.faults.append(NonFiniteGradient(self.keys[index], norm, 0, int(elements.get(index, 0))))
+        self.arriving = []
+
+
+def measure(
+    torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
+) -> Measurement | None:
+    """Measure them; ``None`` where that cannot be: a graph is being captured, another device than CPU and CUDA has them, fakes.
+
+    ``scale``: the loss scale they still contain, a tensor, or ``None``. ``suspects``: keys whose non-finite elements a device
+    shall count, which costs six more passes over each; on the CPU they are counted wherever a norm says so.
+    """
+    keys, tensors, weights, ranks = local(keys, gradients)
+    made = Measurement(keys, weights, ranks)
+    by_device: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    if any(device.type not in {"cpu", "cuda"} for device in by_device) or not all(map(devices.cuda.holds, tensors[:1])):
+        return None
+    if scale is not None and scale.is_cpu:
+        made.scale, scale = float(scale), None
+    with torch.no_grad():
+        return _from_devices(torch, made, tensors, by_device, scale, suspects, devices)
+
+
+def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
+    """Make one of norms that somebody else has computed, each a tensor without dimensions; all of the same device."""
+    made, first = Measurement(keys, None, 1), norms[0]
+    if first.is_cpu:
+        made.norms = [norm.item() for norm in norms]
+        return made
+    if not first.is_cuda or len({norm.device for norm in norms}) > 1:
+        return None
+    with torch.no_grad(), devices.cuda.on(first.device):
+        if devices.cuda.capturing():
+            return None
+        same = len({norm.dtype for norm in norms}) == 1
+        numbers = devices.landings.send(torch.stack(norms if same else [norm.double() for norm in norms]))
+    made.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
+    return made
+
+
+def _from_devices(
+    torch: Any, made: Measurement, tensors: list[Any], by_device: dict[Any, list[int]], scale: Any, suspects: frozenset[int],
+    devices: Devices,
+) -> Measurement | None:  # fmt: skip
+    made.norms = [0.0] * len(tensors)
+    for device, indices in by_device.items():
+        here = [tensors[index] for index in indices]
+        if device.type == "cpu":
+            _measure_here(made, indices, here)
+            continue
+        with devices.cuda.on(device):
+            if devices.cuda.capturing():
+                return None
+            counted = [index for index in indices if made.keys[index] in suspects and tensors[index].layout is torch.strided]
+            made.arriving.append(_send(torch, here, indices, [(index, tensors[index]) for index in counted], scale, devices))
+    if scale is not None and not made.arriving:
+        return _scaled(made, scale, devices)
+    return made
+
+
+def _measure_here(made: Measurement, indices: list[int], tensors: list[Any]) -> None:
+    """Those that the CPU has."""
+    for index, tensor, norm in zip(indices, tensors, host_norms(tensors), strict=True):
+        made.norms[index] = norm
+        if not isfinite(norm):
+            made.faults.append(NonFiniteGradient(made.keys[index], norm, *count_nonfinite(tensor)))
+
+
+def _send(
+    torch: Any, tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]], scale: Any, devices: Devices
+) -> Arriving:
+    """Have the current device compute what is asked of its tensors, which have these indices, and send it."""
+    begun = devices.cuda.event()
+    vector, order = device_norms(tensors)
+    more = [count_on_device(tensor) for _, tensor in counted]
+    if scale is not None:
+        more.append(scale.to(vector.device, non_blocking=True))
+    if more:
+        vector = torch.cat([vector, *(number.reshape(1).double() for number in more)])
+    numbers = devices.landings.send(vector)
+    devices.timings.append(Timing(begun, devices.cuda.event()))
+    return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
+
+
+def _scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | None:
+    """The CPU has the gradients (offloaded ones), a device their scale."""
+    if not scale.is_cuda:
+        return None
+    with devices.cuda.on(scale.device):
+        if devices.cuda.capturing():
+            return None
+        made.arriving.append(Arriving(devices.landings.send(scale.reshape(1)), [], [], scaled=True))
+    return made

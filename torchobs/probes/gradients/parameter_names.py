@@ -1,0 +1,216 @@
+"""What the parameters are called: by the optimizer's groups, by the modules that hold them, else by no name.
+
+The modules are those given to ``torchobs.watch(model)``, those built since ``init()`` (torch tells of every parameter and child
+that a module is given), and if that is not enough those found by one look at all objects.
+
+That look is ``gc.get_objects()``, in the sampler thread: of 320,000 objects it holds the GIL for 20 ms at a stretch, and the
+training thread waits for it. So it is for models that were built before, or copied, or read from a file as a whole, and happens
+at most eight times in a run. Types are asked by their ``__mro__``, never ``isinstance``, which runs code of lazy objects.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from itertools import islice
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torchobs.support.error_guard import CircuitBreaker
+
+MAX_SCANS = 8
+SCAN_AFTER_S, SCAN_AGAIN_S = 1.0, 30.0
+"""Not in the first step, which everybody waits for; a second look for parameters that came later"""
+LONGEST = 120
+_CHUNK = 2_000
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_ddp_module"})
+_PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.(original\d*)$")
+
+
+class ParameterNames:
+    """Names by parameter. For the sampler thread, but :meth:`watch`. ``yield_gil`` as of the sampler's."""
+
+    def __init__(self, yield_gil: Callable[[], None]) -> None:
+        self.built = Built()
+        self._breathe = yield_gil
+        self._names: dict[int, tuple[ref[Any], str]] = {}
+        self._taken: dict[str, ref[Any]] = {}
+        self._roots: list[_Root] = []
+        self._watched: list[ref[Any]] = []
+        self._scans = 0
+        self._first_s = self._last_s = 0.0
+
+    def watch(self, model: Any) -> None:
+        """Take the names of this module's parameters. Any thread."""
+        self._watched.append(ref(model))
+
+    def get(self, parameter: Any) -> str | None:
+        """Return the parameter's qualified name, if it is known."""
+        found = self._names.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
+
+    def take_group(self, group: dict[str, Any]) -> None:
+        """Take the names that an optimizer's group has: made from ``named_parameters()``, on torch ≥ 2.6."""
+        names = group.get("param_names")
+        if names is not None and len(names) == len(group["params"]):
+            for parameter, name in zip(group["params"], names, strict=True):
+                self._name(parameter, clean(str(name)))
+
+    def look_for(self, parameters: Iterable[Any], *, now: bool = False) -> bool:
+        """Try to name these; tell whether that is settled (what is nameless then stays so). ``now``: the rank is ending."""
+        watched, self._watched = self._watched, []
+        self._add_roots([module for module in (each() for each in watched) if module is not None])
+        parameters = list(parameters)
+        self._walk(parameters)
+        if any(self.get(parameter) is None for parameter in parameters):
+            self._add_roots(roots(self.built.modules()))
+            self._walk(parameters)
+        missing = [parameter for parameter in parameters if self.get(parameter) is None]
+        if not missing or self._scans >= MAX_SCANS:
+            return True
+        time_s = monotonic()
+        self._first_s = self._first_s or time_s
+        wait_s = SCAN_AGAIN_S if self._scans else SCAN_AFTER_S
+        if not now and time_s - (self._last_s or self._first_s) < wait_s:
+            return False
+        self._last_s = time_s
+        self._scans += 1
+        self._add_roots(roots(all_modules(self._breathe)))
+        self._walk(missing)
+        return True
+
+    def _name(self, parameter: Any, name: str) -> None:
+        if self.get(parameter) is not None:
+            return
+        number, free = 1, name
+        while (other := self._taken.get(free)) is not None and other() is not None:
+            number += 1
+            free = f"model{number}.{name}"  # two models whose classes are alike, or unknown
+        self._names[id(parameter)] = (ref(parameter), free)
+        self._taken[free] = ref(parameter)
+
+    def _add_roots(self, modules: list[Any]) -> None:
+        known = {id(module) for module in (root.module() for root in self._roots) if module is not None}
+        self._roots += [_Root(ref(module)) for module in modules if id(module) not in known]
+
+    def _walk(self, parameters: list[Any]) -> None:
+        """Name those without a name by the modules that hold them; two models' are told apart by their classes."""
+        wanted = {id(parameter) for parameter in parameters if self.get(parameter) is None}
+        found: list[tuple[_Root, Any, list[tuple[str, Any]]]] = []
+        for root in self._roots if wanted else ():
+            module = root.module()
+            named = self._named(module, wanted) if module is not None else []
+            wanted -= {id(parameter) for _, parameter in named}
+            if named:
+                found.append((root, module, named))
+        several = len(found) > 1 or any(root.title is not None for root in self._roots)
+        for root, module, named in found:
+            if root.title is None:
+                root.title = f"{type(module).__name__}." if several else ""
+            for name, parameter in named:
+                self._name(parameter, root.title + clean(name))
+
+    def _named(self, module: Any, wanted: set[int]) -> list[tuple[str, Any]]:
+        """Return those of a module's parameters that are wanted. One that is being changed meanwhile has none this time."""
+        found, parameters = [], module.named_parameters()
+        try:
+            while chunk := list(islice(parameters, _CHUNK // 20)):
+                found += [(name, parameter) for name, parameter in chunk if id(parameter) in wanted]
+                self._breathe()
+        except RuntimeError:  # a dictionary changed size
+            return []
+        return found
+
+
+class Built:
+    """Modules that were given a parameter or a child since the hooks came."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, ref[Any]] = {}
+        self._handles: list[Any] = []
+
+    def install(self, breaker: CircuitBreaker) -> None:
+        """Have torch tell. It asks these hooks nowhere in a forward pass, and ``torch.compile`` has no guard on them."""
+        from torch.nn.modules import module
+
+        note = breaker.guard(self._note)
+        self._handles = [
+            module.register_module_parameter_registration_hook(note),
+            module.register_module_module_registration_hook(note),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def modules(self) -> list[Any]:
+        """Return those that live. From any thread."""
+        found = []
+        for key, known in list(self._modules.items()):
+            module = known()
+            if module is not None:
+                found.append(module)
+            elif self._modules.get(key) is known:
+                del self._modules[key]
+        return found
+
+    def _note(self, module: Any, name: str, value: object) -> None:
+        del name, value
+        self._modules[id(module)] = ref(module)
+
+
+class _Root:
+    """An outermost module, and what its parameters' names begin with (``None``: none was named yet)."""
+
+    __slots__ = ("module", "title")
+
+    def __init__(self, module: ref[Any]) -> None:
+        self.module = module
+        self.title: str | None = None
+
+
+def clean(name: str) -> str:
+    """Return a parameter's name as its author knows it: without what FSDP, DDP, compile and checkpointing put into it."""
+    words = [word for word in name.split(".") if word not in _WRAPPERS]
+    while len(words) > 1 and words[0] == "module":
+        words = words[1:]
+    return _PARAMETRIZED.sub(r".\1", ".".join(words))
+
+
+def layer_of(name: str) -> str:
+    """Return the module that a parameter belongs to: people think in layers, and a weight and its bias are one.
+
+    A parameter of the outermost module is a layer of its own. Of an endless name the end is kept.
+    """
+    path, _, last = name.rpartition(".")
+    layer = path or last
+    return layer if len(layer) <= LONGEST else f"…{layer[1 - LONGEST :]}"
+
+
+def all_modules(yield_gil: Callable[[], None]) -> list[Any]:
+    """Return every ``torch.nn.Module`` there is."""
+    import torch  # torch is optional until training begins
+
+    objects, found = iter(gc.get_objects()), list[Any]()
+    yield_gil()
+    while chunk := list(islice(objects, _CHUNK)):
+        found += _modules(torch.nn.Module, chunk)
+        yield_gil()
+    return found
+
+
+def _modules(base: type, objects: list[Any]) -> list[Any]:
+    kinds = {kind for kind in set(map(type, objects)) if base in kind.__mro__}
+    return [item for item in objects if type(item) in kinds] if kinds else []
+
+
+def roots(modules: list[Any]) -> list[Any]:
+    """Return those modules that are in no other."""
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    return [module for module in modules if id(module) not in inner and "_parameters" in vars(module)]

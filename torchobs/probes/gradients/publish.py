@@ -1,0 +1,135 @@
+"""What the sampler thread makes of the measurements that the training thread leaves: series by layer, counters, events."""
+
+from __future__ import annotations
+
+import sys
+from math import isnan
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.probes.gradients.layers import WIDER, Layers
+from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
+
+if TYPE_CHECKING:
+    from torchobs.flight.writer.series_table import Cell
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.core.sampling_interval import SamplingInterval
+    from torchobs.probes.gradients.clipping import ClipWatch
+    from torchobs.probes.gradients.measurement import Measurement
+
+ADVANCED = 2
+_SHOW_S, _EVENT_S = 1.0, 60.0
+_MOST_KEPT = 256
+_LAYERS_NAMED = 8
+_SUSPECTED = 16
+
+
+class Findings:
+    """Measured steps, until they are shown."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context, table = context, context.writer.table
+        self.layers = Layers(table, 0, context.yield_gil)
+        self._unmoved, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
+        self.suspects: frozenset[int] = frozenset()
+        """Parameters whose gradient was not finite lately: a device counts their elements"""
+        self._suspected = 0
+        self._steps: dict[int, list[Measurement]] = {}
+        self._latest: tuple[int, list[Measurement]] | None = None
+        self._shown_s, self._told_s = 0.0, -_EVENT_S
+        self._elements = table.cell(catalog.GRAD_NONFINITE_ELEMENTS, {})
+        self._gauges: dict[str, tuple[Cell | None, float]] = {}
+        self.set_level(context.level)
+
+    def set_level(self, level: int) -> None:
+        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        self.layers.room = self._context.settings.layers * (WIDER if level >= ADVANCED else 1)
+
+    def add(self, step: int, made: Measurement, *, anew: bool) -> None:
+        """Leave a measurement of a part of that step. In the training thread. ``anew``: instead of that optimizer's last."""
+        steps = self._steps
+        if len(steps) >= _MOST_KEPT and step not in steps:
+            return
+        parts = steps.setdefault(step, [])
+        if anew and made.optimizer is not None:
+            parts[:] = [part for part in parts if part.optimizer is None or part.optimizer() is not made.optimizer()]
+        parts.append(made)
+
+    def show(self, pace: SamplingInterval, clip: ClipWatch | None, *, now: bool = False) -> None:
+        """Take what ended steps left; once a second, and when it is asked for ``now``, make series of the last."""
+        self._set(catalog.GRAD_INTERVAL, float(pace.interval))
+        self._receive()
+        time_s = monotonic()
+        if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
+            return
+        self._shown_s = time_s
+        step, parts = self._latest
+        self._begin_model()
+        if not self.layers.show(parts, step, now=now):
+            return
+        self._unmoved.look(parts, step, now=now)
+        self._latest = None
+        self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
+        for metric, limit in (
+            ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)) if clip else ()
+        ):
+            if limit is not None:
+                self._set(metric, limit)
+
+    def _begin_model(self) -> None:
+        """Forget the former model's layers, if there is another one now."""
+        changes = self._context.recorder.models.changes
+        if self._model != changes:
+            self._model = changes
+            self.layers.begin_model()
+            self._unmoved.begin()
+
+    def _receive(self) -> None:
+        last = self._context.recorder.step
+        for step in sorted(self._steps):
+            parts = self._steps[step]
+            if step > last or not all(part.arrived() for part in parts):
+                return
+            del self._steps[step]
+            self._latest = (step, parts)
+            if any(part.faults for part in parts):
+                self._tell_faults(step, parts)
+            elif self._suspected:
+                self._suspected -= 1
+                self.suspects = self.suspects if self._suspected else frozenset()
+
+    def _tell_faults(self, step: int, parts: list[Measurement]) -> None:
+        """Count the elements that are not finite, and say whose they are: at once, then at most once a minute."""
+        faults = [fault for part in parts for fault in part.faults]
+        elements = sum(fault.nans + fault.infinities for fault in faults)
+        if self._elements is not None:
+            self._elements.add(elements)
+        self.suspects, self._suspected = frozenset(fault.key for fault in faults), _SUSPECTED
+        layers = [layer.name for part in parts for layer in self.layers.note_faults(part, step)]
+        time_s = monotonic()
+        if time_s - self._told_s < _EVENT_S:
+            return
+        self._told_s = time_s
+        kinds = {"nan" if fault.nans or isnan(fault.norm) else "inf" for fault in faults}
+        kinds |= {"inf" for fault in faults if fault.infinities and not isnan(fault.norm)}
+        attributes = {
+            "layers": layers[:_LAYERS_NAMED], "layers_affected": len(layers), "elements": elements, "kinds": sorted(kinds),
+        }  # fmt: skip
+        self._context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
+
+    def _ranks(self, parts: list[Measurement]) -> int:
+        """Over how many ranks the squares of norms add up to the whole."""
+        if self.layers.flattened:  # FSDP1: its parameters do not tell, so every rank is taken to hold a shard
+            distributed = sys.modules.get("torch.distributed")
+            return int(distributed.get_world_size()) if distributed is not None and distributed.is_initialized() else 1
+        return max(part.ranks for part in parts)
+
+    def _set(self, metric: catalog.Metric, value: float) -> None:
+        cell, shown = self._gauges.get(metric.name, (None, None))
+        if value == shown:
+            return
+        cell = cell or self._context.writer.table.cell(metric, {})
+        if cell is not None:
+            cell.set(value)
+            self._gauges[metric.name] = (cell, value)

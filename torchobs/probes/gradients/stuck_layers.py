@@ -1,0 +1,161 @@
+"""Layers that learn nothing: from the norms that the gradient probe has, and what the optimizer makes of them.
+
+How far a step moves a weight, as a part of its size: SGD by the learning rate times the gradient; an optimizer with an ``eps``
+(Adam, RMSprop, Adafactor) by the learning rate, less where the gradient is below ``eps``. One that has neither goes by signs or
+curvature, and is not judged. A weight's usual size is taken to be one over the root of its inputs, as all initialisations
+have it (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a small factor, so that no weight has to be read.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite, sqrt
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torchobs import catalog
+from torchobs.detect.stuck_layers import LASTING_LOOKS, Judge, LayerSample, StuckLayers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.gradients.layers import Layers
+    from torchobs.probes.gradients.measurement import Measurement
+
+_QUIET_S = 60.0
+_CALM_S = 10.0
+"""From look to look where nothing is in doubt. One takes 12 µs a layer, which every second would be 0.25 % for 200 of them"""
+_NAMED = 8
+_MATRIX = 2
+"""Dimensions from which on a parameter is a weight: gates, biases and scales have fewer"""
+_MOST_PLANS = 64
+
+
+class _Part(NamedTuple):
+    """One parameter: its layer, what turns the norm of its gradient into its root mean square, and that into its move."""
+
+    layer: str
+    weight: bool
+    share: float
+    inputs: float
+    group: int | None
+    """None: a parameter that the optimizer has not, or not any more"""
+
+
+class _Reach(NamedTuple):
+    """What an optimizer makes of a gradient: ``rate`` times it, or with an ``eps`` ``rate`` times what is left of 1."""
+
+    rate: float
+    eps: float | None
+
+
+class StuckLayersWatch:
+    """For the sampler thread. A part of the findings."""
+
+    def __init__(self, context: ProbeContext, layers: Layers) -> None:
+        self._context, self._layers, self._judge = context, layers, Judge()
+        self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
+        self._cell = context.writer.table.cell(catalog.GRAD_UNMOVED_LAYERS, {})
+        self._told: frozenset[str] = frozenset()
+        self._told_s = self._due_s = -inf
+        if self._cell is not None:
+            self._cell.set(0.0)
+
+    def begin(self) -> None:
+        """Another model is trained from here on."""
+        self._judge, self._told, self._due_s = Judge(), frozenset(), -inf
+        self._plans.clear()
+
+    def look(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> None:
+        """Judge a measured step whose layers are known, if it is time or asked for ``now``; show and tell what there is."""
+        if now or monotonic() >= self._due_s:
+            self._context.yield_gil()
+            self._look(measurements, step)
+            calm = self._judge.looks >= LASTING_LOOKS and not self._judge.doubts
+            self._due_s = monotonic() + _CALM_S * calm
+
+    def _look(self, measurements: Sequence[Measurement], step: int) -> None:
+        seen: dict[str, LayerSample] = {}
+        for measurement in measurements:
+            optimizer = measurement.optimizer() if measurement.optimizer is not None else None
+            if optimizer is None or not all(map(isfinite, measurement.norms)):
+                return
+            groups = list(optimizer.param_groups)  # the training thread may add and remove some meanwhile
+            seen.update(_seen(self._plan(measurement, groups), measurement.weighted(), _reaches(optimizer, groups)))
+        found = self._judge.judge(step, seen)
+        if self._cell is not None:
+            self._cell.set(float(len(found.all)))
+        if set(found.all) - self._told and monotonic() - self._told_s >= _QUIET_S:
+            self._tell(found, step, len(seen))
+
+    def _plan(self, measurement: Measurement, param_groups: Sequence[dict[str, Any]]) -> list[_Part]:
+        keys = tuple(measurement.keys), tuple(len(group["params"]) for group in param_groups)
+        if keys not in self._plans:
+            groups = {id(each): index for index, group in enumerate(param_groups) for each in group["params"]}
+            found = zip(keys[0], self._layers.find(measurement) or (), strict=False)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            self._plans[keys] = [_part(layer, key, groups.get(key), self._layers) for key, layer in found]
+        return self._plans[keys]
+
+    def _tell(self, found: StuckLayers, step: int, layers: int) -> None:
+        self._told, self._told_s = frozenset(found.all), monotonic()
+        cause, at = ("dead_units", found.unfed[0]) if found.unfed else ("vanishing", found.lost[-1])
+        attributes = {
+            "layers": list(found.all[:_NAMED]), "layers_affected": len(found.all), "layers_measured": layers, "cause": cause,
+            "at": at,
+        }  # fmt: skip
+        self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
+        if self._context.warn_limited is not None:
+            why = f"only zeros come into {at}" if found.unfed else f"the gradient has all but vanished in {at}"
+            self._context.warn_limited("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
+
+
+def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
+    parameter = layer.parameters[key]() if key in layer.parameters else None
+    if parameter is None or not parameter.numel():
+        return _Part(layer.name, weight=False, share=0.0, inputs=0.0, group=group)
+    elements, matrix = parameter.numel(), parameter.dim() >= _MATRIX
+    weight = matrix or (layers.names.get(parameter) or "").endswith("weight")  # a normalisation's scale is one of its own
+    inputs = elements / parameter.shape[0] if matrix else 0.0
+    return _Part(layer.name, weight, 1.0 / sqrt(elements), sqrt(inputs), group)
+
+
+def _seen(plan: Sequence[_Part], norms: Sequence[float], reaches: Sequence[_Reach | None]) -> dict[str, LayerSample]:
+    """Return what each layer shows, in the model's order. ``reaches`` by group (see ``_reach``)."""
+    moves: dict[str, float | None] = {}
+    weights: dict[str, float] = {}
+    others: dict[str, float] = {}
+    for part, norm in zip(plan, norms, strict=False):
+        side = weights if part.weight else others
+        side[part.layer] = max(side.get(part.layer, 0.0), norm)
+        moves.setdefault(part.layer, None)
+        reach = None if part.group is None else reaches[part.group]
+        if part.inputs and reach is not None:
+            rate, eps = reach
+            mean = norm * part.share
+            moved = rate * part.inputs * (mean / (mean + eps) if eps is not None and mean else mean)
+            moves[part.layer] = max(moves[part.layer] or 0.0, moved)
+    return {
+        layer: LayerSample(
+            move, weights.get(layer) == 0.0 < others.get(layer, 0.0), not (weights.get(layer) or others.get(layer))
+        )
+        for layer, move in moves.items()
+    }
+
+
+def _reaches(optimizer: Any, param_groups: Sequence[dict[str, Any]]) -> list[_Reach | None]:
+    """Return each group's learning rate and ``eps``; ``None`` where a gradient's size does not make the step, or is unknown."""
+    plain = any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__)
+    return [_reach(group, plain=plain) for group in param_groups]
+
+
+def _reach(group: dict[str, Any], *, plain: bool) -> _Reach | None:
+    rate: Any = group.get("lr")
+    eps: Any = group.get("eps")
+    eps = eps[-1] if isinstance(eps, tuple) else eps  # Adafactor's: the one of the update, the one of the weights' size
+    if getattr(rate, "is_cpu", False):
+        rate = float(rate)  # a device's would have to be waited for
+    if not isinstance(rate, (int, float)) or not (plain or isinstance(eps, (int, float))):
+        return None
+    return _Reach(float(rate), None if plain else float(eps))

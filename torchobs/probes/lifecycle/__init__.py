@@ -1,0 +1,1 @@
+"""Checkpoints, distributed training, exceptions and exits."""

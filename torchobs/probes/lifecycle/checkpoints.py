@@ -1,0 +1,277 @@
+"""Checkpoints: ``torch.save``, ``safetensors.torch.save_file`` and ``torch.distributed.checkpoint``, timed and sized.
+
+Nothing is changed and nothing serialised twice: the size is the file's, or how far a buffer's position moved. What is saved
+between two steps is one checkpoint, for most trainers write several files. What counts:
+
+* anything saved to a path or an open file, and
+* to memory (or a file object that is no file) from ``LEAST_BYTES`` on: Lightning saves to memory first, but so does everyone
+  who wants a copy of a random state, or sends an object to another rank.
+
+A save inside another one is part of it. An asynchronous save takes the training thread's time while it copies, and is a
+checkpoint when it is complete. A loop that did ``from torch import save`` before ``torchobs.init()`` is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.core.boundaries import FETCH, PIN, UNPIN
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.timeline import CHECKPOINT
+from torchobs.support.error_guard import call
+from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.rate_limit import LONG_NS, Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from importlib.abc import MetaPathFinder
+
+    from torchobs.probes.core.context import ProbeContext
+
+LEAST_BYTES = 64 * 1024
+"""What is saved to memory and is smaller is no checkpoint: a CUDA random state has 16 bytes, a CPU one 5 KB"""
+DISTRIBUTED, SAFETENSORS = "torch.distributed.checkpoint", "safetensors.torch"
+_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
+_HIDDEN = ("state_dict_saver", "state_dict_loader")
+
+
+@dataclass(slots=True)
+class _Saving:
+    """A save under way."""
+
+    format: str
+    target: Any
+    begun_ns: int
+    step: int
+    position: int | None = None
+    """in a file object, at the beginning"""
+    in_memory: bool = False
+    pinned: bool = False
+    group: Any = None
+    """the process group of a distributed one"""
+
+
+class CheckpointProbe:
+    """Watches what is saved."""
+
+    name = "checkpoint"
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self._imports: list[MetaPathFinder | None] = []
+        self._inside = threading.local()
+        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+        self._lock = threading.RLock()  # a handler of SIGTERM may save, too, wherever it interrupts us
+        self._step, self._seconds, self._bytes = -1, 0.0, 0
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        import torch
+
+        self._context, self._breaker = context, context.breaker(self.name)
+        table = context.writer.table
+        self._saves = {result: table.cell(catalog.CHECKPOINTS, {"result": result}) for result in catalog.SAVE_RESULTS}
+        self._replace("save", self._saver(torch.save, "torch", 1, "f"), torch, torch.serialization)
+        self._replace("load", self._loader(torch.load, "torch"), torch, torch.serialization)
+        self._imports = [after_import(SAFETENSORS, self._watch_safetensors), after_import(DISTRIBUTED, self._watch_distributed)]
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        for handle in self._imports:
+            if handle is not None:
+                cancel(handle)
+        for patch in self._patches:
+            patch.undo()
+
+    def _replace(self, attribute: str, replacement: Any, *owners: Any) -> None:
+        self._patches += [Patch(owner, attribute, replacement) for owner in owners]
+
+    def _watch_safetensors(self) -> None:
+        module = sys.modules[SAFETENSORS]
+        self._replace("save_file", self._saver(module.save_file, "safetensors", 1, "filename"), module)
+
+    def _watch_distributed(self) -> None:
+        package = sys.modules[DISTRIBUTED]
+        saver, loader = (sys.modules[f"{DISTRIBUTED}.{name}"] for name in _HIDDEN)
+        self._replace("save", self._saver(saver.save, "distributed", 9, "checkpoint_id"), package, saver)
+        self._replace("async_save", self._saver(saver.async_save, "distributed", 9, "checkpoint_id"), package, saver)
+        self._replace("load", self._loader(loader.load, "distributed"), package, loader)
+
+    def _saver(self, original: Any, kind: str, at: int, name: str) -> Any:
+        """Wrap a function that saves to its argument number ``at``, or of that ``name``."""
+        breaker, inside = self._breaker, self._inside
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            if breaker.blown or getattr(inside, "save", False) or _calls_from_distributed():
+                return original(*args, **kwargs)
+            target = args[at] if len(args) > at else kwargs.get(name)
+            saving = call(breaker, self._begin, kind, target, kwargs.get("process_group"))
+            inside.save, failed, result = True, True, None
+            try:
+                result = original(*args, **kwargs)
+                failed = False
+            finally:
+                inside.save = False
+                if saving is not None:
+                    call(breaker, self._end, saving, result, sys.exc_info()[0] if failed else None)
+            return result
+
+        return save
+
+    def _loader(self, original: Any, kind: str) -> Any:
+        breaker, context = self._breaker, self._context
+
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            begun_ns, inner = monotonic_ns(), _calls_from_distributed() or _fetching(context)
+            result = original(*args, **kwargs)
+            if not inner and monotonic_ns() - begun_ns >= LONG_NS and threading.get_ident() == context.thread:
+                call(
+                    breaker,
+                    self._span,
+                    catalog.SPAN_RESTORE,
+                    begun_ns,
+                    {"format": kind, "step": context.recorder.logged_step()},
+                    failed=False,
+                )
+            return result
+
+        return load
+
+    def _begin(self, kind: str, target: Any, group: Any) -> _Saving:
+        recorder = self._context.recorder
+        saving = _Saving(kind, target, monotonic_ns(), recorder.logged_step(), group=group)
+        if kind == "torch" and not isinstance(target, (str, os.PathLike)):
+            saving.position, saving.in_memory = _position(target), not _is_file(target)
+        # a save to memory is known for a checkpoint by its size, afterwards; before the first step, no step's clock runs yet
+        saving.pinned = not saving.in_memory and self._in_step()
+        if saving.pinned:
+            recorder.mark(PIN, saving.begun_ns, CHECKPOINT)
+        return saving
+
+    def _in_step(self) -> bool:
+        recorder = self._context.recorder
+        return threading.get_ident() == self._context.thread and bool(
+            recorder.step or recorder.trace or recorder.timeline.started
+        )
+
+    def _end(self, saving: _Saving, result: Any, error: type[BaseException] | None) -> None:
+        now_ns, recorder = monotonic_ns(), self._context.recorder
+        if saving.pinned:
+            recorder.mark(UNPIN, now_ns)
+        upload = getattr(result, "upload_completion", result)
+        if error is None and hasattr(upload, "add_done_callback"):
+            upload.add_done_callback(
+                lambda future: call(self._breaker, self._uploaded, saving, future, now_ns - saving.begun_ns)
+            )
+            return
+        size = None if error is not None else _size(saving, result)
+        if saving.in_memory:
+            if (size or 0) < LEAST_BYTES:
+                return
+            if self._in_step():
+                recorder.mark(PIN, saving.begun_ns, CHECKPOINT)
+                recorder.mark(UNPIN, now_ns)
+        self._record(saving, now_ns, size, error, {})
+
+    def _uploaded(self, saving: _Saving, future: Any, blocked_ns: int) -> None:
+        error = None if future.cancelled() else future.exception()
+        size = _size(saving, future.result()) if error is None and not future.cancelled() else None
+        self._record(saving, monotonic_ns(), size, type(error) if error else None, {"blocked_s": blocked_ns / 1e9})
+
+    def _record(
+        self, saving: _Saving, now_ns: int, size: int | None, error: type[BaseException] | None, more: dict[str, object]
+    ) -> None:
+        attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
+        if error is not None:
+            attributes["exception.type"] = f"{error.__module__}.{error.__qualname__}"
+            self._add("failed")
+            self._context.writer.event(catalog.EVENT_CHECKPOINT_FAILED.name, attributes, saving.step)
+        else:
+            self._show(saving, now_ns - saving.begun_ns, size or 0)
+        if size is not None:
+            attributes["size"] = size
+        if now_ns - saving.begun_ns >= LONG_NS or self._budget.take(now_ns):
+            self._span(catalog.SPAN_CHECKPOINT, saving.begun_ns, attributes, failed=error is not None)
+
+    def _show(self, saving: _Saving, length_ns: int, size: int) -> None:
+        with self._lock:  # an upload's thread and the training thread; neither keeps it longer than this
+            if saving.step != self._step:
+                self._step, self._seconds, self._bytes = saving.step, 0.0, 0
+                self._add("saved")
+            self._seconds += length_ns / 1e9
+            self._bytes += size
+            shown = ((catalog.CHECKPOINT_TIMESTAMP, time.time()), (catalog.CHECKPOINT_DURATION, self._seconds))
+            for metric, value in (*shown, (catalog.CHECKPOINT_SIZE, self._bytes or None)):
+                cell = self._context.writer.table.cell(metric, {}) if value is not None else None
+                if cell is not None and value is not None:
+                    cell.set(float(value))
+
+    def _add(self, result: str) -> None:
+        cell = self._saves[result]
+        if cell is not None:
+            cell.add(1)
+
+    def _span(self, span: catalog.Span, begun_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
+        write: Callable[..., None] | None = self._context.span
+        if write is not None:
+            write(span.name, begun_ns, monotonic_ns(), attributes, failed=failed)
+
+
+def _calls_from_distributed() -> bool:
+    """Tell whether our caller's caller is a part of ``torch.distributed.checkpoint``: a shard, or the upload's own save."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{DISTRIBUTED}.")
+
+
+def _fetching(context: ProbeContext) -> bool:
+    trace = context.recorder.trace
+    return bool(trace) and trace[-1] & 15 == FETCH
+
+
+def _is_file(target: Any) -> bool:
+    with suppress(AttributeError, OSError):
+        return isinstance(target.fileno(), int)
+    return False
+
+
+def _position(target: Any) -> int | None:
+    with suppress(AttributeError, OSError, ValueError):
+        return int(target.tell())
+    return None
+
+
+def _size(saving: _Saving, result: Any) -> int | None:
+    """Return the bytes that this rank has written, if they can be told."""
+    if saving.format == "distributed":
+        return distributed_bytes(result, _rank(saving.group))
+    if isinstance(saving.target, (str, os.PathLike)):
+        with suppress(OSError):
+            return os.stat(saving.target).st_size  # noqa: PTH116  # it may be any os.PathLike
+        return None
+    now = _position(saving.target)
+    return None if now is None or saving.position is None else now - saving.position
+
+
+def distributed_bytes(metadata: Any, rank: int) -> int | None:
+    """Return the bytes of that rank's shards, from the metadata that every rank gets; ``None`` for other names of files."""
+    entries = getattr(metadata, "storage_data", None)
+    if not isinstance(entries, dict):
+        return None
+    own = f"__{rank}_"
+    lengths = [info.length for info in entries.values() if str(getattr(info, "relative_path", "")).startswith(own)]
+    return sum(lengths) if lengths else None
+
+
+def _rank(group: Any) -> int:
+    distributed = sys.modules["torch.distributed"]
+    return int(distributed.get_rank(group)) if distributed.is_available() and distributed.is_initialized() else 0

@@ -1,0 +1,167 @@
+"""Distributed training: the process group, how the model is spread, and DistributedDataParallel's own timings.
+
+Nothing here communicates. DDP's logger is asked in the training thread, at the beginning of a backward, every ten seconds
+(8 µs), because it takes the reducer's lock, which a backward holds while it waits for a slow rank: for one that came 3 s late
+a call from another thread took as long, and the sampler's heartbeat must go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from math import nan
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torchobs.catalog import Metric
+    from torchobs.probes.core.context import ProbeContext
+
+_MODELS = 8
+_PARTS = {
+    "forward": "forward_compute_time",
+    "backward": "backward_compute_time",
+    "communication": "backward_comm_time",
+    "overlap": "backward_compute_comm_overlap_time",
+}
+
+
+class DistributedProbe:
+    """Finds DDP models when they are made, and those made before ``init()`` when they run."""
+
+    name = "distributed"
+
+    def __init__(self) -> None:
+        self._patch: Patch | None = None
+        self._models: list[weakref.ref[Any]] = []
+        self._spread = Parallelism()
+        self._seen: set[int] = set()
+        self._told: tuple[object, ...] | None = None
+        self._fresh = False
+        self._info: dict[Metric, dict[str, str]] = {}
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        import torch.distributed
+        from torch.nn.parallel import DistributedDataParallel
+
+        self._context, self._distributed = context, torch.distributed
+        if not torch.distributed.is_available():
+            return
+        self._ddp = DistributedDataParallel
+        self._read = context.breaker(self.name).guard(self._read_ddp)
+        watched = self._watched(DistributedDataParallel.__init__, context.breaker(self.name).guard(self._note))
+        self._patch = Patch(DistributedDataParallel, "__init__", watched)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`. Its last look is here, where no backward can be in the way."""
+        patch, self._patch = self._patch, None
+        if patch is None:
+            return
+        patch.undo()
+        if not self._context.backwards:
+            self._look()
+            self._read()
+
+    def sample(self) -> None:
+        """Look for a model that is in its forward, which is how one that was made before us is found."""
+        if self._patch is not None and not self._models and self._distributed.is_initialized():
+            running = getattr(self._ddp, "_active_ddp_module", None)
+            if running is not None:
+                self._note(running)
+        if self._fresh:
+            self._fresh = False
+            self.observe()
+
+    def observe(self) -> None:
+        """Look at what is there; have DDP asked at the next backward."""
+        if self._patch is None:
+            return
+        self._look()
+        if self._living() and self._context.at_backward is not None:
+            self._context.at_backward(self._read)
+
+    def _watched(self, original: Any, note: Callable[[Any], None]) -> Any:
+        @functools.wraps(original)
+        def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # what it stands for
+            original(model, *args, **kwargs)
+            note(model)
+
+        return __init__
+
+    def _note(self, model: Any) -> None:
+        if model not in self._living() and len(self._models) < _MODELS:
+            self._models.append(weakref.ref(model))
+            self._fresh = True
+
+    def _living(self) -> list[Any]:
+        return [model for known in list(self._models) if (model := known()) is not None]
+
+    def _look(self) -> None:
+        distributed = self._distributed
+        if not distributed.is_initialized():
+            if self._told is not None:
+                self._set(catalog.DISTRIBUTED_WORLD_SIZE, nan)
+            return
+        optimizers = self._context.recorder.optimizers()
+        kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()}
+        if kinds != self._seen or "torch.distributed.fsdp" in sys.modules:
+            self._seen = kinds
+            self._spread = recognise(optimizers, ddp=bool(self._living()))
+        self._tell(str(distributed.get_backend()), distributed.get_world_size())
+
+    def _tell(self, backend: str, world_size: int) -> None:
+        spread = self._spread
+        parallelism, mesh = "+".join(spread.kinds), ",".join(f"{name}={size}" for name, size in spread.mesh)
+        self._set(catalog.DISTRIBUTED_WORLD_SIZE, float(world_size))
+        if self._told != (backend, world_size, parallelism, mesh):
+            self._told = (backend, world_size, parallelism, mesh)
+            described = {"backend": backend, "parallelism": parallelism, "mesh": mesh}
+            self._describe(catalog.DISTRIBUTED_INFO, described)
+            self._context.writer.event(catalog.EVENT_DISTRIBUTED.name, described | {"world_size": world_size})
+
+    def _read_ddp(self) -> None:
+        """Ask DDP's loggers. Several models (a GAN's) count together; what they have in common is the largest one's."""
+        data = [model._get_ddp_logging_data() for model in self._living() if getattr(model, "logger", None) is not None]
+        timed = [one for one in data if one.get("iteration", 0) > 0 and not one.get("has_error")]
+        for part, key in _PARTS.items() if timed else ():
+            self._set(catalog.DDP_TIME, sum(one.get(key, 0) for one in timed) / 1e9, part=part)
+        if not data:
+            return
+        buckets = [int(size) for one in data for size in _list(one.get("bucket_sizes", ""))]
+        if buckets:
+            self._set(catalog.DDP_BUCKETS, float(len(buckets)))
+            self._set(catalog.DDP_BUCKET_SIZE, float(max(buckets)))
+        unused = [one["unused_parameter_size"] for one in timed if one.get("find_unused_parameters")]
+        if unused:
+            self._set(catalog.DDP_UNUSED_SIZE, float(sum(unused)))
+        self._describe(catalog.DDP_INFO, _setup(max(data, key=lambda one: int(one.get("total_parameter_size_bytes", 0)))))
+
+    def _set(self, metric: Metric, value: float, **attributes: str) -> None:
+        cell = self._context.writer.table.cell(metric, attributes)
+        if cell is not None:
+            cell.set(value)
+
+    def _describe(self, metric: Metric, attributes: dict[str, str]) -> None:
+        """Show a constant 1 with these labels, and no longer with others."""
+        before = self._info.get(metric)
+        if before is not None and before != attributes:
+            self._set(metric, nan, **before)
+        self._info[metric] = attributes
+        self._set(metric, 1.0, **attributes)
+
+
+def _setup(data: Mapping[str, Any]) -> dict[str, str]:
+    switches = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+    chosen = {name: "true" if data.get(name) else "false" for name in switches}
+    return chosen | {"comm_hook": str(data.get("comm_hook", ""))}
+
+
+def _list(text: str) -> list[str]:
+    return [word for word in text.replace(",", " ").split() if word.isdigit()]

@@ -1,0 +1,1 @@
+"""Memory of device, process and container."""

@@ -1,0 +1,264 @@
+"""The control groups that hold this process, v1 and v2, as ``/proc`` and ``/sys/fs/cgroup`` describe them.
+
+Where a group's directory is follows from two texts (cgroups(7), proc(5)): ``/proc/self/cgroup`` names its path in each
+hierarchy, ``/proc/self/mountinfo`` where the hierarchy, or a part of it, is mounted. In a container the path may lead
+outside what is mounted; the mount's root is the container's own group then. On a hybrid system a controller is where v1 has
+it. Limits nest: all groups from the own one up to the mount are looked at, and the one with the least room left counts.
+
+``root`` is put before every path, so that a tree recorded elsewhere reads like this machine's.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+_NO_LIMIT = 1 << 62
+"""v1 says "no limit" by a number near 2^63."""
+_CHUNK = 16 * 1024
+_LONGEST = 40
+"""Characters in which a number ends, and the spaces before it."""
+
+
+class Hierarchy(NamedTuple):
+    """One controller's groups that hold this process, innermost first."""
+
+    v2: bool
+    levels: tuple[str, ...]
+
+
+class CgroupMemory(NamedTuple):
+    """A group's memory in bytes; ``None``: no limit, or the kernel does not tell.
+
+    ``working_set`` is the kubelet's: usage without inactive file pages. ``pinned`` is what cannot be given back without
+    swap: without any file pages and reclaimable slabs, since a data set that is read again and again makes its pages active.
+    """
+
+    usage: int
+    working_set: int
+    pinned: int
+    limit: int | None
+    swap: int | None
+    swap_limit: int | None
+    peak: int | None
+    oom_kills: int | None
+
+    @property
+    def left(self) -> int | None:
+        """Bytes to the limit that cannot be made room for otherwise."""
+        return None if self.limit is None else max(self.limit - self.pinned, 0)
+
+
+class Cpu(NamedTuple):
+    """A group's CPU: its quota in cores (``None``: none), and since when the group exists, in periods and seconds."""
+
+    limit: float | None
+    periods: int
+    throttled: int
+    throttled_s: float
+
+
+class _Mount(NamedTuple):
+    root: str
+    point: str
+    v2: bool
+    controllers: frozenset[str]
+
+
+def hierarchy(membership: str, mounts: str, controller: str, root: str = "") -> Hierarchy | None:
+    """Return the groups that hold this process under ``controller``; ``""`` is v2 itself, which has the pressure files.
+
+    ``membership`` and ``mounts`` are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
+    """
+    paths = {name: path for names, path in map(_membership, membership.splitlines()) for name in names}
+    for mount in filter(None, map(_mount, mounts.splitlines())):
+        path = paths.get("" if mount.v2 else controller)
+        wanted = mount.v2 and controller not in paths if controller else mount.v2
+        if path is not None and (wanted or (not mount.v2 and controller in mount.controllers)):
+            levels = tuple(level for level in _levels(mount, path) if os.path.isdir(root + level))
+            return Hierarchy(mount.v2, levels) if levels else None
+    return None
+
+
+def memory_of(level: str, *, v2: bool, root: str = "") -> CgroupMemory | None:
+    """Read one group's memory; ``None`` where there is none: v2's root, or one to which the controller is not given."""
+    names = _V2 if v2 else _V1
+    usage = number(read(f"{root}{level}/{names.usage}"))
+    if usage is None:
+        return None
+    stat = read(f"{root}{level}/memory.stat")
+    limits = number(read(f"{root}{level}/{names.limit}")), field(stat, "hierarchical_memory_limit ")
+    limit = min((value for value in limits if value is not None and value < _NO_LIMIT), default=None)
+    return CgroupMemory(
+        usage=usage,
+        working_set=_working_set(usage, stat, names),
+        pinned=_pinned(usage, stat, names),
+        limit=limit,
+        swap=number(read(f"{root}{level}/memory.swap.current")) if v2 else field(stat, "total_swap "),
+        swap_limit=_swap_limit(level, limit, v2=v2, root=root),
+        peak=number(read(f"{root}{level}/{names.peak}")),
+        oom_kills=field(read(f"{root}{level}/{names.events}"), "oom_kill "),
+    )
+
+
+def again(level: str, known: CgroupMemory, *, v2: bool, root: str = "") -> CgroupMemory:
+    """Read what may change within a second: usage, pages that can be given back, kills; of v2's swap, too, if there is any."""
+    names = _V2 if v2 else _V1
+    usage = number(read(f"{root}{level}/{names.usage}"))
+    if usage is None:
+        return known
+    stat = read(f"{root}{level}/memory.stat")
+    swap = known.swap if v2 else field(stat, "total_swap ")
+    if v2 and known.swap_limit != 0 and known.swap is not None:
+        swap = number(read(f"{root}{level}/memory.swap.current"))
+    return known._replace(
+        usage=usage,
+        working_set=_working_set(usage, stat, names),
+        pinned=_pinned(usage, stat, names),
+        swap=swap,
+        oom_kills=field(read(f"{root}{level}/{names.events}"), "oom_kill "),
+    )
+
+
+def tightest(groups: Hierarchy, root: str = "") -> tuple[str, CgroupMemory] | None:
+    """Return the group with the least memory left, else the innermost one that has any figures, and its memory.
+
+    v1's root group without a limit is the machine and no group; v2's has no figures.
+    """
+    found = [(level, memory) for level in groups.levels if (memory := memory_of(level, v2=groups.v2, root=root)) is not None]
+    limited = [entry for entry in found if entry[1].limit is not None]
+    if limited:
+        return min(limited, key=lambda entry: entry[1].left or 0)
+    inner = [entry for entry in found if groups.v2 or entry[0] != groups.levels[-1]]
+    return inner[0] if inner else None
+
+
+def cpu_of(groups: Hierarchy, root: str = "") -> Cpu | None:
+    """Return the CPU of the group with the smallest quota; ``None`` where none is limited."""
+    quotas = {level: quota for level in groups.levels if (quota := _quota(level, v2=groups.v2, root=root)) is not None}
+    if not quotas:
+        return None
+    level = min(quotas, key=lambda name: quotas[name])
+    stat = read(f"{root}{level}/cpu.stat")
+    name, unit = ("throttled_usec ", 1e6) if groups.v2 else ("throttled_time ", 1e9)
+    throttled_s = (field(stat, name) or 0) / unit
+    return Cpu(quotas[level], field(stat, "nr_periods ") or 0, field(stat, "nr_throttled ") or 0, throttled_s)
+
+
+def pressure(text: str) -> dict[str, float]:
+    """Return the seconds in which ``some`` and ``full`` of the tasks waited, from a PSI file (Documentation/accounting/psi)."""
+    found = {}
+    for line in text.splitlines():
+        share, *fields = line.split()
+        total = next((number(field[6:]) for field in fields if field.startswith("total=")), None)
+        if total is not None:
+            found[share] = total / 1e6
+    return found
+
+
+def read(path: str) -> str:
+    """Return a file's text; ``""`` where there is none or it cannot be read (a controller that is off: EOPNOTSUPP)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    chunks = []
+    try:
+        while chunk := os.read(fd, _CHUNK):
+            chunks.append(chunk)  # the kernel gives lists of records, as mountinfo, a page at a time
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
+    return b"".join(chunks).decode(errors="replace")
+
+
+def number(text: str) -> int | None:
+    """Return a file's number; ``None`` for ``max``, for nothing, and for anything else."""
+    text = text.strip()
+    return int(text) if text.isdecimal() else None
+
+
+def field(text: str, name: str) -> int | None:
+    """Return the number after ``name`` at the beginning of a line. By search: splitting 60 lines for three takes 50 µs."""
+    begin = 0 if text.startswith(name) else text.find(f"\n{name}") + 1
+    if not begin and not text.startswith(name):
+        return None
+    words = text[begin + len(name) : begin + len(name) + _LONGEST].split(None, 1)
+    return number(words[0]) if words else None
+
+
+class _Names(NamedTuple):
+    usage: str
+    limit: str
+    peak: str
+    events: str
+    inactive: str
+    active: str
+
+
+_V2 = _Names("memory.current", "memory.max", "memory.peak", "memory.events", "inactive_file ", "active_file ")
+_V1 = _Names(
+    "memory.usage_in_bytes",
+    "memory.limit_in_bytes",
+    "memory.max_usage_in_bytes",
+    "memory.oom_control",
+    "total_inactive_file ",
+    "total_active_file ",
+)
+
+
+def _membership(line: str) -> tuple[list[str], str]:
+    """Return a line's controllers (v2's is ``""``) and path."""
+    _, names, path = [*line.split(":", 2), "", ""][:3]
+    return names.split(","), path
+
+
+def _mount(line: str) -> _Mount | None:
+    left, _, right = line.partition(" - ")
+    fields, (kind, _, options) = left.split(), [*right.split(None, 2), "", "", ""][:3]
+    if kind not in {"cgroup", "cgroup2"} or len(fields) < 5:  # noqa: PLR2004  # up to the mount point
+        return None
+    return _Mount(_plain(fields[3]), _plain(fields[4]), kind == "cgroup2", frozenset(options.split(",")))
+
+
+def _plain(path: str) -> str:
+    """Undo proc(5)'s octal escapes of the characters that would break a line."""
+    for escape, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        path = path.replace(escape, character)
+    return path
+
+
+def _levels(mount: _Mount, path: str) -> list[str]:
+    """Return the directories from the path's up to the mount's, those that need not exist among them."""
+    root = mount.root.rstrip("/")
+    inside = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
+    parts = [part for part in inside.split("/") if part]
+    if ".." in parts:  # outside this process's cgroup namespace
+        parts = []
+    return ["/".join([mount.point.rstrip("/"), *parts[:depth]]) for depth in range(len(parts), -1, -1)]
+
+
+def _working_set(usage: int, stat: str, names: _Names) -> int:
+    return max(usage - (field(stat, names.inactive) or 0), 0)
+
+
+def _pinned(usage: int, stat: str, names: _Names) -> int:
+    given_back = (field(stat, name) or 0 for name in (names.inactive, names.active, "slab_reclaimable "))
+    return max(usage - sum(given_back), 0)
+
+
+def _swap_limit(level: str, limit: int | None, *, v2: bool, root: str) -> int | None:
+    if v2:
+        return number(read(f"{root}{level}/memory.swap.max"))
+    both = number(read(f"{root}{level}/memory.memsw.limit_in_bytes"))
+    return max(both - limit, 0) if both is not None and both < _NO_LIMIT and limit is not None else None
+
+
+def _quota(level: str, *, v2: bool, root: str) -> float | None:
+    """Return a group's quota in cores."""
+    if v2:
+        quota, period = [*map(number, read(f"{root}{level}/cpu.max").split()), None, None][:2]
+    else:
+        quota, period = (number(read(f"{root}{level}/cpu.cfs_{name}_us")) for name in ("quota", "period"))
+    return quota / period if quota and period else None

@@ -1,0 +1,168 @@
+"""Hyperparameters by parameter group: the learning rate, and what else an optimizer may be given, or a scheduler may change.
+
+The first group's rate is in the record of every step that its optimizer makes, where the step hook has read it; everything else
+is read by the sampler thread from ``param_groups``, where it costs training nothing. A rate that a device holds (capturable
+optimizers) is copied without waiting, once a second. Groups count on over several optimizers, in the order of their first step;
+one that goes on with another's parameters has its place, and with another model (``models``) counting begins anew. Those no
+longer used may live for long: a scheduler and its optimizer refer to each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import nan
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torchobs import catalog
+from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.probes.core.object_index import ObjectIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from torchobs.catalog import Metric
+    from torchobs.probes.core.context import ProbeContext
+
+MAX_GROUPS = 8
+MAX_DIFFERING = 4
+"""Groups of which the other hyperparameters are shown, as far as they differ from the first group's"""
+LOOK_STEPS = 128
+"""Steps after which another optimizer is looked for, where nothing else has the hooks look"""
+DEVICE_NS = 1_000_000_000
+
+
+class OptimizerProbe:
+    """Reads ``param_groups``."""
+
+    name = "optimizer"
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._context = context
+        self._optimizers: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
+        self._first: Callable[[], object] = lambda: None
+        self._changes = context.recorder.models.changes
+        self._shown: dict[tuple[Metric, int], float] = {}
+        self._arrived: dict[int, float] = {}
+        self._device_due_ns = 0
+        context.reads_rate = True
+        context.before_step.append((self.name, context.breaker(self.name).guard(self._take)))
+        context.norm_due = 0
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`: the host's lists go with the host."""
+        self._context.reads_rate, self._context.recorder.rated = False, 0
+
+    def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        del closure
+        context, recorder = self._context, self._context.recorder
+        if self._first() is not optimizer or recorder.models.changes != self._changes:
+            self._line_up(optimizer)
+        rate = optimizer.param_groups[0].get("lr")
+        number = _number(rate)
+        if number is not None and id(optimizer) == recorder.rated and not recorder.values.flags & StepFlag.LEARNING_RATE:
+            recorder.values.learning_rate = number
+            recorder.values.flags |= StepFlag.LEARNING_RATE
+        if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
+            self._take_from_device()
+        if context.norm_due <= recorder.step:  # the gradient probe, which is told first, has not said when
+            context.norm_due, context.norm_step = recorder.step + LOOK_STEPS, recorder.step
+
+    def _line_up(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give it a place, if it has none, and find out whose is the first."""
+        models, living = self._context.recorder.models, [known for known, _ in self._optimizers.living()]
+        if models.changes != self._changes:
+            self._changes, living = models.changes, []
+        if not any(known is optimizer for known in living):
+            living = _with(optimizer, living)[:MAX_GROUPS]
+            lined_up: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
+            for one in living:
+                lined_up.of(one)
+            self._optimizers = lined_up
+        self._first, self._context.recorder.rated = ref(living[0]), id(living[0])
+
+    def _take_from_device(self) -> None:
+        self._device_due_ns = monotonic_ns() + DEVICE_NS
+        arrived, step = self._arrived, self._context.recorder.step + 1
+        arrived.clear()
+        for index, group in enumerate(self._groups()):
+            rate: Any = group.get("lr")
+            if _number(rate) is None and hasattr(rate, "device") and rate.numel() == 1:
+                arrive = functools.partial(arrived.__setitem__, id(rate))
+                self._context.device.take(rate, arrive if index else functools.partial(self._write_first, step))
+
+    def _write_first(self, step: int, rate: float) -> None:
+        """The first group's rate has arrived: it belongs to the record of a step that may have ended."""
+        append = self._context.writer.append
+        append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 8)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer, _ in self._optimizers.living() for group in optimizer.param_groups][:MAX_GROUPS]
+
+    def sample(self) -> None:
+        """Show what has changed."""
+        groups = self._groups()
+        found = {
+            (catalog.LEARNING_RATE, index): rate
+            for index, group in enumerate(groups)
+            if index and (rate := self._rate(group.get("lr"))) is not None
+        }
+        for metric, values in _others(groups[:MAX_DIFFERING]).items():
+            for index, value in enumerate(values):
+                known = (metric, index) in self._shown
+                if value is not None and (known or not index or value != values[0]):
+                    found[metric, index] = value
+        if found != self._shown:
+            self._show(found)
+
+    def _rate(self, rate: Any) -> float | None:
+        number = _number(rate)
+        return self._arrived.get(id(rate)) if number is None else number
+
+    def _show(self, found: Mapping[tuple[Metric, int], float]) -> None:
+        gone = dict.fromkeys(self._shown.keys() - found.keys(), nan)  # its optimizer is no more
+        for (metric, index), value in {**found, **gone}.items():
+            if self._shown.get((metric, index)) != value:
+                cell = self._context.writer.table.cell(metric, {"group": str(index)})
+                if cell is not None:
+                    cell.set(value)
+        self._shown = dict(found)
+
+
+def _with(optimizer: torch.optim.Optimizer, others: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return them all in order, but for those whose parameters this one goes on with: it has the place of the first of them."""
+    own = set(_parameters(optimizer))
+    left = [own.isdisjoint(_parameters(other)) for other in others]
+    place = left.index(False) if False in left else len(others)  # all before it stay
+    kept = [other for other, stays in zip(others, left, strict=True) if stays]
+    return [*kept[:place], optimizer, *kept[place:]]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _others(groups: list[dict[str, Any]]) -> dict[Metric, list[float | None]]:
+    """Return each hyperparameter but the learning rate by group; ``None`` where the optimizer has none such."""
+    return {
+        catalog.OPTIMIZER_WEIGHT_DECAY: [_number(group.get("weight_decay")) for group in groups],
+        catalog.OPTIMIZER_MOMENTUM: [_number(group.get("momentum", _beta(group, 0))) for group in groups],
+        catalog.OPTIMIZER_BETA2: [_number(_beta(group, 1)) for group in groups],
+    }
+
+
+def _beta(group: dict[str, Any], index: int) -> Any:
+    betas = group.get("betas")
+    return betas[index] if isinstance(betas, (tuple, list)) and len(betas) > index else None
+
+
+def _number(value: Any) -> float | None:
+    """Return it as a float; ``None`` for what is no number, or one that a device holds, where reading would wait."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    device = getattr(value, "device", None)
+    return float(value.item()) if device is not None and device.type == "cpu" and value.numel() == 1 else None

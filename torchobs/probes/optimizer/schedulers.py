@@ -1,0 +1,293 @@
+"""Learning-rate schedulers: how often they are stepped, and three ways of using them that waste a run.
+
+PyTorch's warnings in ``LRScheduler.step`` name the line that called it, so nothing of ours stands in between: what computes the
+rates inside it is watched. Classes that override ``step`` are wrapped there, a user's own when its first object is made. The
+outermost call counts: a chain of three schedulers is stepped once. What a constructor or ``load_state_dict`` does is no step.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.core.patch import Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from torchobs.flight.writer.series_table import Cell
+    from torchobs.probes.core.context import ProbeContext
+
+MAX_KNOWN = 64
+IDLE_STEPS = 100
+"""Training steps after which an optimizer that its scheduler counts for should have stepped"""
+IDLE_TELLS = 3
+"""Times that other optimizers were seen to step by then"""
+UNUSED_EPOCHS = 2
+"""Whole epochs after which a scheduler should have been stepped. One would do for a loop that steps it after each, which may
+do so as late as after the next one's first evaluation."""
+UNUSED_STEPS = 100_000
+"""The same in training steps, where no epochs are seen: more than an epoch has"""
+UNUSED_RUN_EPOCHS, UNUSED_RUN_STEPS = 1, 1_000
+"""Both for a run that has ended, or whose scheduler is gone: a trial of some steps may end before its first epoch"""
+_OUTSIDE, _STEPPING, _MAKING = range(3)
+_OWN_CONSTRUCTORS = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
+"""Schedulers of torch's whose constructors do not call ``LRScheduler``'s"""
+
+
+class _Scheduler:
+    """What is known of one scheduler."""
+
+    __slots__ = (
+        "early", "epoch", "idle_told", "inner", "made_at", "name", "optimizer", "ref", "relieved", "stepped", "steps", "tells",
+        "unused_told",
+    )  # fmt: skip
+
+    def __init__(self, name: str, made_at: int, epoch: int, tells: int) -> None:
+        self.name, self.made_at, self.epoch, self.tells = name, made_at, epoch, tells
+        self.steps = 0
+        self.ref: weakref.ref[Any] | None = None
+        self.optimizer: weakref.ref[Any] | None = None
+        self.stepped = False
+        """whether its optimizer was seen to step"""
+        self.early = self.inner = self.relieved = self.idle_told = self.unused_told = False
+        """early: its optimizer had not been called when it was first stepped; inner: another one steps it; relieved: another
+        one of its optimizer's is stepped, a warm-up, say, and it may wait for its turn"""
+
+
+class SchedulerProbe:
+    """Counts steps and misuse."""
+
+    name = "schedulers"
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self._patched: set[type] = set()
+        self._within = _OUTSIDE
+        self._outer = 0
+        """id of the scheduler whose own ``step`` is running"""
+        self._ended = False
+        self._steps = self._shown = self._tells = 0
+        self._known: dict[int, _Scheduler] = {}
+        self._gone: list[_Scheduler] = []
+        self._misuses: list[tuple[str, _Scheduler]] = []
+        self._steps_cell: Cell | None = None
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        from torch.optim import lr_scheduler  # torch is optional until training begins
+
+        self._context, self._base = context, lr_scheduler.LRScheduler
+        self._stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._scheduled: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._breaker = breaker = context.breaker(self.name)
+        self._note_made_safely, self._note_step_safely = breaker.guard(self._note_made), breaker.guard(self._note_step)
+        self._patch_steps_safely = breaker.guard(self._patch_steps)
+        self._watch(lr_scheduler._enable_get_lr_call, "__enter__", self._watched_rates)
+        for name in ("LRScheduler", *_OWN_CONSTRUCTORS):
+            self._watch(getattr(lr_scheduler, name), "__init__", self._watched_init)
+        for owner in (lr_scheduler.ReduceLROnPlateau, *_family(self._base)):
+            self._patch_steps(owner)
+        context.before_step.append((self.name, breaker.guard(self._before_step)))
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        # an exception on its way out, or one that ended the program: the first epoch may not have been over
+        self._ended = sys.exc_info()[0] is None and not hasattr(sys, "last_type")
+        for patch in reversed(self._patches):
+            patch.undo()
+
+    def _watch(self, owner: type, name: str, watched: Callable[[Any], Any]) -> None:
+        self._patches.append(Patch(owner, name, watched(vars(owner)[name])))
+
+    def _patch_steps(self, owner: type) -> None:
+        """Wrap the ``step`` of each class of this one's line that overrides it."""
+        for cls in owner.__mro__:
+            if cls is self._base:
+                return
+            if cls not in self._patched and "step" in vars(cls):
+                self._patched.add(cls)
+                self._watch(cls, "step", self._watched_step)
+
+    def _watched_rates(self, original: Any) -> Any:
+        """What ``LRScheduler.step`` enters to compute the rates; ``context.o`` is the scheduler."""
+
+        @functools.wraps(original)
+        def enter(context: Any) -> Any:
+            self._note_step_safely(context.o)
+            return original(context)
+
+        return enter
+
+    def _watched_step(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note_step_safely(scheduler)
+            within, outer = self._within, self._outer
+            if within == _OUTSIDE:
+                self._within, self._outer = _STEPPING, id(scheduler)
+            try:
+                return original(scheduler, *args, **kwargs)
+            finally:
+                self._within, self._outer = within, outer
+
+        return step
+
+    def _watched_init(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def init(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            self._patch_steps_safely(type(scheduler))
+            within, self._within = self._within, _MAKING
+            try:
+                original(scheduler, *args, **kwargs)
+            finally:
+                self._within = within
+            self._note_made_safely(scheduler)
+
+        return init
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
+
+    def _note_made(self, scheduler: Any) -> None:
+        if self._state_of(scheduler) is None:
+            self._enter(scheduler)
+        for part in getattr(scheduler, "_schedulers", ()):
+            state = self._state_of(part)
+            if state is not None:
+                state.inner = True
+        self._context.norm_due = 0  # to be told of its optimizer's first step
+
+    def _note_step(self, scheduler: Any) -> None:
+        if self._within == _MAKING:
+            return
+        state = self._state_of(scheduler) or self._enter(scheduler)
+        if self._within == _STEPPING:
+            if state is not None and id(scheduler) != self._outer:
+                state.inner = True
+            return
+        self._steps += 1
+        if state is not None:
+            if not state.steps:
+                self._note_first(state, scheduler.optimizer)
+            state.steps += 1
+
+    def _note_first(self, state: _Scheduler, optimizer: torch.optim.Optimizer) -> None:
+        # PyTorch's own criterion, set by what a scheduler puts around its optimizer's step
+        state.early = not getattr(optimizer, "_opt_called", False)
+        self._scheduled.add(optimizer)
+        for other in list(self._known.values()):
+            if other.optimizer is not None and other.optimizer() is optimizer:
+                other.relieved = True
+
+    def _state_of(self, scheduler: object) -> _Scheduler | None:
+        state = self._known.get(id(scheduler))
+        return state if state is not None and state.ref is not None and state.ref() is scheduler else None
+
+    def _enter(self, scheduler: Any) -> _Scheduler | None:
+        """Begin to know one. The counters are there, at 0, before the first step can be shown."""
+        if self._steps_cell is None:
+            table = self._context.writer.table
+            self._steps_cell = table.cell(catalog.SCHEDULER_STEPS, {})
+            for kind in catalog.SCHEDULER_MISUSES:
+                table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
+        if len(self._known) >= MAX_KNOWN:
+            return None
+        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._context.epochs, self._tells)
+        key, optimizer = id(scheduler), getattr(scheduler, "optimizer", None)
+        state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
+        if optimizer is not None:
+            state.optimizer = weakref.ref(optimizer)
+            state.stepped, state.relieved = optimizer in self._stepping, optimizer in self._scheduled
+        self._known[key] = state
+        return state
+
+    def _forget(self, key: int, state: _Scheduler) -> None:
+        if self._known.get(key) is state:
+            del self._known[key]
+        self._gone.append(state)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
+        """It is about to step; for the first time, a scheduler that has been stepped was so too early.
+
+        Not once a training step has ended since the scheduler was made, be it one that the loss scaler skipped: there PyTorch
+        warns of an order that is right.
+        """
+        del closure
+        self._tells += 1
+        if optimizer in self._stepping:
+            return
+        self._stepping.add(optimizer)
+        for state in list(self._known.values()):
+            if state.optimizer is not None and state.optimizer() is optimizer:
+                state.stepped = True
+                if state.early and not state.inner and state.made_at == self._context.recorder.step:
+                    self._misuses.append(("before_optimizer", state))
+
+    # -- in the sampler thread ---------------------------------------------------------------------------------------------
+
+    def sample(self) -> None:
+        """Show the steps, and what was misused."""
+        fresh = self._steps - self._shown
+        if fresh and self._steps_cell is not None:
+            self._steps_cell.add(fresh)
+            self._shown += fresh
+        while self._misuses:
+            self._tell(*self._misuses.pop(0))
+
+    def observe(self) -> None:
+        """Judge the schedulers that there are, and those that are gone."""
+        for state in list(self._known.values()):
+            self._judge(state, over=self._ended)
+        while self._gone:
+            self._judge(self._gone.pop(), over=True)
+        self.sample()
+
+    def _judge(self, state: _Scheduler, *, over: bool) -> None:
+        done = self._context.recorder.step - state.made_at
+        if state.inner:
+            return
+        if not (state.steps or state.relieved or state.unused_told) and state.stepped and self._is_late(state, over=over):
+            state.unused_told = True
+            self._misuses.append(("never_stepped", state))
+        optimizer = state.optimizer() if state.optimizer is not None else None
+        called = optimizer is None or getattr(optimizer, "_opt_called", False) or state.stepped
+        told = self._tells - state.tells >= IDLE_TELLS
+        if state.steps and not called and done >= IDLE_STEPS and told and not state.idle_told:
+            state.idle_told = True
+            self._misuses.append(("idle_optimizer", state))
+
+    def _is_late(self, state: _Scheduler, *, over: bool) -> bool:
+        """Tell whether it should have been stepped by now. An epoch that has begun is no whole one yet."""
+        done, begun = self._context.recorder.step - state.made_at, self._context.epochs - state.epoch
+        if over:
+            return done >= UNUSED_RUN_STEPS or begun > UNUSED_RUN_EPOCHS
+        return done >= UNUSED_STEPS or begun > UNUSED_EPOCHS
+
+    def _tell(self, kind: str, state: _Scheduler) -> None:
+        context = self._context
+        cell = context.writer.table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
+        if cell is not None:
+            cell.add(1)
+        context.writer.event(
+            catalog.EVENT_SCHEDULER_MISUSED.name, {"kind": kind, "scheduler": state.name}, context.recorder.step
+        )
+        if context.warn_limited is not None:
+            context.warn_limited(f"scheduler {kind}", f"the scheduler {state.name} {_MEANING[kind]}")
+
+
+_MEANING = {
+    "before_optimizer": "was stepped before its optimizer's first step: the schedule's first rate was never used",
+    "never_stepped": "was made but never stepped: the learning rate does not follow it",
+    "idle_optimizer": "is stepped, but its optimizer is not: what trains is another one, whose rate it does not set",
+}
+
+
+def _family(base: type) -> list[type]:
+    """Return all classes that inherit from it."""
+    children: list[type] = base.__subclasses__()
+    return [heir for child in children for heir in (child, *_family(child))]

@@ -1,0 +1,1 @@
+"""Loss scaler and autocast."""

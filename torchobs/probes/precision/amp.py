@@ -1,0 +1,174 @@
+"""Automatic mixed precision: what ``GradScaler`` does to steps, its scale, and the data type that autocast computes in.
+
+A step that the scaler skips is a step all the same, and marked. A non-fused skip calls no optimizer, so no hook fires; a fused
+optimizer is called with ``found_inf`` set and does nothing. The patches sit at class level, on ``torch.amp.GradScaler``, whose
+subclasses for CUDA and the CPU inherit them, and on every subclass that overrides what is patched (``ShardedGradScaler`` does).
+"""
+
+from __future__ import annotations
+
+import functools
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.precision.autocast import AutocastWatch
+from torchobs.probes.precision.loss_scale import Scales
+from torchobs.probes.precision.overflows import Overflows
+from torchobs.support.import_hooks import after_import, cancel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from importlib.abc import MetaPathFinder
+
+    from torch.utils.hooks import RemovableHandle
+
+    from torchobs.probes.core.context import ProbeContext
+
+SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
+
+
+class AmpProbe:
+    """Sees what loss scalers do."""
+
+    name = "amp"
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self._patched: set[type] = set()
+        self._handle: MetaPathFinder | None = None
+        self._hook: RemovableHandle | None = None
+        self._autocast = AutocastWatch()
+        self._inside = self._called = self._over = False
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        from torch.amp import grad_scaler  # torch is optional until training begins
+
+        self._context, self._scaler = context, grad_scaler.GradScaler
+        self._overflows, self._scales = Overflows(context), Scales(context)
+        self._breaker = context.breaker(self.name)
+        self._after_step_safely = self._breaker.guard(self._after_step)
+        self._after_scale_safely = self._breaker.guard(self._after_scale)
+        self._after_update_safely = self._breaker.guard(self._after_update)
+        self._note_called_safely = self._breaker.guard(self._note_called)
+        self._watch_optimizers_safely = self._breaker.guard(self._watch_optimizers)
+        self._patch_all()
+        self._handle = after_import(SHARDED, self._breaker.guard(self._patch_all))
+        self._autocast.install(context, self._breaker)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._over = True
+        if self._handle is not None:
+            cancel(self._handle)
+        if self._hook is not None:
+            self._hook.remove()
+        self._autocast.remove()
+        for patch in reversed(self._patches):
+            patch.undo()
+
+    def sample(self) -> None:
+        """Show the scales; count what fused optimizers turn out to have skipped."""
+        self._overflows.sample()
+        self._scales.sample()
+
+    def observe(self) -> None:
+        """Look for scalers that were defined meanwhile, and for autocast."""
+        if not self._over:  # the rank's last round comes after ``remove``
+            self._patch_all()
+        self._autocast.observe(scaled=self._scales.seen)
+
+    def _patch_all(self) -> None:
+        """Patch ``GradScaler`` and each of its subclasses as far as it overrides what is patched, once."""
+        watched = {"step": self._watched_step, "scale": self._watched_scale, "update": self._watched_update}
+        for owner in _family(self._scaler):
+            if owner in self._patched:
+                continue
+            self._patched.add(owner)
+            for name in vars(owner).keys() & watched.keys():
+                self._patches.append(Patch(owner, name, watched[name](vars(owner)[name])))
+
+    def _watched_step(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            # inside: a subclass calls its parent; a disabled scaler has no `_scale` and hands everything through
+            if self._inside or self._breaker.blown or not getattr(scaler, "_enabled", False):
+                return original(scaler, optimizer, *args, **kwargs)
+            if self._hook is None:
+                self._watch_optimizers_safely()
+            self._inside, self._called = True, False
+            try:
+                result = original(scaler, optimizer, *args, **kwargs)
+            finally:
+                self._inside = False
+            self._after_step_safely(optimizer)
+            return result
+
+        return step
+
+    def _watched_scale(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            scaled = original(scaler, outputs)
+            self._after_scale_safely(scaler, outputs, scaled)
+            return scaled
+
+        return scale
+
+    def _watched_update(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(scaler, *args, **kwargs)
+            self._after_update_safely(scaler)
+            return result
+
+        return update
+
+    def _watch_optimizers(self) -> None:
+        """Hook optimizers from the first scaler's first step on: nobody else pays for it."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
+
+    def _before_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        del args, kwargs
+        if self._inside and not self._called:  # a subclass's step calls its parent's
+            self._called = True
+            self._note_called_safely(optimizer)
+
+    def _note_called(self, optimizer: Any) -> None:
+        """The scaler calls it: it steps, unless it is a fused one that finds ``found_inf`` set."""
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None:
+            self._overflows.stepped(optimizer)
+        else:
+            self._overflows.fused(optimizer, found_inf)
+
+    def _after_step(self, optimizer: Any) -> None:
+        # an optimizer that fires no hooks (none of torch's) is not known to have been skipped
+        if self._called or not getattr(type(optimizer).step, "hooked", False):
+            return
+        recorder = self._context.recorder
+        recorder.optimizer_begins(optimizer)
+        self._overflows.skipped(optimizer)
+        recorder.optimizer_ends(optimizer, monotonic_ns())
+
+    def _after_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
+        if not scaler._enabled:
+            return
+        self._context.loss_scale = scaler._scale  # get_scale() would synchronise
+        if self._context.loss_scaled is not None:
+            self._context.loss_scaled(outputs, scaled, scaler._scale)
+
+    def _after_update(self, scaler: Any) -> None:
+        if scaler._enabled:
+            self._scales.updated(scaler)
+
+
+def _family(base: type) -> Iterator[type]:
+    """Yield a class and all that inherit from it."""
+    yield base
+    child: type
+    for child in base.__subclasses__():
+        yield from _family(child)

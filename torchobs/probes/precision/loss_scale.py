@@ -1,0 +1,96 @@
+"""The loss scale and the growth tracker of each loss scaler: a scale on the CPU is read by the sampler thread, directly.
+
+One on a device is copied without waiting, after an ``update()``, ten times a second at most: ``get_scale()`` would synchronise.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite, nan
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.core.object_index import ObjectIndex
+
+if TYPE_CHECKING:
+    from torchobs.flight.writer.series_table import Cell
+    from torchobs.probes.core.context import ProbeContext
+
+COLLAPSED = 1.0
+"""A scale below this makes gradients smaller than they are: PyTorch's documentation of ``GradScaler.update`` says that then
+"something is likely wrong"."""
+
+
+class _Scaler:
+    """What is known of one scaler. ``due``: its values shall be copied at the next update."""
+
+    __slots__ = ("collapsed", "due", "index", "scale", "scale_cell", "shown", "tracker", "tracker_cell")
+
+    def __init__(self, index: int, scale_cell: Cell | None, tracker_cell: Cell | None) -> None:
+        self.index, self.scale_cell, self.tracker_cell = index, scale_cell, tracker_cell
+        self.due, self.collapsed = True, False
+        self.scale = self.tracker = nan
+        self.shown = (nan, nan)
+
+    def take_scale(self, value: float) -> None:
+        self.scale = value
+
+    def take_tracker(self, value: float) -> None:
+        self.tracker = value
+
+
+class Scales:
+    """Shows them for the AMP probe."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self.seen = False
+        """Whether an enabled scaler has been at work; it may have gone since, with the function that trained."""
+        self._scalers = ObjectIndex(len(catalog.SCALER.values), self._make)
+
+    def _make(self, index: int) -> _Scaler:
+        table, attributes = self._context.writer.table, {"scaler": str(index)}
+        cells = [table.cell(metric, attributes) for metric in (catalog.AMP_SCALE, catalog.AMP_GROWTH_TRACKER)]
+        return _Scaler(index, *cells)
+
+    def updated(self, scaler: Any) -> None:
+        """Note that an enabled scaler has been at work; copy its values if that is due."""
+        self.seen = True
+        state = self._scalers.of(scaler)
+        if state is None or not state.due:
+            return
+        scale, tracker = scaler._scale, scaler._growth_tracker
+        if scale is None or tracker is None or scale.is_cpu:
+            return
+        state.due = False
+        self._context.device.take(scale, state.take_scale)
+        self._context.device.take(tracker, state.take_tracker)
+
+    def sample(self) -> None:
+        """Show what there is. For the sampler thread."""
+        for scaler, state in self._scalers.living():
+            scale, tracker = scaler._scale, scaler._growth_tracker
+            if scale is not None and tracker is not None and scale.is_cpu:
+                state.scale, state.tracker = scale.item(), float(tracker.item())
+            state.due = True
+            if (state.scale, state.tracker) != state.shown:
+                self._show(state)
+
+    def _show(self, state: _Scaler) -> None:
+        state.shown = (state.scale, state.tracker)
+        for cell, value in ((state.scale_cell, state.scale), (state.tracker_cell, state.tracker)):
+            if cell is not None:
+                cell.set(value)
+        collapsed = (state.scale if isfinite(state.scale) else inf) < COLLAPSED
+        if collapsed and not state.collapsed:
+            self._tell(state)
+        state.collapsed = collapsed
+
+    def _tell(self, state: _Scaler) -> None:
+        context = self._context
+        attributes = {"scaler": str(state.index), "scale": state.scale}
+        context.writer.event(catalog.EVENT_AMP_SCALE_COLLAPSED.name, attributes, context.recorder.step)
+        if context.warn_limited is not None:
+            finds = "the gradients are not finite at any scale, and steps are skipped"
+            context.warn_limited(
+                "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"
+            )

@@ -1,0 +1,118 @@
+"""Which optimizers found a non-finite gradient where they should step, and how often in a row.
+
+For most optimizers the loss scaler itself waits for that before it calls them, or does not; a fused one is called all the same
+and looks at ``found_inf`` on its device: what it found is copied without waiting, and its step marked when the copy is here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.flight.metrics.fold import StepFlag
+from torchobs.probes.core.object_index import ObjectIndex
+
+if TYPE_CHECKING:
+    from torchobs.flight.writer.series_table import Cell
+    from torchobs.probes.core.context import ProbeContext
+
+
+class _Optimizer:
+    """What is known of one optimizer under a loss scaler."""
+
+    __slots__ = ("cell", "overflows", "shown", "streak")
+
+    def __init__(self, cell: Cell | None) -> None:
+        self.cell = cell
+        self.overflows = self.shown = self.streak = 0
+
+    def note(self, *, overflow: bool) -> None:
+        self.overflows += overflow
+        self.streak = self.streak + 1 if overflow else 0
+
+
+class _UnderWay:
+    """``found_inf`` of a fused optimizer, on its way from a device."""
+
+    __slots__ = ("arrived", "marked", "optimizer", "step")
+
+    def __init__(self, step: int, optimizer: _Optimizer | None, *, marked: bool) -> None:
+        self.step, self.optimizer = step, optimizer
+        self.marked = marked
+        """whether the step is known to have been skipped, by another of its optimizers"""
+        self.arrived: list[float] = []
+
+
+class Overflows:
+    """Counts them for the AMP probe, and marks the steps."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._optimizers = ObjectIndex(len(catalog.OPTIMIZER.values), self._make)
+        self._under_way: deque[_UnderWay] = deque()
+        self._late_step = 0
+        self._streak_cell: Cell | None = None
+        self._shown_streak = 0
+
+    def _make(self, index: int) -> _Optimizer:
+        """Return a new optimizer's state. Its counter is there, at 0, before anything can be counted."""
+        table = self._context.writer.table
+        if self._streak_cell is None:
+            self._streak_cell = table.cell(catalog.AMP_SKIP_STREAK, {})
+            if self._streak_cell is not None:
+                self._streak_cell.set(0.0)
+        return _Optimizer(table.cell(catalog.AMP_OVERFLOWS, {"optimizer": str(index)}))
+
+    def stepped(self, optimizer: object) -> None:
+        """It found all gradients finite."""
+        state = self._optimizers.of(optimizer)
+        if state is not None:
+            state.streak = 0
+
+    def skipped(self, optimizer: object) -> None:
+        """It did not step, and the step in progress is marked."""
+        recorder = self._context.recorder
+        recorder.values.flags |= StepFlag.SKIPPED
+        for other in self._under_way:
+            other.marked = other.marked or other.step == recorder.step + 1
+        state = self._optimizers.of(optimizer)
+        if state is not None:
+            state.note(overflow=True)
+
+    def fused(self, optimizer: object, found_inf: Any) -> None:
+        """It is about to step, with ``found_inf`` (one element, not 0 for an overflow) on the CPU or on a device."""
+        if found_inf.device.type == "cpu":
+            note = self.skipped if found_inf.item() else self.stepped
+            note(optimizer)
+            return
+        recorder = self._context.recorder
+        marked = bool(recorder.values.flags & StepFlag.SKIPPED)
+        under_way = _UnderWay(recorder.step + 1, self._optimizers.of(optimizer), marked=marked)
+        if self._context.device.take(found_inf, under_way.arrived.append):
+            self._under_way.append(under_way)
+
+    def sample(self) -> None:
+        """Mark ended steps that fused optimizers turn out to have skipped; show the counts. For the sampler thread."""
+        waiting, recorder = self._under_way, self._context.recorder
+        while waiting and waiting[0].arrived and waiting[0].step <= recorder.step:
+            done = waiting.popleft()
+            overflow = done.arrived[0] > 0.0
+            if done.optimizer is not None:
+                done.optimizer.note(overflow=overflow)
+            if overflow and not done.marked and done.step != self._late_step:
+                self._late_step = done.step  # however many of its optimizers found one
+                recorder.late(done.step, StepFlag.SKIPPED, 0.0, 0.0)
+        self._show()
+
+    def _show(self) -> None:
+        states = [state for _, state in self._optimizers.living()]
+        for state in states:
+            fresh = state.overflows - state.shown
+            if fresh and state.cell is not None:
+                state.cell.add(fresh)
+                state.shown += fresh
+        streak = max((state.streak for state in states), default=0)
+        if streak != self._shown_streak and self._streak_cell is not None:
+            self._streak_cell.set(float(streak))
+            self._shown_streak = streak

@@ -1,0 +1,1 @@
+"""Steps, backward passes, loss and phases."""

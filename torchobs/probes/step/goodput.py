@@ -1,0 +1,64 @@
+"""Goodput of the step in progress and of the time after the last step, credited ahead (``flight.metrics.goodput``).
+
+What a step of a second takes shows when it ends. Of a longer one evaluations, checkpoints, compilations and waiting for data
+are shown as they go on, and that nothing is seen of it any more. At the end all that is left is told, so that the states add up
+to the rank's life.
+"""
+
+from __future__ import annotations
+
+from time import monotonic_ns
+from typing import TYPE_CHECKING
+
+from torchobs.detect.idle import idle_from
+from torchobs.flight.metrics.goodput import credit, forgive
+from torchobs.flight.metrics.totals import DURATION_SUM
+from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+
+_LONG_NS = 500_000_000
+_LONG_TRACE, _ROUNDS = 256, 10
+"""A boundary takes a microsecond to replay: from that many on, once a second"""
+
+
+class OpenTime:
+    """For the sampler thread. A part of the probe of phases."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context, self._timeline = context, context.recorder.timeline
+        self._ended, self._rounds = False, 0
+        self.evaluating_since_ns = 0
+        """When the evaluation that is under way began; 0: none is, or none for long"""
+
+    def sample(self, *, last: bool = False) -> None:
+        """Bring the credit up to date. ``last``: the rank ends, and the step in progress with it."""
+        recorder, core, now_ns = self._context.recorder, self._context.writer.table.core, monotonic_ns()
+        if recorder.timeline is not self._timeline:
+            self._timeline = recorder.timeline
+            core.change(forgive)  # hooks were off for a while
+        if now_ns - recorder.open_since() < _LONG_NS and not last:
+            self.evaluating_since_ns = 0
+            return
+        self._rounds += 1
+        if len(recorder.trace) > _LONG_TRACE and self._rounds % _ROUNDS and not last:
+            return
+        if last:
+            self._context.writer.fold()
+        seen = recorder.so_far()
+        if seen is None:
+            return
+        step, timeline = seen
+        self.evaluating_since_ns = timeline.evaluating_since()
+        longest_s = core.totals.floats[DURATION_SUM + 2]
+        spent, idle_ns = timeline.so_far(now_ns, 0 if last else idle_from(longest_s) * 1e9)
+        if last:
+            idle_ns = sum(spent[FORWARD : OTHER + 1])  # whatever it was, no step came of it
+        parts = (spent[DATA], spent[EVALUATION], spent[CHECKPOINT], spent[COMPILE], idle_ns)
+        core.change(credit, step, [length / 1e9 for length in parts], sum(spent) / 1e9)
+        if last:
+            core.publish()
+            if not self._ended:
+                self._timeline.evaluations.extend(timeline.evaluations)
+            self._ended = True

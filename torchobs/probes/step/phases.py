@@ -1,0 +1,97 @@
+"""Phases: that they are recorded, and evaluation, which is no part of a step; and that no training goes on any more.
+
+``Module.train`` is where ``eval()`` and ``train()`` meet; only the outermost call counts, since it recurses into the children.
+"""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.detect.idle import idle_from
+from torchobs.flight.metrics.totals import DURATION_SUM
+from torchobs.probes.core.boundaries import EVAL, TRAIN
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.timeline import FORWARD, OTHER
+from torchobs.probes.step.goodput import OpenTime
+from torchobs.probes.step.startup import Startup
+from torchobs.support.rate_limit import LONG_NS, Budget
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+
+_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
+
+
+class PhaseProbe:
+    """Switches the recording of phases on, and sees evaluation begin and end."""
+
+    name = "phases"
+
+    def __init__(self) -> None:
+        self._patch: Patch | None = None
+        self._depth = 0
+        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        import torch  # torch is optional until training begins
+
+        self._context = context
+        self._startup, self._open, self._over = Startup(context), OpenTime(context), False
+        context.recorder.timed = True
+        original = torch.nn.Module.train
+        note = context.breaker(self.name).guard(self._note)
+
+        @functools.wraps(original)
+        def train(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002  # torch's signature
+            if self._depth or get_ident() != context.thread:
+                return original(module, mode)
+            self._depth = 1
+            note(module, mode)
+            try:
+                return original(module, mode)
+            finally:
+                self._depth = 0
+
+        self._patch = Patch(torch.nn.Module, "train", train)
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        if self._patch is not None:
+            self._patch.undo()
+            self._context.recorder.timed, self._context.evaluating_since_ns = False, 0
+            self._over = True
+
+    def sample(self) -> None:
+        """Write spans of the evaluations that the timeline has found, and look how long the start takes, and what is open."""
+        self._context.idle = self._is_idle()
+        self._open.sample(last=self._over)
+        self._context.evaluating_since_ns = self._open.evaluating_since_ns
+        self._startup.sample(last=self._over)
+        found = self._context.recorder.timeline.evaluations
+        while found and self._context.span is not None:
+            begun_ns, ended_ns = found.popleft()
+            if ended_ns - begun_ns >= LONG_NS or self._budget.take(ended_ns):
+                self._context.span(catalog.SPAN_EVALUATION.name, begun_ns, ended_ns, {}, failed=False)
+
+    def _is_idle(self) -> bool:
+        """Tell whether nothing was seen for as long as goodput takes for idle, and the training loop is not running either.
+
+        The stack, 6 µs to look at, is looked at only then: a second stage's loop is noted some steps later.
+        """
+        context = self._context
+        phase, since_ns = context.recorder.phase()
+        patience_s = idle_from(context.writer.table.core.totals.floats[DURATION_SUM + 2])
+        quiet = phase in {FORWARD, OTHER} and monotonic_ns() - since_ns > patience_s * 1e9
+        return quiet and context.loop.left(context.thread)
+
+    def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # as above
+        now_ns = monotonic_ns()
+        recorder = self._context.recorder
+        recorder.mark(TRAIN if mode else EVAL, now_ns, id(module))
+        if recorder.metered:
+            self._context.record_overhead(self.name, monotonic_ns() - now_ns)

@@ -1,0 +1,1 @@
+"""Ranks as seen from outside: scanner, state, incarnations and comparison. Shared by exporter, top and inspect."""

@@ -1,0 +1,189 @@
+"""What no rank can say of itself: how it stands among the ranks of its run on this machine, and what they are together.
+
+Beyond one machine these are recording rules: every exporter sees its own ranks only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import groupby
+from math import sqrt
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.detect import stragglers
+from torchobs.ranks import labels
+from torchobs.ranks.metric_values import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torchobs.ranks.metric_values import Readings
+    from torchobs.ranks.scanner import Rank
+
+LEAST_STEPS = 16
+"""Steps over which a rank is compared: fewer say more of one step than of the rank."""
+WINDOW_NS = 30_000_000_000
+"""And at least this long, so that a rank at 1 ms a step is not judged by 16 ms."""
+_PHASE_KEYS = [(phase,) for phase in catalog.PHASES]
+_SAMPLE_NS = 1_000_000_000
+_METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GOODPUT_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
+_ASIDE = ("evaluation", "checkpoint", "compile")
+"""What a rank does beside its steps while its peers wait for it."""
+
+
+class RankStanding(NamedTuple):
+    """How a rank stands among those of its run on this machine that live."""
+
+    behind: int | None
+    """steps by which the one that has done most is ahead; None: not all of its own were recorded"""
+    slowdown: float | None
+    """its step time over that of its peers, both without waiting (``detect.stragglers``); None: too few steps yet"""
+    excess_s: Mapping[str, float]
+    """seconds per step above the median of its peers, by ``catalog.OWN_PHASES``; empty where there is no slowdown"""
+
+
+class RunSummary(NamedTuple):
+    """The ranks of a run on this machine."""
+
+    job_name: str
+    run_id: str
+    here: int
+    """that live"""
+    missing: int | None
+    """that the launcher started here, as it says, and that are not on the page; None: it does not say"""
+    step_spread: int
+    """steps between the first and the last of those that live, and of which all were recorded"""
+    grad_norm: float | None
+    """L2 norm of the whole gradient; None: the run has ranks elsewhere, or not all of them have measured one"""
+
+
+class RankComparator:
+    """Compares the ranks of snapshots, one after the other. Remembers how far each was."""
+
+    def __init__(self) -> None:
+        self._reader = Reader(_METRICS)
+        self._pasts: dict[str, _Past] = {}
+
+    def of(self, ranks: Sequence[Rank], now_ns: int) -> tuple[dict[str, RankStanding], tuple[RunSummary, ...]]:
+        """Return the standing of every living rank by its incarnation, and every run; ``ranks`` are sorted by run."""
+        self._reader.keep(ranks)
+        pasts = {rank.incarnation: self._pasts.get(rank.incarnation) or _Past() for rank in ranks}
+        self._pasts = pasts
+        standings: dict[str, RankStanding] = {}
+        runs = []
+        for _, group in groupby(ranks, lambda rank: (rank.job_name, rank.run_id)):
+            read = [(rank, self._reader.read(rank)) for rank in group]
+            living = {rank.incarnation: readings for rank, readings in read if rank.up}
+            for incarnation, readings in living.items():
+                pasts[incarnation].add(now_ns, readings)
+            counted = {rank.incarnation for rank, _ in read if _is_counted(rank)}
+            standings |= _standings(living, pasts, counted)
+            runs.append(_together(read))
+        return standings, tuple(runs)
+
+
+class _Past:
+    """A rank's steps, its time in each phase and beside its steps, once a second, for as long as it takes to compare it."""
+
+    __slots__ = ("_marks",)
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[int, int, tuple[float, ...]]] = deque()
+
+    def add(self, now_ns: int, readings: Readings) -> None:
+        steps = _steps(readings)
+        times = readings.of(catalog.STEP_PHASE_TIME)
+        phases = tuple([times.get(key, 0.0) for key in _PHASE_KEYS])
+        phases += (sum(readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in _ASIDE),)
+        marks = self._marks
+        if marks and steps == marks[-1][1]:
+            return  # an evaluation's time is shown as it goes on, a peer's waiting for it when its step ends: both count then
+        if marks and steps < marks[-1][1]:
+            marks.clear()
+        if len(marks) > 1 and now_ns - marks[-2][0] < _SAMPLE_NS:
+            marks.pop()  # the newest is always the latest; between the others there is a second
+        marks.append((now_ns, steps, phases))
+        while len(marks) > 2 and steps - marks[1][1] >= LEAST_STEPS and now_ns - marks[1][0] >= WINDOW_NS:  # noqa: PLR2004  # the oldest, the newest
+            marks.popleft()
+
+    def per_step_s(self) -> tuple[float, ...] | None:
+        """Return the mean seconds of a step in each phase and, last, of what was done beside it; or ``None``."""
+        (_, first, before), (_, last, after) = self._marks[0], self._marks[-1]
+        if last - first < LEAST_STEPS:
+            return None
+        return tuple(max(0.0, now - then) / (last - first) for now, then in zip(after, before, strict=True))
+
+
+def _is_counted(rank: Rank) -> bool:
+    """Tell whether all of its steps were recorded: whose recording was off for a while has missed some."""
+    return rank.view.live.steps_since_ns == 0
+
+
+def _standings(living: Mapping[str, Readings], pasts: Mapping[str, _Past], counted: Collection[str]) -> dict[str, RankStanding]:
+    if len(living) < stragglers.LEAST_RANKS:
+        return {}
+    furthest = max((_steps(readings) for incarnation, readings in living.items() if incarnation in counted), default=0)
+    spent = {incarnation: found for incarnation in living if (found := pasts[incarnation].per_step_s()) is not None}
+    times = stragglers.without_asides(
+        {incarnation: found[:-1] for incarnation, found in spent.items()},
+        {incarnation: found[-1] for incarnation, found in spent.items()},
+    )
+    slow = stragglers.compare(times)
+    return {
+        incarnation: RankStanding(
+            behind=furthest - _steps(readings) if incarnation in counted else None,
+            slowdown=slow[incarnation].factor if incarnation in slow else None,
+            excess_s=_excess(incarnation, times) if incarnation in slow else {},
+        )
+        for incarnation, readings in living.items()
+    }
+
+
+def _excess(incarnation: str, times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    own, others = times[incarnation], [found for other, found in times.items() if other != incarnation]
+    return {
+        phase: own[index] - median(found[index] for found in others)
+        for index, phase in enumerate(catalog.PHASES)
+        if phase in catalog.OWN_PHASES
+    }
+
+
+def _together(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
+    ranks = [rank for rank, _ in read]
+    here = sum(rank.up for rank, _ in read)
+    steps = [_steps(readings) for rank, readings in read if rank.up and _is_counted(rank)]
+    started = max((_said(rank, "local_world_size") for rank in ranks), default=0)
+    return RunSummary(
+        job_name=ranks[0].job_name,
+        run_id=ranks[0].run_id,
+        here=here,
+        missing=max(0, started - len(ranks)) if started else None,
+        step_spread=max(steps) - min(steps) if steps else 0,
+        grad_norm=whole_norm(
+            [(readings.get(catalog.GRAD_NORM), readings.get(catalog.GRAD_NORM_RANKS)) for _, readings in read],
+            max(_said(rank, "world_size") for rank in ranks),
+        ),
+    )
+
+
+def whole_norm(parts: Sequence[tuple[float | None, float | None]], world_size: int) -> float | None:
+    """Return the whole gradient's L2 norm from each rank's norm, and over how many ranks the gradient is spread (None: one).
+
+    The squares of N shards add up to the whole's square. Where several groups of N ranks hold the same shards, or every rank
+    holds everything (N = 1), the mean over all ranks of N times the square is the same. ``None`` unless all ``world_size``
+    ranks have a norm.
+    """
+    squares = [norm * norm * (ranks or 1.0) for norm, ranks in parts if norm is not None]
+    if not squares or len(squares) != len(parts) or len(squares) != max(world_size, 1):
+        return None
+    return sqrt(sum(squares) / len(squares))
+
+
+def _steps(readings: Readings) -> int:
+    return int(readings.get(catalog.STEPS) or 0)
+
+
+def _said(rank: Rank, name: str) -> int:
+    return labels.number(rank.view.header.resource, name) or 0

@@ -1,0 +1,131 @@
+"""Which step a histogram's bucket was filled by: exemplars with the span of the newest step in each bucket that has one.
+
+Only steps whose span is in the rank's event ring qualify, for a link to a span that no tracing backend ever gets is worth
+nothing: one step in ten seconds, and of the slow and the anomalous ones a few, which are those that a person wants to look at.
+An exemplar stays when the ring has been written over, as the bucket does that it belongs to.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections import OrderedDict
+from sys import float_info
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+from torchobs import catalog
+from torchobs.flight.format import span_ids
+from torchobs.flight.format.event_ring import Tail, fields_of
+from torchobs.flight.format.layout import Region
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchobs.flight.format.layout import Header
+    from torchobs.flight.format.series import Series
+    from torchobs.flight.reader.reader import FlightFile
+
+_HISTOGRAMS = {"duration_s": catalog.STEP_DURATION, "grad_norm": catalog.GRAD_NORM_DISTRIBUTION}
+"""By the attribute of a step's span that is what the step added to it"""
+_BY_NAME = {metric.name: metric for metric in _HISTOGRAMS.values()}
+_MARKS = (f'"{catalog.SPAN_STEP.name}"'.encode(), b'"late"')
+_TRACE_ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
+_SAMPLED = 1
+_RECENT = 128
+"""Steps whose span may be followed by a value that comes late (``stepspans`` remembers as many)"""
+_MOST = 1 << 63
+
+
+class Exemplar(NamedTuple):
+    """One step's observation. ``at_ns``: the step's end, Unix ns."""
+
+    trace_id: str
+    span_id: str
+    step: int
+    value: float
+    at_ns: int
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What OpenMetrics has between the braces."""
+        return {"trace_id": self.trace_id, "span_id": self.span_id, "step": str(self.step)}
+
+
+class _Observation(NamedTuple):
+    """What a step has added to a histogram. ``at_ns``: the step's end, Unix ns."""
+
+    metric: catalog.Metric
+    step: int
+    value: float
+    at_ns: int
+
+
+Shown = dict[str, dict[int, Exemplar]]
+"""By the metric's name and the bucket's index. Never changed, but replaced: who has written it knows by its identity."""
+NONE: Shown = {}
+
+
+class Exemplars:
+    """Those of one rank. ``shown`` is of use at any time."""
+
+    def __init__(self, header: Header) -> None:
+        self.shown = NONE
+        self._tail = Tail(header.regions[Region.EVENTS].length, header.seed)
+        self._trace_id, self._run = span_ids.trace_id(header), span_ids.run_span_id(header)
+        self._ends: OrderedDict[int, int] = OrderedDict()
+
+    def look(self, file: FlightFile, head: int) -> None:
+        """Take what the ring has got since the last time. Raises ``OSError`` when it cannot be read."""
+        fresh = [fields_of(payload) for payload in file.fresh_events(self._tail, head) if any(one in payload for one in _MARKS)]
+        found = [one for fields in fresh if fields is not None for one in self._observations(fields)]
+        if found:
+            shown = {name: dict(buckets) for name, buckets in self.shown.items()}
+            for one in reversed(found):  # the newest first: of a whole ring few are shown
+                self._put(shown.setdefault(one.metric.name, {}), one)
+            self.shown = shown
+
+    def _observations(self, fields: Mapping[str, Any]) -> list[_Observation]:
+        """Return what a frame says that its step has added to histograms."""
+        kind = fields.get("k")
+        values = self._step(fields) if kind == "span" else fields if kind == "late" else {}
+        step = values.get("step")
+        if not _is_whole(step) or step not in self._ends:
+            return []
+        amounts = ((metric, values.get(key)) for key, metric in _HISTOGRAMS.items())
+        return [_Observation(metric, step, float(value), self._ends[step]) for metric, value in amounts if _is_amount(value)]
+
+    def _step(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the attributes of a step's span, and note its end; nothing for another span, or for a forged one."""
+        values, end_ns, flags = fields.get("attrs"), fields.get("t1"), fields.get("flags")
+        if not isinstance(values, dict) or not _is_whole(end_ns) or not isinstance(flags, int) or not flags & _SAMPLED:
+            return {}
+        step = values.get("step")
+        known = fields.get("trace_id") == self._trace_id and _TRACE_ID.fullmatch(self._trace_id) is not None
+        if not known or not _is_whole(step) or fields.get("span_id") != span_ids.step_span_id(self._run, step):
+            return {}
+        self._ends[step] = end_ns
+        if len(self._ends) > _RECENT:
+            self._ends.popitem(last=False)
+        return values
+
+    def _put(self, buckets: dict[int, Exemplar], seen: _Observation) -> None:
+        index = bisect_left(seen.metric.bounds, seen.value)
+        if index in buckets and buckets[index].at_ns >= seen.at_ns:
+            return  # Prometheus refuses one that is older than the last, too
+        span_id = span_ids.step_span_id(self._run, seen.step)
+        buckets[index] = Exemplar(self._trace_id, span_id, seen.step, seen.value, seen.at_ns)
+
+
+def of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:
+    """Return the exemplars of a histogram by bucket: those of its metric, if it is the fold's own with the buckets we know."""
+    metric = _BY_NAME.get(series.name)
+    ours = metric is not None and series.block == 0 and series.scope is None and series.bounds == metric.bounds
+    return shown.get(series.name, {}) if ours else {}
+
+
+def _is_amount(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= float_info.max
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST

@@ -1,0 +1,84 @@
+"""The values of a rank by name, found once and then read by position: of a thousand ranks every second."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.catalog import BY_NAME
+from torchobs.exporter.prometheus.name_registry import cumulative
+from torchobs.flight.reader.reader import Distribution
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torchobs.catalog import Metric
+    from torchobs.flight.format.series import Series
+    from torchobs.flight.reader.decode import DecodedBlock
+    from torchobs.ranks.scanner import Rank
+
+Key = tuple[str, ...]
+"""The values of a series' attributes, in its own order"""
+
+
+class Readings:
+    """What a rank's file says, by metric and attribute values. A dead rank keeps what it keeps on the metrics page."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: dict[str, dict[Key, float]]) -> None:
+        self._values = values
+
+    def get(self, metric: Metric, *key: str) -> float | None:
+        """Return one value; ``None``: there is none."""
+        return self._values.get(metric.name, {}).get(key)
+
+    def of(self, metric: Metric) -> dict[Key, float]:
+        """Return all values of a metric, by the values of its attributes."""
+        return self._values.get(metric.name, {})
+
+
+class Reader:
+    """Reads the same metrics of ranks, again and again."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._names = frozenset(metric.name for metric in metrics)
+        self._places: dict[int, list[_Places]] = {}
+
+    def read(self, rank: Rank) -> Readings:
+        """Return what is to be read of a rank."""
+        known = self._places.setdefault(rank.opened, [])
+        values: dict[str, dict[Key, float]] = {}
+        for index, block in enumerate(rank.view.blocks):
+            if index == len(known):
+                known.append(_Places((), []))
+            if known[index].series is not block.series:
+                known[index] = _Places(block.series, list(self._find(block)))
+            known[index].add_to(values, block, up=rank.up)
+        return Readings(values)
+
+    def keep(self, ranks: Iterable[Rank]) -> None:
+        """Forget all but these."""
+        kept = {rank.opened for rank in ranks}
+        for gone in self._places.keys() - kept:
+            del self._places[gone]
+
+    def _find(self, block: DecodedBlock) -> Iterator[tuple[int, str, Key, bool]]:
+        for index, series in enumerate(block.series):
+            if series.name in self._names and series.scope is None:
+                key = tuple(str(value) for _, value in series.attributes)
+                yield index, series.name, key, cumulative(series.kind) or BY_NAME[series.name].survives
+
+
+class _Places:
+    """Where in a block the values are."""
+
+    __slots__ = ("found", "series")
+
+    def __init__(self, series: tuple[Series, ...], found: list[tuple[int, str, Key, bool]]) -> None:
+        self.series, self.found = series, found
+
+    def add_to(self, values: dict[str, dict[Key, float]], block: DecodedBlock, *, up: bool) -> None:
+        for index, name, key, survives in self.found:
+            value = block.values[index]
+            if value is not None and (up or survives) and not isinstance(value, Distribution):
+                values.setdefault(name, {})[key] = value

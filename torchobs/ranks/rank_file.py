@@ -1,0 +1,253 @@
+"""One flight file, followed from its first sight to its end."""
+
+from __future__ import annotations
+
+import errno
+import struct
+from contextlib import contextmanager
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.flight.files import lock
+from torchobs.flight.files.create import file_name
+from torchobs.flight.format.layout import BadFlightFileError, Region
+from torchobs.flight.reader import reader
+from torchobs.flight.reader.reader import DecodedBlock, Distribution, View
+from torchobs.ranks import exemplars, labels, state
+from torchobs.ranks.incarnations import RankCandidate
+from torchobs.ranks.memory_budget import RANK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchobs.flight.format.series import Series
+    from torchobs.flight.reader.reader import FlightFile
+
+HOSTILE = (
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
+    struct.error,
+)
+"""What reading bytes that somebody chose can raise; the file is bad then, and the exporter goes on."""
+
+_PASSING = frozenset(
+    {
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS),
+        *(errno.EACCES, errno.EPERM, errno.EBADF, errno.EIO, errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT),
+    }
+)
+
+_SEAL_S = 10.0
+_NEVER_NS = -(1 << 62)
+
+
+def is_passing(problem: BaseException) -> bool:
+    """Tell whether an error says nothing of the file: descriptors or memory have run out, or it may not be read just now.
+
+    What is known of a rank stays then, instead of the rank being taken for gone.
+    """
+    return isinstance(problem, MemoryError) or (isinstance(problem, OSError) and problem.errno in _PASSING)
+
+
+class Now(NamedTuple):
+    """The exporter's clocks at one moment."""
+
+    monotonic_ns: int
+    wall_ns: int
+    boot_id: bytes
+
+
+class RankFile:
+    """An open flight file and what was seen of it. Not thread-safe."""
+
+    def __init__(self, file: FlightFile, name: str, now: Now, owner: int | None) -> None:
+        """Use :func:`open_tracked`."""
+        header = file.header
+        self.file, self.name, self.header, self.owner = file, name, header, owner
+        self.incarnation = header.incarnation.hex()
+        self.rank, self.info = labels.identity(header.resource), labels.of_info(header.resource)
+        self.same_boot = header.boot_id == now.boot_id
+        self.view: View = file.read()
+        self._exemplars = exemplars.Exemplars(header)
+        self.lock_held = False
+        self.opened = 0
+        self.state = "alive"
+        self.fading = False
+        self.retired = ""
+        """why it is served and looked at no more, if so: ``superseded`` or ``expired``"""
+        self._sealed = False
+        self.ended_in: int | None = None
+        """number of the snapshot in which it was first seen to be dead"""
+        self._durations = _Durations()
+        self._learned_s = self._durations.timeout_s(self.view)
+        self._looked_ns = _NEVER_NS
+        self._beat_ns = self._first_beat_ns(now)
+
+    def claim(self) -> RankCandidate:
+        """Return what decides whether this incarnation is served."""
+        restart = labels.number(self.header.resource, "restart") or 0
+        born_ns = self.header.monotonic_ns if self.same_boot else self.header.wall_ns
+        return RankCandidate(self.rank, self.incarnation, self.same_boot, born_ns, restart, self.view.live.heartbeat_ns or 0)
+
+    @property
+    def exemplars(self) -> exemplars.Shown:
+        """What its histograms' buckets were filled by."""
+        return self._exemplars.shown
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory, about, that it takes."""
+        return 0 if self.retired else RANK + self.file.weight
+
+    @property
+    def up(self) -> bool:
+        """Whether the process is there."""
+        return self.state in state.LIVING
+
+    def follow(self, directory_fd: int) -> None:
+        """Change over to a file that its writer had to make again. Raises one of :data:`HOSTILE` if the name is another's."""
+        if not self._sealed:
+            self.file.follow(directory_fd, self.name)
+
+    def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None) -> None:
+        """Ask for the lock, read, judge. Raises one of :data:`HOSTILE`, after judging by what was known before."""
+        if self._sealed:
+            return
+        # the lock first: when it is free already, what is read afterwards is the last there will be
+        self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name), before=self.lock_held)
+        was_up = self.up
+        try:
+            self._read(now)
+        finally:  # a file that cannot be read shows no heartbeat, and its rank is judged by that
+            self._looked_ns = now.monotonic_ns
+            seen = self._observation(now, self._learned_s if hang_timeout_s is None else hang_timeout_s)
+            self.state, self.fading = state.judge(seen), state.fading(seen)
+        if was_up and not self.up:
+            self._read(now)
+
+    def progress_age_s(self, now: Now) -> float | None:
+        """Return the seconds since the last step, or since the start before the first; ``None``: nobody records its steps."""
+        recorded_ns = self.view.live.steps_since_ns
+        if recorded_ns is None:
+            return None
+        since = max(self.view.last_step_ns or self.header.monotonic_ns, recorded_ns)
+        return max(0.0, (now.monotonic_ns - since) / 1e9)
+
+    def _quiet_s(self, now: Now) -> float | None:
+        """Return the seconds since anything was seen of its steps: one that goes from batch to batch has not hung."""
+        age_s, begun_ns = self.progress_age_s(now), self.view.live.phase_begun_ns
+        if age_s is None or begun_ns is None:
+            return age_s
+        return min(age_s, max(0.0, (now.monotonic_ns - begun_ns) / 1e9))
+
+    def beat_age_s(self, now: Now) -> float:
+        """Return the seconds since the last heartbeat; for the dead, how long they have been so."""
+        return (now.monotonic_ns - self._beat_ns) / 1e9
+
+    def certainly_dead(self, now: Now) -> bool:
+        """Tell whether nothing more will come: a lock can be lost by a living process, whose heartbeat may have paused."""
+        return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
+
+    @contextmanager
+    def lend(self, directory_fd: int) -> Iterator[FlightFile]:
+        """Lend the file for a ``with`` block, opened anew if it was let go of. Raises one of :data:`HOSTILE`."""
+        if not self._sealed:
+            yield self.file
+            return
+        again = reader.open_file(directory_fd, self.name, self.owner)
+        try:
+            if again.header != self.header:
+                raise BadFlightFileError("another incarnation has this name now")
+            again.read(final=True)
+            yield again
+        finally:
+            again.close()
+
+    def seal(self) -> None:
+        """Let go of the file; the view stays. Idempotent."""
+        self._sealed = True
+        self.file.close()
+
+    def retire(self, why: str) -> None:
+        """Let go of the view as well; the claim stays, so that no older incarnation takes the place."""
+        self.seal()
+        self.retired = why
+        self.view = View(self.header, self.view.live, (), None)
+        self._exemplars = exemplars.Exemplars(self.header)
+
+    def _read(self, now: Now) -> None:
+        before, self.view = self.view.live.heartbeat_ns, self.file.read(final=not self.up)
+        self._learned_s = self._durations.timeout_s(self.view)
+        beat = self.view.live.heartbeat_ns
+        if beat is not None and beat != before:
+            # its own time is exact where it compares with ours: both are CLOCK_MONOTONIC, unless a container has one of its own
+            self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
+        self._exemplars.look(self.file, self.view.live.event_head)
+
+    def _observation(self, now: Now, hang_timeout_s: float) -> state.Observation:
+        live = self.view.live
+        return state.Observation(
+            same_boot=self.same_boot,
+            lock_held=self.lock_held,
+            beat_age_s=self.beat_age_s(now),
+            exit_reason=live.exit_reason,
+            exit_code=live.exit_code,
+            phase=live.phase,
+            quiet_s=self._quiet_s(now),
+            hang_timeout_s=hang_timeout_s,
+        )
+
+    def _first_beat_ns(self, now: Now) -> int:
+        """Return when the last heartbeat was, on our CLOCK_MONOTONIC, as far as the file tells."""
+        beat_ns = self.view.live.heartbeat_ns or self.header.monotonic_ns
+        if self.same_boot:
+            return min(now.monotonic_ns, beat_ns)
+        ago_ns = now.wall_ns - (self.header.wall_ns + beat_ns - self.header.monotonic_ns)
+        return now.monotonic_ns - max(0, ago_ns)
+
+
+def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:
+    """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open.
+
+    ``most``: bytes that its series table may have, which is read at once; a file that torchobs makes has 450 KiB at most.
+    """
+    file = reader.open_file(directory_fd, name, owner)
+    try:
+        if (size := file.header.regions[Region.SERIES].length) > most:
+            msg = f"no memory to read its {size >> 10} KiB of names"
+            raise MemoryError(msg)
+        if name != file_name(file.header):
+            raise BadFlightFileError("a copy: its name is not the one that its header gives")
+        return RankFile(file, name, now, owner)
+    except HOSTILE:
+        file.close()
+        raise
+
+
+def _is_held(directory_fd: int, name: str, *, before: bool) -> bool:
+    try:
+        return lock.is_held(directory_fd, name)
+    except OSError as problem:
+        # gone, or no lock of ours: its heartbeat alone can show that it lives
+        return before and is_passing(problem)
+
+
+class _Durations:
+    """A rank's step times, which are in the fold's own block."""
+
+    __slots__ = ("_index", "_series")
+
+    def __init__(self) -> None:
+        self._series: tuple[Series, ...] = ()
+        self._index: int | None = None
+
+    def timeout_s(self, view: View) -> float:
+        """Return how long the rank may be without a step, as far as it has been learned."""
+        block = view.blocks[0] if view.blocks else DecodedBlock()
+        if block.series is not self._series:
+            places = (index for index, one in enumerate(block.series) if one.name == catalog.STEP_DURATION.name and one.bounds)
+            self._series, self._index = block.series, next(places, None)
+        value = None if self._index is None else block.values[self._index]
+        if self._index is None or not isinstance(value, Distribution):
+            return state.FIRST_STEP_S
+        return state.hang_timeout_s(value, self._series[self._index].bounds)

@@ -1,0 +1,334 @@
+"""The scan: every flight file in the directory becomes part of one snapshot.
+
+Files that appear, grow, vanish, are replaced, of another version, half-written, hostile or garbage are served or counted as
+bad; no scan ever fails. Nothing here is thread-safe: one thread scans (``watch``), everyone may keep a snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+from torchobs.flight.files.create import boot_id
+from torchobs.flight.format.layout import MAX_READ_SIZE
+from torchobs.ranks.comparison import RankComparator
+from torchobs.ranks.directory import Directory
+from torchobs.ranks.incarnations import resolve
+from torchobs.ranks.memory_budget import Memory
+from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
+from torchobs.ranks.state import waits
+from torchobs.ranks.superseded import SupersededRanks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.flight.reader.reader import FlightFile, View
+    from torchobs.ranks.comparison import RankStanding, RunSummary
+    from torchobs.ranks.exemplars import Shown
+
+STATUSES = ("served", "superseded", "expired", "bad")
+REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
+OPENING_S = 1.0
+"""Processor time for new files in one scan: the rest waits for the next, so that no scrape waits for all of them."""
+_RETRY_NS = 5_000_000_000
+_RETRIES_PER_SCAN = 64
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank as it is served. Times in seconds."""
+
+    job_name: str
+    run_id: str
+    rank: str
+    incarnation: str
+    info: Mapping[str, str]
+    """what describes it, as labels: the same object as long as it is the same rank"""
+    state: str
+    up: bool
+    view: View
+    progress_age_s: float | None
+    """None: it has ended, or its steps are not recorded"""
+    beat_age_s: float
+    """since the last heartbeat; for the dead, since their end"""
+    ended_in: int | None
+    """number of the snapshot in which it was first seen to be dead"""
+    opened: int
+    """which opening of a file the view is from: while it is the same, so are the objects that stand for its series"""
+    standing: RankStanding | None = None
+    """among the ranks of its run on this machine; None: it is alone, or does not live"""
+    exemplars: Shown = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that one scan found. ``taken_ns`` is the exporter's CLOCK_MONOTONIC when it began."""
+
+    number: int
+    taken_ns: int
+    ranks: tuple[Rank, ...]
+    files: Mapping[str, int]
+    errors: Mapping[str, int]
+    duplicates: int
+    problems: tuple[str, ...]
+    fading: bool
+    duration_s: float
+    runs: tuple[RunSummary, ...] = ()
+    left: tuple[Rank, ...] = ()
+    """those that another incarnation has replaced, as they ended; in each snapshot of ``replaced.TOLD_NS``, and on no page"""
+
+
+EMPTY = Snapshot(
+    number=0,
+    taken_ns=0,
+    ranks=(),
+    files=dict.fromkeys(STATUSES, 0),
+    errors=dict.fromkeys(REASONS, 0),
+    duplicates=0,
+    problems=(),
+    fading=False,
+    duration_s=0.0,
+)
+"""Before the first scan."""
+
+
+def system_clock() -> Now:
+    """Return the machine's clocks."""
+    return Now(time.monotonic_ns(), time.time_ns(), _BOOT_ID)
+
+
+_BOOT_ID = boot_id()
+
+
+class Scanner:
+    """Follows one flight directory."""
+
+    def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, memory: Memory | None = None) -> None:
+        self._config, self._clock, self._memory = config, clock, memory or Memory()
+        self._directory = Directory(config)
+        self._tracked: dict[str, RankFile] = {}
+        self._bad: dict[str, int] = {}
+        self._heavy: dict[str, int] = {}
+        """of those, the bytes that were too many"""
+        self._errors = Counter(dict.fromkeys(REASONS, 0))
+        self._duplicates: set[str] = set()
+        self._number = self._opened = 0
+        self._joins, self._replaced = RankComparator(), SupersededRanks()
+
+    def scan(self) -> Snapshot:
+        """Return what there is now."""
+        began, now = time.perf_counter(), self._clock()
+        self._number += 1
+        names, problems = self._names(now)
+        if names is not None:
+            self._forget(names)
+            self._open_new(names, now)
+        for tracked in self._tracked.values():
+            self._observe(tracked, now)
+        self._weigh(now)
+        ranks, left, files = self._select(now)
+        standings, runs = self._joins.of(ranks, now.monotonic_ns)
+        return Snapshot(
+            number=self._number,
+            taken_ns=now.monotonic_ns,
+            ranks=tuple(replace(rank, standing=standings.get(rank.incarnation)) for rank in ranks),
+            files=files,
+            errors=dict(self._errors),
+            duplicates=len(self._duplicates),
+            problems=problems,
+            fading=any(tracked.fading for tracked in self._tracked.values()),
+            duration_s=time.perf_counter() - began,
+            runs=runs,
+            left=left,
+        )
+
+    @contextmanager
+    def flight_file(self, incarnation: str) -> Iterator[FlightFile]:
+        """Lend the file of a served rank: the one that is open, or the name opened once more if its rank is dead.
+
+        Raises one of :data:`HOSTILE`: it cannot be read, or is not there any more.
+        """
+        found = next((one for one in self._tracked.values() if one.incarnation == incarnation and not one.retired), None)
+        if found is None:
+            raise FileNotFoundError(incarnation)
+        with found.lend(self._directory.fd) as file:
+            yield file
+
+    def close(self) -> None:
+        """Close every file and the directory. Idempotent."""
+        self._forget([])
+        self._directory.close()
+
+    def _names(self, now: Now) -> tuple[list[str] | None, tuple[str, ...]]:
+        """Return the names and what is wrong; ``None``: they cannot be read at present, and nobody is to be forgotten."""
+        try:
+            return self._directory.names(now.wall_ns), self._config.problems
+        except (OSError, MemoryError) as problem:
+            _log.error("flight directory: %s", _words(problem))
+            return None if is_passing(problem) else [], (*self._config.problems, _words(problem))
+
+    def _forget(self, names: list[str]) -> None:
+        for name in self._tracked.keys() - set(names):
+            self._tracked.pop(name).seal()
+        for name in self._bad.keys() - set(names):
+            del self._bad[name]
+            self._heavy.pop(name, None)
+
+    def _open_new(self, names: list[str], now: Now) -> None:
+        for name, tracked in list(self._tracked.items()):
+            try:
+                tracked.follow(self._directory.fd)
+            except HOSTILE as problem:
+                if not is_passing(problem):
+                    self._tracked.pop(name).seal()  # opened again below, and then served or counted as what it is now
+        new = (name for name in names if name not in self._tracked and name not in self._bad)
+        until_s = time.thread_time() + OPENING_S
+        for name in chain(new, self._due(now)[:_RETRIES_PER_SCAN]):
+            self._open(name, now)
+            if time.thread_time() > until_s:
+                break
+
+    def _due(self, now: Now) -> list[str]:
+        """Return the bad files to be tried again; of those that were too large the ones for which there is memory by now."""
+        left = self._memory.most_files - self._memory.files
+        due = (name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns)
+        return [name for name in due if self._heavy.get(name, 0) <= left]
+
+    def _open(self, name: str, now: Now) -> None:
+        directory = self._directory
+        try:
+            tracked = open_tracked(directory.fd, name, directory.owner, now, self._memory.most_files / 4)
+            self._opened += 1
+            self._tracked[name], tracked.opened = tracked, self._opened
+            self._bad.pop(name, None)
+            self._heavy.pop(name, None)
+            self._memory.files += tracked.weight
+            if self._memory.files > self._memory.most_files:
+                self._weigh(now)
+        except FileNotFoundError:
+            self._bad.pop(name, None)  # gone since it was listed
+        except HOSTILE as problem:
+            self._bad[name] = now.monotonic_ns + _RETRY_NS
+            self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
+            _log.warning("flight file not served: %s: %s", name, _words(problem))
+
+    def _weigh(self, now: Now) -> None:
+        """Let go of the heaviest files, of those the newest, until there is memory for the rest."""
+        weights = {name: (tracked.weight, tracked.opened) for name, tracked in self._tracked.items()}
+        total = sum(weight for weight, _ in weights.values())
+        while total > self._memory.most_files:
+            name = max(weights, key=weights.__getitem__)
+            weight, _ = weights.pop(name)
+            total -= weight
+            self._tracked.pop(name).seal()
+            self._bad[name], self._heavy[name] = now.monotonic_ns + _RETRY_NS, weight
+            self._errors["memory"] += 1
+            _log.warning("flight file not served: %s: no memory for the %d KiB that it takes", name, weight >> 10)
+        self._memory.files = total
+
+    def _observe(self, tracked: RankFile, now: Now) -> None:
+        try:
+            tracked.observe(self._directory.fd, now, self._config.hang_timeout_s)
+        except HOSTILE as problem:
+            self._errors[_kind(problem)] += 1
+            _log.warning("flight file could not be read again: %s: %s", tracked.name, _words(problem))
+        if tracked.up:
+            tracked.ended_in = None
+        elif tracked.ended_in is None:
+            tracked.ended_in = self._number
+        if tracked.certainly_dead(now):
+            tracked.seal()
+
+    def _select(self, now: Now) -> tuple[tuple[Rank, ...], tuple[Rank, ...], dict[str, int]]:
+        suffixes = resolve(tracked.claim() for tracked in self._tracked.values())
+        files = dict.fromkeys(STATUSES, 0) | {"bad": len(self._bad)}
+        ranks, left = [], []
+        for tracked in self._tracked.values():
+            status = self._status(tracked, suffixes, now)
+            files[status] += 1
+            if status == "served":
+                suffix = suffixes[tracked.incarnation]
+                self._replaced.served(tracked.incarnation, suffix)
+                ranks.append(self._rank(tracked, suffix, now))
+            elif status == "superseded" and (known := self._replaced.suffix(tracked, now)) is not None:
+                left.append(self._rank(tracked, known, now))
+            elif tracked.certainly_dead(now):
+                tracked.retire(status)
+        self._replaced.keep(tracked.incarnation for tracked in self._tracked.values())
+        return tuple(sorted(_with_patience(ranks), key=_order)), tuple(left), files
+
+    def _status(self, tracked: RankFile, suffixes: Mapping[str, str], now: Now) -> str:
+        if tracked.retired:
+            return tracked.retired
+        if tracked.incarnation not in suffixes:
+            return "superseded"
+        return "expired" if not tracked.up and tracked.beat_age_s(now) > self._config.grace_s else "served"
+
+    def _rank(self, tracked: RankFile, suffix: str, now: Now) -> Rank:
+        job_name, run_id, rank = tracked.rank
+        if suffix and tracked.incarnation not in self._duplicates:
+            self._duplicates.add(tracked.incarnation)
+            _log.warning("two living processes claim one rank: job %s, run %s, rank %s", job_name, run_id, rank)
+        return Rank(
+            job_name=job_name,
+            run_id=run_id,
+            rank=rank + suffix,
+            incarnation=tracked.incarnation,
+            info=tracked.info,
+            state=tracked.state,
+            up=tracked.up,
+            view=tracked.view,
+            progress_age_s=tracked.progress_age_s(now) if tracked.up else None,
+            beat_age_s=tracked.beat_age_s(now),
+            ended_in=tracked.ended_in,
+            opened=tracked.opened,
+            exemplars=tracked.exemplars,
+        )
+
+
+def _with_patience(ranks: Sequence[Rank]) -> list[Rank]:
+    """Return the ranks, those alive that wait for a peer which does alone what may take any time."""
+    phases: dict[tuple[str, str], set[str | None]] = {}
+    for rank in ranks:
+        if rank.state == "alive":
+            phases.setdefault((rank.job_name, rank.run_id), set()).add(rank.view.live.phase)
+    found = ((rank, phases.get((rank.job_name, rank.run_id), ())) for rank in ranks)
+    return [replace(rank, state="alive") if waits(rank.state, rank.progress_age_s, peers) else rank for rank, peers in found]
+
+
+def _order(rank: Rank) -> tuple[str, str, int, str]:
+    return rank.job_name, rank.run_id, len(rank.rank), rank.rank
+
+
+def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | None) -> str:
+    """Return which of :data:`REASONS` it is; the reader's message is for people."""
+    try:
+        status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except OSError:
+        return "io"
+    regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= MAX_READ_SIZE
+    if not regular or status.st_uid != (status.st_uid if owner is None else owner):
+        return "kind"
+    return _kind(problem)
+
+
+def _kind(problem: BaseException) -> str:
+    if isinstance(problem, MemoryError):
+        return "memory"
+    return "io" if isinstance(problem, OSError) else "header"
+
+
+def _words(problem: BaseException) -> str:
+    if isinstance(problem, OSError):
+        return f"{problem.strerror or problem}" if problem.filename is None else f"{problem.strerror}: {problem.filename}"
+    return f"{problem}" or "out of memory"

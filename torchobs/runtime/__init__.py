@@ -1,0 +1,1 @@
+"""The training process's session: sampler thread, probe manager, commands, stacks, profiler, watchdog and spans."""

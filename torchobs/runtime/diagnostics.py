@@ -1,0 +1,50 @@
+"""What a rank tells about itself on request, or when it is stuck: stacks and profiles. Composed here, done elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchobs.runtime.profiler import Profiles
+from torchobs.runtime.stack_dump import write_stacks
+from torchobs.runtime.watchdog import Watchdog
+from torchobs.support.error_guard import CircuitBreaker, call
+
+if TYPE_CHECKING:
+    from torchobs.flight.files.control import Command
+    from torchobs.probes.core.context import ProbeContext
+
+
+class Diagnostics:
+    """One per session, for the sampler thread."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._profiles = Profiles(context)
+        self._watchdog = Watchdog(context.writer) if context.settings.watchdog else None
+
+    def obey(self, command: Command) -> None:
+        """Do what is asked for; where that fails, only that does."""
+        if command.stacks:
+            self._try("stacks", command)
+        if command.profile_steps:
+            self._profiles.ask(command.profile_steps, command.profile_seq)
+
+    def sample(self) -> None:
+        """Ten times a second."""
+        self._profiles.sample()
+        if self._watchdog is not None:
+            call(self._context.breaker("watchdog"), self._watchdog.sample)
+
+    def close(self) -> None:
+        """At the session's end, whatever thread that is in."""
+        call(CircuitBreaker("profile"), self._profiles.close)
+        if self._watchdog is not None:
+            call(CircuitBreaker("watchdog"), self._watchdog.close)
+
+    def _try(self, what: str, command: Command) -> None:
+        breaker = CircuitBreaker(what)
+        call(breaker, write_stacks, self._context, command.stacks_seq)
+        if breaker.trips and self._context.warn_limited is not None:
+            self._context.warn_limited(
+                what, f"{what} could not be written: {breaker.trips[0].exception} at {breaker.trips[0].location}"
+            )
