@@ -152,7 +152,7 @@ def _log_scalar(context: ProbeContext, name: str, value: Any) -> None:
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Tell whether a device has it, where reading would wait. NumPy's numbers have a ``device``, too: a string."""
+    """Return True if a device has it, where reading would wait. NumPy's numbers have a ``device``, too: a string."""
     return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
 
 

@@ -107,7 +107,7 @@ class Connection:
         self._close(selector)  # it does not keep connections
 
     def _was_closed(self) -> bool:
-        """Tell whether the server has left a connection that nobody used for a while."""
+        """Return True if the server has left a connection that nobody used for a while."""
         # readable with nothing asked for is the end
         return self._socket is not None and bool(select.select([self._socket], [], [], 0)[0])
 

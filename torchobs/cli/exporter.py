@@ -128,5 +128,5 @@ def _hint(word: str) -> str:
 
 
 def _is_watched() -> bool:
-    """Tell whether a person is there to read a message. In a pod nobody is, though `tty: true` gives it a terminal."""
+    """Return True if a person is there to read a message. In a pod nobody is, though `tty: true` gives it a terminal."""
     return sys.stderr.isatty() and "KUBERNETES_SERVICE_HOST" not in settings.environment()

@@ -97,7 +97,7 @@ def _enter_path(program: Program) -> None:
 
 
 def _safe_path() -> bool:
-    """Tell whether Python was started so that it puts no directory before the others (-P, -I)."""
+    """Return True if Python was started so that it puts no directory before the others (-P, -I)."""
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 

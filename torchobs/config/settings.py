@@ -290,7 +290,7 @@ def resolve(
 
 
 def is_service_link(variable: str) -> bool:
-    """Tell whether a variable may be one by which Kubernetes describes a Service."""
+    """Return True if a variable may be one by which Kubernetes describes a Service."""
     return re.fullmatch(_SERVICE_LINK, variable) is not None
 
 

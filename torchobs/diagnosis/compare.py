@@ -107,7 +107,7 @@ def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankR
 
 
 def _in_collective(facts: RankReport) -> bool:
-    """Tell whether the exception is one that a peer's end makes: raised by torch.distributed, or by DDP within backward."""
+    """Return True if the exception is one that a peer's end makes: raised by torch.distributed, or by DDP within backward."""
     for fact in main_exceptions(facts)[-1:]:
         place = fact.text("location")
         if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):

@@ -188,7 +188,7 @@ def _spikes(facts: RankReport) -> Iterator[Finding]:
 
 
 def _recovered(facts: RankReport, count: int) -> bool:
-    """Tell whether the last loss was finite, if the last one that is here was: records may be missing."""
+    """Return True if the last loss was finite, if the last one that is here was: records may be missing."""
     if not facts.partial:
         return True
     seen = [step for step in facts.steps if step.loss is not None]

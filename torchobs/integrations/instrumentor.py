@@ -39,7 +39,7 @@ class TorchInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # mypy does no
 
 
 def starts_others(command: Sequence[str]) -> bool:
-    """Tell whether this is no training but what starts one, or helps it: all of them inherit the instrumentation.
+    """Return True if this is no training but what starts one, or helps it: all of them inherit the instrumentation.
 
     A launcher is no rank, and neither is a process of ``multiprocessing`` (DataLoader workers, its resource tracker) or of
     the compiler's pool.

@@ -23,7 +23,7 @@ def open_directory(flight_dir: str) -> int:
 
 
 def is_decided(directory_fd: int) -> bool:
-    """Tell whether the directory has an exporter. Raises ``OSError`` if its lock belongs to another user."""
+    """Return True if the directory has an exporter. Raises ``OSError`` if its lock belongs to another user."""
     try:
         return lock.is_held(directory_fd, LOCK)
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def is_decided(directory_fd: int) -> bool:
 
 
 def anyone_alive(directory_fd: int) -> bool:
-    """Tell whether a rank that has published a flight file in the directory lives. Raises ``OSError`` if it is gone."""
+    """Return True if a rank that has published a flight file in the directory lives. Raises ``OSError`` if it is gone."""
     from torchobs.flight.reader import reader  # which whoever loses does not need
 
     return any(_alive(directory_fd, name) for name in reader.names(directory_fd))
@@ -61,7 +61,7 @@ class Election:
         return True
 
     def holds(self) -> bool:
-        """Tell whether this process is the exporter still: somebody may have removed the directory or the lock's name."""
+        """Return True if this process is the exporter still: somebody may have removed the directory or the lock's name."""
         if self._fd < 0:
             return False
         try:

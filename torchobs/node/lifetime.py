@@ -64,7 +64,7 @@ class Departure:
         self._alone_since: float | None = None
 
     def __call__(self, fleet: ExporterStatus) -> bool:
-        """Tell whether to leave now."""
+        """Return True if to leave now."""
         self.decided = self._decide(fleet)
         return self.decided
 

@@ -51,7 +51,7 @@ class OncePerMinute(logging.Filter):
         self._seen: dict[tuple[str, ...], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether the record is to be written; one that is says how many like it were not."""
+        """Return True if the record is to be written; one that is says how many like it were not."""
         now, cause = self._clock(), (record.name, str(record.msg), str(getattr(record, "cause", "")))
         since, dropped = self._seen.get(cause, (now - self._interval_s, 0))
         if now - since < self._interval_s:

@@ -139,7 +139,7 @@ class FlightSpan(Span):
         return self._context
 
     def is_recording(self) -> bool:
-        """Tell whether it has not ended."""
+        """Return True if it has not ended."""
         return bool(self._unended)
 
     def set_attributes(self, attributes: Mapping[str, AttributeValue]) -> None:

@@ -117,7 +117,7 @@ class _Past:
 
 
 def _is_counted(rank: Rank) -> bool:
-    """Tell whether all of its steps were recorded: whose recording was off for a while has missed some."""
+    """Return True if all of its steps were recorded: whose recording was off for a while has missed some."""
     return rank.view.live.steps_since_ns == 0
 
 

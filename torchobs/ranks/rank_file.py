@@ -42,7 +42,7 @@ _NEVER_NS = -(1 << 62)
 
 
 def is_passing(problem: BaseException) -> bool:
-    """Tell whether an error says nothing of the file: descriptors or memory have run out, or it may not be read just now.
+    """Return True if an error says nothing of the file: descriptors or memory have run out, or it may not be read just now.
 
     What is known of a rank stays then, instead of the rank being taken for gone.
     """
@@ -145,7 +145,7 @@ class RankFile:
         return (now.monotonic_ns - self._beat_ns) / 1e9
 
     def certainly_dead(self, now: Now) -> bool:
-        """Tell whether nothing more will come: a lock can be lost by a living process, whose heartbeat may have paused."""
+        """Return True if nothing more will come: a lock can be lost by a living process, whose heartbeat may have paused."""
         return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
 
     @contextmanager

@@ -94,12 +94,12 @@ def judge(seen: Observation) -> str:
 
 
 def waits(state: str, progress_age_s: float | None, peers: Collection[str | None]) -> bool:
-    """Tell whether a rank only seems to have hung. ``peers``: the phases that the others of its run are in, if alive."""
+    """Return True if a rank only seems to have hung. ``peers``: the phases that the others of its run are in, if alive."""
     return state == "hung" and (progress_age_s or 0.0) < FIRST_STEP_S and not PATIENT_PHASES.isdisjoint(peers)
 
 
 def fading(seen: Observation) -> bool:
-    """Tell whether the rank is probably dead, and another look in ``FADED_AFTER_S`` will tell."""
+    """Return True if the rank is probably dead, and another look in ``FADED_AFTER_S`` will tell."""
     return seen.same_boot and not seen.lock_held and not _gone(seen)
 
 
@@ -120,7 +120,7 @@ def ending(exit_reason: int | None, exit_code: int, memory: MemoryUse | None = N
 
 
 def ran_out(memory: MemoryUse) -> bool:
-    """Tell whether the kernel likely killed for memory: at the cgroup's limit, at the machine's, or just before another."""
+    """Return True if the kernel likely killed for memory: at the cgroup's limit, at the machine's, or just before another."""
     if memory.kill_age_s is not None and memory.kill_age_s <= OOM_KILL_LATELY_S:
         return True
     return memory.cgroup >= FULL_CGROUP or memory.machine >= FULL_MACHINE

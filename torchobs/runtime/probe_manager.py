@@ -68,7 +68,7 @@ class ProbeManager:
             self._safe_point.arm(self._settle)
 
     def records(self, name: str) -> bool:
-        """Tell whether that probe is at work, or will be when torch is there. From any thread."""
+        """Return True if that probe is at work, or will be when torch is there. From any thread."""
         return name not in self._off and not self._context.breaker(name).blown
 
     def remove_all(self) -> None:

@@ -292,7 +292,7 @@ def current() -> Session | None:
 
 
 def _is_worker() -> bool:
-    """Tell whether this is a child that is just importing the main module, or a DataLoader worker: neither is a rank."""
+    """Return True if this is a child that is just importing the main module, or a DataLoader worker: neither is a rank."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return True
     data = sys.modules.get("torch.utils.data")

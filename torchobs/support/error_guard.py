@@ -100,7 +100,7 @@ _CALL = "__call__"
 
 
 def _is_of_a_signal(error: BaseException) -> bool:
-    """Tell whether a Python handler of a signal raised it, or what that called: its frame is in the traceback."""
+    """Return True if a Python handler of a signal raised it, or what that called: its frame is in the traceback."""
     handlers = {code for number in signal.valid_signals() for code in _codes(signal.getsignal(number))}
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 

@@ -75,7 +75,7 @@ class ArtifactStore:
         return one if self.has(one) else None
 
     def has(self, one: ArtifactName) -> bool:
-        """Tell whether that evidence is there."""
+        """Return True if that evidence is there."""
         try:
             directory_fd, owner = self._open()
             artifacts.look(directory_fd, one, owner)
@@ -84,7 +84,7 @@ class ArtifactStore:
         return True
 
     def is_stopped(self, flight: str) -> bool:
-        """Tell whether the rank's process is stopped (SIGSTOP, Ctrl-Z), as far as this process can see it at all."""
+        """Return True if the rank's process is stopped (SIGSTOP, Ctrl-Z), as far as this process can see it at all."""
         try:
             directory_fd, _ = self._open()
             pid = lock.holder(directory_fd, reader.lock_of(flight))

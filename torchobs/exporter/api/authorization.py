@@ -55,7 +55,7 @@ class Token:
         return self._path is not None
 
     def admits(self, given: str) -> bool:
-        """Tell whether that is the token. Without a usable file nothing is."""
+        """Return True if that is the token. Without a usable file nothing is."""
         try:
             return hmac.compare_digest(given.encode(), self.read().encode())
         except (OSError, ValueError):

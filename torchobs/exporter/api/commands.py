@@ -111,7 +111,7 @@ class CommandService:
                 self._forget(bytes.fromhex(rank.incarnation))
 
     def due(self, snapshot: Snapshot) -> bool:
-        """Tell whether :meth:`look` has anything to do."""
+        """Return True if :meth:`look` has anything to do."""
         return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._told) for rank in snapshot.ranks)
 
     def whose(self, identifier: str) -> str | None:

@@ -17,7 +17,7 @@ NAME = "exporter.sock"
 
 
 def is_wanted(config: ExporterConfig) -> bool:
-    """Tell whether there is to be one: as set, none for ``off``; of itself a node's exporter has one."""
+    """Return True if there is to be one: as set, none for ``off``; of itself a node's exporter has one."""
     return config.api_socket != OFF and (config.api_socket is not None or config.mode == "node")
 
 

@@ -71,7 +71,7 @@ def names_in(path: str) -> list[str]:
 
 
 def is_physical(link: str) -> bool:
-    """Tell whether an entry of sysfs (``/sys/block/X``, ``/sys/class/net/X``) leads to a device of the machine's own.
+    """Return True if an entry of sysfs (``/sys/block/X``, ``/sys/class/net/X``) leads to a device of the machine's own.
 
     Loop devices, RAM disks, bonds, bridges and containers' interfaces live below ``devices/virtual``, and so does the head of
     a multipath NVMe disk, whose paths (``nvme0c0n1``) are counted. Only NVMe over a fabric is there and is a device.

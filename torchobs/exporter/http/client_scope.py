@@ -20,13 +20,13 @@ LET_IN = "torchobs.let_in"
 
 
 def is_unix(scope: Scope) -> bool:
-    """Tell whether a request came in by a Unix socket."""
+    """Return True if a request came in by a Unix socket."""
     server = scope.get("server")
     return server is None or server[1] is None
 
 
 def is_local(scope: Scope) -> bool:
-    """Tell whether a request came in by a loopback address, or by a Unix socket.
+    """Return True if a request came in by a loopback address, or by a Unix socket.
 
     It is the connection's own local address that counts, not the one that is listened on: a listener on every interface is
     reached from this machine, and through a port-forward, by 127.0.0.1, and from no other machine so.

@@ -28,7 +28,7 @@ def wishes(header: str) -> list[AcceptItem]:
 
 @lru_cache(64)  # as with `encoder.negotiate`
 def accepts_gzip(header: str) -> bool:
-    """Tell whether ``Accept-Encoding`` admits gzip: by its name, which beats the ``*`` for all that have none."""
+    """Return True if ``Accept-Encoding`` admits gzip: by its name, which beats the ``*`` for all that have none."""
     weights = {one.what: one.weight for one in wishes(header)}
     return max((weights[name] for name in ("gzip", "x-gzip") if name in weights), default=weights.get("*", 0.0)) > 0
 

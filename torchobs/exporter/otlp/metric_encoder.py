@@ -105,7 +105,7 @@ def _template(series: Series, attributes: Iterable[tuple[str, object]]) -> bytes
 
 
 def _is_signed(value: Value) -> bool:
-    """Tell whether a histogram has observed negative values: then its sum is no counter, and OTLP wants none."""
+    """Return True if a histogram has observed negative values: then its sum is no counter, and OTLP wants none."""
     return isinstance(value, Distribution) and value.least is not None and value.least < 0
 
 

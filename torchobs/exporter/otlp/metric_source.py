@@ -121,7 +121,7 @@ class Source:
 
 
 def _is_forged(series: Series) -> bool:
-    """Tell whether a file says what only the exporter says, or an application has taken one of our names for its own."""
+    """Return True if a file says what only the exporter says, or an application has taken one of our names for its own."""
     known = BY_NAME.get(series.name)
     if known is None or series.block < 0:
         return False

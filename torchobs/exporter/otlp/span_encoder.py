@@ -129,7 +129,7 @@ class Trace:
 
 
 def is_sampled(frame: Frame) -> bool:
-    """Tell whether whoever began the trace wants its spans."""
+    """Return True if whoever began the trace wants its spans."""
     return bool(_whole(frame.get("flags")) & _SAMPLED)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def is_gauge(series: Series) -> bool:
-    """Tell whether a series is a gauge whose values are floats, or absent."""
+    """Return True if a series is a gauge whose values are floats, or absent."""
     return series.kind is Kind.GAUGE and series.value_type == ValueType.FLOAT
 
 

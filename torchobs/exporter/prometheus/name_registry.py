@@ -81,7 +81,7 @@ def sample_name(family: Family) -> str:
 
 
 def cumulative(kind: Kind) -> bool:
-    """Tell whether a value only grows, so that it means something after its process has gone."""
+    """Return True if a value only grows, so that it means something after its process has gone."""
     return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # a set would take a hash in Python, for each of 10^6 series
 
 
@@ -129,6 +129,6 @@ def _samples_of(metrics: Iterable[Metric]) -> dict[str, Family]:
 
 
 def _are_alike(one: Family, other: Family) -> bool:
-    """Tell whether both can be on a page as one family."""
+    """Return True if both can be on a page as one family."""
     gauges = {Kind.GAUGE, Kind.UPDOWN}
     return one.name == other.name and (one.kind is other.kind or {one.kind, other.kind} <= gauges)

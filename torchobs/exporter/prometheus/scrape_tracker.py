@@ -39,7 +39,7 @@ class ScrapeTracker:
         return [who for who, scraper in self._seen.items() if _expected(scraper, now_s) and scraper.number < number]
 
     def got(self, number: int) -> bool:
-        """Tell whether anyone has got a snapshot as new as ``number``."""
+        """Return True if anyone has got a snapshot as new as ``number``."""
         return any(scraper.number >= number for scraper in self._seen.values())
 
 

@@ -154,13 +154,13 @@ def _remove_stale(directory_fd: int, name: str) -> list[str]:
 
 
 def _is_lone_lock(directory_fd: int, name: str) -> bool:
-    """Tell whether that is the free lock of a flight file that is not there. Raises ``OSError``."""
+    """Return True if that is the free lock of a flight file that is not there. Raises ``OSError``."""
     of = name.removesuffix(LOCK_SUFFIX) + SUFFIX
     return name.endswith(LOCK_SUFFIX) and is_name(of) and not _inode(directory_fd, of) and not _is_held(directory_fd, name)
 
 
 def _is_lone_evidence(directory_fd: int, name: str) -> bool:
-    """Tell whether that is evidence of a rank whose flight file is not there. Raises ``OSError``."""
+    """Return True if that is evidence of a rank whose flight file is not there. Raises ``OSError``."""
     found = artifacts.parse(name)
     return found is not None and not _inode(directory_fd, found.flight)
 
@@ -186,7 +186,7 @@ def _remove_all(directory_fd: int, names: list[str]) -> list[str]:
 
 
 def _is_held(directory_fd: int, name: str) -> bool:
-    """Tell whether the lock is held. A deleted one is not: then the heartbeat alone shows that a rank lives.
+    """Return True if the lock is held. A deleted one is not: then the heartbeat alone shows that a rank lives.
 
     Raises ``OSError``.
     """

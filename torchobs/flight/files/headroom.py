@@ -29,7 +29,7 @@ def shortage(directory_fd: int, size: int) -> str | None:
 
 
 def deadly_limit(size: int) -> bool:
-    """Tell whether a file of ``size`` bytes would be this process' end, by ``ulimit -f``.
+    """Return True if a file of ``size`` bytes would be this process' end, by ``ulimit -f``.
 
     Python ignores the signal, so that writing on is an error as any other; but an application may have its default back.
     """

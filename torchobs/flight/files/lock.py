@@ -64,12 +64,12 @@ def release(fd: int) -> None:
 
 
 def held_here(directory_fd: int, name: str) -> bool:
-    """Tell whether this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
+    """Return True if this process holds the lock on that name, without opening it. Raises ``OSError`` if it is gone."""
     return _identity(os.stat(name, dir_fd=directory_fd, follow_symlinks=False)) in _held
 
 
 def is_held(directory_fd: int, name: str) -> bool:
-    """Tell whether a living process, this one or another, holds the lock on that name.
+    """Return True if a living process, this one or another, holds the lock on that name.
 
     Raises ``OSError`` if it cannot be opened.
     """

@@ -132,7 +132,7 @@ def note(found: list[Anomaly], kind: int, record: StepRecord, value: float, base
 
 
 def is_active(totals: Totals, kind: int) -> bool:
-    """Tell whether the last judged record was anomalous in this way."""
+    """Return True if the last judged record was anomalous in this way."""
     return totals.floats[Word.ACTIVE + kind] > 0.0
 
 

@@ -75,7 +75,7 @@ class Columns:
         return DecodedBlock(self.series, found, whole=None not in found)
 
     def steps_back(self, before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
-        """Tell whether a counter or a bucket went down, or a counter went away. ``before`` may be shorter."""
+        """Return True if a counter or a bucket went down, or a counter went away. ``before`` may be shorter."""
         for index in self._growing:
             if index >= len(before):
                 return False

@@ -101,7 +101,7 @@ def names(directory_fd: int) -> list[str]:
 
 
 def is_name(name: str) -> bool:
-    """Tell whether that is the name of a published flight file."""
+    """Return True if that is the name of a published flight file."""
     return _NAME.fullmatch(name) is not None
 
 

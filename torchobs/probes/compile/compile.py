@@ -160,7 +160,7 @@ class CompileProbe:
         return begun
 
     def _concerns_training(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether this is the training thread, or the autograd engine's that it waits for in a backward pass."""
+        """Return True if this is the training thread, or the autograd engine's that it waits for in a backward pass."""
         if get_ident() == self._context.thread:
             return True
         return bool(self._context.backwards) and any(getattr(each, "name", "") == "LAZY_BACKWARD" for each in args)

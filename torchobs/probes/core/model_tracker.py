@@ -42,11 +42,11 @@ class Models:
         self._room = _ROOM
 
     def knows(self, optimizer: object) -> bool:
-        """Tell whether it has stepped before."""
+        """Return True if it has stepped before."""
         return _knows(self._optimizers, optimizer)
 
     def begins(self, optimizer: Any, step: int) -> bool:
-        """Tell whether another model begins with this optimizer's step, the one after ``step``."""
+        """Return True if another model begins with this optimizer's step, the one after ``step``."""
         if self.knows(optimizer):
             return False
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -33,7 +33,7 @@ class DeviceEvent(Protocol):
     """A point in a device's work."""
 
     def query(self) -> bool:
-        """Tell whether the device has come to it."""
+        """Return True if the device has come to it."""
 
     def elapsed_time(self, end: Any, /) -> float:
         """Return how long the device took from here to ``end``, another one, in ms."""
@@ -46,10 +46,10 @@ class Device(Protocol):
         """Make a device the current one, whose current stream is meant from here on."""
 
     def capturing(self) -> bool:
-        """Tell whether the current stream is being captured into a graph. Never the first to touch CUDA."""
+        """Return True if the current stream is being captured into a graph. Never the first to touch CUDA."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Tell whether there are numbers in a tensor: a fake one has a shape and a device, and no more."""
+        """Return True if there are numbers in a tensor: a fake one has a shape and a device, and no more."""
 
     def event(self) -> DeviceEvent:
         """Record one, with its time, on the current stream."""
@@ -129,7 +129,7 @@ class Buffer:
         return self._numbers[begin : begin + count]
 
     def arrived(self, begin: int, count: int) -> bool:
-        """Tell whether all of them are there. From any thread."""
+        """Return True if all of them are there. From any thread."""
         return UNSET not in self._bits[begin : begin + count].tolist()
 
     def values(self, begin: int, count: int) -> list[float]:
@@ -148,7 +148,7 @@ class PendingCopy:
         self._count, self._give = count, give
 
     def ready(self) -> bool:
-        """Tell whether they are there."""
+        """Return True if they are there."""
         return self._buffer is not None and self._buffer.arrived(0, self._count)
 
     def take(self) -> list[float]:

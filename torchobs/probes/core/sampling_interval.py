@@ -34,7 +34,7 @@ class SamplingInterval:
         """the step measured next, and the one measured last (both as the number of steps before it)"""
 
     def is_due(self, step: int) -> bool:
-        """Tell whether this step is measured: all that is in it, or nothing."""
+        """Return True if this step is measured: all that is in it, or nothing."""
         if step >= self.due_at:
             self._set_interval(step)
             self.step, self.due_at = step, step + self.interval

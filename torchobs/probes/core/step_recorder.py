@@ -141,7 +141,7 @@ class StepRecorder:
         return self.step if ended else self.step + 1
 
     def _touched(self) -> bool:
-        """Tell whether training has gone on since the last end."""
+        """Return True if training has gone on since the last end."""
         return any(stamp & 15 in _TRAINING for stamp in self.trace)
 
     def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
@@ -224,7 +224,7 @@ class StepRecorder:
         self.arguments.clear()
 
     def _begins_late(self) -> bool:
-        """Tell whether the first boundary is none that a step begins with."""
+        """Return True if the first boundary is none that a step begins with."""
         code = self.trace[0] & 15
         return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
 
@@ -240,7 +240,7 @@ class StepRecorder:
     def optimizer_begins(self, optimizer: object) -> bool:
         """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before.
 
-        Tell whether it has never stepped.
+        Return True if it has never stepped.
         """
         if id(optimizer) in self._seen and self._is_same(optimizer):
             self._members = set(self._seen)

@@ -365,7 +365,7 @@ class PhaseTimeline:
         return self._evaluating_ns
 
     def _is_likely_window(self) -> bool:
-        """Tell whether the module that is in ``eval()`` is being evaluated, as far as that shows before it has ended."""
+        """Return True if the module that is in ``eval()`` is being evaluated, as far as that shows before it has ended."""
         if self._window is None or self._window.owner == self._teacher:
             return False
         return self._has_trained or bool(self._window_loader)

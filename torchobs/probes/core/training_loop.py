@@ -45,7 +45,7 @@ class TrainingLoop:
         self._places = _places(sys._getframe())
 
     def left(self, thread: int) -> bool:
-        """Tell whether no loop of the training runs in that thread, and no collective operation.
+        """Return True if no loop of the training runs in that thread, and no collective operation.
 
         Where no loop has been found nothing is known: False.
         """

@@ -24,7 +24,7 @@ class Scalars:
         self._left: dict[_Key, float] = {}
 
     def has_room(self, name: str) -> bool:
-        """Tell whether there is a series for it; count what has none."""
+        """Return True if there is a series for it; count what has none."""
         if name not in self._names and len(self._names) >= MOST_NAMES:
             self._table.dropped += 1
             return False

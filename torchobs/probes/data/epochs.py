@@ -80,7 +80,7 @@ class EpochProbe:
             self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, gone)
 
     def _is_exhausted(self, iteration: _Iteration) -> bool:
-        """Tell whether its iterator, if it is still there, came to its end in the step in progress."""
+        """Return True if its iterator, if it is still there, came to its end in the step in progress."""
         iterator, recorder = iteration.iterator(), self._context.recorder
         sampler = id(getattr(iterator, "_index_sampler", None))  # as the data probe names its fetches
         return iterator is not None and sampler in exhausted(recorder.trace, recorder.arguments, iteration.begun_ns)

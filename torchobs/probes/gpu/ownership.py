@@ -22,7 +22,7 @@ class GpuOwnership:
         self._fd: int | None = None
 
     def take(self, uuid: str) -> bool:
-        """Tell whether the device is ours from now on. Where the file cannot be had, everything is."""
+        """Return True if the device is ours from now on. Where the file cannot be had, everything is."""
         fd = self._fd = self._open() if self._fd is None else self._fd
         if fd is None:
             return True

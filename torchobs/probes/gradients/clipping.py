@@ -119,7 +119,7 @@ class ClipWatch:
         return None
 
     def has_noted(self, step: int) -> bool:
-        """Tell whether the norm of the step after that many stands in its record already."""
+        """Return True if the norm of the step after that many stands in its record already."""
         return self._noted_in == step
 
     def forget(self) -> None:
@@ -127,7 +127,7 @@ class ClipWatch:
         self._seen = []
 
     def take_clamped(self) -> bool:
-        """Tell whether gradients were clipped by value since the last call."""
+        """Return True if gradients were clipped by value since the last call."""
         clamped, self._clamped = self._clamped, False
         return clamped
 
@@ -197,7 +197,7 @@ class ClipWatch:
         self._keep(made)
 
     def _is_believed(self, made: Clipping) -> bool:
-        """Tell whether this is for sure the norm of all that the one optimizer is about to use."""
+        """Return True if this is for sure the norm of all that the one optimizer is about to use."""
         recorder, (optimizer, grads, until) = self._context.recorder, self._covered
         fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until
         return fits and not self._seen and _SUSPICIOUS < made.total < inf

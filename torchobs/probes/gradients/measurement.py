@@ -82,7 +82,7 @@ class Measurement:
     arriving: list[Arriving] = field(default_factory=list)
 
     def arrived(self) -> bool:
-        """Tell whether all is known."""
+        """Return True if all is known."""
         if self.arriving and all(one.numbers.ready() for one in self.arriving):
             self._receive()
         return not self.arriving

@@ -229,7 +229,7 @@ class CheckpointProbe:
 
 
 def _calls_from_distributed() -> bool:
-    """Tell whether our caller's caller is a part of ``torch.distributed.checkpoint``: a shard, or the upload's own save."""
+    """Return True if our caller's caller is a part of ``torch.distributed.checkpoint``: a shard, or the upload's own save."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{DISTRIBUTED}.")
 
 

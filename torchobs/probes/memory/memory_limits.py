@@ -70,7 +70,7 @@ class MemoryLimits:
         """Bytes that count towards it, if it is the cgroup's"""
 
     def due(self) -> bool:
-        """Tell whether it is time to look again."""
+        """Return True if it is time to look again."""
         return time.monotonic() >= self._due
 
     def look(self, *, thorough: bool = False) -> None:

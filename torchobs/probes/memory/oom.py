@@ -70,7 +70,7 @@ class OomObserver:
         self._context.writer.event(catalog.EVENT_OUT_OF_MEMORY.name, attributes, self._context.recorder.step)
 
     def _remembers(self) -> bool:
-        """Tell whether torch keeps where each block was allocated."""
+        """Return True if torch keeps where each block was allocated."""
         enabled = getattr(self._torch._C, "_cuda_isHistoryEnabled", None)
         return bool(enabled is not None and enabled())
 

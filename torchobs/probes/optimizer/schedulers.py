@@ -262,7 +262,7 @@ class SchedulerProbe:
             self._misuses.append(("idle_optimizer", state))
 
     def _is_late(self, state: _Scheduler, *, over: bool) -> bool:
-        """Tell whether it should have been stepped by now. An epoch that has begun is no whole one yet."""
+        """Return True if it should have been stepped by now. An epoch that has begun is no whole one yet."""
         done, begun = self._context.recorder.step - state.made_at, self._context.epochs - state.epoch
         if over:
             return done >= UNUSED_RUN_STEPS or begun > UNUSED_RUN_EPOCHS

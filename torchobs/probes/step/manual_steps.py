@@ -87,7 +87,7 @@ class ManualSteps:
             recorder.values.flags |= StepFlag.NEW_MODEL if recorder.models.begins(self._all, recorder.step) else 0
 
     def _judge(self) -> None:
-        """Tell whether the step has ended with the last backward."""
+        """Return True if the step has ended with the last backward."""
         recorder, left = self._context.recorder, self._left
         parameter = self._parameter() if self._parameter is not None else None
         if left is None or (parameter is not None and _gradient(parameter) == (left.address, left.version)):
@@ -147,7 +147,7 @@ class ManualSteps:
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Tell whether it has elements, here: a DTensor's would need a collective, a fake one has none."""
+    """Return True if it has elements, here: a DTensor's would need a collective, a fake one has none."""
     import torch
 
     return type(parameter) in {torch.Tensor, torch.nn.Parameter} and parameter.numel() > 0

@@ -79,7 +79,7 @@ class PhaseProbe:
                 self._context.span(catalog.SPAN_EVALUATION.name, begun_ns, ended_ns, {}, failed=False)
 
     def _is_idle(self) -> bool:
-        """Tell whether nothing was seen for as long as goodput takes for idle, and the training loop is not running either.
+        """Return True if nothing was seen for as long as goodput takes for idle, and the training loop is not running either.
 
         The stack, 6 µs to look at, is looked at only then: a second stage's loop is noted some steps later.
         """

@@ -48,7 +48,7 @@ class Passwords:
         """passwords for which bcrypt was asked"""
 
     async def allowed(self, header: str | None, users: Mapping[str, str]) -> bool:
-        """Tell whether an ``Authorization`` header names a user and the password. Raises :class:`BusyError`."""
+        """Return True if an ``Authorization`` header names a user and the password. Raises :class:`BusyError`."""
         given = _credentials(header)
         if given is None:
             return False

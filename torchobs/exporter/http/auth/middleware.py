@@ -131,7 +131,7 @@ class WebConfigMiddleware:
 
 
 def _identifies(config: WebConfig) -> bool:
-    """Tell whether whoever got through has shown who it is."""
+    """Return True if whoever got through has shown who it is."""
     return bool(config.users) or (config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert")
 
 
