@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Attribute", "Event", "Kind", "Metric", "Severity", "Span", "prometheus_label", "prometheus_name"]
+__all__ = ["Attribute", "Event", "Kind", "Metric", "Severity", "Span", "cumulative", "prometheus_label", "prometheus_name"]
 
 
 class Kind(Enum):
@@ -22,6 +22,11 @@ class Kind(Enum):
     UPDOWN = 2
     GAUGE = 3
     HISTOGRAM = 4
+
+
+def cumulative(kind: Kind) -> bool:
+    """Return True if a value only grows, so that it means something after its process has gone."""
+    return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # a set would take a hash in Python, for each of 10^6 series
 
 
 class Severity(Enum):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
-from torchobs.exporter.exporter_metrics import last_memory
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.create import file_name
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
@@ -23,6 +22,7 @@ from torchobs.flight.reader.reader import FlightFile
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
+from torchobs.ranks.memory_use import last_memory
 from torchobs.ranks.rank_file import HOSTILE, RankFile, open_tracked
 from torchobs.ranks.scanner import system_clock
 

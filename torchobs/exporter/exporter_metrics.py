@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
+from torchobs.ranks.memory_use import last_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torchobs.catalog import Metric
     from torchobs.exporter.otlp.counters import Counts
-    from torchobs.flight.reader.reader import View
     from torchobs.ranks.comparison import RankStanding, RunSummary
     from torchobs.ranks.scanner import Rank, Snapshot
 
@@ -167,17 +166,3 @@ def _set(metric: Metric, values: Mapping[str, float]) -> Iterator[Sample]:
     """Yield one sample per value of the metric's only attribute."""
     (attribute,) = metric.attributes
     return (Sample(metric, {attribute.name: name}, value) for name, value in values.items())
-
-
-def last_memory(view: View) -> rank_state.MemoryUse:
-    """Return what the rank said last of its memory."""
-    shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
-    last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
-    for series, value in view.points:
-        if isinstance(value, Distribution):
-            continue
-        if series.name == catalog.MEMORY_HOST_UTILIZATION.name:
-            shares.update({str(of): value for name, of in series.attributes if name == catalog.LIMIT.name})
-        elif series.name == catalog.CGROUP_MEMORY_LAST_OOM_KILL.name:
-            kill_age_s = last_s - value
-    return rank_state.MemoryUse(shares["cgroup"], shares["machine"], kill_age_s)

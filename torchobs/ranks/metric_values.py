@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.catalog import BY_NAME
-from torchobs.exporter.prometheus.name_registry import cumulative
+from torchobs.catalog import BY_NAME, cumulative
 from torchobs.flight.reader.reader import Distribution
 
 if TYPE_CHECKING:

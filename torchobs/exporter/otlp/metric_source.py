@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.catalog import BY_NAME, prometheus_label
+from torchobs.catalog import BY_NAME, cumulative, prometheus_label
 from torchobs.exporter.otlp.metric_encoder import PushedSeries
-from torchobs.exporter.prometheus.name_registry import COMMON_METRICS, EXPORTER_S, cumulative
+from torchobs.exporter.prometheus.name_registry import COMMON_METRICS, EXPORTER_S
 from torchobs.flight.format.series import Scope, Series, ValueType
 from torchobs.ranks import exemplars, labels
 from torchobs.ranks.exemplars import NONE

@@ -80,11 +80,6 @@ def sample_name(family: Family) -> str:
     return f"{family.name}_total" if family.kind is Kind.COUNTER else family.name
 
 
-def cumulative(kind: Kind) -> bool:
-    """Return True if a value only grows, so that it means something after its process has gone."""
-    return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # a set would take a hash in Python, for each of 10^6 series
-
-
 class NameRegistry:
     """The names in use. Who comes first has the name; what is in the catalog came before everyone."""
 
