@@ -17,9 +17,11 @@ HEADINGS = {
     catalog.GRAD_NORM: "Gradients",
     catalog.ANOMALIES: "Verdicts",
     catalog.AMP_SCALE: "Automatic mixed precision",
+    catalog.DATA_WORKER_START_TIME: "Data loaders",
     catalog.COMPILE_TIME: "Compilation",
     catalog.MEMORY_DEVICE_ALLOCATED: "Memory",
-    catalog.CHECKPOINT_TIMESTAMP: "Checkpoints",
+    catalog.CGROUP_MEMORY_WORKING_SET: "The container",
+    catalog.CHECKPOINTS: "Checkpoints",
     catalog.DISTRIBUTED_WORLD_SIZE: "Distributed training",
     catalog.HW_GPU_UTILIZATION: "GPU hardware",
     catalog.RANK_STATE_SET: "Ranks",
@@ -46,8 +48,15 @@ Every series of a rank carries the labels `job_name`, `run_id` and `rank`; what 
 never a label.
 
 One page serves the newest incarnation of each rank: after a restart its counters begin at 0 again, which `rate()` and
-`increase()` take for what it is. All series of a counter with a closed set of values exist at 0 from the start, so that the
-first event counts. NaN and infinity are counted; they are never a gauge's value.
+`increase()` take for what it is. NaN and infinity are counted; they are never a gauge's value.
+
+**Quiet** series are on the page from their first value on that says something, which is other than zero: a run without a loss
+scaler has nothing of one, and a probe that never failed has no error. A counter is at 0 first, until each scraper that is
+expected has got a page with that 0, and only then at what it has counted: `increase()` sees the first event, one scrape late.
+(What has counted before the exporter saw the rank is shown as it is.)
+
+**Shared** series are facts of the container or the machine, the same for all ranks in it. They have `job_name` and `run_id`,
+but no `rank`, and stand on the page once: from the first rank of the run that lives. So `sum()` does not count them per rank.
 
 **After the rank's end** a series is *kept* (the dead rank shows its last value until the exporter's grace is over), or it
 *ends* at once.
@@ -106,8 +115,13 @@ def _metric(metric: Metric) -> str:
     unit = f"`{metric.unit}`" if metric.unit else ""
     return _row(
         f"`{metric.name}`", f"`{metric.prometheus}`", kind, unit, _attributes(metric.attributes),
-        metric.brief, _survival(metric),
+        f"{metric.brief}{_manner(metric)}", _survival(metric),
     )  # fmt: skip
+
+
+def _manner(metric: Metric) -> str:
+    words = [word for word, is_so in (("quiet", metric.quiet is not None), ("shared", metric.shared)) if is_so]
+    return f" *{', '.join(words).capitalize()}.*" if words else ""
 
 
 def _survival(metric: Metric) -> str:

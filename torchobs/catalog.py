@@ -48,7 +48,11 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One instrument. ``survives``: a dead rank keeps showing its last value for the grace (counters always do)."""
+    """One instrument. ``survives``: a dead rank keeps showing its last value for the grace (counters always do).
+
+    ``quiet``: a value at which its series are not yet on the exporter's page; they are from the first other one on. ``shared``:
+    it is a fact of the container or the machine, the same for all ranks in it, and so has no rank.
+    """
 
     name: str
     kind: Kind
@@ -58,6 +62,8 @@ class Metric:
     bounds: tuple[float, ...] = ()
     integer: bool = False
     survives: bool = False
+    quiet: float | None = None
+    shared: bool = False
 
     @property
     def prometheus(self) -> str:
@@ -85,9 +91,10 @@ class Span:
 
 
 # Powers of two and of four: exact boundaries of base-2 exponential and of Prometheus native histograms, so that both
-# conversions lose nothing.
+# conversions lose nothing. Norms from 2e-4 to 4096 are told apart: each bound is a series per rank, and one beyond them is an
+# anomaly, of which the gauge and the event say how large it was.
 SECONDS_BOUNDS = tuple(2.0**exponent for exponent in range(-11, 11))
-NORM_BOUNDS = tuple(4.0**exponent for exponent in range(-13, 14))
+NORM_BOUNDS = tuple(4.0**exponent for exponent in range(-6, 7))
 
 _UNITS = {
     "s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds", "min": "minutes", "h": "hours",
@@ -144,12 +151,28 @@ def _unit_word(unit: str, words: dict[str, str]) -> str:
     return "" if "{" in unit or "}" in unit else words.get(unit, unit)
 
 
-def _counter(name: str, unit: str, brief: str, *attributes: Attribute, integer: bool = True) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, brief, attributes, integer=integer)
+def _counter(
+    name: str,
+    unit: str,
+    brief: str,
+    *attributes: Attribute,
+    integer: bool = True,
+    quiet: float | None = None,
+    shared: bool = False,
+) -> Metric:
+    return Metric(name, Kind.COUNTER, unit, brief, attributes, integer=integer, quiet=quiet, shared=shared)
 
 
-def _gauge(name: str, unit: str, brief: str, *attributes: Attribute, survives: bool = False) -> Metric:
-    return Metric(name, Kind.GAUGE, unit, brief, attributes, survives=survives)
+def _gauge(
+    name: str,
+    unit: str,
+    brief: str,
+    *attributes: Attribute,
+    survives: bool = False,
+    quiet: float | None = None,
+    shared: bool = False,
+) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, brief, attributes, survives=survives, quiet=quiet, shared=shared)
 
 
 def _updown(name: str, unit: str, brief: str, *attributes: Attribute) -> Metric:
@@ -281,6 +304,7 @@ MODEL_CHANGES = _counter(
     "torchobs.model_changes",
     "{change}",
     "Times that training went on with parameters never trained before: the next fold or trial, whose baselines begin anew.",
+    quiet=0.0,
 )
 LOSS = _gauge(
     "torchobs.loss",
@@ -314,11 +338,15 @@ SCHEDULER_STEPS = _counter(
     "torchobs.scheduler.steps", "{step}", "Times that the run stepped a learning-rate scheduler; a chain of them counts once."
 )
 SCHEDULER_MISUSE = _counter(
-    "torchobs.scheduler.misuses", "{scheduler}", "Learning-rate schedulers used wrongly, by how.", SCHEDULER_MISUSE_KIND
+    "torchobs.scheduler.misuses",
+    "{scheduler}",
+    "Learning-rate schedulers used wrongly, by how.",
+    SCHEDULER_MISUSE_KIND,
+    quiet=0.0,
 )
-SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().")
-TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().")
-TOTAL_STEPS = _gauge("torchobs.total_steps", "{step}", "Steps the run will take, where it told us.", survives=True)
+SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().", quiet=0.0)
+TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().", quiet=0.0)
+STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", "Steps the run will take, where it told us.", survives=True)
 EPOCHS = _counter("torchobs.epochs", "{epoch}", "Passes over the training loader begun on this rank since its start.")
 GOODPUT_TIME = _counter(
     "torchobs.goodput.time",
@@ -328,6 +356,7 @@ GOODPUT_TIME = _counter(
     "10 s).",
     GOODPUT_STATE,
     integer=False,
+    quiet=0.0,
 )
 SCALAR_VALUE = _gauge("torchobs.scalar", "", "Last value of each extra number given to torchobs.log().", SCALAR, survives=True)
 
@@ -348,18 +377,24 @@ GRAD_NORM_RANKS = _gauge(
     "{rank}",
     "Ranks whose gradient norms add up, squared, to the whole's: 1 where each has all, more where it is sharded.",
     survives=True,
+    quiet=1.0,
 )
 GRAD_LAYER_NORM = _gauge(
     "torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient, of this rank's part where parameters are sharded.", LAYER
 )
-GRAD_LAYERS_FOLDED = _gauge("torchobs.grad.layers_folded", "{layer}", "Layers without series of their own: they are 'other'.")
+GRAD_LAYERS_FOLDED = _gauge(
+    "torchobs.grad.layers_folded", "{layer}", "Layers without series of their own: they are 'other'.", quiet=0.0
+)
 GRAD_UNMOVED_LAYERS = _gauge(
     "torchobs.grad.unmoved_layers",
     "{layer}",
     "Layers that have learned nothing for a while: gradients too small to move a weight, or nothing but zeros coming in.",
     survives=True,
+    quiet=0.0,
 )
-GRAD_ZERO = _gauge("torchobs.grad.zero", "1", "Share of the parameters' gradients whose every element is exactly zero.")
+GRAD_ZERO = _gauge(
+    "torchobs.grad.zero", "1", "Share of the parameters' gradients whose every element is exactly zero.", quiet=0.0
+)
 PARAM_LAYER_NORM = _gauge(
     "torchobs.param.layer.norm", "", "L2 norm of a layer's weights (of their first 8 million). From level advanced on.", LAYER
 )
@@ -373,6 +408,7 @@ GRAD_NONFINITE_ELEMENTS = _counter(
     "torchobs.grad.nonfinite_elements",
     "{element}",
     "Gradient elements that were NaN or infinite in measured steps; on a GPU counted in layers that were so lately.",
+    quiet=0.0,
 )
 GRAD_NONFINITE_STEPS = _counter(
     "torchobs.grad.nonfinite_steps", "{step}", "Measured steps whose gradient norm was NaN or infinite."
@@ -382,6 +418,7 @@ GRAD_CLIPPED_STEPS = _counter(
     "{step}",
     "Steps whose gradient was clipped; whether clipping by value had an effect is known of measured steps only; what"
     " compiled code clips is not seen.",
+    quiet=0.0,
 )
 GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "", "Norm to which gradients are clipped, where they are.")
 GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "", "Size to which gradient elements are clipped, where they are.")
@@ -389,7 +426,11 @@ GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "", "Size to which 
 # --- verdicts -----------------------------------------------------------------------------------------------------------------
 ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", "Steps judged anomalous, by kind.", ANOMALY_KIND)
 ANOMALY_ACTIVE = _gauge(
-    "torchobs.anomaly.active", "", "1 while the last measured step was anomalous in this way.", ANOMALY_KIND
+    "torchobs.anomaly.active",
+    "",
+    "1 while the last measured step was anomalous in this way.",
+    ANOMALY_KIND,
+    quiet=0.0,
 )
 
 # --- automatic mixed precision ------------------------------------------------------------------------------------------------
@@ -408,13 +449,17 @@ AMP_SKIP_STREAK = _gauge(
     "Steps that a loss scaler skipped in a row, up to now; of several optimizers, the one that waits longest.",
 )
 AMP_STEPS_SKIPPED = _counter(
-    "torchobs.amp.steps_skipped", "{step}", "Steps that the loss scaler skipped because of non-finite gradients."
+    "torchobs.amp.steps_skipped",
+    "{step}",
+    "Steps that the loss scaler skipped because of non-finite gradients.",
+    quiet=0.0,
 )
 AMP_OVERFLOWS = _counter(
     "torchobs.amp.overflows",
     "{step}",
     "Steps of each optimizer under a loss scaler that found non-finite gradients.",
     OPTIMIZER,
+    quiet=0.0,
 )
 AMP_AUTOCAST = _gauge(
     "torchobs.amp.autocast",
@@ -430,12 +475,16 @@ DATA_WORKER_START_TIME = _counter(
     "s",
     "Time spent in starting the worker processes of data loaders; a part of the phase data.",
     integer=False,
+    quiet=0.0,
 )
 DATA_WORKERS = _gauge(
     "torchobs.data.workers", "{process}", "Worker processes of the data loaders being iterated.", WORKER_STATE
 )
 DATA_WORKERS_DIED = _counter(
-    "torchobs.data.workers_died", "{process}", "Worker processes of data loaders that a signal or an error ended."
+    "torchobs.data.workers_died",
+    "{process}",
+    "Worker processes of data loaders that a signal or an error ended.",
+    quiet=0.0,
 )
 DATA_BATCHES_READY = _gauge(
     "torchobs.data.batches_ready",
@@ -451,6 +500,7 @@ DATA_UNPINNED_BATCHES = _counter(
     "torchobs.data.unpinned_batches",
     "{batch}",
     "Batches in pageable memory while training on a CUDA device, of one looked at every ten seconds: see `pin_memory`.",
+    quiet=0.0,
 )
 
 # --- compilation --------------------------------------------------------------------------------------------------------------
@@ -461,25 +511,32 @@ COMPILE_TIME = _counter(
     "another backend; inductor: lowering and code generation; kernels: compilers, autotuning and recording of CUDA graphs.",
     COMPILE_STAGE,
     integer=False,
+    quiet=0.0,
 )
 COMPILE_COMPILATIONS = _counter(
     "torchobs.compile.compilations", "{compilation}", "Functions, and the rest of them behind a graph break, compiled.",
-    COMPILE_CAUSE,
+    COMPILE_CAUSE, quiet=0.0,
 )  # fmt: skip
 COMPILE_RECOMPILES = _counter(
-    "torchobs.compile.recompiles", "{compilation}", "Compilations because of a guard that failed, by its kind.", COMPILE_GUARD
+    "torchobs.compile.recompiles",
+    "{compilation}",
+    "Compilations because of a guard that failed, by its kind.",
+    COMPILE_GUARD,
+    quiet=0.0,
 )
 COMPILE_FAILURES = _counter(
     "torchobs.compile.failures",
     "{compilation}",
     "Compilations that failed: what was to be compiled runs uncompiled, or raises (fullgraph=True).",
     COMPILE_FAILURE,
+    quiet=0.0,
 )
 COMPILE_GRAPH_BREAKS = _counter(
     "torchobs.compile.graph_breaks",
     "{break}",
     "Places at which a graph had to end, counted in each compilation that meets them.",
     COMPILE_BREAK,
+    quiet=0.0,
 )
 COMPILE_CACHE_LOOKUPS = _counter(
     "torchobs.compile.cache.lookups",
@@ -487,6 +544,7 @@ COMPILE_CACHE_LOOKUPS = _counter(
     "Lookups in the caches of compiled code: a warm start hits.",
     COMPILE_CACHE,
     CACHE_RESULT,
+    quiet=0.0,
 )
 COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is at work in any thread.")
 
@@ -516,8 +574,9 @@ MEMORY_ALLOC_RETRIES = _counter(
     "{retry}",
     "Device allocations that flushed the allocator's cache to be tried again.",
     DEVICE,
+    quiet=0.0,
 )
-MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE)
+MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE, quiet=0.0)
 MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set of the rank's process.")
 MEMORY_HOST_PSS = _gauge(
     "torchobs.memory.host.pss", "By", "Proportional set of the rank's process: shared pages by their share. From advanced on."
@@ -526,16 +585,18 @@ MEMORY_HOST_CHILDREN_RSS = _gauge(
     "torchobs.memory.host.children_rss",
     "By",
     "Resident sets of the process's children (DataLoader workers), summed: a page that they share counts in each.",
+    quiet=0.0,
 )
-MEMORY_HOST_AVAILABLE = _gauge("torchobs.memory.host.available", "By", "The machine's available memory.")
+MEMORY_HOST_AVAILABLE = _gauge("torchobs.memory.host.available", "By", "The machine's available memory.", shared=True)
 MEMORY_HOST_UTILIZATION = _gauge(
     "torchobs.memory.host.utilization",
     "1",
     "Share of the limit, swap included, that is taken and cannot be given back: at 1 the kernel kills.",
     LIMIT,
+    shared=True,
 )
-MEMORY_SHARED_SIZE = _gauge("torchobs.memory.shared.size", "By", "Size of /dev/shm.")
-MEMORY_SHARED_USED = _gauge("torchobs.memory.shared.used", "By", "Bytes in use in /dev/shm.")
+MEMORY_SHARED_SIZE = _gauge("torchobs.memory.shared.size", "By", "Size of /dev/shm.", shared=True)
+MEMORY_SHARED_USED = _gauge("torchobs.memory.shared.used", "By", "Bytes in use in /dev/shm.", shared=True)
 MEMORY_GROWTH_PER_STEP = _gauge(
     "torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step; after four minutes.", SPACE
 )
@@ -551,23 +612,40 @@ CGROUP_MEMORY_WORKING_SET = _gauge(
     "torchobs.cgroup.memory.working_set",
     "By",
     "Memory of the rank's cgroup without inactive file pages, as the kubelet counts it; of the tightest, where they nest.",
+    shared=True,
 )
-CGROUP_MEMORY_LIMIT = _gauge("torchobs.cgroup.memory.limit", "By", "Memory limit of that cgroup.")
-CGROUP_MEMORY_PEAK = _gauge("torchobs.cgroup.memory.peak", "By", "Highest memory usage of that cgroup, file pages included.")
-CGROUP_MEMORY_SWAP = _gauge("torchobs.cgroup.memory.swap", "By", "Swap in use by that cgroup.")
+CGROUP_MEMORY_LIMIT = _gauge("torchobs.cgroup.memory.limit", "By", "Memory limit of that cgroup.", shared=True)
+CGROUP_MEMORY_PEAK = _gauge(
+    "torchobs.cgroup.memory.peak", "By", "Highest memory usage of that cgroup, file pages included.", shared=True
+)
+CGROUP_MEMORY_SWAP = _gauge("torchobs.cgroup.memory.swap", "By", "Swap in use by that cgroup.", shared=True)
 CGROUP_MEMORY_OOM_KILLS = _counter(
-    "torchobs.cgroup.memory.oom_kills", "{process}", "Processes of that cgroup that the kernel killed for memory."
+    "torchobs.cgroup.memory.oom_kills",
+    "{process}",
+    "Processes of that cgroup that the kernel killed for memory.",
+    shared=True,
 )
 CGROUP_MEMORY_LAST_OOM_KILL = _gauge(
-    "torchobs.cgroup.memory.last_oom_kill.timestamp", "s", "Unix time at which the last such kill was seen.", survives=True
+    "torchobs.cgroup.memory.last_oom_kill.timestamp",
+    "s",
+    "Unix time at which the last such kill was seen.",
+    survives=True,
+    shared=True,
 )
-CGROUP_CPU_LIMIT = _gauge("torchobs.cgroup.cpu.limit", "{cpu}", "CPU quota of the rank's cgroup, in cores.")
-CGROUP_CPU_PERIODS = _counter("torchobs.cgroup.cpu.periods", "{period}", "Quota periods in which the cgroup ran.")
+CGROUP_CPU_LIMIT = _gauge("torchobs.cgroup.cpu.limit", "{cpu}", "CPU quota of the rank's cgroup, in cores.", shared=True)
+CGROUP_CPU_PERIODS = _counter("torchobs.cgroup.cpu.periods", "{period}", "Quota periods in which the cgroup ran.", shared=True)
 CGROUP_CPU_THROTTLED_PERIODS = _counter(
-    "torchobs.cgroup.cpu.throttled_periods", "{period}", "Quota periods in which it was stopped until the next one."
+    "torchobs.cgroup.cpu.throttled_periods",
+    "{period}",
+    "Quota periods in which it was stopped until the next one.",
+    shared=True,
 )
 CGROUP_CPU_THROTTLED_TIME = _counter(
-    "torchobs.cgroup.cpu.throttled_time", "s", "Time for which its threads were stopped so, summed.", integer=False
+    "torchobs.cgroup.cpu.throttled_time",
+    "s",
+    "Time for which its threads were stopped so, summed.",
+    integer=False,
+    shared=True,
 )
 CGROUP_PRESSURE_TIME = _counter(
     "torchobs.cgroup.pressure.time",
@@ -576,6 +654,7 @@ CGROUP_PRESSURE_TIME = _counter(
     RESOURCE,
     WAITING,
     integer=False,
+    shared=True,
 )
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
@@ -585,6 +664,7 @@ CHECKPOINTS = _counter(
     "Checkpoints by torch.save, safetensors and torch.distributed.checkpoint; what is saved between two steps is one, in "
     "memory only from 64 KiB on. Each save that raised is a failed one. Not seen: `from torch import save` before `init()`.",
     SAVE_RESULT,
+    quiet=0.0,
 )
 CHECKPOINT_TIMESTAMP = _gauge(
     "torchobs.checkpoint.timestamp", "s", "Unix time at which the last checkpoint was complete.", survives=True
@@ -652,8 +732,11 @@ GPU_THROTTLE_TIME = _counter(
     GPU_ID,
     GPU_THROTTLE,
     integer=False,
+    quiet=0.0,
 )
-HW_ERRORS = _counter("hw.errors", "{error}", "Errors of the GPU since the rank began to look.", GPU_ID, HW_TYPE, HW_ERROR)
+HW_ERRORS = _counter(
+    "hw.errors", "{error}", "Errors of the GPU since the rank began to look.", GPU_ID, HW_TYPE, HW_ERROR, quiet=0.0
+)
 GPU_NVLINK_IO = _counter("torchobs.gpu.nvlink.io", "By", "Payload sent and received over NVLink.", GPU_ID, IO_DIRECTION)
 GPU_NVLINK_LINKS = _gauge("torchobs.gpu.nvlink.links", "{link}", "NVLinks that are up.", GPU_ID)
 HW_STATUS = _updown(
@@ -678,7 +761,7 @@ RANK_GPU_INFO = _gauge(
 )
 
 # --- ranks, as the exporter sees them -----------------------------------------------------------------------------------------
-RANK_STATE_SET = _gauge("torchobs.rank.state", "", "State of the rank, one series per state.", RANK_STATE, survives=True)
+RANK_STATE_SET = _gauge("torchobs.rank.state", "", "1 for the state that the rank is in.", RANK_STATE, survives=True)
 RANK_UP = _gauge("torchobs.rank.up", "", "1 while the rank's process lives.", survives=True)
 RANK_HEARTBEAT_TIMESTAMP = _gauge(
     "torchobs.rank.heartbeat.timestamp", "s", "Unix time of the rank's last heartbeat.", survives=True
@@ -706,10 +789,13 @@ RUN_GRAD_NORM = _gauge(
     "torchobs.run.grad_norm", "", "L2 norm of the whole gradient, put together from all ranks, where all are on this machine."
 )
 RANK_EXIT = _gauge(
-    "torchobs.rank.exit", "", "1 for the way in which the rank ended, 0 for the others.", EXIT_REASON, survives=True
+    "torchobs.rank.exit", "", "1 for the way in which the rank ended; absent while it lives.", EXIT_REASON, survives=True
 )
 PROCESS_CHILDREN = _gauge(
-    "torchobs.rank.process.children", "{process}", "Processes that descend from the rank's: DataLoader workers, compilers."
+    "torchobs.rank.process.children",
+    "{process}",
+    "Processes that descend from the rank's: DataLoader workers, compilers.",
+    quiet=0.0,
 )
 PROCESS_THREADS = _gauge("torchobs.rank.process.threads", "{thread}", "Threads of the rank's process.")
 PROCESS_OPEN_FILES = _gauge("torchobs.rank.process.open_fds", "{file}", "File descriptors that the rank's process has open.")
@@ -817,14 +903,19 @@ HOST_INFINIBAND_CONGESTION = _counter(
 )  # fmt: skip
 
 # --- torchobs itself ----------------------------------------------------------------------------------------------------------
-OVERHEAD = _counter("torchobs.overhead", "s", "Time that torchobs itself took in the training thread.", PROBE, integer=False)
-PROBE_ERRORS = _counter("torchobs.probe.errors", "{error}", "Exceptions raised inside a probe; the first disables it.", PROBE)
-PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", "1 if the probe is not at work.", PROBE)
+OVERHEAD = _counter(
+    "torchobs.overhead", "s", "Time that torchobs itself took in the training thread.", PROBE, integer=False, quiet=0.0
+)
+PROBE_ERRORS = _counter(
+    "torchobs.probe.errors", "{error}", "Exceptions raised inside a probe; the first disables it.", PROBE, quiet=0.0
+)
+PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", "1 if the probe is not at work.", PROBE, quiet=0.0)
 FLIGHT_DROPPED = _counter(
     "torchobs.flight.dropped",
     "{item}",
     "Items that did not fit the flight file.",
     Attribute("what", "what was dropped", ("series", "event", "record")),
+    quiet=0.0,
 )
 BUILD_INFO = _gauge(
     "torchobs.build.info",

@@ -32,7 +32,7 @@ while time.monotonic() - began < 2.5:
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-assert not session.host.fuse("device_memory").errors
+assert not session.context.fuse("device_memory").errors
 print(torch.cuda.is_initialized())
 """
 

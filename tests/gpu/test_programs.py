@@ -54,7 +54,7 @@ train(5)
 for _ in DataLoader(torch.zeros(64, 8), batch_size=4, num_workers=2, multiprocessing_context="fork", pin_memory=True):
     train(1)
 torch.cuda.synchronize()
-print(not [fuse for fuse in session.host.fuses.values() if fuse.errors])
+print(not [fuse for fuse in session.context.breakers.values() if fuse.errors])
 """
     assert ends_well(flight_dir, script).split() == ["True"]
 
@@ -73,7 +73,7 @@ def child():
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for _ in range(5):
         optimizer.step()
-    assert own.host.cycle.ended == 5
+    assert own.context.recorder.ended == 5
 process = multiprocessing.get_context("fork").Process(target=child)
 process.start()
 process.join()
@@ -90,7 +90,7 @@ def test_a_device_that_is_not_the_current_one(flight_dir: Path) -> None:
 train(5, "cuda:1")
 torch.cuda.synchronize("cuda:1")
 time.sleep(1.5)
-print(torch._C._cuda_hasPrimaryContext(0), session.host.cycle.ended)
+print(torch._C._cuda_hasPrimaryContext(0), session.context.recorder.ended)
 """
     assert ends_well(flight_dir, script).split() == ["False", "5"]
 
@@ -100,7 +100,7 @@ def test_a_profile_has_the_device_s_kernels_in_it(flight_dir: Path) -> None:
     script = """
 import gzip, json, pathlib
 from torchobs.runtime.profiler import Profiles
-profiles = Profiles(session.host)
+profiles = Profiles(session.context)
 train(3)
 profiles.ask(3, 1)
 train(8)

@@ -205,7 +205,7 @@ def test_an_evaluation_left_early_ends_there(run: Recording) -> None:
 
 def total(run: Recording) -> float | None:
     """How long the run says it is."""
-    found: float | None = run.look().get(("torchobs.total_steps",))
+    found: float | None = run.look().get(("torchobs.steps.planned",))
     return found
 
 

@@ -259,7 +259,7 @@ def test_what_a_pool_s_process_raised_is_the_cause(tmp_path: Path, flight_dir: P
 TOLD = """
 import torchobs
 from tests.support import wait_until
-from torchobs.flight import reader
+from torchobs.flight.reader import reader
 def told():
     file = reader.open_path(torchobs.init().writer.path)
     try:

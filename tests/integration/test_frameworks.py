@@ -154,14 +154,14 @@ def test_lightning(flight_dir: Path, tmp_path: Path) -> None:
     automatic, told, expected = both("with_lightning", flight_dir, tmp_path)
     for rank in (automatic, told):
         signals(rank, expected, evaluations=[0, 2, 4, 6, 8, 10, 12])
-    assert told.values["torchobs.total_steps",] == 12
+    assert told.values["torchobs.steps.planned",] == 12
     assert told.values["torchobs.samples",] == 2 * 12 * 4
     assert told.values["torchobs.scalar", "val_loss"] == expected["metrics"]["val_loss"]
     assert told.values["torchobs.scalar", "train_loss"] == expected["metrics"]["train_loss"]
     assert told.values["torchobs.scalar", "epoch"] == 2
     assert told.event("torchobs.trainer")["framework"] == "lightning"
     assert told.event("torchobs.model") == {"name": "Characters", "parameters": 14528, "trainable": 14528}
-    assert ("torchobs.total_steps",) not in automatic.values
+    assert ("torchobs.steps.planned",) not in automatic.values
 
 
 def test_lightning_s_own_ranks(flight_dir: Path) -> None:
@@ -185,7 +185,7 @@ def test_transformers(flight_dir: Path, tmp_path: Path) -> None:
         assert rank.values["torchobs.epochs",] == 2
         assert all(step.phase_s[DATA] > 0 for step in rank.steps)  # that of the step after an evaluation, too
     assert [step.step - 1 for step in told.steps if step.phase_s[CHECKPOINT] > 0.001] == [4, 8]
-    assert told.values["torchobs.total_steps",] == 10
+    assert told.values["torchobs.steps.planned",] == 10
     assert told.values["torchobs.samples",] == 2 * 10 * 4
     assert told.values["torchobs.tokens",] == expected["tokens"]
     assert [step.tokens for step in told.steps] == [128] * 10
@@ -204,7 +204,7 @@ def test_accelerate(flight_dir: Path, tmp_path: Path) -> None:
         assert rank.steps[-1].losses == 2
     scalars = {name[1]: value for name, value in told.values.items() if name[0] == "torchobs.scalar"}
     assert scalars == {"validation_loss": expected["validation_loss"], "epoch": 1}
-    assert told.values["torchobs.total_steps",] == 8
+    assert told.values["torchobs.steps.planned",] == 8
     trainer = told.event("torchobs.trainer")
     assert (trainer["learning_rate"], trainer["max_train_steps"]) == (0.01, 8)
     assert "data" not in trainer

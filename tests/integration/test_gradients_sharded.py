@@ -56,7 +56,7 @@ def train(how):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
     run = Recording(session)
-    session.host.cycle.flush()
+    session.context.recorder.flush()
     session._sampler.stop()
     for probe, observe in session._slow:
         if probe == "gradients":

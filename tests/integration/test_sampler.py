@@ -26,7 +26,7 @@ def test_a_number_whose_series_cannot_be_made_at_once_is_there_a_moment_later(fl
             torchobs.log(accuracy=0.5)
             assert ("torchobs.scalar", "accuracy") not in run.values()
         values = support.wait_until(lambda: found if ("torchobs.scalar", "accuracy") in (found := run.look()) else {})  # noqa: B023
-        assert (values["torchobs.scalar", "accuracy"], values["torchobs.total_steps",]) == (0.5, 7.0)
+        assert (values["torchobs.scalar", "accuracy"], values["torchobs.steps.planned",]) == (0.5, 7.0)
         torchobs.log(accuracy=0.75)
         assert run.look()["torchobs.scalar", "accuracy"] == 0.75
 

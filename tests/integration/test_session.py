@@ -216,7 +216,7 @@ model = mlp(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for index in range(3):
     loss_of(model, index).backward(); optimizer.step()
 assert torch.__spec__.loader is torch.__loader__ and "torchobs" not in repr(torch.__loader__)
-print(session.host.cycle.step)
+print(session.context.recorder.step)
 """
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (child.returncode, child.stdout.strip(), child.stderr) == (0, "3", "")

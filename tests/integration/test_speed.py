@@ -48,7 +48,7 @@ def test_everybody_who_shows_a_speed_shows_the_same(
     """Forty steps, unevenly: the page, top, inspect, the API, and the increase of the counters over the same time."""
     monkeypatch.setattr(state, "UNRESPONSIVE_AFTER_S", 600.0)  # who is not alive has no speed, and nobody beats here
     writer = live_rank(flight_dir)
-    total = writer.table.open(catalog.TOTAL_STEPS, {}, CORE)
+    total = writer.table.open(catalog.STEPS_PLANNED, {}, CORE)
     assert total is not None
     total.set(1000.0)
     ends = [time.monotonic_ns() - 40 * 10**9 + (10 * number + number % 3) * 10**8 for number in range(40)]

@@ -73,7 +73,7 @@ def ranks(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Fl
             (catalog.COMPILE_IN_PROGRESS, 1.0, {}),
             (catalog.MEMORY_HOST_RSS, 4e8, {}),
             (catalog.MEMORY_HOST_UTILIZATION, 0.93, {"limit": "cgroup"}),
-            (catalog.TOTAL_STEPS, 400.0, {}),
+            (catalog.STEPS_PLANNED, 400.0, {}),
             (catalog.ANOMALY_ACTIVE, 1.0, {"kind": "gradient_explosion"}),
         ):
             cell = writer.table.open(metric, attributes, CORE)

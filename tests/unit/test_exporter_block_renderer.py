@@ -7,6 +7,7 @@ import pytest
 from torchobs.catalog import Kind
 from torchobs.exporter.prometheus.block_renderer import BlockRenderer, is_gauge
 from torchobs.exporter.prometheus.name_registry import family_of
+from torchobs.exporter.prometheus.quiet_series import QuietSeries
 from torchobs.exporter.prometheus.series_lines import label
 from torchobs.exporter.prometheus.text_format import Style
 from torchobs.flight.format.series import Series, ValueType
@@ -40,7 +41,7 @@ LINES = {
 def text_of(style: Style = OPENMETRICS, *, born_s: float | None = None) -> BlockRenderer:
     """The text of a block with all of them."""
     entries = [label(series, family_of(series.name, series.kind, ""), {}) for series in ALL]
-    return BlockRenderer(ALL, entries, style, up=True, born_s=born_s)
+    return BlockRenderer(ALL, entries, style, QuietSeries(), up=True, born_s=born_s)
 
 
 def lines(text: BlockRenderer, values: list[Value | None]) -> dict[str, list[str]]:

@@ -21,10 +21,12 @@ class Pages:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
+        self.acknowledged = list[int]()
 
-    async def get(self, _: ScrapeInput, accept: str, *, compressed: bool) -> Page:
-        """See ``pages.Pages``."""
+    async def get(self, _: ScrapeInput, accept: str, *, compressed: bool, acknowledged: int) -> Page:
+        """See :class:`torchobs.exporter.prometheus.page_cache.PageCache`."""
         self.asked.append((accept, compressed))
+        self.acknowledged.append(acknowledged)
         return Page(b"page\n", "text/plain", 7)
 
 

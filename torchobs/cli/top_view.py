@@ -121,7 +121,7 @@ def _heading(run: Sequence[RankView], paint: TerminalStyle, now: str) -> str:
 
 def _progress(run: Sequence[RankView]) -> str:
     first = run[0]
-    total = _number(values_of(first.rank.view), catalog.TOTAL_STEPS)
+    total = _number(values_of(first.rank.view), catalog.STEPS_PLANNED)
     if not total or not first.steps:
         return ""
     left_s = max((left_s for one in run if (left_s := _left_s(one)) is not None), default=None)
@@ -132,7 +132,7 @@ def _progress(run: Sequence[RankView]) -> str:
 def _left_s(one: RankView) -> float | None:
     values = values_of(one.rank.view)
     aside_s = sum(_number(values, catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
-    done, total = _number(values, catalog.STEPS), _number(values, catalog.TOTAL_STEPS)
+    done, total = _number(values, catalog.STEPS), _number(values, catalog.STEPS_PLANNED)
     return time_left_s(one.speed, int(done or 0), total or 0, aside_s)
 
 

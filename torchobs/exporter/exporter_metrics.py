@@ -71,26 +71,17 @@ class HostFacts(NamedTuple):
     """when the machine's counters were 0, Unix ns"""
 
 
-def _states(metric: Metric, *none: str) -> dict[str, tuple[Sample, ...]]:
-    """Return what is said in each of a metric's states, of which one is 1 and the others 0; all are 0 in ``none``."""
-    (attribute,) = metric.attributes
-    own = {name: {attribute.name: name} for name in attribute.values}
-    return {
-        state: tuple(Sample(metric, own[name], float(name == state)) for name in attribute.values)
-        for state in (*attribute.values, *none)
-    }
-
-
 # the same objects at every scrape: that nothing has changed but numbers is seen without a look at them
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
-_STATES, _ENDINGS = _states(catalog.RANK_STATE_SET), _states(catalog.RANK_EXIT, "")
+_STATES = {state: Sample(catalog.RANK_STATE_SET, {"state": state}, 1.0) for state in catalog.RANK_STATES}
+_ENDINGS = {reason: Sample(catalog.RANK_EXIT, {"reason": reason}, 1.0) for reason in catalog.EXIT_REASONS}
 _UP = {up: Sample(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True)}
 
 
 def of_rank(rank: Rank) -> Iterator[Sample]:
     """Yield what the exporter says of a rank: its state, how it ended, what describes it."""
     header, live = rank.view.header, rank.view.live
-    yield from _STATES[rank.state]
+    yield _STATES[rank.state]
     yield _UP[rank.up]
     if live.heartbeat_ns:
         yield Sample(catalog.RANK_HEARTBEAT_TIMESTAMP, _NO_LABELS, header.wall_s(live.heartbeat_ns))
@@ -98,7 +89,9 @@ def of_rank(rank: Rank) -> Iterator[Sample]:
         yield Sample(catalog.RANK_PROGRESS_AGE, _NO_LABELS, rank.progress_age_s)
     yield Sample(catalog.RANK_START_TIME, _NO_LABELS, header.wall_ns / 1e9)
     yield Sample(catalog.RANK_RESTARTS, _NO_LABELS, labels.number(header.resource, "restart") or 0)
-    yield from _ENDINGS[ending(rank)]
+    reason = ending(rank)
+    if reason:
+        yield _ENDINGS[reason]
     yield Sample(catalog.RANK_INFO, rank.info, 1.0)
     world_size = labels.number(header.resource, "world_size")
     if world_size is not None:

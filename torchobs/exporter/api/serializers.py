@@ -21,7 +21,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
 _VALUES = (
     ("steps", catalog.STEPS), ("loss", catalog.LOSS), ("gradient_norm", catalog.GRAD_NORM),
-    ("tokens", catalog.TOKENS), ("samples", catalog.SAMPLES), ("total_steps", catalog.TOTAL_STEPS),
+    ("tokens", catalog.TOKENS), ("samples", catalog.SAMPLES), ("total_steps", catalog.STEPS_PLANNED),
 )  # fmt: skip
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike")
 _LAYER = "layer"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.prometheus.line_template import Chunk
     from torchobs.exporter.prometheus.name_registry import Family
+    from torchobs.exporter.prometheus.quiet_series import QuietSeries
     from torchobs.exporter.prometheus.series_lines import Labelled
     from torchobs.exporter.prometheus.text_format import Style
     from torchobs.flight.format.series import Series
@@ -37,6 +38,8 @@ class _Row(NamedTuple):
     at: int
     family: Family
     lines: Lines
+    quiet: Labelled | None
+    """the series, if it is quiet"""
 
 
 class _Plan(NamedTuple):
@@ -54,39 +57,63 @@ class BlockRenderer:
     """The lines in one style and one state of the rank; written again only when the block has changed.
 
     Nearly every series is a gauge of floats: these are taken from the block as they are, without a look at each. The others are
-    rows, of as many lines as a value has numbers.
+    rows, of as many lines as a value has numbers; those of a quiet series may be none.
     """
 
     def __init__(
-        self, series: tuple[Series, ...], entries: Iterable[Labelled | None], style: Style, *, up: bool, born_s: float | None
+        self,
+        series: tuple[Series, ...],
+        entries: Iterable[Labelled | None],
+        style: Style,
+        quiet: QuietSeries,
+        *,
+        up: bool,
+        shared: bool = True,
+        born_s: float | None = None,
     ) -> None:
-        """``born_s``: when everything began to count, if that shall be said."""
-        self.series, self.up = series, up
+        """``shared``: show what all ranks share, too; ``born_s``: when everything began to count, if that shall be said."""
+        self.series, self.up, self.shared, self._quiet, self._held = series, up, shared, quiet, False
         self._openmetrics, self._born_s = style.openmetrics, born_s
         self._written: tuple[DecodedBlock, Shown, list[Chunk]] | None = None
         self._shape: tuple[Collection[int], Sequence[int]] | None = None
         self._noted: tuple[Shown, list[tuple[int, int, str]]] = (exemplars.NONE, [])
-        served = [(index, entry) for index, entry in enumerate(entries) if entry is not None and (up or entry.survives)]
+        served = [
+            (index, entry)
+            for index, entry in enumerate(entries)
+            if entry is not None and (up or entry.survives) and (shared or not entry.shared)
+        ]
         self._families: dict[str, tuple[int, str]] = {}
         """place on the page, and brief, of each by its name"""
         for index, entry in served:
             self._families.setdefault(entry.family.name, (index, entry.brief))
         served.sort(key=lambda one: self._families[one[1].family.name][0])
-        mixed = {entry.family.name for index, entry in served if not is_gauge(series[index])}
-        self._rows = [_Row(index, entry.family, Lines(entry, style)) for index, entry in served if entry.family.name in mixed]
+        mixed = {entry.family.name for index, entry in served if entry.quiet is not None or not is_gauge(series[index])}
+        self._rows = [
+            _Row(index, entry.family, Lines(entry, style), entry if entry.quiet is not None else None)
+            for index, entry in served
+            if entry.family.name in mixed
+        ]
         gauges = [(index, entry) for index, entry in served if entry.family.name not in mixed]
         self._indices, self._of = [index for index, _ in gauges], [entry.family for _, entry in gauges]
         self._prefixes = [Lines(entry, style).prefixes[0] for _, entry in gauges]
 
     def chunks(self, block: DecodedBlock, shown: Shown) -> list[Chunk]:
         """Return the lines by family."""
-        if self._written is None or self._written[0] is not block or self._written[1] is not shown:
+        if self._held or self._written is None or self._written[0] is not block or self._written[1] is not shown:
             self._written = block, shown, self._write(block, shown)
         return self._written[2]
 
     def _write(self, block: DecodedBlock, shown: Shown) -> list[Chunk]:
         values = block.values
-        found = [row.lines.numbers(values[row.at]) for row in self._rows]
+        held, quiet = self._quiet.holding, self._quiet
+        quiet.holding = False
+        found = [
+            row.lines.numbers(values[row.at])
+            if row.quiet is None
+            else quiet.numbers(row.quiet, row.lines.numbers(values[row.at]))
+            for row in self._rows
+        ]
+        self._held, quiet.holding = quiet.holding, held or quiet.holding
         shape = () if block.whole else [index for index in self._indices if values[index] is None], [*map(len, found)]
         if shape != self._shape:
             self._plan, self._shape = self._planned(*shape), shape

@@ -9,6 +9,7 @@ from torchobs.catalog import Kind
 from torchobs.exporter import exporter_metrics
 from torchobs.exporter.prometheus.block_renderer import BlockRenderer
 from torchobs.exporter.prometheus.name_registry import NameRegistry
+from torchobs.exporter.prometheus.quiet_series import QuietSeries
 from torchobs.exporter.prometheus.sample_renderer import SampleRenderer
 from torchobs.exporter.prometheus.series_limits import SeriesLimits
 from torchobs.exporter.prometheus.series_lines import label
@@ -17,7 +18,7 @@ from torchobs.ranks import labels
 from torchobs.ranks.exemplars import NONE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from torchobs.exporter.exporter_metrics import ScrapeInput
     from torchobs.exporter.prometheus.line_template import Chunk
@@ -46,19 +47,28 @@ class Exposition:
         self._ranks: dict[tuple[int, str], _RankSeries] = {}
         self._own: dict[Style, SampleRenderer] = {}
         self._heads: dict[Style, dict[str, _Head]] = {}
+        self.holding = False
+        """whether the last page has a counter at 0 that has counted (``quiet_series``)"""
 
-    def families(self, facts: ScrapeInput, style: Style) -> Iterator[str]:
-        """Yield every family as text, each family once."""
+    def families(self, facts: ScrapeInput, style: Style, acknowledged: int = 0) -> Iterator[str]:
+        """Yield every family as text, each family once.
+
+        ``acknowledged``: every scraper that is expected has got the page of this snapshot, or a newer one.
+        """
         served = {(rank.opened, rank.rank): rank for rank in facts.snapshot.ranks}
         self._forget(served.keys())
         page = _Page(style, self._heads.setdefault(style, {}))
+        speakers, self.holding = _speakers(served), False
         for key, rank in served.items():
             known = self._ranks.get(key)
             if known is None:
                 known = self._ranks[key] = _RankSeries(rank, self._names, self._limits, created=self._created)
             page.add(known.said(rank, style))
-            for chunks in known.chunks(rank, style):
+            known.quiet.begin(facts.snapshot.number, acknowledged)
+            for chunks in known.chunks(rank, style, shared=key in speakers):
                 page.add(chunks)
+            known.quiet.end()
+            self.holding = self.holding or known.quiet.holding
         own = self._own.get(style)
         if own is None:
             own = self._own[style] = SampleRenderer(style, labels.of_catalog)
@@ -80,6 +90,15 @@ class Exposition:
 
     def _give_back(self, ranks: Collection[_RankSeries]) -> bool:
         return self._limits.give_back(sum(known.size for known in ranks), sum(known.weight for known in ranks))
+
+
+def _speakers(served: Mapping[tuple[int, str], Rank]) -> set[tuple[int, str]]:
+    """Return the rank of each run whose file says what all of them share: the first that lives."""
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    for key, rank in sorted(served.items(), key=lambda one: (len(one[1].rank), one[1].rank)):
+        if rank.up:
+            first.setdefault((rank.job_name, rank.run_id), key)
+    return set(first.values())
 
 
 class _Head(NamedTuple):
@@ -152,6 +171,7 @@ class _RankSeries:
         self._kept: dict[int, Series] = {}
         self._said: dict[Style, SampleRenderer] = {}
         self._counted: set[int] = set()
+        self.quiet = QuietSeries()
         self.weight = 0
         """bytes that the lines take"""
 
@@ -178,13 +198,15 @@ class _RankSeries:
             text = self._said[style] = SampleRenderer(style, lambda own: {**own, **self.identity})
         return text.chunks([*exporter_metrics.of_rank(rank)])
 
-    def chunks(self, rank: Rank, style: Style) -> Iterator[list[Chunk]]:
-        """Yield the lines of every series that the rank's state lets it show."""
+    def chunks(self, rank: Rank, style: Style, *, shared: bool) -> Iterator[list[Chunk]]:
+        """Yield the lines of every series that the rank's state lets it show; ``shared``: what its run shares, too."""
         for index, block in enumerate(rank.view.blocks):
             text = self._texts.get((style, index))
-            if text is None or text.series is not block.series or text.up != rank.up:
+            if text is None or text.series is not block.series or text.up != rank.up or text.shared != shared:
                 entries = [self._entries[id(one)] if id(one) in self._entries else self._enter(one) for one in block.series]
-                text = self._texts[style, index] = BlockRenderer(block.series, entries, style, up=rank.up, born_s=self._born_s)
+                text = self._texts[style, index] = BlockRenderer(
+                    block.series, entries, style, self.quiet, up=rank.up, shared=shared, born_s=self._born_s
+                )
             yield text.chunks(block, NONE if index else rank.exemplars)
 
     def _enter(self, series: Series) -> Labelled | None:

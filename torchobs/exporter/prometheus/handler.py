@@ -43,7 +43,8 @@ class MetricsPage:
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # of two, the first
         facts = await self._fresh(_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
         compressed = accepts_gzip(headers.get(b"accept-encoding", ""))
-        page = await self._pages.get(facts, headers.get(b"accept", ""), compressed=compressed)
+        acknowledged = self._scrapers.acknowledged(time.monotonic())
+        page = await self._pages.get(facts, headers.get(b"accept", ""), compressed=compressed, acknowledged=acknowledged)
         sent = [
             (b"content-type", page.content_type.encode()),
             (b"content-length", str(len(page.body)).encode()),
@@ -55,7 +56,8 @@ class MetricsPage:
         # noted when it is sent, not before: an exporter that leaves waits for pages that arrived
         if scope["method"] == "GET":
             who = f"{scope['client'][0] if scope['client'] else ''} {headers.get(b'user-agent', '')[:200]}"
-            self._scrapers.note(who, page.number, time.monotonic(), declared=_SCRAPE_TIMEOUT in headers)
+            declared = _SCRAPE_TIMEOUT in headers
+            self._scrapers.note(who, page.number, time.monotonic(), declared=declared, final=page.final)
 
 
 def _deadline_s(declared: str | None) -> float:

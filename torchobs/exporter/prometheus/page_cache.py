@@ -26,6 +26,8 @@ class Page(NamedTuple):
     body: bytes
     content_type: str
     number: int
+    final: bool = True
+    """whether it shows all that there is to show of that snapshot: no counter is held at 0 (``quiet_series``)"""
 
 
 class PageCache:
@@ -40,24 +42,35 @@ class PageCache:
         self._exposition = Exposition(others, limits=limits, created=config.created_samples, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
         self._facts = ScrapeInput(EMPTY)
-        self._pages: dict[tuple[str, bool], asyncio.Future[bytes]] = {}
+        self._pages: dict[tuple[str, bool], asyncio.Future[tuple[bytes, bool]]] = {}
 
-    async def get(self, facts: ScrapeInput, accept: str, *, compressed: bool) -> Page:
-        """Return the page of ``facts`` in the format that an ``Accept`` header asks for."""
+    async def get(self, facts: ScrapeInput, accept: str, *, compressed: bool, acknowledged: int = 0) -> Page:
+        """Return the page of ``facts`` in the format that an ``Accept`` header asks for.
+
+        ``acknowledged``: every scraper that is expected has got the page of this snapshot, or a newer one.
+        """
         if facts != self._facts:
             self._facts, self._pages = facts, {}
         chosen = text_format.negotiate(accept)
         pages, key = self._pages, (chosen.content_type, compressed)
         if key not in pages:
             loop = asyncio.get_running_loop()
-            pages[key] = loop.run_in_executor(self._thread, self._render, facts, chosen, compressed)
-        return Page(await asyncio.shield(pages[key]), chosen.content_type, facts.snapshot.number)
+            pages[key] = loop.run_in_executor(self._thread, self._render, facts, chosen, compressed, acknowledged)
+        body, final = await asyncio.shield(pages[key])
+        return Page(body, chosen.content_type, facts.snapshot.number, final)
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False)
 
-    def _render(self, facts: ScrapeInput, chosen: text_format.Format, compressed: bool) -> bytes:  # noqa: FBT001  # run_in_executor takes no keywords
-        families = self._exposition.families(facts, chosen.style)
+    def _render(
+        self,
+        facts: ScrapeInput,
+        chosen: text_format.Format,
+        compressed: bool,  # noqa: FBT001  # run_in_executor takes no keywords
+        acknowledged: int,
+    ) -> tuple[bytes, bool]:
+        families = self._exposition.families(facts, chosen.style, acknowledged)
         page = text_format.pieces(chosen.style, chosen.foreign(self._registry), families)
-        return gzipped(page) if compressed else b"".join(page)
+        body = gzipped(page) if compressed else b"".join(page)
+        return body, not self._exposition.holding

@@ -16,6 +16,9 @@ class _Scraper(NamedTuple):
     interval_s: float | None
     declared: bool
     number: int
+    """of the newest snapshot that it has got a page of"""
+    final: int
+    """of the newest one that it has got all of"""
 
 
 class ScrapeTracker:
@@ -25,22 +28,31 @@ class ScrapeTracker:
         self._seen: dict[str, _Scraper] = {}
         self.last_s: float | None = None
 
-    def note(self, who: str, number: int, now_s: float, *, declared: bool) -> None:
-        """Note that somebody has got the page of a snapshot. ``declared``: it sent a scrape timeout, as scrapers do."""
+    def note(self, who: str, number: int, now_s: float, *, declared: bool, final: bool = True) -> None:
+        """Note that somebody has got the page of a snapshot.
+
+        ``declared``: it sent a scrape timeout, as scrapers do; ``final``: the page showed all that there was.
+        """
         before = self._seen.pop(who, None)
         interval_s = now_s - before.last_s if before else None
-        self._seen[who] = _Scraper(now_s, interval_s, declared, number)
+        whole = number if final else before.final if before else 0
+        self._seen[who] = _Scraper(now_s, interval_s, declared, number, whole)
         self.last_s = now_s
         while len(self._seen) > _LIMIT:
             del self._seen[next(iter(self._seen))]
 
     def waiting(self, number: int, now_s: float) -> list[str]:
-        """Return who is still expected and has no snapshot as new as ``number``."""
-        return [who for who, scraper in self._seen.items() if _expected(scraper, now_s) and scraper.number < number]
+        """Return who is still expected and has not all of a snapshot as new as ``number``."""
+        return [who for who, scraper in self._seen.items() if _expected(scraper, now_s) and scraper.final < number]
 
     def got(self, number: int) -> bool:
-        """Return True if anyone has got a snapshot as new as ``number``."""
-        return any(scraper.number >= number for scraper in self._seen.values())
+        """Return True if anyone has got all of a snapshot as new as ``number``."""
+        return any(scraper.final >= number for scraper in self._seen.values())
+
+    def acknowledged(self, now_s: float) -> int:
+        """Return the number of the newest snapshot of which, or of a newer one, all that are expected have got a page."""
+        expected = [scraper.number for scraper in self._seen.values() if _expected(scraper, now_s)]
+        return min(expected or [scraper.number for scraper in self._seen.values()], default=0)
 
 
 def _expected(scraper: _Scraper, now_s: float) -> bool:

@@ -35,14 +35,19 @@ class Labelled(NamedTuple):
     brief: str
     survives: bool
     """whether a dead rank keeps it"""
+    quiet: float | None
+    shared: bool
+    """both as of :class:`~torchobs.catalog.Metric`"""
 
 
 def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labelled:
     """Give a series its labels."""
-    own = {**labels.of_attributes(series.attributes), **identity}
+    known = BY_NAME.get(series.name)
+    shared = known is not None and known.shared
+    described = {name: value for name, value in identity.items() if name != "rank"} if shared else identity
+    own = {**labels.of_attributes(series.attributes), **described}
     histogram = series.kind is Kind.HISTOGRAM
     edges = [*map(floatToGoString, series.bounds), "+Inf"] if histogram else []
-    known = BY_NAME.get(series.name)
     return Labelled(
         series=series,
         family=family,
@@ -51,6 +56,8 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
         buckets=tuple({**own, "le": edge} for edge in edges),
         brief=known.brief if known else series.brief or f"OpenTelemetry instrument {series.name}.",
         survives=cumulative(series.kind) or (known is not None and known.survives),
+        quiet=known.quiet if known is not None else None,
+        shared=shared,
     )
 
 

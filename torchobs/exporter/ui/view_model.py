@@ -43,7 +43,7 @@ SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 LAYER_SORTS = ("model", "name", "gradient", "weights", "update")
 
 METRICS = (
-    catalog.STEPS, catalog.LOSS, catalog.LEARNING_RATE, catalog.TOTAL_STEPS, catalog.TOKENS, catalog.SAMPLES, catalog.EPOCHS,
+    catalog.STEPS, catalog.LOSS, catalog.LEARNING_RATE, catalog.STEPS_PLANNED, catalog.TOKENS, catalog.SAMPLES, catalog.EPOCHS,
     catalog.GRAD_NORM, catalog.GRAD_CLIPPED_STEPS, catalog.GRAD_NONFINITE_STEPS, catalog.ANOMALIES, catalog.ANOMALY_ACTIVE,
     catalog.GOODPUT_TIME, catalog.AMP_SCALE, catalog.AMP_STEPS_SKIPPED, catalog.AMP_SKIP_STREAK, catalog.AMP_GROWTH_TRACKER,
     catalog.AMP_AUTOCAST, catalog.COMPILE_TIME, catalog.COMPILE_COMPILATIONS, catalog.COMPILE_GRAPH_BREAKS,
@@ -137,7 +137,7 @@ class Row:
     def left_s(self) -> float | None:
         """How long its steps will still take; ``None``: that is not known."""
         aside = [self.readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint")]
-        return time_left_s(self.speed, self.steps, self.readings.get(catalog.TOTAL_STEPS) or 0, sum(aside))
+        return time_left_s(self.speed, self.steps, self.readings.get(catalog.STEPS_PLANNED) or 0, sum(aside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ def model(
     ordered = ordered_rows(rows, choice.sort)
     pages = max(1, -(-len(ordered) // PER_PAGE))
     first = (_sane(choice, run, focus, pages).page - 1) * PER_PAGE
-    total = max((int(row.readings.get(catalog.TOTAL_STEPS) or 0) for row in rows), default=0)
+    total = max((int(row.readings.get(catalog.STEPS_PLANNED) or 0) for row in rows), default=0)
     return Model(
         choice=_sane(choice, run, focus, pages),
         runs=runs,

@@ -37,7 +37,7 @@ class Scalars:
 
     def set_total_steps(self, value: float) -> None:
         """Show how many steps this process will take."""
-        self._set((catalog.TOTAL_STEPS, ()), value)
+        self._set((catalog.STEPS_PLANNED, ()), value)
 
     def set_left(self) -> None:
         """Show what could not be shown when it was given. In the sampler thread."""

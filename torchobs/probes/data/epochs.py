@@ -57,7 +57,7 @@ class EpochProbe:
         self._context = context
         self._count = context.writer.table.cell(catalog.EPOCHS, {})
         total = context.settings.total_steps
-        cell = context.writer.table.cell(catalog.TOTAL_STEPS, {}) if total is not None else None
+        cell = context.writer.table.cell(catalog.STEPS_PLANNED, {}) if total is not None else None
         if cell is not None and total is not None:
             cell.set(total)
         context.iterated.append((self.name, context.breaker(self.name).guard(self._begun)))
