@@ -7,16 +7,16 @@ as unset, as OpenTelemetry has it.
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Literal
 
 from torchobs import values
-from torchobs.values import Address, Attributes, Kind, Level, LogLevel, PartlyUsableError
+from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, unknown_variables, values_of
+from torchobs.values import Address, Attributes, Level, LogLevel
 
-__all__ = ["PROBES", "Setting", "Settings", "SettingsError", "SettingsProblem", "environment", "listing", "resolve"]
+__all__ = ["OPTIONS", "PROBES", "Settings", "SettingsError", "SettingsProblem", "environment", "named", "resolve"]
 
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
@@ -29,25 +29,6 @@ EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
 """Where a node-mode exporter listens: on loopback, on the port that Prometheus' list of defaults has free."""
 
 _PREFIX = "TORCHOBS_"
-_EXPORTERS = "TORCHOBS_EXPORTER_"
-_LONGEST_SHOWN = 120
-# Kubernetes describes a Service whose name begins with "torchobs" to every container of its namespace, unasked.
-_SERVICE_LINK = r"TORCHOBS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-
-
-@dataclass(frozen=True, slots=True)
-class SettingsProblem:
-    """What was ignored: the variable or argument, its value (``None`` where it tells nothing), and why."""
-
-    name: str
-    value: str | None
-    reason: str
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"{self.name} {self.reason}"
-        shown = repr(self.value)
-        return f"{self.name}={shown if len(shown) <= _LONGEST_SHOWN else shown[:_LONGEST_SHOWN] + '…'}: {self.reason}"
 
 
 class SettingsError(ValueError):
@@ -58,200 +39,119 @@ class SettingsError(ValueError):
         self.problems = problems
 
 
-class Setting(NamedTuple):
-    """What a person has to know of one setting, in words; ``variables`` in the order in which they are asked."""
-
-    name: str
-    variables: tuple[str, ...]
-    default: str
-    allowed: str
-    brief: str
-
-
-class _Spec(NamedTuple):
-    """The rest of a field of :class:`Settings`; ``unset`` tells in words what its default leads to."""
-
-    kind: Kind
-    variables: tuple[str, ...]
-    brief: str
-    unset: str = ""
-    also: tuple[tuple[str, Kind], ...] = ()
-    """Further variables, whose text means something else."""
-
-    @property
-    def sources(self) -> tuple[tuple[str, Kind], ...]:
-        return (*((variable, self.kind) for variable in self.variables), *self.also)
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one process. ``None`` means that another part of torchobs finds out, as :func:`listing` tells."""
+    """The settings of one process. ``None`` means that another part of torchobs finds out, as :data:`OPTIONS` says."""
 
-    enabled: Annotated[
-        bool,
-        _Spec(
-            values.BOOLEAN,
-            ("TORCHOBS_ENABLED",),
-            "Whether `init()` does anything. `OTEL_SDK_DISABLED=true` switches it off, too.",
-            also=(("OTEL_SDK_DISABLED", values.SDK_DISABLED),),
-        ),
-    ] = True
-    level: Annotated[Level, _Spec(values.LEVEL, ("TORCHOBS_LEVEL",), "How much is watched from the first step on.")] = "basic"
-    flight_dir: Annotated[
-        Path | None,
-        _Spec(values.PATH, ("TORCHOBS_DIR",), "Directory of the flight files.", "the best that the machine offers"),
-    ] = None
-    control_dir: Annotated[
-        Path | None,
-        _Spec(
-            values.PATH,
-            ("TORCHOBS_CONTROL_DIR",),
-            "Directory in which the exporter leaves its commands.",
-            "beside the flight files",
-        ),
-    ] = None
-    file_size: Annotated[
-        int,
-        _Spec(values.size(256 * 1024, 2 * 1024**2), ("TORCHOBS_FILE_SIZE",), "Size of a rank's flight file.", "1MiB"),
-    ] = 1024**2
-    exporter: Annotated[
-        bool,
-        _Spec(values.BOOLEAN, ("TORCHOBS_EXPORTER",), "Whether `init()` starts this node's exporter (not in Kubernetes)."),
-    ] = False
-    exporter_address: Annotated[
-        Address, _Spec(values.ADDRESS, ("TORCHOBS_EXPORTER_ADDRESS",), "Where that exporter listens.")
-    ] = EXPORTER_ADDRESS
-    job_name: Annotated[
-        str | None,
-        _Spec(
-            values.TEXT,
-            ("TORCHOBS_JOB_NAME", "OTEL_SERVICE_NAME"),
-            "Label `job_name` of every series.",
-            "the scheduler's name of the job, else the script's",
-        ),
-    ] = None
-    run_id: Annotated[
-        str | None,
-        _Spec(
-            values.TEXT,
-            ("TORCHOBS_RUN_ID",),
-            "Label `run_id`: the same on every rank of a run and after each of its restarts.",
-            "the scheduler's or the launcher's",
-        ),
-    ] = None
-    rank: Annotated[
-        int | None,
-        _Spec(values.integer(0), ("TORCHOBS_RANK",), "This process's rank.", "the launcher's, else 0"),
-    ] = None
-    local_rank: Annotated[
-        int | None,
-        _Spec(values.integer(0), ("TORCHOBS_LOCAL_RANK",), "Its rank on its node.", "the launcher's, else 0"),
-    ] = None
-    world_size: Annotated[
-        int | None,
-        _Spec(values.integer(1), ("TORCHOBS_WORLD_SIZE",), "How many ranks the run has.", "the launcher's, else 1"),
-    ] = None
-    restart: Annotated[
-        int | None,
-        _Spec(values.integer(0), ("TORCHOBS_RESTART",), "How often the run was restarted.", "the launcher's, else 0"),
-    ] = None
-    kubernetes_job_name: Annotated[
-        str | None,
-        _Spec(
-            values.TEXT,
-            ("TORCHOBS_K8S_JOB_NAME",),
-            "Name of the Job, JobSet or TrainJob, from the downward API.",
-            "unknown",
-        ),
-    ] = None
-    kubernetes_job_uid: Annotated[
-        str | None,
-        _Spec(values.TEXT, ("TORCHOBS_K8S_JOB_UID",), "Its UID, from the downward API: the run's id.", "unknown"),
-    ] = None
-    resource_attributes: Annotated[
-        Attributes, _Spec(values.ATTRIBUTES, ("OTEL_RESOURCE_ATTRIBUTES",), "What else describes this process.")
-    ] = ()
-    traceparent: Annotated[
-        str | None,
-        _Spec(
-            values.TRACEPARENT,
-            ("TRACEPARENT",),
-            "The span, in W3C's notation, of which the run is a part.",
-            "the run starts a trace",
-        ),
-    ] = None
-    tracestate: Annotated[
-        str | None, _Spec(values.TEXT, ("TRACESTATE",), "What tracing systems add to that span.", "nothing")
-    ] = None
-    total_steps: Annotated[
-        int | None,
-        _Spec(
-            values.integer(1),
-            ("TORCHOBS_TOTAL_STEPS",),
-            "Steps that the run will take.",
-            "what `torchobs.log(total_steps=...)` says, else unknown",
-        ),
-    ] = None
-    trace_steps: Annotated[
-        int | Literal["auto"],
-        _Spec(
-            values.INTERVAL,
-            ("TORCHOBS_TRACE_STEPS",),
-            "Every how many steps one is recorded as a span (at most one a second); `auto` takes one in ten seconds. "
-            "Slow and anomalous ones are in any case.",
-        ),
-    ] = "auto"
-    grad_interval: Annotated[
-        int | Literal["auto"],
-        _Spec(
-            values.INTERVAL,
-            ("TORCHOBS_GRAD_INTERVAL",),
-            "Every how many steps the gradient norm is computed; `auto` keeps it within the overhead budget.",
-        ),
-    ] = "auto"
-    layers: Annotated[
-        int,
-        _Spec(
-            values.integer(0, 64),
-            ("TORCHOBS_LAYERS",),
-            "How many layers have series of their own, the rest is one; from level `advanced` on four times as many.",
-        ),
-    ] = 16
-    overhead_budget: Annotated[
-        float,
-        _Spec(
-            values.fraction(0, 0.2),
-            ("TORCHOBS_OVERHEAD_BUDGET",),
-            "The part of the training's time that torchobs may take.",
-        ),
-    ] = 0.005
-    disable_probes: Annotated[
-        frozenset[str], _Spec(values.names(PROBES), ("TORCHOBS_DISABLE_PROBES",), "Probes that are not installed.")
-    ] = frozenset()
-    watchdog: Annotated[
-        bool,
-        _Spec(
-            values.BOOLEAN,
-            ("TORCHOBS_WATCHDOG",),
-            "Whether a rank that holds Python's lock for seconds writes its stacks down, by a timer and a real-time signal.",
-        ),
-    ] = True
-    log_level: Annotated[LogLevel, _Spec(values.LOG_LEVEL, ("TORCHOBS_LOG_LEVEL",), "Level of the logger `torchobs`.")] = (
-        "WARNING"
-    )
-    set_global_providers: Annotated[
-        bool,
-        _Spec(
-            values.BOOLEAN,
-            ("TORCHOBS_OTEL_PROVIDERS",),
-            "Whether OpenTelemetry's global providers become torchobs', if the application has set none.",
-        ),
-    ] = True
+    enabled: bool = True
+    level: Level = "basic"
+    flight_dir: Path | None = None
+    control_dir: Path | None = None
+    file_size: int = 1024**2
+    exporter: bool = False
+    exporter_address: Address = EXPORTER_ADDRESS
+    job_name: str | None = None
+    run_id: str | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    restart: int | None = None
+    kubernetes_job_name: str | None = None
+    kubernetes_job_uid: str | None = None
+    resource_attributes: Attributes = ()
+    traceparent: str | None = None
+    tracestate: str | None = None
+    total_steps: int | None = None
+    trace_steps: int | Literal["auto"] = "auto"
+    grad_interval: int | Literal["auto"] = "auto"
+    layers: int = 16
+    overhead_budget: float = 0.005
+    disable_probes: frozenset[str] = frozenset()
+    watchdog: bool = True
+    log_level: LogLevel = "WARNING"
+    set_global_providers: bool = True
 
 
-_SPECS: Mapping[str, _Spec] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
-}
+OPTIONS = (
+    Option(
+        "enabled", values.BOOLEAN, "Whether `init()` does anything. `OTEL_SDK_DISABLED=true` switches it off, too.",
+        "true", ("TORCHOBS_ENABLED",), also=(("OTEL_SDK_DISABLED", values.SDK_DISABLED),),
+    ),
+    Option("level", values.LEVEL, "How much is watched from the first step on.", "basic", ("TORCHOBS_LEVEL",)),
+    Option("flight_dir", values.PATH, "Directory of the flight files.", "the best that the machine offers", ("TORCHOBS_DIR",)),
+    Option(
+        "control_dir", values.PATH, "Directory in which the exporter leaves its commands.",
+        "beside the flight files", ("TORCHOBS_CONTROL_DIR",),
+    ),
+    Option("file_size", values.size(256 * 1024, 2 * 1024**2), "Size of a rank's flight file.", "1MiB", ("TORCHOBS_FILE_SIZE",)),
+    Option(
+        "exporter", values.BOOLEAN, "Whether `init()` starts this node's exporter (not in Kubernetes).",
+        "false", ("TORCHOBS_EXPORTER",),
+    ),
+    Option(
+        "exporter_address", values.ADDRESS, "Where that exporter listens.", "127.0.0.1:10960", ("TORCHOBS_EXPORTER_ADDRESS",),
+    ),
+    Option(
+        "job_name", values.TEXT, "Label `job_name` of every series.",
+        "the scheduler's name of the job, else the script's", ("TORCHOBS_JOB_NAME", "OTEL_SERVICE_NAME"),
+    ),
+    Option(
+        "run_id", values.TEXT, "Label `run_id`: the same on every rank of a run and after each of its restarts.",
+        "the scheduler's or the launcher's", ("TORCHOBS_RUN_ID",),
+    ),
+    Option("rank", values.integer(0), "This process's rank.", "the launcher's, else 0", ("TORCHOBS_RANK",)),
+    Option("local_rank", values.integer(0), "Its rank on its node.", "the launcher's, else 0", ("TORCHOBS_LOCAL_RANK",)),
+    Option("world_size", values.integer(1), "How many ranks the run has.", "the launcher's, else 1", ("TORCHOBS_WORLD_SIZE",)),
+    Option("restart", values.integer(0), "How often the run was restarted.", "the launcher's, else 0", ("TORCHOBS_RESTART",)),
+    Option(
+        "kubernetes_job_name", values.TEXT, "Name of the Job, JobSet or TrainJob, from the downward API.",
+        "unknown", ("TORCHOBS_K8S_JOB_NAME",),
+    ),
+    Option(
+        "kubernetes_job_uid", values.TEXT, "Its UID, from the downward API: the run's id.",
+        "unknown", ("TORCHOBS_K8S_JOB_UID",),
+    ),
+    Option(
+        "resource_attributes", values.ATTRIBUTES, "What else describes this process.", "none", ("OTEL_RESOURCE_ATTRIBUTES",),
+    ),
+    Option(
+        "traceparent", values.TRACEPARENT, "The span, in W3C's notation, of which the run is a part.",
+        "the run starts a trace", ("TRACEPARENT",),
+    ),
+    Option("tracestate", values.TEXT, "What tracing systems add to that span.", "nothing", ("TRACESTATE",)),
+    Option(
+        "total_steps", values.integer(1), "Steps that the run will take.",
+        "what `torchobs.log(total_steps=...)` says, else unknown", ("TORCHOBS_TOTAL_STEPS",),
+    ),
+    Option(
+        "trace_steps", values.INTERVAL, "Every how many steps one is recorded as a span (at most one a second); "
+        "`auto` takes one in ten seconds. Slow and anomalous ones are in any case.", "auto", ("TORCHOBS_TRACE_STEPS",),
+    ),
+    Option(
+        "grad_interval", values.INTERVAL, "Every how many steps the gradient norm is computed; "
+        "`auto` keeps it within the overhead budget.", "auto", ("TORCHOBS_GRAD_INTERVAL",),
+    ),
+    Option(
+        "layers", values.integer(0, 64), "How many layers have series of their own, the rest is one; "
+        "from level `advanced` on four times as many.", "16", ("TORCHOBS_LAYERS",),
+    ),
+    Option(
+        "overhead_budget", values.fraction(0, 0.2), "The part of the training's time that torchobs may take.",
+        "0.005", ("TORCHOBS_OVERHEAD_BUDGET",),
+    ),
+    Option("disable_probes", values.names(PROBES), "Probes that are not installed.", "none", ("TORCHOBS_DISABLE_PROBES",)),
+    Option(
+        "watchdog", values.BOOLEAN, "Whether a rank that holds Python's lock for seconds writes its stacks down, "
+        "by a timer and a real-time signal.", "true", ("TORCHOBS_WATCHDOG",),
+    ),
+    Option("log_level", values.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),
+    Option(
+        "set_global_providers", values.BOOLEAN, "Whether OpenTelemetry's global providers become torchobs', "
+        "if the application has set none.", "true", ("TORCHOBS_OTEL_PROVIDERS",),
+    ),
+)  # fmt: skip
+"""One for every field of :class:`Settings`, which has its type and default."""
+
 _DEFAULTS = Settings()
 
 
@@ -274,65 +174,28 @@ def resolve(
         SettingsError: ``strict``, and there was something to ignore.
         TypeError: an override names no setting.
     """
-    if unexpected := overrides.keys() - _SPECS.keys():
+    if unexpected := overrides.keys() - {option.name for option in OPTIONS}:
         word = min(unexpected)
-        raise TypeError(f"{word!r} is no setting{values.closest(word, _SPECS)}")
+        raise TypeError(f"{word!r} is no setting{values.closest(word, [option.name for option in OPTIONS])}")
     environ = environment() if environ is None else environ
     problems = [*_unknown_variables(environ)]
-    chosen = {name: _choose(name, overrides.get(name), environ, problems) for name in _SPECS}
+    chosen: dict[str, object] = {}
+    for option in OPTIONS:
+        argument = overrides.get(option.name)
+        found = values_of(option, [] if argument is None else [argument], environ, problems)
+        chosen[option.name] = found[-1] if found else getattr(_DEFAULTS, option.name)
     if strict and problems:
         raise SettingsError(tuple(problems))
     return Settings(**chosen), tuple(problems)  # type: ignore[arg-type]  # each value is of its own field's kind
 
 
-def is_service_link(variable: str) -> bool:
-    """Tell whether a variable may be one by which Kubernetes describes a Service."""
-    return re.fullmatch(_SERVICE_LINK, variable) is not None
-
-
-def listing() -> tuple[Setting, ...]:
-    """Return every setting in words, for help texts and for the check of the documentation."""
-    return tuple(_listed(name, spec) for name, spec in _SPECS.items())
-
-
-def _listed(name: str, spec: _Spec) -> Setting:
-    variables = tuple(variable for variable, _ in spec.sources)
-    return Setting(name, variables, spec.unset or _words(getattr(_DEFAULTS, name)), spec.kind.allowed, spec.brief)
-
-
-def _words(default: object) -> str:
-    return values.as_text(default) or "none"
-
-
-def _choose(name: str, argument: object, environ: Mapping[str, str], problems: list[SettingsProblem]) -> object:
-    for source, kind, given in _sources(name, argument, environ):
-        text: str | None = None
-        try:
-            text = values.as_text(given).strip()
-            return kind.parse(text)
-        except PartlyUsableError as error:
-            problems.append(SettingsProblem(source, text, f"{error}; allowed is {kind.allowed}"))
-            return error.usable
-        except (TypeError, ValueError):
-            reason = f"allowed is {kind.allowed}" if text is not None else f"cannot be such a {type(given).__name__}"
-            problems.append(SettingsProblem(source, text, reason))
-    return getattr(_DEFAULTS, name)
-
-
-def _sources(name: str, argument: object, environ: Mapping[str, str]) -> Iterator[tuple[str, Kind, object]]:
-    spec = _SPECS[name]
-    if argument is not None:
-        yield f"argument {name}", spec.kind, argument
-    for variable, kind in spec.sources:
-        if text := environ.get(variable, "").strip():
-            yield variable, kind, text
+def named(name: str) -> Option:
+    """Return the option that sets this field, for a command that has it as a flag."""
+    return next(option for option in OPTIONS if option.name == name)
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[SettingsProblem]:
-    known = [variable for spec in _SPECS.values() for variable in spec.variables if variable.startswith(_PREFIX)]
-    for variable in sorted(environ.keys() - set(known)):
-        # Its value is not repeated: whoever misspelled the name may have put a secret there.
-        # What begins like the exporter's options is for the exporter to check (`torchobs exporter --help` lists them).
-        ours = variable.startswith(_PREFIX) and not variable.startswith(_EXPORTERS)
-        if ours and not is_service_link(variable):
-            yield SettingsProblem(variable, None, f"is no setting{values.closest(variable, known, _PREFIX)}")
+    # What begins like the exporter's options is for the exporter to check (`torchobs exporter --help` lists them).
+    checked = {name: "" for name in environ if not name.startswith(EXPORTER_PREFIX)}
+    known = [name for option in OPTIONS for name in option.every_variable]
+    return unknown_variables(checked, _PREFIX, known, what="setting")

@@ -24,7 +24,7 @@ from torchobs.exporter.otlp.options import PushConfig, Target
 
 OFF = """
 import sys
-from torchobs.cli.exporter import command
+from torchobs.cli.exporter import main
 import torchobs.exporter.service
 from torchobs.exporter.config import ExporterConfig
 torchobs.exporter.service._push_of(ExporterConfig())

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from torchobs.exporter.config import PORT, duration_s
+from torchobs.exporter.config import PORT
 from torchobs.flight.place import KUBERNETES_CONTROL, KUBERNETES_MOUNT
+from torchobs.values import duration_s
 
 MARGIN_S = 5
 

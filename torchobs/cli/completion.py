@@ -1,8 +1,7 @@
 """``torchobs completion``: what the TAB key offers, as a script for bash, zsh or fish.
 
 The script holds every command and option, so that a TAB starts no Python; a new version of torchobs wants a new one, which is
-why a shell's start file sources the output instead of a copy of it. (click's completion knows click's commands alone, and only
-where click is installed.)
+why a shell's start file sources the output instead of a copy of it.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.commands import BRIEFS, OPTIONS
-from torchobs.exporter import config
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
 SHELLS = ("bash", "zsh", "fish")
-_WITH_CHOICES = {"--level": ("off", "basic", "advanced", "extreme"), "--mode": ("sidecar", "node")}
 _DIRECTORIES = frozenset({"--dir", "--flight-dir"})
 
 _DESCRIPTION = """\
@@ -60,29 +57,15 @@ def main(given: Sequence[str]) -> int:
 
 def flags_of(command: str) -> list[Flag]:
     """Return a command's options, from the parser that reads them."""
-    if command == "exporter":
-        return [*(_of_exporter(option) for option in config.OPTIONS), *_MORE]
     made: argparse.ArgumentParser = import_module(f"torchobs.cli.{command}").parser()
     return list(_of_parser(made))
-
-
-_MORE = (
-    Flag("--log.level", "The least severe lines to log.", takes_value=True, choices=("debug", "info", "warn", "error")),
-    Flag("--log.format", "How to write them.", takes_value=True, choices=("logfmt", "json")),
-    Flag("--version", "Show the version.", takes_value=False),
-    Flag("--help", "Show the help.", takes_value=False),
-)
-
-
-def _of_exporter(option: config.Option) -> Flag:
-    return Flag(option.flag, option.brief, takes_value=True, choices=_WITH_CHOICES.get(option.flag, ()))
 
 
 def _of_parser(made: argparse.ArgumentParser) -> Iterator[Flag]:
     for action in made._actions:  # noqa: SLF001  # argparse lists its options nowhere else
         for name in action.option_strings:
             if name.startswith("--"):
-                yield Flag(name, action.help or "", action.nargs != 0, _WITH_CHOICES.get(name, ()))
+                yield Flag(name, action.help or "", action.nargs != 0, tuple(action.choices or ()))
 
 
 def bash() -> str:

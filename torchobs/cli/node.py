@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchobs.nodemode import announcement
@@ -42,22 +41,13 @@ def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serv
 def _exporter() -> Serve:
     from torchobs import settings
     from torchobs.exporter import config, logs
-    from torchobs.exporter.otlp import options
     from torchobs.exporter.service import serve
 
-    logs.configure(level="info", form="logfmt")
     environ = settings.environment()
-    known = (*config.OPTIONS, *options.OPTIONS)
-    given = {option.field: (environ[option.variable],) for option in known if option.variable in environ}
-    misspelt = config.unknown_variables(environ, (*known, *logs.OPTIONS))
-    if any(config.PROTECTION in hint for hint in misspelt):
-        given.setdefault("web_config_file", ("",))
-    push, push_problems = options.parse(given, environ)
-    problems = (*misspelt, *push_problems)
 
     def run(flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[Fleet], bool]) -> None:
-        here = {"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}
-        chosen = replace(config.parse(given | here, environ.get("XDG_RUNTIME_DIR"), problems), push=push)
+        chosen = config.parse({"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}, environ)
+        logs.configure(chosen.log_level, chosen.log_format)
         serve(chosen, announce=announce, finished=finished)
 
     return run

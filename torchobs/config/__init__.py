@@ -1,0 +1,1 @@
+"""What torchobs can be told, and how: option types, options, settings."""
