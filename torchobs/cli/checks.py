@@ -34,7 +34,7 @@ _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
 """What adjtimex(2) returns while the kernel's clock is not synchronised."""
 _EXTRAS = {
-    "exporter": ("msgspec", "prometheus_client", "starlette", "uvicorn", "yaml", "bcrypt", "opentelemetry.sdk"),
+    "exporter": ("msgspec", "prometheus_client", "starlette", "uvicorn", "yaml", "bcrypt", "shtab", "opentelemetry.sdk"),
     "otlp-grpc": ("opentelemetry.exporter.otlp.proto.grpc",),
     "report": ("matplotlib",),
 }
