@@ -14,8 +14,7 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.growth import Point
-from torchobs.detect.rush import Rush
+from torchobs.detect.growth import FastWindow, Point
 from torchobs.probes.growth import Floor, GrowthGauges, Judged
 from torchobs.probes.limits import Limits
 from torchobs.probes.process import Process
@@ -50,7 +49,7 @@ class MemoryProbe:
         self._host = host
         self._process = Process()
         self._limits = Limits(host.writer, self._process.machine, self._root)
-        self._anonymous, self._grouped, self._rush = Floor(), Floor(), Rush()
+        self._anonymous, self._grouped, self._fast = Floor(), Floor(), FastWindow()
         self._own: Trends = (None, None)
         self._against: Trends = (None, None)
         self._model = host.cycle.models.changes
@@ -98,10 +97,10 @@ class MemoryProbe:
         cycle, limits = self._host.cycle, self._limits
         if self._model != cycle.models.changes:
             self._model = cycle.models.changes
-            for past in (self._anonymous, self._grouped, self._rush):
+            for past in (self._anonymous, self._grouped, self._fast):
                 past.begin()
         point = Point(cycle.step, self._clock(), used)
-        if limits.left is not None and limits.total is not None and self._rush.see(point, limits.left, limits.total):
+        if limits.left is not None and limits.total is not None and self._fast.see(point, limits.left, limits.total):
             self._show_growth()
 
     def _judge(self) -> None:
@@ -115,8 +114,8 @@ class MemoryProbe:
         self._show_growth()
 
     def _show_growth(self) -> None:
-        rush = self._rush.growth
-        self._gauges.show([Judged(rush or self._own[0], (*self._against, rush), self._limits.left)])
+        fast = self._fast.growth
+        self._gauges.show([Judged(fast or self._own[0], (*self._against, fast), self._limits.left)])
 
     def _show_pss(self) -> None:
         shows, self._shows_pss = self._shows_pss, self._host.level >= _ADVANCED
