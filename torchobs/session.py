@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchobs import catalog, identity, process, settings, values
+from torchobs import catalog, children, identity, process, settings, traceable, values
 from torchobs._version import __version__
 from torchobs.afterimport import after_import, cancel
 from torchobs.children import Children, described, make_way
@@ -128,7 +128,7 @@ class Session:
         if self._exits.name not in chosen.disable_probes:
             self._switches.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
-        self._children = Children(init, self.given | {"run_id": who.run_id}, writer.header.incarnation.hex())
+        self._children = Children(init, arrive, self.given | {"run_id": who.run_id}, writer.header.incarnation.hex())
         call(Fuse("children"), self._children.install)
         self._sampler.start()
         if chosen.exporter:
@@ -160,9 +160,7 @@ class Session:
         self.host.thread = threading.get_ident()
         self._switches.begin()
         self._dynamo.install(self.host.fuse("dynamo"))
-        from torchobs import facade  # it imports this module
-
-        facade.torch_is_here()
+        traceable.torch_is_here()
 
     def note_exit(self, code: int) -> None:
         """Record the exit code that the process is about to end with (``torchobs run`` knows it)."""
@@ -250,6 +248,11 @@ def init(**overrides: object) -> Session:
                 "torchobs: off, init() failed with %s at %s; training is not affected", trip.exception, trip.location
             )
         return session
+
+
+def arrive(given: dict[str, str], launcher: str) -> object:
+    """What a spawned child calls to unpickle the token that it was given (``children``)."""
+    return children.arrive(init, arrive, given, launcher)
 
 
 def _set_level(chosen: Settings) -> None:

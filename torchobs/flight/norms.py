@@ -26,7 +26,7 @@ from torchobs.flight.totals import (
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from torchobs.flight.record import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.totals import Anomaly
 
 _NONE = -1

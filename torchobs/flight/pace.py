@@ -12,12 +12,12 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
-from torchobs.flight.record import Flag, Kind
+from torchobs.flight.format.step_record import Flag, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchobs.flight.record import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
 
 RECORDS = 256
 """As many as have to be read; more change nothing."""

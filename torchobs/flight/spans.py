@@ -14,7 +14,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.flight.record import PLAIN, Kind
+from torchobs.flight.format.step_record import PLAIN, Kind
 
 if TYPE_CHECKING:
     from torchobs.flight.layout import Header

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.flight.writer import FlightWriter
-    from torchobs.probes.byhand import ByHand
     from torchobs.probes.cycle import Cycle
     from torchobs.probes.device import DeviceValues
     from torchobs.settings import Settings
@@ -55,6 +54,13 @@ class Levelled(Protocol):
 
     def level_changed(self, level: int) -> None:
         """The level is one of ``flight.control.LEVELS`` by index: 0 off, 1 basic, 2 advanced, 3 extreme."""
+
+
+class ManualSteps(Protocol):
+    """Who looks for steps that no optimizer makes; told when an outermost backward begins, with its arguments, and ends."""
+
+    begins: Callable[..., None]
+    ends: Callable[..., None]
 
 
 @dataclass(slots=True)
@@ -110,7 +116,7 @@ class Host:
     """By probe, called with a data loader and the iterator it was asked for, in the training thread"""
     at_backward: Callable[[Callable[[], object]], None] | None = None
     """Has something that cannot raise done once in the training thread, when its next backward begins (``safepoint``)"""
-    by_hand: ByHand | None = None
+    by_hand: ManualSteps | None = None
     """Told of the outermost backwards, while there has been no optimizer's step"""
     takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
     """Called with the arguments of the outermost backward"""

@@ -52,7 +52,7 @@ class StepProbe:
 
         self._host, self._cycle = host, host.cycle
         fuse = host.fuse(self.name)
-        self._changes = ModelChanges(host)
+        self._changes = ModelChanges(host.cycle.models, host.writer)
         self._backward.install(host, fuse)
         host.by_hand = ByHand(host)
         self._handles = [

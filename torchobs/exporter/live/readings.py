@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from torchobs.catalog import Metric
-    from torchobs.exporter.scan import Rank
+    from torchobs.exporter.snapshot import Rank
     from torchobs.flight.points import Block
     from torchobs.flight.series import Series
 

@@ -1,0 +1,1 @@
+"""Formats of what a flight file holds."""
