@@ -1,9 +1,8 @@
 """Every setting of torchobs, described once, and the only reader of ``os.environ``.
 
 An argument beats the environment, which beats the default. A value that is not allowed is ignored: the next source
-decides, and a :class:`SettingsProblem` says so for the session to log. Command-line programs ask for ``strict`` and get
-a :class:`SettingsError` instead. A setting's variables stand in the order in which they are asked; an empty one counts
-as unset, as OpenTelemetry has it.
+decides, and a :class:`SettingsProblem` says so for the session to log. A setting's variables stand in the order in which
+they are asked; an empty one counts as unset, as OpenTelemetry has it.
 """
 
 import os
@@ -16,7 +15,7 @@ from torchobs import values
 from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, unknown_variables, values_of
 from torchobs.values import Address, Attributes, Level, LogLevel
 
-__all__ = ["OPTIONS", "PROBES", "Settings", "SettingsError", "SettingsProblem", "environment", "named", "resolve"]
+__all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "named", "resolve"]
 
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
@@ -29,14 +28,6 @@ EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
 """Where a node-mode exporter listens: on loopback, on the port that Prometheus' list of defaults has free."""
 
 _PREFIX = "TORCHOBS_"
-
-
-class SettingsError(ValueError):
-    """Raised for a program that asked for strict settings; the message has one line for each of ``problems``."""
-
-    def __init__(self, problems: tuple[SettingsProblem, ...]) -> None:
-        super().__init__("\n".join(map(str, problems)))
-        self.problems = problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,17 +152,15 @@ def environment() -> Mapping[str, str]:
 
 
 def resolve(
-    overrides: Mapping[str, object], environ: Mapping[str, str] | None = None, *, strict: bool = False
+    overrides: Mapping[str, object], environ: Mapping[str, str] | None = None
 ) -> tuple[Settings, tuple[SettingsProblem, ...]]:
     """Return the settings in force, and what was ignored on the way to them.
 
     Args:
         overrides: arguments by the names of the fields, as values or as text; ``None`` means not given.
         environ: the environment, by default the process's own.
-        strict: raise instead of ignoring.
 
     Raises:
-        SettingsError: ``strict``, and there was something to ignore.
         TypeError: an override names no setting.
     """
     if unexpected := overrides.keys() - {option.name for option in OPTIONS}:
@@ -184,8 +173,6 @@ def resolve(
         argument = overrides.get(option.name)
         found = values_of(option, [] if argument is None else [argument], environ, problems)
         chosen[option.name] = found[-1] if found else getattr(_DEFAULTS, option.name)
-    if strict and problems:
-        raise SettingsError(tuple(problems))
     return Settings(**chosen), tuple(problems)  # type: ignore[arg-type]  # each value is of its own field's kind
 
 

@@ -114,10 +114,6 @@ def _boolean(text: str) -> bool:
     raise ValueError(text)
 
 
-def _sdk_disabled(text: str) -> bool:
-    return _one_of(("true", "false"), text.lower()) == "false"
-
-
 def _one_of(words: Collection[str], word: str) -> str:
     if word not in words:
         raise ValueError(word)
@@ -213,7 +209,7 @@ def one_of(*words: str) -> Kind:
 
 
 BOOLEAN = Kind("1, true, yes, on or 0, false, no, off", _boolean)
-SDK_DISABLED = Kind("true or false", _sdk_disabled)
+SDK_DISABLED = Kind("true or false", lambda text: one_of("true", "false").parse(text) == "false")
 """True where OpenTelemetry's ``OTEL_SDK_DISABLED`` leaves the SDK enabled; its specification knows no other words."""
 TEXT = Kind("text, not empty", _text)
 PATH = Kind("a path", _path)
