@@ -74,6 +74,16 @@ def test_fish_completes(program: Callable[[str], str], tmp_path: Path, words: li
     assert {entry.partition("\t")[0] for entry in shown.stdout.splitlines()} == offered
 
 
+def test_zsh_registers_it_as_the_help_says(program: Callable[[str], str], tmp_path: Path) -> None:
+    """By `eval`: to a script that is sourced shtab's is a call of the completion."""
+    assert 'eval "$(torchobs completion zsh)"' in completion.parser().format_help()
+    script = tmp_path / "script"
+    script.write_text(completion.script("zsh"))
+    argv = [program("zsh"), "-f", "-c", f'compdef() {{ print "registered $@" }}; eval "$(cat {script})"']
+    shown = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=30)
+    assert shown.stdout == "registered _shtab_torchobs -N torchobs\n"
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_takes_the_script(program: Callable[[str], str], shell: str, tmp_path: Path) -> None:
     """Its own parser finds no fault."""

@@ -26,7 +26,7 @@ _EXAMPLES = """\
 examples:
   source <(torchobs completion bash)                                  this bash
   echo 'source <(torchobs completion bash)' >> ~/.bashrc              every bash
-  echo 'source <(torchobs completion zsh)' >> ~/.zshrc                every zsh, after compinit
+  echo 'eval "$(torchobs completion zsh)"' >> ~/.zshrc                every zsh, after compinit
   torchobs completion fish > ~/.config/fish/completions/torchobs.fish every fish
   torchobs completion tcsh > ~/.torchobs.tcsh                         every tcsh, with: source ~/.torchobs.tcsh"""
 
