@@ -14,6 +14,7 @@ from torchobs import catalog
 from torchobs.flight.metrics.fold import PHASE_NAMES, StepFlag
 from torchobs.probes.core.boundaries import PIN, UNPIN
 from torchobs.runtime.session import current
+from torchobs.support import graph_safe
 from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
@@ -27,27 +28,12 @@ SPAN_FROM_NS = 100_000_000
 _SEGMENTS = {**{name: index for index, name in enumerate(PHASE_NAMES)}, "rollout": PHASE_NAMES.index("other")}
 
 
-def _never() -> bool:
-    return False
-
-
-_is_compiling: Callable[[], bool] = _never
-
-
-def torch_is_here() -> None:
-    """Ask torch from now on whether a region is being compiled."""
-    global _is_compiling  # noqa: PLW0603  # Dynamo reads it as a constant
-    import torch  # it has been imported
-
-    _is_compiling = torch.compiler.is_compiling
-
-
 def step() -> None:
     """Say that a training step has ended, where no optimizer of ``torch.optim`` steps (functional optimizers, ``torch.func``).
 
     From the first call on these calls alone cut the training into steps.
     """
-    if not _is_compiling():
+    if not graph_safe.is_compiling():
         _call("step", _step)
 
 
@@ -64,19 +50,19 @@ def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int
         total_steps: steps that this process will take (going on from a checkpoint: those to come); once is enough.
         scalars: other numbers by name; each is a gauge, the first 64 names count. What is no number is left out.
     """
-    if not _is_compiling():
+    if not graph_safe.is_compiling():
         _call("log", _log, loss, tokens, samples, total_steps, scalars)
 
 
 def event(name: str, **attributes: Any) -> None:
     """Record that something happened now, with its attributes."""
-    if not _is_compiling():
+    if not graph_safe.is_compiling():
         _call("event", _event, name, attributes)
 
 
 def watch(model: Any) -> None:
     """Say which module is trained: its class and size go on record, and its parameters' names are known at once."""
-    if not _is_compiling():
+    if not graph_safe.is_compiling():
         _call("watch", _watch, model)
 
 
@@ -87,7 +73,7 @@ def phase(name: str) -> AbstractContextManager[None]:
     learner's, played to train on) as ``other``. What follows a block of ``data`` or ``rollout`` is ``forward``, up to the
     backward pass. Any other name leaves the step's phases alone. A block of 100 ms or longer is recorded as a span, too.
     """
-    return contextlib.nullcontext() if _is_compiling() else _Phase(name)
+    return contextlib.nullcontext() if graph_safe.is_compiling() else _Phase(name)
 
 
 class _Phase:

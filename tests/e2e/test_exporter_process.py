@@ -214,7 +214,8 @@ def test_a_sidecar_starts_whatever_is_wrong_with_its_configuration(
     arguments = ["--flight-dir", str(tmp_path / "none"), "--grace", "soon", "--no-such-option", "--log.level=loud", "stray"]
     program = start_program(start, log, port, *arguments, TORCHOBS_EXPORTER_HANG_TIMEOUT="never")
     assert program.value("torchobs_exporter_config_ok") == 0
-    for problem in ("--grace 'soon'", "option: '--no-such-option'", "--log.level 'loud'", "'stray'", "--hang-timeout 'never'"):
+    named = ("--grace 'soon'", "option: '--no-such-option'", "--log.level 'loud'", "'stray'", "_HANG_TIMEOUT='never'")
+    for problem in named:
         assert problem in program.log
     assert "none is not there yet" in program.page("/")
 

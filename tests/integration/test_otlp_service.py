@@ -24,7 +24,7 @@ from torchobs.exporter.otlp.options import PushConfig, PushTarget
 
 OFF = """
 import sys
-from torchobs.cli.exporter import command
+from torchobs.cli.exporter import main
 import torchobs.exporter.daemon
 from torchobs.exporter.config import ExporterConfig
 torchobs.exporter.daemon._push_of(ExporterConfig())

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from torchobs.config import option_types
 from torchobs.config.option_types import Address
 from torchobs.exporter import config
 from torchobs.exporter.config import ExporterConfig
@@ -16,19 +17,19 @@ from torchobs.exporter.http.unix_socket import UnixAddress
 )
 def test_durations_are_prometheus_own(text: str, seconds: float) -> None:
     """With units, or in seconds."""
-    assert config.duration_s(text) == seconds
+    assert option_types.duration_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "s", "-1", "5 m", "1d2", "m", "1e3", "nan", "9" * 400, "1s1h", "٣s"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
     """Guessing would be worse."""
     with pytest.raises(ValueError, match=f"^{re.escape(text[:10])}"):
-        config.duration_s(text)
+        option_types.duration_s(text)
 
 
 def test_nothing_given_is_the_default() -> None:
     """A sidecar on every interface, a node's exporter on loopback."""
-    assert config.parse({}) == ExporterConfig()
+    assert config.parse({}, {}) == ExporterConfig()
     assert ExporterConfig().addresses == (Address("", 10960),)
     assert ExporterConfig(systemd_socket=True).addresses == ()
     assert ExporterConfig(mode="node").addresses == (Address("127.0.0.1", 10960),)
@@ -60,9 +61,11 @@ def test_every_option_sets_its_field() -> None:
         "host_paths": ["/lustre/checkpoints", "/nfs"],
         "procfs": ["/host/proc"],
         "sysfs": ["/host/sys"],
+        "log_level": ["warn"],
+        "log_format": ["json"],
     }
-    assert given.keys() == {option.field for option in config.OPTIONS}
-    assert config.parse(given, "/run/user/1") == ExporterConfig(
+    assert given.keys() == {option.name for option in config.OPTIONS}
+    assert config.parse(given, {"XDG_RUNTIME_DIR": "/run/user/1"}) == ExporterConfig(
         flight_dir="/dev/shm/x",
         listen=(Address("", 1), Address("::1", 2), UnixAddress("/run/x/y.sock")),
         systemd_socket=True,
@@ -86,9 +89,11 @@ def test_every_option_sets_its_field() -> None:
         host_paths=("/lustre/checkpoints", "/nfs"),
         procfs="/host/proc",
         sysfs="/host/sys",
+        log_level="warn",
+        log_format="json",
         runtime_dir="/run/user/1",
     )
-    assert config.parse({"hang_timeout_s": ["auto"]}).hang_timeout_s is None
+    assert config.parse({"hang_timeout_s": ["auto"]}, {}).hang_timeout_s is None
 
 
 @pytest.mark.parametrize(
@@ -118,8 +123,8 @@ def test_every_option_sets_its_field() -> None:
 )
 def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> None:
     """The problem names the flag, the value and what is allowed; the rest of the configuration holds."""
-    chosen = config.parse({field: [text], "drain_timeout_s": ["7"]})
-    (option,) = (option for option in config.OPTIONS if option.field == field)
+    chosen = config.parse({field: [text], "drain_timeout_s": ["7"]}, {})
+    (option,) = (option for option in config.OPTIONS if option.name == field)
     assert chosen.problems == (f"{option.flag} {text!r}: allowed is {option.kind.allowed}",)
     assert getattr(chosen, field) == getattr(ExporterConfig(), field)
     assert chosen.drain_timeout_s == 7.0
@@ -127,21 +132,21 @@ def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> Non
 
 def test_a_web_configuration_that_is_not_allowed_is_not_none() -> None:
     """Nobody asked for an open door: the exporter serves nothing then, as with a file that is broken."""
-    chosen = config.parse({"web_config_file": [""]})
+    chosen = config.parse({"web_config_file": [""]}, {})
     assert chosen.web_config_file == ""
     assert chosen.problems
 
 
 def test_one_bad_address_does_not_take_the_good_one_along() -> None:
     """It listens where it can."""
-    chosen = config.parse({"listen": ["nonsense", ":9000"]})
+    chosen = config.parse({"listen": ["nonsense", ":9000"]}, {})
     assert chosen.listen == (Address("", 9000),)
     assert len(chosen.problems) == 1
 
 
 def test_every_option_has_a_variable_of_its_own() -> None:
     """Derived from the flag, so that nobody has to look it up."""
-    variables = {option.flag: option.variable for option in config.OPTIONS}
+    variables = {option.flag: option.variables[0] for option in config.OPTIONS}
     assert variables["--web.listen-address"] == "TORCHOBS_EXPORTER_WEB_LISTEN_ADDRESS"
     assert variables["--flight-dir"] == "TORCHOBS_EXPORTER_FLIGHT_DIR"
     assert len(set(variables.values())) == len(config.OPTIONS)
@@ -158,7 +163,7 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
         "TORCHOBS_EXPORTER_WEB_CONFIG_SERVICE_HOST": "10.0.0.2",
         "TORCHOBS_LEVLE": "basic",
     }
-    assert config.unknown_variables(environ, config.OPTIONS) == [
+    assert config.unknown_variables(environ) == [
         "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?",
         "TORCHOBS_EXPORTER_NOTHING_OF_THE_KIND is no option",
     ]
@@ -167,4 +172,4 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
 @pytest.mark.parametrize("service", ["SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_10960_TCP", "PORT_10960_TCP_ADDR"])
 def test_no_variable_is_one_that_kubernetes_sets_for_a_service(service: str) -> None:
     """A Service called `torchobs-exporter` describes itself to every container of its namespace, unasked."""
-    assert f"TORCHOBS_EXPORTER_{service}" not in {option.variable for option in config.OPTIONS}
+    assert f"TORCHOBS_EXPORTER_{service}" not in {option.variables[0] for option in config.OPTIONS}

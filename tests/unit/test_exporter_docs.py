@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchobs import catalog
-from torchobs.cli.exporter import command
+from torchobs.exporter.config import EVERY_OPTION
 
 
 @pytest.fixture
@@ -21,8 +21,7 @@ def test_every_option_is_documented_with_its_variables(page: str) -> None:
         option: tuple(re.findall(r"`(\w+)`", variables))
         for option, variables in re.findall(r"^\| `(--[\w.-]+)`[^|]*\| ([^|]*) \|$", page, re.MULTILINE)
     }
-    params = [param for param in command.params if param.name not in {"version", "help"}]
-    assert told == {param.opts[0]: tuple(param.envvar or ()) for param in params}
+    assert told == {option.flag: option.variables for option in EVERY_OPTION}
 
 
 def test_every_state_and_every_ending_is_documented(page: str) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from torchobs.exporter.config import PORT, duration_s
+from torchobs.config.option_types import duration_s
+from torchobs.exporter.config import PORT
 from torchobs.flight.files.location import KUBERNETES_CONTROL, KUBERNETES_MOUNT
 
 MARGIN_S = 5

@@ -1,13 +1,25 @@
-"""What the commands' parsers share: they teach, and say what is allowed."""
+"""What the commands' parsers share: they teach, fit the terminal, and say what is allowed."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torchobs.config import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from _typeshed import SupportsWrite
+
+    from torchobs.config.option_types import ValueKind
+    from torchobs.config.options import Option
+
+DIRECTORY = settings.named("flight_dir")._replace(flag="--dir", metavar="DIR")
+"""Of the flight files; most commands have it."""
+
+_WIDEST = 128
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,31 +34,61 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stderr).write(message)
 
 
-def parser(name: str, usage: str, description: str, examples: str) -> Parser:
+class Formatter(argparse.HelpFormatter):
+    """Wraps prose to the terminal's width, and leaves examples, which have indented lines, as they are."""
+
+    def __init__(self, prog: str, **more: Any) -> None:
+        import shutil  # only a help text needs it
+
+        width = min(shutil.get_terminal_size().columns, _WIDEST) - 2
+        super().__init__(prog, width=width, max_help_position=min(32, width // 3), **more)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(block if "\n " in block else fill(block, width, indent) for block in text.split("\n\n"))
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        """Show no brackets around the value of a lenient option that needs one."""
+        shown = super()._format_args(action, default_metavar)
+        return shown.strip("[]") if action.const == "" else shown
+
+
+def parser(name: str, usage: str, description: str, examples: str, cls: type[Parser] = Parser) -> Parser:
     """Return the parser of a command."""
-    return Parser(
-        f"torchobs {name}", usage, description, examples, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    return cls(f"torchobs {name}", usage, description, examples, formatter_class=Formatter, allow_abbrev=False)
 
 
-def count(text: str) -> int:
-    """Return a whole number from 0 on."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number <= 1_000_000:  # noqa: PLR2004  # more than any file holds
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed is a whole number from 0 on")
-    return number
+def add(to: argparse._ActionsContainer, option: Option, *, default: object = None, lenient: bool = False) -> None:
+    """Add an option to a parser, or to a group of one.
+
+    ``lenient``: every value is kept, as text and in a list, for :func:`torchobs.config.options.values_of`; else one that is not
+    allowed ends the program.
+    """
+    kind, more = option.kind, dict[str, Any]()
+    if lenient:
+        more = {"action": "append", "nargs": "?", "const": option.bare}
+    else:
+        more = {"type": _checked(kind), "choices": kind.choices or None}
+    metavar = option.metavar or "|".join(kind.choices) or None
+    to.add_argument(option.flag, dest=option.name, metavar=metavar, default=default, help=described(option), **more)
 
 
-def seconds(text: str) -> float:
-    """Return a length of time from 0.1 s to an hour."""
-    try:
-        number = float(text.removesuffix("s"))
-    except ValueError:
-        number = -1.0
-    if not 0.1 <= number <= 3600.0:  # noqa: PLR2004  # ten a second tire a terminal enough
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed are seconds from 0.1 to 3600")
-    return number
+def described(option: Option) -> str:
+    """Return an option's line of the help: what it is for, its variables, what holds without it."""
+    variables = [
+        *option.variables,
+        *(f"{name} ({kind.allowed})" if kind != option.kind else name for name, kind in option.also),
+    ]
+    parts = [option.brief, "May be given several times." if option.several else ""]
+    parts += [f"[env: {', '.join(variables)}]" if variables else "", f"[default: {option.default}]" if option.default else ""]
+    return " ".join(filter(None, parts)).replace("%", "%%")
+
+
+def _checked(kind: ValueKind) -> Callable[[str], object]:
+    def parse(text: str) -> object:
+        try:
+            return kind.parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: allowed is {kind.allowed}") from None
+
+    return parse

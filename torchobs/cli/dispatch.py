@@ -1,14 +1,14 @@
 """The commands of ``torchobs`` by name; one is imported when it is called.
 
-All but the exporter work on a plain install, in a training image, where there is no click: they are the ones that a person
-needs when a training has just died there.
+All but the exporter and the completion work on a plain install, in a training image: they are the ones that a person needs when
+a training has just died there.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ examples:
 
 `torchobs COMMAND --help` has more examples. Options: --help, --version."""
 
-_EXTRA = frozenset({"click", "prometheus_client", "starlette", "uvicorn", "h11", "anyio", "opentelemetry", "msgspec", "yaml"})
+_EXTRA = frozenset({"shtab", "prometheus_client", "starlette", "uvicorn", "h11", "anyio", "opentelemetry", "msgspec", "yaml"})
 
 
 def main(given: Sequence[str]) -> int:
@@ -83,11 +83,8 @@ def _help(arguments: Sequence[str]) -> int:
 
 def _call(name: str, arguments: Sequence[str]) -> int:
     try:
-        if name == "exporter":
-            with _sigterm_kept_back():
-                import_module("torchobs.cli.exporter").command.main(list(arguments), prog_name="torchobs exporter")
-        module = import_module(f"torchobs.cli.{name}")
-        return int(module.main(arguments) or 0)
+        with _sigterm_kept_back() if name == "exporter" else nullcontext():
+            return int(import_module(f"torchobs.cli.{name}").main(arguments))
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if name == "run" or package not in _EXTRA:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config import settings
 from torchobs.diagnosis import text_format
-from torchobs.exporter import config, log_format
-from torchobs.exporter.otlp import options
+from torchobs.exporter import config
 from torchobs.flight.files import headroom, location
 from torchobs.node import announcement
 
@@ -35,7 +34,7 @@ _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
 """What adjtimex(2) returns while the kernel's clock is not synchronised."""
 _EXTRAS = {
-    "exporter": ("click", "msgspec", "prometheus_client", "starlette", "uvicorn", "yaml", "bcrypt", "opentelemetry.sdk"),
+    "exporter": ("msgspec", "prometheus_client", "starlette", "uvicorn", "yaml", "bcrypt", "shtab", "opentelemetry.sdk"),
     "otlp-grpc": ("opentelemetry.exporter.otlp.proto.grpc",),
     "report": ("matplotlib",),
 }
@@ -82,10 +81,8 @@ def torch_version() -> str | None:
 def variables(environ: Mapping[str, str]) -> Iterator[Check]:
     """Yield what of the environment would be ignored."""
     _, problems = settings.resolve({}, environ)
-    exporters = (*config.OPTIONS, *options.OPTIONS, *log_format.OPTIONS)
-    known = {option.variable for option in exporters}
-    known.update(variable for setting in settings.listing() for variable in setting.variables)
-    for said in config.unknown_variables(environ, exporters):
+    known = {name for option in (*config.EVERY_OPTION, *settings.OPTIONS) for name in option.every_variable}
+    for said in config.unknown_variables(environ):
         yield Check("variables", WARN, said, "correct or unset it")
     for problem in problems:
         yield Check("variables", WARN, text_format.clean(problem), "correct or unset it; until then the default holds")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from torchobs.config import settings
+from torchobs.cli import arguments
+from torchobs.config import option_types, settings
+from torchobs.config.options import Option
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.http import unix_socket
 from torchobs.flight.files.location import find_existing
@@ -19,6 +21,14 @@ from torchobs.flight.files.location import find_existing
 if TYPE_CHECKING:
     import argparse
 
+_SOCKET = Option(
+    "socket",
+    option_types.PATH,
+    "The exporter's Unix socket.",
+    "exporter.sock beside the flight files",
+    flag="--socket",
+    metavar="PATH",
+)
 TIMEOUT_S = 30.0
 POLL_S = 0.2
 
@@ -38,12 +48,10 @@ class _Connection(http.client.HTTPConnection):
         self.sock.settimeout(TIMEOUT_S)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: arguments.Parser) -> None:
     """Add what all of them take."""
-    parser.add_argument("--dir", metavar="DIR", help="directory of the flight files (default: this user's)")
-    parser.add_argument(
-        "--socket", metavar="PATH", help="the exporter's Unix socket (default: exporter.sock beside those files)"
-    )
+    arguments.add(parser, arguments.DIRECTORY)
+    arguments.add(parser, _SOCKET)
 
 
 def socket_of(options: argparse.Namespace) -> Path:
@@ -51,7 +59,7 @@ def socket_of(options: argparse.Namespace) -> Path:
     if options.socket:
         return Path(options.socket)
     environ = settings.environment()
-    chosen, _ = settings.resolve({"flight_dir": options.dir}, environ)
+    chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
     directory = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR"))
     if directory is None:
         raise RefusedError("no training of this user has been here yet; --dir names another directory")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.cli import arguments
 from torchobs.cli.inspect_view import report
 from torchobs.cli.terminal_style import paint_for, tolerant
-from torchobs.config import settings
+from torchobs.config import option_types, settings
+from torchobs.config.options import Option
 from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.json_report import Options, document
 from torchobs.flight.files.location import find_existing
@@ -37,6 +38,10 @@ examples:
 
 Exit status: 0 if every rank is alive or finished, 1 if one failed, is lost or hangs, 2 if there was nothing to read."""
 
+_MOST = option_types.integer(0, 1_000_000)  # more than any file holds
+_STEPS = Option("steps", _MOST, "How many of the last steps.", "10", flag="--steps", metavar="N")
+_EVENTS = Option("events", _MOST, "How many of the last events.", "20", flag="--events", metavar="N")
+
 
 class Chosen(NamedTuple):
     """What is to be told: a run's ranks, files that could not be read, and what else there is."""
@@ -54,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("inspect", "torchobs inspect [options] [FILE|DIR …]", _DESCRIPTION, _EXAMPLES)
     made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="flight files, or a directory of them")
-    made.add_argument("--run", metavar="ID", help="the run to tell of, by its run_id or its beginning (the last one)")
-    made.add_argument("--steps", type=arguments.count, metavar="N", default=10, help="how many of the last steps (10)")
-    made.add_argument("--events", type=arguments.count, metavar="N", default=20, help="how many of the last events (20)")
+    made.add_argument("--run", metavar="ID", help="the run to tell of, by its run_id or its beginning [default: the last one]")
+    arguments.add(made, _STEPS, default=10)
+    arguments.add(made, _EVENTS, default=20)
     made.add_argument("--json", action="store_true", help="a document for programs (its form: docs/terminal.md)")
     return made
 

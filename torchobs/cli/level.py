@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("level", f"torchobs level {'|'.join(LEVELS)} [options]", _DESCRIPTION, _EXAMPLES)
     made.add_argument("level", choices=LEVELS, help="how much is watched")
-    made.add_argument("--rank", metavar="RANK", help="a rank, or its incarnation (default: all)")
+    made.add_argument("--rank", metavar="RANK", help="a rank, or its incarnation [default: all]")
     exporter_client.add_options(made)
     return made
 

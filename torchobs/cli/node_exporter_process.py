@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchobs.node import announcement
@@ -43,23 +42,14 @@ def _exporter() -> Serve:
     from torchobs.config import settings
     from torchobs.exporter import config, log_format
     from torchobs.exporter.daemon import serve
-    from torchobs.exporter.otlp import options
 
-    log_format.configure(level="info", form="logfmt")
     environ = settings.environment()
-    known = (*config.OPTIONS, *options.OPTIONS)
-    given = {option.field: (environ[option.variable],) for option in known if option.variable in environ}
-    misspelt = config.unknown_variables(environ, (*known, *log_format.OPTIONS))
-    if any(config.PROTECTION in hint for hint in misspelt):
-        given.setdefault("web_config_file", ("",))
-    push, push_problems = options.parse(given, environ)
-    problems = (*misspelt, *push_problems)
 
     def run(
         flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ExporterStatus], bool]
     ) -> None:
-        here = {"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}
-        chosen = replace(config.parse(given | here, environ.get("XDG_RUNTIME_DIR"), problems), push=push)
+        chosen = config.parse({"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}, environ)
+        log_format.configure(chosen.log_level, chosen.log_format)
         serve(chosen, announce=announce, finished=finished)
 
     return run

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments, exporter_client
+from torchobs.config import option_types
+from torchobs.config.options import Option
 from torchobs.flight.files.control import MAX_PROFILE_STEPS
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 _DESCRIPTION = """\
@@ -23,14 +25,17 @@ examples:
   torchobs profile 3 --steps 10 -o slow.json.gz
   torchobs profile 0 --wait 600               where a step takes minutes"""
 
+_STEPS = Option("steps", option_types.integer(1, MAX_PROFILE_STEPS), "How many.", "3", flag="--steps", metavar="N")
+_WAIT = Option("wait", option_types.duration("0.1s", "1h"), "For how long to wait.", "2m", flag="--wait", metavar="DURATION")
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("profile", "torchobs profile [RANK] [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation (default: the only one)")
-    made.add_argument("--steps", metavar="N", type=_steps, default=3, help="how many (default: 3)")
-    made.add_argument("--output", "-o", metavar="FILE", help="where to (default: trace-rankRANK.json.gz)")
-    made.add_argument("--wait", metavar="S", type=arguments.seconds, default=120.0, help="for how long (default: 120)")
+    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation [default: the only one]")
+    made.add_argument("--output", "-o", metavar="FILE", help="where to [default: trace-rankRANK.json.gz]")
+    arguments.add(made, _STEPS, default=3)
+    arguments.add(made, _WAIT, default=120.0)
     exporter_client.add_options(made)
     return made
 
@@ -64,9 +69,3 @@ def _trace(path: Path, answer: dict[str, str | dict[str, str]], wait_s: float) -
     if body is not None:
         return body
     raise exporter_client.RefusedError(f"there is no trace after {wait_s:g} s: no step has ended, or --wait is too short")
-
-
-def _steps(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_PROFILE_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed is a whole number from 1 to {MAX_PROFILE_STEPS}")
-    return int(text)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from torchobs.cli import run_program
+from torchobs.cli import arguments, run_program
 from torchobs.config import option_types, settings
 from torchobs.identity.process import exit_status
 from torchobs.support import error_guard
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
 
     from _typeshed import SupportsWrite
@@ -34,10 +34,7 @@ examples:
 Every setting is also a variable, TORCHOBS_LEVEL and so on; an option beats its variable."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"torchobs run: {message}\n{self.format_usage()}`torchobs run --help` has examples\n")
-
+class _Parser(arguments.Parser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Print the help, or a mistake, as the other commands do. Nothing of the user's runs after that."""
         from torchobs.cli import stdio_guard
@@ -46,12 +43,12 @@ class _Parser(argparse.ArgumentParser):
             sys.exit(status)
 
 
-def main(arguments: Sequence[str], begin: Callable[..., object] | None = None) -> None:
+def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> None:
     """Run ``torchobs run`` with these arguments; ``begin`` is :func:`torchobs.init` unless a test says otherwise.
 
     Returns when the script ends by itself. Raises what the script raises, ``SystemExit`` included.
     """
-    options, what = _parse(list(arguments))
+    options, what = _parse(list(given))
     run_program.enter(what)
     breaker = error_guard.CircuitBreaker("run")
     error_guard.call(breaker, begin or _init, **_overrides(options))
@@ -66,42 +63,36 @@ def main(arguments: Sequence[str], begin: Callable[..., object] | None = None) -
         raise
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split(given: list[str]) -> tuple[list[str], list[str]]:
     """Return our own options, and the command: from the script's name or ``-m`` on, where nothing is ours."""
     at = 0
-    while at < len(arguments) and arguments[at].startswith("-") and not arguments[at].startswith("-m"):
-        if arguments[at] == "--":
-            return arguments[:at], arguments[at + 1 :]
-        at += 2 if arguments[at] in _WITH_VALUE else 1
-    return arguments[:at], arguments[at:]
+    while at < len(given) and given[at].startswith("-") and not given[at].startswith("-m"):
+        if given[at] == "--":
+            return given[:at], given[at + 1 :]
+        at += 2 if given[at] in [option.flag for option in _VALUED] else 1
+    return given[:at], given[at:]
 
 
-_WITH_VALUE = ("--dir", "--level", "--address")
-_OPTIONS = (*_WITH_VALUE, "--no-exporter", "--help", "-m")
+_VALUED = (
+    settings.named("exporter_address")._replace(flag="--address", metavar="HOST:PORT"),
+    arguments.DIRECTORY,
+    settings.named("level")._replace(flag="--level"),
+)
+_OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--help", "-m")
 
 
-def parser() -> _Parser:
+def parser() -> arguments.Parser:
     """Return the parser of what stands before the script."""
-    made = _Parser(
-        "torchobs run", "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]",
-        _DESCRIPTION, _EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-    )  # fmt: skip
+    usage = "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]"
+    made = arguments.parser("run", usage, _DESCRIPTION, _EXAMPLES, _Parser)
     made.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
-    made.add_argument(
-        "--address",
-        type=_checked(option_types.ADDRESS),
-        metavar="HOST:PORT",
-        help="where that exporter listens (127.0.0.1:10960)",
-    )
-    made.add_argument("--dir", metavar="DIR", help="directory of the flight files (the best that the machine offers)")
-    made.add_argument(
-        "--level", type=_checked(option_types.LEVEL), help=f"how much is watched: {option_types.LEVEL.allowed} (basic)"
-    )
+    for option in _VALUED:
+        arguments.add(made, option)
     return made
 
 
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
-    own, command = split(arguments)
+def _parse(given: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
+    own, command = split(given)
     made = parser()
     options, unknown = made.parse_known_args(own)
     if unknown:
@@ -125,23 +116,13 @@ def _program(command: list[str]) -> run_program.Program:
     return run_program.find(first, tuple(rest))
 
 
-def _checked(kind: option_types.ValueKind) -> Callable[[str], object]:
-    def parse(text: str) -> object:
-        try:
-            return kind.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed is {kind.allowed}") from None
-
-    return parse
-
-
 def _overrides(options: argparse.Namespace) -> dict[str, object]:
     """Return the arguments of ``init()``; the exporter is on here, unless somebody has said something about it."""
     decided = settings.environment().get("TORCHOBS_EXPORTER", "").strip()
     return {
         "exporter": False if options.no_exporter else None if decided else True,
-        "exporter_address": options.address,
-        "flight_dir": options.dir,
+        "exporter_address": options.exporter_address,
+        "flight_dir": options.flight_dir,
         "level": options.level,
     }
 

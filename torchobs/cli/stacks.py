@@ -29,7 +29,7 @@ Exit status: 1 if a rank's stacks could not be had."""
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("stacks", "torchobs stacks [RANK] [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation (default: all)")
+    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation [default: all]")
     exporter_client.add_options(made)
     return made
 

@@ -12,7 +12,8 @@ from torchobs.cli import arguments
 from torchobs.cli.terminal import QUIT, Terminal
 from torchobs.cli.terminal_style import paint_for, size_of, tolerant
 from torchobs.cli.top_view import RankView, Screen, frame
-from torchobs.config import settings
+from torchobs.config import option_types, settings
+from torchobs.config.options import Option
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.rank_report import steps_of
 from torchobs.exporter.config import ExporterConfig
@@ -41,6 +42,9 @@ examples:
 
 Columns: fwd, bwd, opt are the shares of a typical step; slow is the rank's own step time over the others' (1.00×: as fast)."""
 
+_INTERVAL = Option(
+    "interval", option_types.duration("0.1s", "1h"), "Time between two looks.", "1s", flag="--interval", metavar="DURATION"
+)
 _CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
 _LARGEST_SHARE = 0.1
 """Of a core, beside the training: hundreds of ranks are looked at less often."""
@@ -49,18 +53,18 @@ _LARGEST_SHARE = 0.1
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("top", "torchobs top [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("--interval", type=arguments.seconds, metavar="SECONDS", default=1.0, help="between two looks (1)")
+    arguments.add(made, _INTERVAL, default=1.0)
     made.add_argument("--once", action="store_true", help="print one look and end")
-    made.add_argument("--dir", metavar="DIR", help="directory of the flight files (where this user's trainings put them)")
+    arguments.add(made, arguments.DIRECTORY)
     return made
 
 
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs top`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
-    chosen, _ = settings.resolve({})
     environ = settings.environment()
-    flight_dir = options.dir or (str(chosen.flight_dir) if chosen.flight_dir else None)
+    chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
+    flight_dir = str(chosen.flight_dir) if chosen.flight_dir else None
     # a person's tool, so it reads what the file system lets that person read
     config = ExporterConfig(flight_dir=flight_dir, runtime_dir=environ.get("XDG_RUNTIME_DIR"), allow_foreign_owner=True)
     logging.getLogger("torchobs").addHandler(logging.NullHandler())

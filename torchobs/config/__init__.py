@@ -1,1 +1,1 @@
-"""Settings, and the types of option that environment, command line and `init()` share."""
+"""What torchobs can be told, and how: option types, options, settings."""

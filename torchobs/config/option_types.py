@@ -1,6 +1,6 @@
 """Kinds of values that a setting can have: what text is allowed, and what it becomes.
 
-Everything here turns text into a value and nothing else; :mod:`torchobs.config.settings` says which setting has which kind.
+Everything here turns text into a value and nothing else; :mod:`torchobs.config.options` joins a kind with its names.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ _INTEGER = r"[+-]?\d{1,18}"
 _ADDRESS = r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%]+)\]|(?P<host>[^\s:\[\]/]*)):(?P<port>\d{1,5})"
 _MAX_PORT = 65535
 _LONGEST_SHOWN = 40
+_MEMORY = r"(\d{1,15})(Ki|Mi|Gi)?"
+_SHIFTS = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}
+_DURATION = r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?"
 # https://www.w3.org/TR/trace-context/#traceparent-header: version ff and ids of zeros alone are invalid.
 _TRACEPARENT = r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
 
@@ -45,6 +48,8 @@ class ValueKind(NamedTuple):
 
     allowed: str
     parse: Callable[[str], object]
+    choices: tuple[str, ...] = ()
+    """all there are, where they can be counted"""
 
 
 class Address(NamedTuple):
@@ -109,10 +114,6 @@ def _boolean(text: str) -> bool:
     raise ValueError(text)
 
 
-def _sdk_disabled(text: str) -> bool:
-    return _one_of(("true", "false"), text.lower()) == "false"
-
-
 def _one_of(words: Collection[str], word: str) -> str:
     if word not in words:
         raise ValueError(word)
@@ -166,6 +167,23 @@ def _interval(text: str) -> int | Literal["auto"]:
     return "auto" if text.lower() == "auto" else _within(_integer(text), 1, math.inf)
 
 
+def duration_s(text: str) -> float:
+    """Return seconds for ``90``, ``90s``, ``1m30s``, ``2h``. Raises ``ValueError`` for anything else."""
+    if not text or not (found := re.fullmatch(_DURATION, text, re.ASCII)):
+        raise ValueError(text)
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    total = hours * 3600 + minutes * 60 + seconds
+    if not math.isfinite(total):
+        raise ValueError(text)
+    return total
+
+
+def _memory(text: str) -> int:
+    if not (found := re.fullmatch(_MEMORY, text, re.ASCII)):
+        raise ValueError(text)
+    return int(found[1]) << _SHIFTS[found[2] or ""]
+
+
 def _attributes(text: str) -> Attributes:
     """Parse ``key=value,…`` as the OpenTelemetry SDK's ``OTELResourceDetector`` does: what has no ``=`` is left out."""
     pairs = [item.partition("=") for item in text.split(",") if item.strip()]
@@ -184,8 +202,14 @@ def _names(text: str, known: Collection[str]) -> frozenset[str]:
     return words
 
 
+def one_of(*words: str) -> ValueKind:
+    """Return the kind of these words, in capitals or not."""
+    known = {word.lower(): word for word in words}
+    return ValueKind(either(words), lambda text: known[_one_of(known, text.lower())], words)
+
+
 BOOLEAN = ValueKind("1, true, yes, on or 0, false, no, off", _boolean)
-SDK_DISABLED = ValueKind("true or false", _sdk_disabled)
+SDK_DISABLED = ValueKind("true or false", lambda text: one_of("true", "false").parse(text) == "false")
 """True where OpenTelemetry's ``OTEL_SDK_DISABLED`` leaves the SDK enabled; its specification knows no other words."""
 TEXT = ValueKind("text, not empty", _text)
 PATH = ValueKind("a path", _path)
@@ -193,14 +217,22 @@ ADDRESS = ValueKind("host:port", _address)
 TRACEPARENT = ValueKind("a W3C traceparent", _traceparent)
 INTERVAL = ValueKind("auto or an integer, at least 1", _interval)
 ATTRIBUTES = ValueKind("key=value,key=value with percent-encoded values", _attributes)
-LEVEL = ValueKind(either(get_args(Level)), lambda text: _one_of(get_args(Level), text.lower()))
-LOG_LEVEL = ValueKind(either(get_args(LogLevel)), lambda text: _one_of(get_args(LogLevel), text.upper()))
+MEMORY = ValueKind("bytes, such as 134217728 or 128Mi", _memory)
+"""As Kubernetes writes them."""
+DURATION = ValueKind("a duration such as 90s, 5m or 1h30m", duration_s)
+LEVEL, LOG_LEVEL = one_of(*get_args(Level)), one_of(*get_args(LogLevel))
 
 
 def integer(least: int, most: float = math.inf) -> ValueKind:
     """Return the kind of whole numbers within these limits."""
     limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
     return ValueKind(f"an integer, {limits}", lambda text: _within(_integer(text), least, most))
+
+
+def duration(least: str, most: str) -> ValueKind:
+    """Return the kind of durations in seconds within these limits."""
+    limits = duration_s(least), duration_s(most)
+    return ValueKind(f"a duration from {least} to {most}, such as 5s or 1m", lambda text: _within(duration_s(text), *limits))
 
 
 def size(least: int, most: int) -> ValueKind:

@@ -1,22 +1,21 @@
 """Every setting of torchobs, described once, and the only reader of ``os.environ``.
 
 An argument beats the environment, which beats the default. A value that is not allowed is ignored: the next source
-decides, and a :class:`SettingsProblem` says so for the session to log. Command-line programs ask for ``strict`` and get
-a :class:`SettingsError` instead. A setting's variables stand in the order in which they are asked; an empty one counts
-as unset, as OpenTelemetry has it.
+decides, and a :class:`SettingsProblem` says so for the session to log. A setting's variables stand in the order in which
+they are asked; an empty one counts as unset, as OpenTelemetry has it.
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Literal
 
-from torchobs.config import option_types
-from torchobs.config.option_types import Address, Attributes, Level, LogLevel, PartlyUsableError, ValueKind
+from torchobs.config import option_types as kinds
+from torchobs.config.option_types import Address, Attributes, Level, LogLevel
+from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, unknown_variables, values_of
 
-__all__ = ["PROBES", "Setting", "Settings", "SettingsError", "SettingsProblem", "environment", "listing", "resolve"]
+__all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "named", "resolve"]
 
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
@@ -29,233 +28,121 @@ EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
 """Where a node-mode exporter listens: on loopback, on the port that Prometheus' list of defaults has free."""
 
 _PREFIX = "TORCHOBS_"
-_EXPORTERS = "TORCHOBS_EXPORTER_"
-_LONGEST_SHOWN = 120
-# Kubernetes describes a Service whose name begins with "torchobs" to every container of its namespace, unasked.
-_SERVICE_LINK = r"TORCHOBS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-
-
-@dataclass(frozen=True, slots=True)
-class SettingsProblem:
-    """What was ignored: the variable or argument, its value (``None`` where it tells nothing), and why."""
-
-    name: str
-    value: str | None
-    reason: str
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"{self.name} {self.reason}"
-        shown = repr(self.value)
-        return f"{self.name}={shown if len(shown) <= _LONGEST_SHOWN else shown[:_LONGEST_SHOWN] + '…'}: {self.reason}"
-
-
-class SettingsError(ValueError):
-    """Raised for a program that asked for strict settings; the message has one line for each of ``problems``."""
-
-    def __init__(self, problems: tuple[SettingsProblem, ...]) -> None:
-        super().__init__("\n".join(map(str, problems)))
-        self.problems = problems
-
-
-class Setting(NamedTuple):
-    """What a person has to know of one setting, in words; ``variables`` in the order in which they are asked."""
-
-    name: str
-    variables: tuple[str, ...]
-    default: str
-    allowed: str
-    brief: str
-
-
-class _Spec(NamedTuple):
-    """The rest of a field of :class:`Settings`; ``unset`` tells in words what its default leads to."""
-
-    kind: ValueKind
-    variables: tuple[str, ...]
-    brief: str
-    unset: str = ""
-    also: tuple[tuple[str, ValueKind], ...] = ()
-    """Further variables, whose text means something else."""
-
-    @property
-    def sources(self) -> tuple[tuple[str, ValueKind], ...]:
-        return (*((variable, self.kind) for variable in self.variables), *self.also)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one process. ``None`` means that another part of torchobs finds out, as :func:`listing` tells."""
+    """The settings of one process. ``None`` means that another part of torchobs finds out, as :data:`OPTIONS` says."""
 
-    enabled: Annotated[
-        bool,
-        _Spec(
-            option_types.BOOLEAN,
-            ("TORCHOBS_ENABLED",),
-            "Whether `init()` does anything. `OTEL_SDK_DISABLED=true` switches it off, too.",
-            also=(("OTEL_SDK_DISABLED", option_types.SDK_DISABLED),),
-        ),
-    ] = True
-    level: Annotated[Level, _Spec(option_types.LEVEL, ("TORCHOBS_LEVEL",), "How much is watched from the first step on.")] = (
-        "basic"
-    )
-    flight_dir: Annotated[
-        Path | None,
-        _Spec(option_types.PATH, ("TORCHOBS_DIR",), "Directory of the flight files.", "the best that the machine offers"),
-    ] = None
-    control_dir: Annotated[
-        Path | None,
-        _Spec(
-            option_types.PATH,
-            ("TORCHOBS_CONTROL_DIR",),
-            "Directory in which the exporter leaves its commands.",
-            "beside the flight files",
-        ),
-    ] = None
-    file_size: Annotated[
-        int,
-        _Spec(option_types.size(256 * 1024, 2 * 1024**2), ("TORCHOBS_FILE_SIZE",), "Size of a rank's flight file.", "1MiB"),
-    ] = 1024**2
-    exporter: Annotated[
-        bool,
-        _Spec(
-            option_types.BOOLEAN, ("TORCHOBS_EXPORTER",), "Whether `init()` starts this node's exporter (not in Kubernetes)."
-        ),
-    ] = False
-    exporter_address: Annotated[
-        Address, _Spec(option_types.ADDRESS, ("TORCHOBS_EXPORTER_ADDRESS",), "Where that exporter listens.")
-    ] = EXPORTER_ADDRESS
-    job_name: Annotated[
-        str | None,
-        _Spec(
-            option_types.TEXT,
-            ("TORCHOBS_JOB_NAME", "OTEL_SERVICE_NAME"),
-            "Label `job_name` of every series.",
-            "the scheduler's name of the job, else the script's",
-        ),
-    ] = None
-    run_id: Annotated[
-        str | None,
-        _Spec(
-            option_types.TEXT,
-            ("TORCHOBS_RUN_ID",),
-            "Label `run_id`: the same on every rank of a run and after each of its restarts.",
-            "the scheduler's or the launcher's",
-        ),
-    ] = None
-    rank: Annotated[
-        int | None,
-        _Spec(option_types.integer(0), ("TORCHOBS_RANK",), "This process's rank.", "the launcher's, else 0"),
-    ] = None
-    local_rank: Annotated[
-        int | None,
-        _Spec(option_types.integer(0), ("TORCHOBS_LOCAL_RANK",), "Its rank on its node.", "the launcher's, else 0"),
-    ] = None
-    world_size: Annotated[
-        int | None,
-        _Spec(option_types.integer(1), ("TORCHOBS_WORLD_SIZE",), "How many ranks the run has.", "the launcher's, else 1"),
-    ] = None
-    restart: Annotated[
-        int | None,
-        _Spec(option_types.integer(0), ("TORCHOBS_RESTART",), "How often the run was restarted.", "the launcher's, else 0"),
-    ] = None
-    kubernetes_job_name: Annotated[
-        str | None,
-        _Spec(
-            option_types.TEXT,
-            ("TORCHOBS_K8S_JOB_NAME",),
-            "Name of the Job, JobSet or TrainJob, from the downward API.",
-            "unknown",
-        ),
-    ] = None
-    kubernetes_job_uid: Annotated[
-        str | None,
-        _Spec(option_types.TEXT, ("TORCHOBS_K8S_JOB_UID",), "Its UID, from the downward API: the run's id.", "unknown"),
-    ] = None
-    resource_attributes: Annotated[
-        Attributes, _Spec(option_types.ATTRIBUTES, ("OTEL_RESOURCE_ATTRIBUTES",), "What else describes this process.")
-    ] = ()
-    traceparent: Annotated[
-        str | None,
-        _Spec(
-            option_types.TRACEPARENT,
-            ("TRACEPARENT",),
-            "The span, in W3C's notation, of which the run is a part.",
-            "the run starts a trace",
-        ),
-    ] = None
-    tracestate: Annotated[
-        str | None, _Spec(option_types.TEXT, ("TRACESTATE",), "What tracing systems add to that span.", "nothing")
-    ] = None
-    total_steps: Annotated[
-        int | None,
-        _Spec(
-            option_types.integer(1),
-            ("TORCHOBS_TOTAL_STEPS",),
-            "Steps that the run will take.",
-            "what `torchobs.log(total_steps=...)` says, else unknown",
-        ),
-    ] = None
-    trace_steps: Annotated[
-        int | Literal["auto"],
-        _Spec(
-            option_types.INTERVAL,
-            ("TORCHOBS_TRACE_STEPS",),
-            "Every how many steps one is recorded as a span (at most one a second); `auto` takes one in ten seconds. "
-            "Slow and anomalous ones are in any case.",
-        ),
-    ] = "auto"
-    grad_interval: Annotated[
-        int | Literal["auto"],
-        _Spec(
-            option_types.INTERVAL,
-            ("TORCHOBS_GRAD_INTERVAL",),
-            "Every how many steps the gradient norm is computed; `auto` keeps it within the overhead budget.",
-        ),
-    ] = "auto"
-    layers: Annotated[
-        int,
-        _Spec(
-            option_types.integer(0, 64),
-            ("TORCHOBS_LAYERS",),
-            "How many layers have series of their own, the rest is one; from level `advanced` on four times as many.",
-        ),
-    ] = 16
-    overhead_budget: Annotated[
-        float,
-        _Spec(
-            option_types.fraction(0, 0.2),
-            ("TORCHOBS_OVERHEAD_BUDGET",),
-            "The part of the training's time that torchobs may take.",
-        ),
-    ] = 0.005
-    disable_probes: Annotated[
-        frozenset[str], _Spec(option_types.names(PROBES), ("TORCHOBS_DISABLE_PROBES",), "Probes that are not installed.")
-    ] = frozenset()
-    watchdog: Annotated[
-        bool,
-        _Spec(
-            option_types.BOOLEAN,
-            ("TORCHOBS_WATCHDOG",),
-            "Whether a rank that holds Python's lock for seconds writes its stacks down, by a timer and a real-time signal.",
-        ),
-    ] = True
-    log_level: Annotated[
-        LogLevel, _Spec(option_types.LOG_LEVEL, ("TORCHOBS_LOG_LEVEL",), "Level of the logger `torchobs`.")
-    ] = "WARNING"
-    set_global_providers: Annotated[
-        bool,
-        _Spec(
-            option_types.BOOLEAN,
-            ("TORCHOBS_OTEL_PROVIDERS",),
-            "Whether OpenTelemetry's global providers become torchobs', if the application has set none.",
-        ),
-    ] = True
+    enabled: bool = True
+    level: Level = "basic"
+    flight_dir: Path | None = None
+    control_dir: Path | None = None
+    file_size: int = 1024**2
+    exporter: bool = False
+    exporter_address: Address = EXPORTER_ADDRESS
+    job_name: str | None = None
+    run_id: str | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    restart: int | None = None
+    kubernetes_job_name: str | None = None
+    kubernetes_job_uid: str | None = None
+    resource_attributes: Attributes = ()
+    traceparent: str | None = None
+    tracestate: str | None = None
+    total_steps: int | None = None
+    trace_steps: int | Literal["auto"] = "auto"
+    grad_interval: int | Literal["auto"] = "auto"
+    layers: int = 16
+    overhead_budget: float = 0.005
+    disable_probes: frozenset[str] = frozenset()
+    watchdog: bool = True
+    log_level: LogLevel = "WARNING"
+    set_global_providers: bool = True
 
 
-_SPECS: Mapping[str, _Spec] = {
-    name: hint.__metadata__[0] for name, hint in get_type_hints(Settings, include_extras=True).items()
-}
+OPTIONS = (
+    Option(
+        "enabled", kinds.BOOLEAN, "Whether `init()` does anything. `OTEL_SDK_DISABLED=true` switches it off, too.",
+        "true", ("TORCHOBS_ENABLED",), also=(("OTEL_SDK_DISABLED", kinds.SDK_DISABLED),),
+    ),
+    Option("level", kinds.LEVEL, "How much is watched from the first step on.", "basic", ("TORCHOBS_LEVEL",)),
+    Option("flight_dir", kinds.PATH, "Directory of the flight files.", "the best that the machine offers", ("TORCHOBS_DIR",)),
+    Option(
+        "control_dir", kinds.PATH, "Directory in which the exporter leaves its commands.",
+        "beside the flight files", ("TORCHOBS_CONTROL_DIR",),
+    ),
+    Option("file_size", kinds.size(256 * 1024, 2 * 1024**2), "Size of a rank's flight file.", "1MiB", ("TORCHOBS_FILE_SIZE",)),
+    Option(
+        "exporter", kinds.BOOLEAN, "Whether `init()` starts this node's exporter (not in Kubernetes).",
+        "false", ("TORCHOBS_EXPORTER",),
+    ),
+    Option(
+        "exporter_address", kinds.ADDRESS, "Where that exporter listens.", "127.0.0.1:10960", ("TORCHOBS_EXPORTER_ADDRESS",),
+    ),
+    Option(
+        "job_name", kinds.TEXT, "Label `job_name` of every series.",
+        "the scheduler's name of the job, else the script's", ("TORCHOBS_JOB_NAME", "OTEL_SERVICE_NAME"),
+    ),
+    Option(
+        "run_id", kinds.TEXT, "Label `run_id`: the same on every rank of a run and after each of its restarts.",
+        "the scheduler's or the launcher's", ("TORCHOBS_RUN_ID",),
+    ),
+    Option("rank", kinds.integer(0), "This process's rank.", "the launcher's, else 0", ("TORCHOBS_RANK",)),
+    Option("local_rank", kinds.integer(0), "Its rank on its node.", "the launcher's, else 0", ("TORCHOBS_LOCAL_RANK",)),
+    Option("world_size", kinds.integer(1), "How many ranks the run has.", "the launcher's, else 1", ("TORCHOBS_WORLD_SIZE",)),
+    Option("restart", kinds.integer(0), "How often the run was restarted.", "the launcher's, else 0", ("TORCHOBS_RESTART",)),
+    Option(
+        "kubernetes_job_name", kinds.TEXT, "Name of the Job, JobSet or TrainJob, from the downward API.",
+        "unknown", ("TORCHOBS_K8S_JOB_NAME",),
+    ),
+    Option(
+        "kubernetes_job_uid", kinds.TEXT, "Its UID, from the downward API: the run's id.",
+        "unknown", ("TORCHOBS_K8S_JOB_UID",),
+    ),
+    Option(
+        "resource_attributes", kinds.ATTRIBUTES, "What else describes this process.", "none", ("OTEL_RESOURCE_ATTRIBUTES",),
+    ),
+    Option(
+        "traceparent", kinds.TRACEPARENT, "The span, in W3C's notation, of which the run is a part.",
+        "the run starts a trace", ("TRACEPARENT",),
+    ),
+    Option("tracestate", kinds.TEXT, "What tracing systems add to that span.", "nothing", ("TRACESTATE",)),
+    Option(
+        "total_steps", kinds.integer(1), "Steps that the run will take.",
+        "what `torchobs.log(total_steps=...)` says, else unknown", ("TORCHOBS_TOTAL_STEPS",),
+    ),
+    Option(
+        "trace_steps", kinds.INTERVAL, "Every how many steps one is recorded as a span (at most one a second); "
+        "`auto` takes one in ten seconds. Slow and anomalous ones are in any case.", "auto", ("TORCHOBS_TRACE_STEPS",),
+    ),
+    Option(
+        "grad_interval", kinds.INTERVAL, "Every how many steps the gradient norm is computed; "
+        "`auto` keeps it within the overhead budget.", "auto", ("TORCHOBS_GRAD_INTERVAL",),
+    ),
+    Option(
+        "layers", kinds.integer(0, 64), "How many layers have series of their own, the rest is one; "
+        "from level `advanced` on four times as many.", "16", ("TORCHOBS_LAYERS",),
+    ),
+    Option(
+        "overhead_budget", kinds.fraction(0, 0.2), "The part of the training's time that torchobs may take.",
+        "0.005", ("TORCHOBS_OVERHEAD_BUDGET",),
+    ),
+    Option("disable_probes", kinds.names(PROBES), "Probes that are not installed.", "none", ("TORCHOBS_DISABLE_PROBES",)),
+    Option(
+        "watchdog", kinds.BOOLEAN, "Whether a rank that holds Python's lock for seconds writes its stacks down, "
+        "by a timer and a real-time signal.", "true", ("TORCHOBS_WATCHDOG",),
+    ),
+    Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),
+    Option(
+        "set_global_providers", kinds.BOOLEAN, "Whether OpenTelemetry's global providers become torchobs', "
+        "if the application has set none.", "true", ("TORCHOBS_OTEL_PROVIDERS",),
+    ),
+)  # fmt: skip
+"""One for every field of :class:`Settings`, which has its type and default."""
+
 _DEFAULTS = Settings()
 
 
@@ -265,78 +152,37 @@ def environment() -> Mapping[str, str]:
 
 
 def resolve(
-    overrides: Mapping[str, object], environ: Mapping[str, str] | None = None, *, strict: bool = False
+    overrides: Mapping[str, object], environ: Mapping[str, str] | None = None
 ) -> tuple[Settings, tuple[SettingsProblem, ...]]:
     """Return the settings in force, and what was ignored on the way to them.
 
     Args:
         overrides: arguments by the names of the fields, as values or as text; ``None`` means not given.
         environ: the environment, by default the process's own.
-        strict: raise instead of ignoring.
 
     Raises:
-        SettingsError: ``strict``, and there was something to ignore.
         TypeError: an override names no setting.
     """
-    if unexpected := overrides.keys() - _SPECS.keys():
+    if unexpected := overrides.keys() - {option.name for option in OPTIONS}:
         word = min(unexpected)
-        raise TypeError(f"{word!r} is no setting{option_types.closest(word, _SPECS)}")
+        raise TypeError(f"{word!r} is no setting{kinds.closest(word, [option.name for option in OPTIONS])}")
     environ = environment() if environ is None else environ
     problems = [*_unknown_variables(environ)]
-    chosen = {name: _choose(name, overrides.get(name), environ, problems) for name in _SPECS}
-    if strict and problems:
-        raise SettingsError(tuple(problems))
+    chosen: dict[str, object] = {}
+    for option in OPTIONS:
+        argument = overrides.get(option.name)
+        found = values_of(option, [] if argument is None else [argument], environ, problems)
+        chosen[option.name] = found[-1] if found else getattr(_DEFAULTS, option.name)
     return Settings(**chosen), tuple(problems)  # type: ignore[arg-type]  # each value is of its own field's kind
 
 
-def is_service_link(variable: str) -> bool:
-    """Return True if a variable may be one by which Kubernetes describes a Service."""
-    return re.fullmatch(_SERVICE_LINK, variable) is not None
-
-
-def listing() -> tuple[Setting, ...]:
-    """Return every setting in words, for help texts and for the check of the documentation."""
-    return tuple(_listed(name, spec) for name, spec in _SPECS.items())
-
-
-def _listed(name: str, spec: _Spec) -> Setting:
-    variables = tuple(variable for variable, _ in spec.sources)
-    return Setting(name, variables, spec.unset or _words(getattr(_DEFAULTS, name)), spec.kind.allowed, spec.brief)
-
-
-def _words(default: object) -> str:
-    return option_types.as_text(default) or "none"
-
-
-def _choose(name: str, argument: object, environ: Mapping[str, str], problems: list[SettingsProblem]) -> object:
-    for source, kind, given in _sources(name, argument, environ):
-        text: str | None = None
-        try:
-            text = option_types.as_text(given).strip()
-            return kind.parse(text)
-        except PartlyUsableError as error:
-            problems.append(SettingsProblem(source, text, f"{error}; allowed is {kind.allowed}"))
-            return error.usable
-        except (TypeError, ValueError):
-            reason = f"allowed is {kind.allowed}" if text is not None else f"cannot be such a {type(given).__name__}"
-            problems.append(SettingsProblem(source, text, reason))
-    return getattr(_DEFAULTS, name)
-
-
-def _sources(name: str, argument: object, environ: Mapping[str, str]) -> Iterator[tuple[str, ValueKind, object]]:
-    spec = _SPECS[name]
-    if argument is not None:
-        yield f"argument {name}", spec.kind, argument
-    for variable, kind in spec.sources:
-        if text := environ.get(variable, "").strip():
-            yield variable, kind, text
+def named(name: str) -> Option:
+    """Return the option that sets this field, for a command that has it as a flag."""
+    return next(option for option in OPTIONS if option.name == name)
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[SettingsProblem]:
-    known = [variable for spec in _SPECS.values() for variable in spec.variables if variable.startswith(_PREFIX)]
-    for variable in sorted(environ.keys() - set(known)):
-        # Its value is not repeated: whoever misspelled the name may have put a secret there.
-        # What begins like the exporter's options is for the exporter to check (`torchobs exporter --help` lists them).
-        ours = variable.startswith(_PREFIX) and not variable.startswith(_EXPORTERS)
-        if ours and not is_service_link(variable):
-            yield SettingsProblem(variable, None, f"is no setting{option_types.closest(variable, known, _PREFIX)}")
+    # What begins like the exporter's options is for the exporter to check (`torchobs exporter --help` lists them).
+    checked = {name: "" for name in environ if not name.startswith(EXPORTER_PREFIX)}
+    known = [name for option in OPTIONS for name in option.every_variable]
+    return unknown_variables(checked, _PREFIX, known, what="setting")

@@ -4,12 +4,16 @@ The trend is the median of the slopes between all pairs of points (Theil 1950; S
 coefficient based on Kendall's tau"), which a fifth of wild points does not move: an evaluation, a checkpoint. Whether there
 is one at all is Kendall's rank test (Mann 1945, "Nonparametric tests against trend").
 
+There are two windows. :class:`History` has a point in ten seconds, of the whole run and of its last four minutes;
+:class:`FastWindow` has one a second, for memory that would be used up before those minutes are over.
+
 Warming up is no leak: caches, arenas and fragments grow ever more slowly. A leak's last third grows as fast as the third
 before it, which no logarithm does (0.58 of it). And a trend is followed no further than 60 times as long as it was seen.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import combinations
 from math import sqrt
 from statistics import median
@@ -34,6 +38,16 @@ LEAST_BYTES = 8 * 1024**2
 """The growth that counts, over all that is looked at: less is what an allocator's arenas do."""
 FORESIGHT = 60.0
 HORIZON_S = 7 * 86_400.0
+
+# Of the fast window, whose last two thirds are 32 s: growth has to take a fifth of what is left while it is looked at, which
+# fluctuations do not, and half of the limit has to be in use: a training begins with a ramp (a dataset that is cached, arenas,
+# compiled code), which for all we know ends.
+FAST_FORESIGHT = 5.0
+FAST_STEPS = 6
+"""In what is judged: three in each half. A leak of a training of slow steps is a staircase."""
+FAST_STEADY = 0.85
+"""A part of a ramp that slows down looks straighter than the whole: 0.7 and more for a logarithm that is a minute old."""
+FAST_IN_USE = 0.5
 
 
 class MemoryPoint(NamedTuple):
@@ -113,6 +127,36 @@ class MemoryHistory:
     def growths(self) -> tuple[Growth | None, Growth | None]:
         """Return the trends of the whole run and of the last minutes, which alone show a fast leak that began late."""
         return grows(self.whole), grows(self.recent)
+
+
+class FastWindow:
+    """The last 48 seconds, of looks that may come more often; each point is the least of its second."""
+
+    __slots__ = ("_points", "growth")
+
+    def __init__(self) -> None:
+        self._points: deque[MemoryPoint] = deque(maxlen=MOST)
+        self.growth: Growth | None = None
+        """the trend, if it uses up what is left within minutes"""
+
+    def see(self, point: MemoryPoint, left: float, total: float) -> bool:
+        """Take in a look, with the bytes ``left`` of ``total``; return True if a verdict is new, or is one no more."""
+        points, before = self._points, self.growth
+        if points and point.seconds - points[-1].seconds < 1.0:
+            points[-1] = points[-1]._replace(used=min(points[-1].used, point.used))
+            return False
+        points.append(point)
+        least = max(left, 0.0) / FAST_FORESIGHT
+        # nearly always too little has grown, or too much is left: what follows is a matter of squares
+        near = left <= (1.0 - FAST_IN_USE) * total and point.used - points[0].used > least / 2
+        found = grows(points, FAST_STEPS, FAST_STEADY) if near else None
+        self.growth = found if found and found.sustained and found.per_second * found.seconds >= least else None
+        return (self.growth is None) != (before is None)
+
+    def begin(self) -> None:
+        """Forget it all: another model is trained, and begins with a ramp of its own."""
+        self._points.clear()
+        self.growth = None
 
 
 def soonest(growths: Sequence[Growth | None], left: float) -> float | None:

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
+from typing import Literal, cast, get_args
 
 from torchobs.catalog import HOST_COLLECTORS
-from torchobs.config import option_types, settings
+from torchobs.config import option_types as kinds
+from torchobs.config import options, settings
 from torchobs.config.option_types import Address, ValueKind
-from torchobs.exporter import pattern
+from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, values_of, with_exporter_variable
+from torchobs.exporter import log_format, pattern
 from torchobs.exporter.host import choice
 from torchobs.exporter.http import unix_socket
 from torchobs.exporter.http.unix_socket import UnixAddress, unix_address_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torchobs.exporter.otlp.options import PushConfig
+from torchobs.exporter.otlp import options as otlp
+from torchobs.exporter.otlp.options import PushConfig
 
 Mode = Literal["sidecar", "node"]
 PORT = 10960
 """9464 is the OpenTelemetry SDK's own and would collide in a pod; 9100-9999 is all taken."""
 
-PREFIX = "TORCHOBS_EXPORTER_"
-PROTECTION = f"{PREFIX}WEB_CONFIG"
-"""What the variable of ``--web.config.file`` begins with: one that is misspelt closes the door, or everyone could ask."""
+_PROTECTION = re.compile(rf"--web\.config\.file|{EXPORTER_PREFIX}WEB_CONFIG")
+"""A message about a misspelt flag or variable that may have been meant to name the web configuration."""
 
-_SIZE = re.compile(r"(\d{1,15})(Ki|Mi|Gi)?", re.ASCII)
-_SHIFTS = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}
-_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
 _RESERVED = "/api/"
@@ -80,6 +75,8 @@ class ExporterConfig:
     """directories whose file systems are told of, besides that of the flight files"""
     procfs: str = "/proc"
     sysfs: str = "/sys"
+    log_level: str = "info"
+    log_format: str = "logfmt"
     push: PushConfig | None = None
     """None: nothing is pushed over OTLP"""
     problems: tuple[str, ...] = ()
@@ -93,47 +90,9 @@ class ExporterConfig:
         return (Address("" if self.mode == "sidecar" else "127.0.0.1", PORT),)
 
 
-class Option(NamedTuple):
-    """One option: the field it sets, its flag, what it takes, what it is for."""
-
-    field: str
-    flag: str
-    metavar: str
-    kind: ValueKind
-    brief: str
-    several: bool = False
-    bare: str | None = None
-    """what it means without a value; None: it needs one"""
-
-    @property
-    def variable(self) -> str:
-        """The environment variable that does the same."""
-        return PREFIX + re.sub(r"[.-]+", "_", self.flag.lstrip("-")).upper()
-
-
-def duration_s(text: str) -> float:
-    """Return seconds for ``90``, ``90s``, ``1m30s``, ``2h``. Raises ``ValueError`` for anything else."""
-    found = _DURATION.fullmatch(text) if text else None
-    if not found:
-        raise ValueError(text)
-    hours, minutes, seconds = (float(part or 0) for part in found.groups())
-    total = hours * 3600 + minutes * 60 + seconds
-    if not isfinite(total):
-        raise ValueError(text)
-    return total
-
-
-def size_bytes(text: str) -> int:
-    """Return bytes for ``134217728`` and ``128Mi``, as Kubernetes writes them. Raises ``ValueError`` for anything else."""
-    found = _SIZE.fullmatch(text)
-    if not found:
-        raise ValueError(text)
-    return int(found[1]) << _SHIFTS[found[2] or ""]
-
-
 def address_of(text: str) -> Address:
     """Return the address for ``host:port``; an empty host is every interface. Raises ``ValueError``."""
-    return cast("Address", option_types.ADDRESS.parse(text))
+    return cast("Address", kinds.ADDRESS.parse(text))
 
 
 def _listen_address(text: str) -> Address | UnixAddress:
@@ -151,146 +110,140 @@ def _telemetry_path(text: str) -> str:
     return text
 
 
-def _mode(text: str) -> Mode:
-    if text not in get_args(Mode):
-        raise ValueError(text)
-    return cast("Mode", text)
-
-
 def _hang_timeout(text: str) -> float | None:
-    return None if text == "auto" else duration_s(text)
+    return None if text == "auto" else kinds.duration_s(text)
 
 
-_PATH = ValueKind("a path", lambda text: str(option_types.PATH.parse(text)))
-_SECONDS = ValueKind("a duration such as 90s, 5m or 1h30m", duration_s)
+_PATH = ValueKind("a path", lambda text: str(kinds.PATH.parse(text)))
 
-OPTIONS = (
+OPTIONS = tuple(map(with_exporter_variable, (
     Option(
-        "flight_dir", "--flight-dir", "DIR", _PATH,
-        "Directory of the flight files. [default: where trainers of this user, or of this pod, put them]",
+        "flight_dir", _PATH, "Directory of the flight files.",
+        "where trainers of this user, or of this pod, put them", ("TORCHOBS_DIR",), flag="--flight-dir", metavar="DIR",
     ),
     Option(
-        "listen", "--web.listen-address", "ADDRESS", ValueKind("host:port or unix:/path", _listen_address),
-        "HOST:PORT or unix:/PATH to listen on; may be given several times. [default: :10960, with --mode node 127.0.0.1:10960]",
-        several=True,
+        "listen", ValueKind("host:port or unix:/path", _listen_address),
+        "HOST:PORT or unix:/PATH to listen on.",
+        ":10960, with --mode node 127.0.0.1:10960", flag="--web.listen-address", metavar="ADDRESS", several=True,
     ),
     Option(
-        "systemd_socket", "--web.systemd-socket", "BOOLEAN", option_types.BOOLEAN,
-        "Listen on the sockets that systemd has opened (a .socket unit). [default: false]",
+        "systemd_socket", kinds.BOOLEAN, "Listen on the sockets that systemd has opened (a .socket unit).",
+        "false", flag="--web.systemd-socket", metavar="true|false", bare="true",
     ),
     Option(
-        "telemetry_path", "--web.telemetry-path", "PATH",
-        ValueKind("a path that begins with / and has an end", _telemetry_path), "Path of the metrics. [default: /metrics]",
+        "telemetry_path", ValueKind("a path that begins with / and has an end", _telemetry_path), "Path of the metrics.",
+        "/metrics", flag="--web.telemetry-path", metavar="PATH",
     ),
     Option(
-        "web_config_file", "--web.config.file", "FILE", _PATH,
+        "web_config_file", _PATH,
         "TLS, client certificates and passwords, in the format of Prometheus' exporters; read again when it changes.",
+        "", flag="--web.config.file", metavar="FILE",
     ),
     Option(
-        "file_sd", "--web.file-sd", "FILE", _PATH,
-        "Write this exporter's address there for Prometheus' file_sd_configs; %h is the machine's name.",
+        "file_sd", _PATH, "Write this exporter's address there for Prometheus' file_sd_configs; %h is the machine's name.",
+        "", flag="--web.file-sd", metavar="FILE",
     ),
     Option(
-        "grace_s", "--grace", "DURATION", _SECONDS,
-        "How long a dead rank keeps its counters, its last loss and the way it ended on the page. [default: 5m]",
+        "grace_s", kinds.DURATION, "How long a dead rank keeps its counters, its last loss and the way it ended on the page.",
+        "5m", flag="--grace", metavar="DURATION",
     ),
     Option(
-        "drain_timeout_s", "--drain-timeout", "DURATION", _SECONDS,
-        "How long SIGTERM waits for every scraper to fetch the final state; a second one ends at once. [default: 90s]",
+        "drain_timeout_s", kinds.DURATION,
+        "How long SIGTERM waits for every scraper to fetch the final state; a second one ends at once.",
+        "90s", flag="--drain-timeout", metavar="DURATION",
     ),
     Option(
-        "hang_timeout_s", "--hang-timeout", "DURATION", ValueKind("auto, or a duration such as 10m", _hang_timeout),
-        "How long a rank may take for a step before it is hung. [default: auto, 20 times its usual step, at least 1m]",
+        "hang_timeout_s", ValueKind("auto, or a duration such as 10m", _hang_timeout),
+        "How long a rank may take for a step before it is hung.",
+        "auto, 20 times its usual step, at least 1m", flag="--hang-timeout", metavar="DURATION",
     ),
     Option(
-        "mode", "--mode", "[sidecar|node]", ValueKind("sidecar or node", _mode),
-        "sidecar: never leaves by itself, waits for a port that is taken. node: takes the next one. [default: sidecar]",
+        "mode", kinds.one_of(*get_args(Mode)),
+        "sidecar: never leaves by itself, waits for a port that is taken. node: takes the next one.", "sidecar", flag="--mode",
     ),
     Option(
-        "allow_foreign_owner", "--allow-foreign-owner", "BOOLEAN", option_types.BOOLEAN,
-        "Let an exporter that runs as root read the directory and the files of another user. [default: false]",
+        "allow_foreign_owner", kinds.BOOLEAN,
+        "Let an exporter that runs as root read the directory and the files of another user.",
+        "false", flag="--allow-foreign-owner", metavar="true|false", bare="true",
     ),
     Option(
-        "created_samples", "--created-samples", "BOOLEAN", option_types.BOOLEAN,
-        "Add a _created sample to every counter and histogram. [default: false]",
+        "created_samples", kinds.BOOLEAN, "Add a _created sample to every counter and histogram.",
+        "false", flag="--created-samples", metavar="true|false", bare="true",
     ),
     Option(
-        "series_limit", "--series-limit", "NUMBER", option_types.integer(1),
-        "Most series of one rank that are served; a histogram is one. [default: 20000]",
+        "series_limit", kinds.integer(1), "Most series of one rank that are served; a histogram is one.",
+        "20000", flag="--series-limit", metavar="NUMBER",
     ),
     Option(
-        "series_limit_total", "--series-limit-total", "NUMBER", option_types.integer(1),
-        "Most series of all ranks together. [default: 1000000]",
+        "series_limit_total", kinds.integer(1), "Most series of all ranks together.",
+        "1000000", flag="--series-limit-total", metavar="NUMBER",
     ),
     Option(
-        "memory_limit", "--memory-limit", "SIZE", ValueKind("bytes, such as 134217728 or 128Mi", size_bytes),
-        "Memory to get by with: what does not fit is not served, and counted. [default: the container's limit]",
+        "memory_limit", kinds.MEMORY, "Memory to get by with: what does not fit is not served, and counted.",
+        "the container's limit", flag="--memory-limit", metavar="SIZE",
     ),
     Option(
-        "drop_metrics", "--drop-metrics", "REGEX",
-        ValueKind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
-        "Metrics of the ranks not to serve, by the name they have on the page; may be given several times.",
-        several=True,
+        "drop_metrics", ValueKind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
+        "Metrics of the ranks not to serve, by the name they have on the page.",
+        "", flag="--drop-metrics", metavar="REGEX", several=True,
     ),
     Option(
-        "api_socket", "--api.socket", "PATH", ValueKind("a path, or off", lambda text: str(option_types.PATH.parse(text))),
-        "Unix socket for the API, over which commands are taken; its mode is 0660. [default: exporter.sock beside the flight "
-        "files with --mode node, else off]",
+        "api_socket", ValueKind("a path, or off", lambda text: str(kinds.PATH.parse(text))),
+        "Unix socket for the API, over which commands are taken; its mode is 0660.",
+        "exporter.sock beside the flight files with --mode node, else off", flag="--api.socket", metavar="PATH",
     ),
     Option(
-        "api_token_file", "--api.token-file", "FILE", _PATH,
-        "File with a bearer token: whoever sends it may command, also from other machines. [default: none]",
+        "api_token_file", _PATH, "File with a bearer token: whoever sends it may command, also from other machines.",
+        "none", flag="--api.token-file", metavar="FILE",
     ),
     Option(
-        "control_dir", "--control.dir", "DIR", _PATH,
-        "Directory for commands to the ranks, where they look for them. [default: that of the pod, or control beside the "
-        "flight files]",
+        "control_dir", _PATH, "Directory for commands to the ranks, where they look for them.",
+        "that of the pod, or control beside the flight files", ("TORCHOBS_CONTROL_DIR",), flag="--control.dir", metavar="DIR",
     ),
     Option(
-        "collect_host", "--collect.host", "LIST", choice.KIND,
-        f"Collect the machine's numbers, too, where there is no node_exporter: all, or some of {', '.join(HOST_COLLECTORS)}. "
-        "[default: none]",
-        bare=choice.ALL,
+        "collect_host", choice.KIND,
+        f"Collect the machine's numbers, too, where there is no node_exporter: all, or some of {', '.join(HOST_COLLECTORS)}.",
+        "none", flag="--collect.host", metavar="LIST", bare=choice.ALL,
     ),
     Option(
-        "host_paths", "--collect.host.path", "DIR", _PATH,
-        "Directory of checkpoints, to tell of its file system; may be given several times. That of the flight files is told of "
-        "anyway.",
-        several=True,
+        "host_paths", _PATH,
+        "Directory of checkpoints, to tell of its file system. That of the flight files is "
+        "told of anyway.", "", flag="--collect.host.path", metavar="DIR", several=True,
     ),
-    Option("procfs", "--path.procfs", "DIR", _PATH, "Where the machine's /proc is mounted. [default: /proc]"),
-    Option("sysfs", "--path.sysfs", "DIR", _PATH, "Where the machine's /sys is mounted. [default: /sys]"),
-)  # fmt: skip
+    Option("procfs", _PATH, "Where the machine's /proc is mounted.", "/proc", flag="--path.procfs", metavar="DIR"),
+    Option("sysfs", _PATH, "Where the machine's /sys is mounted.", "/sys", flag="--path.sysfs", metavar="DIR"),
+    Option("log_level", kinds.one_of(*log_format.LEVELS), "The least severe lines to log.", "info", flag="--log.level"),
+    Option("log_format", kinds.one_of(*log_format.FORMATS), "How to write them.", "logfmt", flag="--log.format"),
+)))  # fmt: skip
+EVERY_OPTION = (*OPTIONS, *otlp.OPTIONS)
 
 
-def unknown_variables(environ: Mapping[str, str], options: Iterable[Option]) -> list[str]:
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return what is wrong with the variables that begin like those of the options, and are none's and no setting's."""
-    known = [option.variable for option in options]
-    others = {variable for setting in settings.listing() for variable in setting.variables}
+    known = [name for option in EVERY_OPTION for name in option.variables]
+    others = [name for setting in settings.OPTIONS for name in setting.variables]
     return [
-        f"{name} is no option{option_types.closest(name, known, PREFIX)}"  # its value may be a secret
-        for name in sorted(environ.keys() - others - {*known})
-        if name.startswith(PREFIX) and not settings.is_service_link(name)
+        str(problem) for problem in options.unknown_variables(environ, EXPORTER_PREFIX, known, what="option", others=others)
     ]
 
 
-def parse(given: Mapping[str, Sequence[str]], runtime_dir: str | None = None, problems: Iterable[str] = ()) -> ExporterConfig:
-    """Return the configuration for what was given, as text, by field.
+def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistakes: Sequence[str] = ()) -> ExporterConfig:
+    """Return the configuration for what was given, as text, by the options' names.
 
     A value that is not allowed is left out, and ``problems`` of the configuration says so: a sidecar that exits keeps the
-    pod's training from starting.
+    pod's training from starting. ``mistakes``: what else was wrong with the command line.
     """
+    complaints = [*mistakes, *unknown_variables(environ)]
+    if any(map(_PROTECTION.search, complaints)):
+        given = {"web_config_file": ("",), **given}
+    problems: list[SettingsProblem] = []
     chosen: dict[str, object] = {}
-    complaints = list(problems)
     for option in OPTIONS:
-        parsed = []
-        for text in given.get(option.field, ()):
-            try:
-                parsed.append(option.kind.parse(text.strip()))
-            except ValueError:
-                complaints.append(f"{option.flag} {text!r}: allowed is {option.kind.allowed}")
-        if not parsed and given.get(option.field) and option.field == "web_config_file":
-            parsed = [""]  # no file: what was meant to be protected is not served instead of being served to everyone
-        if parsed:
-            chosen[option.field] = tuple(parsed) if option.several else parsed[-1]
-    return ExporterConfig(**chosen, runtime_dir=runtime_dir, problems=tuple(complaints))  # type: ignore[arg-type]  # each kind is its field's
+        texts = given.get(option.name, ())
+        if found := values_of(option, texts, environ, problems):
+            chosen[option.name] = tuple(found) if option.several else found[-1]
+        elif option.name == "web_config_file" and (texts or any(environ.get(name, "").strip() for name in option.variables)):
+            chosen[option.name] = ""  # what was meant to be protected is not served, instead of being served to everyone
+    push, push_problems = otlp.parse(given, environ)
+    told = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
+    return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(told))  # type: ignore[arg-type]  # each kind is its field's

@@ -6,38 +6,15 @@ import json
 import logging
 import re
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from torchobs.config import option_types
-from torchobs.config.option_types import ValueKind
-from torchobs.exporter.config import Option
 from torchobs.node.log_file import OncePerMinute
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FORMATS = ("logfmt", "json")
 LEVELS = ("debug", "info", "warn", "error")
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
 _QUIET = ("uvicorn", "asyncio")
-
-
-def _one_of(words: Sequence[str]) -> ValueKind:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(text)
-        return text
-
-    return ValueKind(option_types.either(words), parse)
-
-
-OPTIONS = (
-    Option("log_level", "--log.level", f"[{'|'.join(LEVELS)}]", _one_of(LEVELS),
-           "The least severe lines to log. [default: info]"),
-    Option("log_format", "--log.format", f"[{'|'.join(FORMATS)}]", _one_of(FORMATS),
-           "How to write them. [default: logfmt]"),
-)  # fmt: skip
 
 
 class Handler(logging.StreamHandler[TextIO]):

@@ -9,18 +9,21 @@ from collections import deque
 from itertools import groupby
 from math import sqrt
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect import stragglers
 from torchobs.ranks import labels
 from torchobs.ranks.metric_values import Reader
+from torchobs.ranks.snapshot import RankStanding, RunSummary
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from torchobs.ranks.metric_values import Readings
-    from torchobs.ranks.scanner import Rank
+    from torchobs.ranks.snapshot import Rank
+
+__all__ = ["RankComparator", "RankStanding", "RunSummary", "whole_norm"]
 
 LEAST_STEPS = 16
 """Steps over which a rank is compared: fewer say more of one step than of the rank."""
@@ -31,32 +34,6 @@ _SAMPLE_NS = 1_000_000_000
 _METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GOODPUT_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
 _ASIDE = ("evaluation", "checkpoint", "compile")
 """What a rank does beside its steps while its peers wait for it."""
-
-
-class RankStanding(NamedTuple):
-    """How a rank stands among those of its run on this machine that live."""
-
-    behind: int | None
-    """steps by which the one that has done most is ahead; None: not all of its own were recorded"""
-    slowdown: float | None
-    """its step time over that of its peers, both without waiting (``detect.stragglers``); None: too few steps yet"""
-    excess_s: Mapping[str, float]
-    """seconds per step above the median of its peers, by ``catalog.OWN_PHASES``; empty where there is no slowdown"""
-
-
-class RunSummary(NamedTuple):
-    """The ranks of a run on this machine."""
-
-    job_name: str
-    run_id: str
-    here: int
-    """that live"""
-    missing: int | None
-    """that the launcher started here, as it says, and that are not on the page; None: it does not say"""
-    step_spread: int
-    """steps between the first and the last of those that live, and of which all were recorded"""
-    grad_norm: float | None
-    """L2 norm of the whole gradient; None: the run has ranks elsewhere, or not all of them have measured one"""
 
 
 class RankComparator:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchobs.catalog import Metric
     from torchobs.flight.format.series import Series
     from torchobs.flight.reader.decode import DecodedBlock
-    from torchobs.ranks.scanner import Rank
+    from torchobs.ranks.snapshot import Rank
 
 Key = tuple[str, ...]
 """The values of a series' attributes, in its own order"""

@@ -12,11 +12,10 @@ import stat
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from torchobs import catalog
 from torchobs.flight.files.create import boot_id
 from torchobs.flight.format.layout import MAX_READ_SIZE
 from torchobs.ranks.comparison import RankComparator
@@ -24,6 +23,7 @@ from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
 from torchobs.ranks.memory_budget import Memory
 from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
+from torchobs.ranks.snapshot import EMPTY, REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
 from torchobs.ranks.superseded import SupersededRanks
 
@@ -31,75 +31,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.flight.reader.reader import FlightFile, View
-    from torchobs.ranks.comparison import RankStanding, RunSummary
-    from torchobs.ranks.exemplars import Shown
+    from torchobs.flight.reader.reader import FlightFile
 
-STATUSES = ("served", "superseded", "expired", "bad")
-REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
+__all__ = ["EMPTY", "Rank", "Scanner", "Snapshot", "system_clock"]
+
 OPENING_S = 1.0
 """Processor time for new files in one scan: the rest waits for the next, so that no scrape waits for all of them."""
 _RETRY_NS = 5_000_000_000
 _RETRIES_PER_SCAN = 64
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One rank as it is served. Times in seconds."""
-
-    job_name: str
-    run_id: str
-    rank: str
-    incarnation: str
-    info: Mapping[str, str]
-    """what describes it, as labels: the same object as long as it is the same rank"""
-    state: str
-    up: bool
-    view: View
-    progress_age_s: float | None
-    """None: it has ended, or its steps are not recorded"""
-    beat_age_s: float
-    """since the last heartbeat; for the dead, since their end"""
-    ended_in: int | None
-    """number of the snapshot in which it was first seen to be dead"""
-    opened: int
-    """which opening of a file the view is from: while it is the same, so are the objects that stand for its series"""
-    standing: RankStanding | None = None
-    """among the ranks of its run on this machine; None: it is alone, or does not live"""
-    exemplars: Shown = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All that one scan found. ``taken_ns`` is the exporter's CLOCK_MONOTONIC when it began."""
-
-    number: int
-    taken_ns: int
-    ranks: tuple[Rank, ...]
-    files: Mapping[str, int]
-    errors: Mapping[str, int]
-    duplicates: int
-    problems: tuple[str, ...]
-    fading: bool
-    duration_s: float
-    runs: tuple[RunSummary, ...] = ()
-    left: tuple[Rank, ...] = ()
-    """those that another incarnation has replaced, as they ended; in each snapshot of ``replaced.TOLD_NS``, and on no page"""
-
-
-EMPTY = Snapshot(
-    number=0,
-    taken_ns=0,
-    ranks=(),
-    files=dict.fromkeys(STATUSES, 0),
-    errors=dict.fromkeys(REASONS, 0),
-    duplicates=0,
-    problems=(),
-    fading=False,
-    duration_s=0.0,
-)
-"""Before the first scan."""
 
 
 def system_clock() -> Now:

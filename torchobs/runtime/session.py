@@ -28,11 +28,13 @@ from torchobs.probes.core.context import ProbeContext
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.lifecycle.exits import ExitProbe
+from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import Commands
 from torchobs.runtime.probe_manager import ProbeManager
 from torchobs.runtime.run_span import RunSpan, of_launcher
 from torchobs.runtime.sampler import Sampler
 from torchobs.runtime.spawned_ranks import SpawnedRanks, described, hide_launcher_file
+from torchobs.support import graph_safe
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -130,7 +132,7 @@ class Session:
         if self._exits.name not in chosen.disable_probes:
             self._switches.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
-        self._children = SpawnedRanks(init, self.given | {"run_id": who.run_id}, writer.header.incarnation.hex())
+        self._children = SpawnedRanks(init, arrive, self.given | {"run_id": who.run_id}, writer.header.incarnation.hex())
         call(CircuitBreaker("children"), self._children.install)
         self._sampler.start()
         if chosen.exporter:
@@ -162,9 +164,7 @@ class Session:
         self.context.thread = threading.get_ident()
         self._switches.begin()
         self._dynamo.install(self.context.breaker("dynamo"))
-        from torchobs import api  # it imports this module
-
-        api.torch_is_here()
+        graph_safe.torch_is_here()
 
     def note_exit(self, code: int) -> None:
         """Record the exit code that the process is about to end with (``torchobs run`` knows it)."""
@@ -254,6 +254,11 @@ def init(**overrides: object) -> Session:
                 "torchobs: off, init() failed with %s at %s; training is not affected", trip.exception, trip.location
             )
         return session
+
+
+def arrive(given: dict[str, str], launcher: str) -> object:
+    """What a spawned child calls to unpickle the token that it was given (``children``)."""
+    return spawned_ranks.arrive(init, arrive, given, launcher)
 
 
 def _set_level(chosen: Settings) -> None:

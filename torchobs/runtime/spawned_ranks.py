@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.context import ProbeContext
 
+    Arrive = Callable[[dict[str, str], str], object]
+
 LAUNCHED_BY = "launched_by"
 """What a child's flight file says of its parent: the incarnation of that one's."""
 GROUPS = "torch.distributed.distributed_c10d"
@@ -43,13 +45,14 @@ _launcher = ""
 class SpawnedRanks:
     """Makes ranks of this process's children while it is installed.
 
-    ``begin`` is ``init``, ``given`` its arguments there, as text, ``launcher`` this process's incarnation.
+    ``begin`` is ``init``, ``again`` the public function that the token becomes a call of in a child, ``given`` the arguments
+    of ``init`` there, as text, ``launcher`` this process's incarnation.
     """
 
-    def __init__(self, begin: Callable[..., object], given: Mapping[str, str], launcher: str) -> None:
+    def __init__(self, begin: Callable[..., object], again: Arrive, given: Mapping[str, str], launcher: str) -> None:
         self._given = {name: text for name, text in given.items() if name not in _OWN}
         self._begin, self._launcher, self._pid = begin, launcher, os.getpid()
-        self.token = _Token(self._given, launcher)
+        self.token = _Token(again, self._given, launcher)
         self._patch: Patch | None = None
         self._handle: MetaPathFinder | None = None
         self._breaker = CircuitBreaker("children")
@@ -99,18 +102,16 @@ class SpawnedRanks:
 class _Token:
     """What a spawned child is given."""
 
-    def __init__(self, given: Mapping[str, str], launcher: str) -> None:
-        self._given, self._launcher = dict(given), launcher
+    def __init__(self, again: Arrive, given: Mapping[str, str], launcher: str) -> None:
+        self._again, self._given, self._launcher = again, dict(given), launcher
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[dict[str, str], str]]:
-        return arrive, (self._given, self._launcher)
+    def __reduce__(self) -> tuple[Arrive, tuple[dict[str, str], str]]:
+        return self._again, (self._given, self._launcher)
 
 
-def arrive(given: dict[str, str], launcher: str) -> object:
+def arrive(begin: Callable[..., object], again: Arrive, given: Mapping[str, str], launcher: str) -> object:
     """In a spawned child, before its main module: watch for the process group. Returns the token for its own children."""
-    from torchobs.runtime import session  # it imports this module
-
-    children = SpawnedRanks(session.init, given, launcher)
+    children = SpawnedRanks(begin, again, given, launcher)
     children.arrived = True
     call(CircuitBreaker("children"), children.install)
     return children.token

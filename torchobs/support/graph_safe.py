@@ -14,6 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def _never() -> bool:
+    return False
+
+
+is_compiling: Callable[[], bool] = _never
+"""Whether a region is being compiled; before torch is imported none is."""
+
+
+def torch_is_here() -> None:
+    """Ask torch from now on whether a region is being compiled."""
+    global is_compiling  # noqa: PLW0603  # Dynamo reads it as a constant
+    import torch  # it has been imported
+
+    is_compiling = torch.compiler.is_compiling
+
+
 def outside_of_graphs(original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls ``watched``, but inside a compiled region ``original``."""
     import torch  # torch is optional until training begins

@@ -8,19 +8,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from torchobs.config import option_types
 from torchobs.config.option_types import ValueKind
-from torchobs.exporter.config import Option, duration_s
+from torchobs.config.options import Option, SettingsProblem, values_of, with_exporter_variable
 from torchobs.exporter.otlp.counters import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 PROTOCOLS = ("http/protobuf", "grpc")
-_TEMPORALITIES = ("cumulative", "delta", "lowmemory")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\t]*")
 
@@ -60,34 +59,6 @@ class PushConfig:
                 yield signal, target
 
 
-class _Value(NamedTuple):
-    """One option and OpenTelemetry's variable of the same meaning, which may have another unit."""
-
-    field: str
-    metavar: str
-    brief: str
-    kind: ValueKind
-    variable: str
-    """of all signals; with the signal's name in it where ``each``"""
-    variable_kind: ValueKind
-    each: bool = False
-    secret: bool = False
-    several: bool = False
-
-    @property
-    def flag(self) -> str:
-        return f"--otlp.{self.field.replace('_', '-')}"
-
-
-def _one_of(*words: str) -> ValueKind:
-    def parse(text: str) -> str:
-        if text.lower() not in words:
-            raise ValueError(text)
-        return text.lower()
-
-    return ValueKind(option_types.either(words), parse)
-
-
 def _url(text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.fragment or parts.port == 0:
@@ -120,77 +91,82 @@ def _positive(seconds: float) -> float:
 
 _URL = ValueKind("a URL such as http://collector:4318, without user and password", _url)
 _HEADERS = ValueKind("name=value,name=value with percent-encoded values", _headers)
-_SECONDS = ValueKind("a duration such as 10s or 1m", lambda text: _positive(duration_s(text)))
+_SECONDS = ValueKind("a duration such as 10s or 1m", lambda text: _positive(option_types.duration_s(text)))
 _MILLISECONDS = ValueKind("milliseconds, at least 1", _milliseconds)
 _PATH = ValueKind("a path", lambda text: str(option_types.PATH.parse(text)))
-_COMPRESSION, _PROTOCOL, _TEMPORALITY = _one_of("none", "gzip"), _one_of(*PROTOCOLS), _one_of(*_TEMPORALITIES)
-_EXPORTER = ValueKind("otlp or none", lambda text: "otlp" in {word.strip() for word in text.lower().split(",")})
+_COMPRESSION, _PROTOCOL = option_types.one_of("none", "gzip"), option_types.one_of(*PROTOCOLS)
+_TEMPORALITY = option_types.one_of("cumulative", "delta", "lowmemory")
+_EXPORTER = ValueKind(
+    "otlp or none", lambda text: "otlp" in {word.strip() for word in text.lower().split(",")}, ("otlp", "none")
+)
 
-_VALUES = (
-    _Value(
-        "endpoint", "URL", "Where to push metrics and spans; v1/metrics and v1/traces are added. [default: nowhere]",
-        _URL, "OTEL_EXPORTER_OTLP_ENDPOINT", _URL,
+
+def _option(
+    name: str, kind: ValueKind, brief: str, default: str, variable: str, variable_kind: ValueKind, **more: Any
+) -> Option:
+    """Return an option and OpenTelemetry's variable of the same meaning, which may have another unit."""
+    flag = f"--otlp.{name.replace('_', '-')}"
+    made = Option(f"otlp_{name}", kind, brief, default, also=((variable, variable_kind),), flag=flag, **more)
+    return with_exporter_variable(made)
+
+
+OPTIONS = (
+    _option(
+        "endpoint", _URL, "Where to push metrics and spans; v1/metrics and v1/traces are added.",
+        "nowhere", "OTEL_EXPORTER_OTLP_ENDPOINT", _URL, metavar="URL", hidden_if="@",
     ),
-    _Value(
-        "metrics_endpoint", "URL", "Where to push metrics, as it is. [default: --otlp.endpoint]",
-        _URL, "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", _URL,
+    _option(
+        "metrics_endpoint", _URL, "Where to push metrics, as it is.",
+        "--otlp.endpoint", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", _URL, metavar="URL", hidden_if="@",
     ),
-    _Value(
-        "traces_endpoint", "URL", "Where to push spans, as it is. [default: --otlp.endpoint]",
-        _URL, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", _URL,
+    _option(
+        "traces_endpoint", _URL, "Where to push spans, as it is.",
+        "--otlp.endpoint", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", _URL, metavar="URL", hidden_if="@",
     ),
-    _Value(
-        "protocol", "[http/protobuf|grpc]", "grpc needs the extra otlp-grpc. [default: http/protobuf]",
-        _PROTOCOL, "OTEL_EXPORTER_OTLP_PROTOCOL", _PROTOCOL, each=True,
+    _option(
+        "protocol", _PROTOCOL, "grpc needs the extra otlp-grpc.", "http/protobuf", "OTEL_EXPORTER_OTLP_PROTOCOL", _PROTOCOL,
     ),
-    _Value(
-        "headers", "NAME=VALUE,…", "Headers of every request. Everybody on the machine can read an option: for secrets, "
-        "prefer the variable.",
-        _HEADERS, "OTEL_EXPORTER_OTLP_HEADERS", _HEADERS, each=True, secret=True,
+    _option(
+        "headers", _HEADERS, "Headers of every request. Everybody on the machine can read an option: for secrets, prefer the "
+        "variable.", "none", "OTEL_EXPORTER_OTLP_HEADERS", _HEADERS, metavar="NAME=VALUE,…", hidden_if="",
     ),
-    _Value(
-        "compression", "[none|gzip]", "How requests are compressed. [default: none]",
-        _COMPRESSION, "OTEL_EXPORTER_OTLP_COMPRESSION", _COMPRESSION, each=True,
+    _option(
+        "compression", _COMPRESSION, "How requests are compressed.", "none", "OTEL_EXPORTER_OTLP_COMPRESSION", _COMPRESSION,
     ),
-    _Value(
-        "timeout", "DURATION", "How long a request may take. [default: 10s]",
-        _SECONDS, "OTEL_EXPORTER_OTLP_TIMEOUT", _MILLISECONDS, each=True,
+    _option(
+        "timeout", _SECONDS, "How long a request may take.",
+        "10s", "OTEL_EXPORTER_OTLP_TIMEOUT", _MILLISECONDS, metavar="DURATION",
     ),
-    _Value(
-        "certificate", "FILE", "Certificates to trust. [default: the system's]",
-        _PATH, "OTEL_EXPORTER_OTLP_CERTIFICATE", _PATH, each=True,
+    _option(
+        "certificate", _PATH, "Certificates to trust.", "the system's", "OTEL_EXPORTER_OTLP_CERTIFICATE", _PATH, metavar="FILE",
     ),
-    _Value(
-        "client_certificate", "FILE", "The exporter's own certificate.",
-        _PATH, "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", _PATH, each=True,
+    _option(
+        "client_certificate", _PATH, "The exporter's own certificate.",
+        "none", "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", _PATH, metavar="FILE",
     ),
-    _Value(
-        "client_key", "FILE", "The key of that certificate.",
-        _PATH, "OTEL_EXPORTER_OTLP_CLIENT_KEY", _PATH, each=True,
+    _option(
+        "client_key", _PATH, "The key of that certificate.", "none", "OTEL_EXPORTER_OTLP_CLIENT_KEY", _PATH, metavar="FILE",
     ),
-    _Value(
-        "metrics", "[otlp|none]", "none: push no metrics. [default: otlp]",
-        _EXPORTER, "OTEL_METRICS_EXPORTER", _EXPORTER,
+    _option("metrics", _EXPORTER, "none: push no metrics.", "otlp", "OTEL_METRICS_EXPORTER", _EXPORTER),
+    _option("traces", _EXPORTER, "none: push no spans.", "otlp", "OTEL_TRACES_EXPORTER", _EXPORTER),
+    _option(
+        "interval", _SECONDS, "Between two pushes of all metrics; new ranks and ends are pushed at once.",
+        "1m", "OTEL_METRIC_EXPORT_INTERVAL", _MILLISECONDS, metavar="DURATION",
     ),
-    _Value(
-        "traces", "[otlp|none]", "none: push no spans. [default: otlp]",
-        _EXPORTER, "OTEL_TRACES_EXPORTER", _EXPORTER,
+    _option(
+        "span_delay", _SECONDS, "How long an ended span may wait before it is pushed.",
+        "5s", "OTEL_BSP_SCHEDULE_DELAY", _MILLISECONDS, metavar="DURATION",
     ),
-    _Value(
-        "interval", "DURATION", "Between two pushes of all metrics; new ranks and ends are pushed at once. [default: 1m]",
-        _SECONDS, "OTEL_METRIC_EXPORT_INTERVAL", _MILLISECONDS,
-    ),
-    _Value(
-        "span_delay", "DURATION", "How long an ended span may wait before it is pushed. [default: 5s]",
-        _SECONDS, "OTEL_BSP_SCHEDULE_DELAY", _MILLISECONDS,
-    ),
-    _Value(
-        "temporality", "[cumulative|delta]", "What counters and histograms count from. [default: cumulative]",
-        _TEMPORALITY, "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", _TEMPORALITY,
+    _option(
+        "temporality", _TEMPORALITY, "What counters and histograms count from.",
+        "cumulative", "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", _TEMPORALITY,
     ),
 )  # fmt: skip
-_BY_FIELD = {value.field: value for value in _VALUES}
-OPTIONS = tuple(Option(f"otlp_{one.field}", one.flag, one.metavar, one.kind, one.brief) for one in _VALUES)
+_BY_NAME = {option.name: option for option in OPTIONS}
+_OF_EACH_SIGNAL = frozenset(
+    {"protocol", "headers", "compression", "timeout", "certificate", "client_certificate", "client_key"}
+)
+"""What may be said of one signal alone, by a variable with the signal's name in it."""
 
 
 def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tuple[PushConfig | None, tuple[str, ...]]:
@@ -202,11 +178,11 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tup
     asked = EnvResolver(given, environ)
     targets: dict[str, Any] = {signal: asked.target(signal) for signal in SIGNALS}
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or not any(targets.values()):
-        return None, tuple(dict.fromkeys(asked.problems))
+        return None, asked.problems
     found = {"interval_s": asked.value("interval"), "span_delay_s": asked.value("span_delay")}
     chosen: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     delta = asked.value("temporality") in {"delta", "lowmemory"}
-    return PushConfig(**targets, delta=delta, **chosen), tuple(dict.fromkeys(asked.problems))
+    return PushConfig(**targets, delta=delta, **chosen), asked.problems
 
 
 class EnvResolver:
@@ -214,7 +190,13 @@ class EnvResolver:
 
     def __init__(self, given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
         self._given, self._environ = given, environ
-        self.problems: list[str] = []
+        self._found: list[SettingsProblem] = []
+        self._lacking = ""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All of them, each once: what is said of all signals is asked for each."""
+        return tuple(dict.fromkeys([*map(str, self._found), *filter(None, [self._lacking])]))
 
     def target(self, signal: str) -> PushTarget | None:
         """Return where a signal goes; ``None`` if it is not to be pushed."""
@@ -227,30 +209,18 @@ class EnvResolver:
         names = ("headers", "certificate", "client_certificate", "client_key")
         rest = {name: value for name in names if (value := self.value(name, signal)) is not None}
         if protocol == "grpc" and find_spec("grpc") is None:
-            self.problems.append("the protocol grpc needs another package: pip install 'torchobs[otlp-grpc]'")
+            self._lacking = "the protocol grpc needs another package: pip install 'torchobs[otlp-grpc]'"
             return None
         timeout_s, gzip = self.value("timeout", signal) or 10.0, self.value("compression", signal) == "gzip"
         return PushTarget(url, protocol, timeout_s=timeout_s, gzip=gzip, **rest)
 
-    def value(self, field: str, signal: str = "") -> Any:
+    def value(self, name: str, signal: str = "") -> Any:
         """Return a value, of the signal if it has its own; ``None`` where nobody said anything that is allowed."""
-        one = _BY_FIELD[field]
-        for source, kind, text in self._sources(one, signal):
-            try:
-                return kind.parse(text)
-            except ValueError:
-                shown = "" if one.secret or "@" in text else f" {text!r}"
-                self.problems.append(f"{source}{shown}: allowed is {kind.allowed}")
-        return None
-
-    def _sources(self, one: _Value, signal: str) -> Iterator[tuple[str, ValueKind, str]]:
-        variables = [one.variable]
-        if one.each and signal:
-            variables.insert(0, one.variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"))
-        texts = [(one.flag, one.kind, text) for text in self._given.get(f"otlp_{one.field}", ())]
-        texts[:0] = [(name, one.variable_kind, self._environ.get(name, "")) for name in variables[:-1]]
-        texts += [(variables[-1], one.variable_kind, self._environ.get(variables[-1], ""))]
-        return ((source, kind, text.strip()) for source, kind, text in texts if text.strip())
+        option = _BY_NAME[f"otlp_{name}"]
+        ((variable, kind),) = option.also
+        own = (variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind) if signal and name in _OF_EACH_SIGNAL else None
+        found = values_of(option, self._given.get(option.name, ()), self._environ, self._found, own)
+        return found[-1] if found else None
 
 
 def _join(base: str, path: str) -> str:

@@ -1,1 +1,1 @@
-"""The flight file on disk: layout, live words, series, event ring and span ids."""
+"""Formats of what a flight file holds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchobs.flight.format.layout import EXIT_SET, NO_STEPS, Live
-from torchobs.flight.metrics.fold import LIVE_PHASES
+from torchobs.flight.format.step_record import LIVE_PHASES
 
 _MAX_LEVEL = 15
 _MICROSECONDS = (1 << 56) - 1

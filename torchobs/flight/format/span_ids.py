@@ -14,7 +14,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.flight.metrics.fold import PLAIN, RecordKind
+from torchobs.flight.format.step_record import PLAIN, RecordKind
 
 if TYPE_CHECKING:
     from torchobs.flight.format.layout import Header

@@ -1,33 +1,4 @@
-"""The step record, which is the truth, and its fold into cumulative metrics, which is everything else.
-
-A record is 128 bytes, little-endian:
-
-====== ====== ================ =============================================================================================
-offset type   field            meaning
-====== ====== ================ =============================================================================================
-0      u64    seq              position in the ring, from 1; valid iff the CRC matches and ``seq`` is the one expected there
-8      u64    step             the step's number, from 1
-16     u64    end_ns           CLOCK_MONOTONIC at the step's end
-24     u16    kind             1 *step*; 2 *late*: values of an earlier step, delivered after its end; 3 *plain* (below)
-26     u16    flags            :class:`Flag`
-28     u32    losses           backward passes that the loss sums over
-32     f64    duration_s       from the last step's end to this one's; evaluation, checkpoints, compilation taken out
-40     f64    loss             sum over the step's backward passes, or the value logged
-48     f64    grad_norm        total L2 norm, unscaled
-56     f64    learning_rate    of the first parameter group
-64     8×f32  phase_s          seconds in each of ``PHASE_NAMES``
-96     u64    tokens
-104    u32    samples
-108    u32    zero
-112    f64    norm_scale       the loss scale that grad_norm was divided by, 1 without
-120    u32    zero
-124    u32    crc              CRC-32 of the 124 bytes before, seeded (``layout``)
-====== ====== ================ =============================================================================================
-
-A *plain* step (kind 3), which is nearly every one, holds its boundaries instead of its times, so that the training thread
-computes nothing: ``fetch`` u64 at 32; ``fetched``, ``backward``, ``backward_ends``, ``optimizer`` u64 at 64, each
-CLOCK_MONOTONIC in ns << 4, the low bits the hook's code; ``norm_scale`` f32 at 108; ``begun_ns`` u64, the last step's end,
-at 112. Without a DataLoader ``fetch`` and ``fetched`` are at 0 ns. :func:`unpack` makes the same :class:`StepRecord` of both.
+"""Aggregation of step records: :func:`fold` derives every metric that they hold.
 
 :func:`fold` is one pure function, used by the sampler thread and by every reader for the records after ``FOLDED_UPTO``, so
 that the view is exact after any crash. Its state is the first ``WORDS`` words of value block 0.
@@ -35,15 +6,23 @@ that the view is exact after any crash. Its state is the first ``WORDS`` words o
 
 from __future__ import annotations
 
-import struct
-import zlib
 from itertools import pairwise
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.spikes import judge
-from torchobs.flight.format.layout import RECORD_SIZE
+from torchobs.flight.format.step_record import (
+    CRC,
+    LIVE_PHASES,
+    PHASE_NAMES,
+    PLAIN,
+    RecordKind,
+    StepFlag,
+    StepRecord,
+    pack,
+    unpack,
+)
 from torchobs.flight.metrics.goodput import credited, repay
 from torchobs.flight.metrics.gradient_norms import fold_norms
 from torchobs.flight.metrics.totals import (
@@ -74,108 +53,6 @@ __all__ = [
     "ABSENT_BITS", "CRC", "LIVE_PHASES", "PHASE_NAMES", "PLAIN", "WORDS", "Anomaly", "RecordKind", "StepFlag", "StepRecord",
     "Totals", "Word", "fold", "fold_late", "pack", "unpack",
 ]  # fmt: skip
-
-PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
-LIVE_PHASES = (*PHASE_NAMES, "idle")
-"""What the training thread may be at now: idle is to have left its training loop."""
-
-_BODY = struct.Struct("<QQQHHIdddd8fQIIdI")
-PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")
-"""A plain step's record, without its CRC: seq, step, end_ns, kind, flags, losses, fetch, loss, grad_norm, learning_rate,
-fetched, backward, backward_ends, optimizer, tokens, samples, norm_scale, begun_ns, zero."""
-CRC = struct.Struct("<I")
-
-
-class RecordKind:
-    """Kinds of record (plain integers, here and below: an ``IntFlag`` made the fold twelve times slower)."""
-
-    STEP = 1
-    LATE = 2
-    PLAIN = 3
-    """on disk only: decoded, it is a *step*"""
-
-
-class StepFlag:
-    """What a record holds and what happened in its step."""
-
-    LOSS = 1
-    GRAD_NORM = 2
-    LEARNING_RATE = 4
-    SKIPPED = 8
-    """the loss scaler skipped the optimizer"""
-    UNTIMED = 16
-    """the step's start is unknown (the first one): no duration"""
-    DIRECT = 32
-    """the boundary was given by torchobs.step()"""
-    CLOSURE = 64
-    """the optimizer was given a closure"""
-    CLIPPED = 128
-    """the gradient was clipped"""
-    NEW_MODEL = 256
-    """parameters that had never been stepped: what was usual before is no measure from here on"""
-
-
-class StepRecord(NamedTuple):
-    """One record, decoded. Times in seconds, ``end_ns`` on CLOCK_MONOTONIC."""
-
-    seq: int
-    step: int
-    end_ns: int
-    kind: int
-    flags: int
-    losses: int
-    duration_s: float
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    phase_s: tuple[float, ...]
-    tokens: int
-    samples: int
-    norm_scale: float
-
-
-def pack(  # noqa: PLR0913, PLR0917  # the record's fields, once a step: a tuple around them would cost as much as packing
-    seq: int, step: int, end_ns: int, kind: int, flags: int, losses: int, duration_s: float, loss: float, grad_norm: float,
-    learning_rate: float, phase_s: tuple[float, ...], tokens: int, samples: int, norm_scale: float, seed: int,
-) -> bytes:  # fmt: skip
-    """Return the record's 128 bytes. Raises ``struct.error`` for a value that its field cannot hold."""
-    body = _BODY.pack(
-        seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, *phase_s, tokens, samples, 0,
-        norm_scale, 0,
-    )  # fmt: skip
-    return body + CRC.pack(zlib.crc32(body, seed))
-
-
-def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
-    """Decode 128 bytes; ``None`` when the CRC does not match."""
-    if len(raw) != RECORD_SIZE or CRC.unpack_from(raw, RECORD_SIZE - 4)[0] != zlib.crc32(raw[: RECORD_SIZE - 4], seed):
-        return None
-    if raw[24] == RecordKind.PLAIN:
-        return _unpack_plain(raw)
-    seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, *phases, tokens, samples, _, scale, _ = (
-        _BODY.unpack_from(raw)
-    )
-    return StepRecord(
-        seq, step, end_ns, kind, flags, losses, duration_s, loss, norm, rate, tuple(phases), tokens, samples, scale
-    )
-
-
-def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
-    """Work the times of a plain step out; ``None`` if they are not in order, which only a forger writes."""
-    seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, _ = PLAIN.unpack_from(raw)
-    fetch, loss, norm, rate, fetched, backward, backward_ends, optimizer = stamps
-    fetch, fetched = (fetch >> 4, fetched >> 4) if fetched >> 4 else (begun_ns, begun_ns)
-    backward, backward_ends, optimizer = backward >> 4, backward_ends >> 4, optimizer >> 4
-    if not begun_ns <= fetch <= fetched <= backward <= backward_ends <= optimizer <= end_ns:
-        return None
-    other = fetch - begun_ns + optimizer - backward_ends
-    phases = (fetched - fetch, backward - fetched, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
-    seconds = tuple([length / 1e9 for length in phases])
-    length_s = (end_ns - begun_ns) / 1e9
-    return StepRecord(
-        seq, step, end_ns, RecordKind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale
-    )
-
 
 LEAST_LOSS_EXCESS = 0.25
 """A loss spike is at least a quarter of the usual loss above it, or 0.25 where the loss is near 0; beyond the tail as well."""

@@ -26,7 +26,7 @@ from torchobs.flight.metrics.totals import (
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.metrics.totals import Anomaly
 
 _NONE = -1

@@ -12,12 +12,12 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
 
 RECORDS = 256
 """As many as have to be read; more change nothing."""

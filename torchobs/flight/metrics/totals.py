@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 
 if TYPE_CHECKING:
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
 
 TOP = (1 << 63) - 1
 """No total goes beyond"""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues
     from torchobs.probes.core.step_recorder import StepRecorder
-    from torchobs.probes.step.manual_steps import ManualSteps
 
 
 class Probe(Protocol):
@@ -55,6 +54,13 @@ class Levelled(Protocol):
 
     def level_changed(self, level: int) -> None:
         """The level is one of ``flight.files.control.LEVELS`` by index: 0 off, 1 basic, 2 advanced, 3 extreme."""
+
+
+class ManualSteps(Protocol):
+    """Who looks for steps that no optimizer makes; told when an outermost backward begins, with its arguments, and ends."""
+
+    begins: Callable[..., None]
+    ends: Callable[..., None]
 
 
 @dataclass(slots=True)

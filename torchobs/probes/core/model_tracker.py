@@ -17,7 +17,7 @@ from torchobs.detect.spikes import WARM_UP
 from torchobs.support.rate_limit import Budget
 
 if TYPE_CHECKING:
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.flight.writer.writer import FlightWriter
 
 LEAST_STEPS = WARM_UP
 """A model that made fewer has no baseline yet. So the optimizers of one training may begin to step one after the other (a GAN
@@ -70,8 +70,8 @@ class Models:
 class ModelChanges:
     """Tells of them. In the sampler thread; a part of the probe of steps."""
 
-    def __init__(self, context: ProbeContext) -> None:
-        self._context, self._models, self._seen = context, context.recorder.models, context.recorder.models.changes
+    def __init__(self, models: Models, writer: FlightWriter) -> None:
+        self._models, self._writer, self._seen = models, writer, models.changes
         self._budget = Budget(_EVERY_NS, _BURST)
 
     def sample(self) -> None:
@@ -80,7 +80,7 @@ class ModelChanges:
         if changes == self._seen or not self._budget.take(monotonic_ns()):
             return
         self._seen = changes
-        self._context.writer.event(catalog.EVENT_MODEL_CHANGE.name, {"changes": changes, "steps_before": since}, since + 1)
+        self._writer.event(catalog.EVENT_MODEL_CHANGE.name, {"changes": changes, "steps_before": since}, since + 1)
 
 
 def _knows(known: dict[int, ref[Any]], item: object) -> bool:

@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.growth import MemoryPoint
-from torchobs.detect.rush import Rush
+from torchobs.detect.growth import FastWindow, MemoryPoint
 from torchobs.probes.memory.allocators import used_devices
 from torchobs.probes.memory.growth import Floor, GrowthGauges, Judged
 from torchobs.probes.memory.oom import OomObserver
@@ -92,7 +91,7 @@ class _Device:
     def __init__(self, context: ProbeContext, memory: DeviceMemory, before: DeviceMemory | None = None) -> None:
         table, device = context.writer.table, {"device": memory.device}
         self._table, self._attributes, self._memory = table, device, memory
-        self._floor, self._rush = Floor(), Rush()
+        self._floor, self._fast = Floor(), FastWindow()
         self._trends: tuple[Growth | None, Growth | None] = (None, None)
         self._peak, self._seen_peak = memory.allocated, before.peak if before else None
         self._counters = [
@@ -103,7 +102,7 @@ class _Device:
     def begin(self) -> None:
         """Another model is trained from here on."""
         self._floor.begin()
-        self._rush.begin()
+        self._fast.begin()
 
     def see(self, memory: DeviceMemory, step: int, now: float) -> bool:
         """Take in a look; tell whether it is to be said at once.
@@ -117,7 +116,7 @@ class _Device:
         if memory.peak is not None and memory.peak != self._seen_peak:
             self._peak, self._seen_peak = max(self._peak, memory.peak), memory.peak
         limit, used = memory.limit, memory.allocated
-        return limit is not None and self._rush.see(MemoryPoint(step, now, used), limit - used, limit)
+        return limit is not None and self._fast.see(MemoryPoint(step, now, used), limit - used, limit)
 
     def point(self, step: int, now: float) -> None:
         """Make a point of what was seen since the last one."""
@@ -125,9 +124,9 @@ class _Device:
 
     def judge(self) -> Judged:
         """Return the trend and the bytes left."""
-        rush, limit = self._rush.growth, self._memory.limit
+        fast, limit = self._fast.growth, self._memory.limit
         left = None if limit is None else limit - self._memory.allocated
-        return Judged(rush or self._trends[0], (*self._trends, rush), left)
+        return Judged(fast or self._trends[0], (*self._trends, fast), left)
 
     def show(self) -> None:
         """Set the gauges, count on."""

@@ -14,8 +14,7 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.growth import MemoryPoint
-from torchobs.detect.rush import Rush
+from torchobs.detect.growth import FastWindow, MemoryPoint
 from torchobs.probes.memory.growth import Floor, GrowthGauges, Judged
 from torchobs.probes.memory.memory_limits import MemoryLimits
 from torchobs.probes.memory.process_stats import ProcessStats
@@ -50,7 +49,7 @@ class MemoryProbe:
         self._context = context
         self._process = ProcessStats()
         self._limits = MemoryLimits(context.writer, self._process.machine, self._root)
-        self._anonymous, self._grouped, self._rush = Floor(), Floor(), Rush()
+        self._anonymous, self._grouped, self._fast = Floor(), Floor(), FastWindow()
         self._own: Trends = (None, None)
         self._against: Trends = (None, None)
         self._model = context.recorder.models.changes
@@ -98,10 +97,10 @@ class MemoryProbe:
         recorder, limits = self._context.recorder, self._limits
         if self._model != recorder.models.changes:
             self._model = recorder.models.changes
-            for past in (self._anonymous, self._grouped, self._rush):
+            for past in (self._anonymous, self._grouped, self._fast):
                 past.begin()
         point = MemoryPoint(recorder.step, self._clock(), used)
-        if limits.left is not None and limits.total is not None and self._rush.see(point, limits.left, limits.total):
+        if limits.left is not None and limits.total is not None and self._fast.see(point, limits.left, limits.total):
             self._show_growth()
 
     def _judge(self) -> None:
@@ -115,8 +114,8 @@ class MemoryProbe:
         self._show_growth()
 
     def _show_growth(self) -> None:
-        rush = self._rush.growth
-        self._gauges.show([Judged(rush or self._own[0], (*self._against, rush), self._limits.left)])
+        fast = self._fast.growth
+        self._gauges.show([Judged(fast or self._own[0], (*self._against, fast), self._limits.left)])
 
     def _show_pss(self) -> None:
         shows, self._shows_pss = self._shows_pss, self._context.level >= _ADVANCED

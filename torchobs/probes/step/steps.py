@@ -52,7 +52,7 @@ class StepProbe:
 
         self._context, self._recorder = context, context.recorder
         breaker = context.breaker(self.name)
-        self._changes = ModelChanges(context)
+        self._changes = ModelChanges(context.recorder.models, context.writer)
         self._backward.install(context, breaker)
         context.manual_steps = ManualSteps(context)
         self._handles = [

@@ -1,0 +1,141 @@
+"""One description of everything that torchobs can be told: by a flag, an environment variable, an argument of ``init()``.
+
+The trainer's settings, the exporter, its push and the commands declare their options with :class:`Option` and read them with
+:func:`values_of`, so that precedence, limits and messages are the same everywhere: a flag or argument beats the variables,
+in their order; a source without an allowed value is reported and passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchobs.config import option_types
+from torchobs.config.option_types import PartlyUsableError, ValueKind
+
+EXPORTER_PREFIX = "TORCHOBS_EXPORTER_"
+"""What the variables of the exporter's options begin with."""
+
+_LONGEST_SHOWN = 120
+# Kubernetes describes a Service whose name begins with "torchobs" to every container of its namespace, unasked.
+_SERVICE_LINK = r"TORCHOBS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsProblem:
+    """What was ignored: the variable, flag or argument, its value (``None`` where it is not repeated), and why."""
+
+    name: str
+    value: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"{self.name} {self.reason}"
+        shown = repr(self.value)
+        shown = shown if len(shown) <= _LONGEST_SHOWN else shown[:_LONGEST_SHOWN] + "…"
+        return f"{self.name}{' ' if self.name.startswith('-') else '='}{shown}: {self.reason}"
+
+
+class Option(NamedTuple):
+    """One option or setting. Texts are for a person; ``kind`` says what is allowed, and makes a value of it.
+
+    A named tuple, as the kinds are: a training makes two dozen at its start.
+    """
+
+    name: str
+    """the field that it sets"""
+    kind: ValueKind
+    brief: str
+    default: str = ""
+    """what holds if nothing is said, in words"""
+    variables: tuple[str, ...] = ()
+    """in the order in which they are asked"""
+    also: tuple[tuple[str, ValueKind], ...] = ()
+    """further variables, asked last, with the kind of each: another unit, or the opposite meaning"""
+    flag: str = ""
+    """empty: there is none on the command line"""
+    metavar: str = ""
+    several: bool = False
+    """may be given more than once; its variables hold several values, separated by blanks"""
+    bare: str = ""
+    """what the flag means without a value; empty: it needs one"""
+    hidden_if: str | None = None
+    """a text that contains this is not repeated in messages"""
+
+    @property
+    def every_variable(self) -> tuple[str, ...]:
+        """All its environment variables, those of another kind included."""
+        return (*self.variables, *(name for name, _ in self.also))
+
+
+def with_exporter_variable(option: Option) -> Option:
+    """Return the option with the variable that follows from its flag as its first: ``--web.file-sd`` has ``…_WEB_FILE_SD``."""
+    own = EXPORTER_PREFIX + re.sub(r"[.-]+", "_", option.flag.lstrip("-")).upper()
+    return option._replace(variables=(own, *option.variables))
+
+
+def values_of(
+    option: Option,
+    given: Iterable[object],
+    environ: Mapping[str, str],
+    problems: list[SettingsProblem],
+    first: tuple[str, ValueKind] | None = None,
+) -> list[object]:
+    """Return the values of the first source that has any; an empty list leaves it to the default.
+
+    Args:
+        option: what is asked for.
+        given: what its flag or argument was given, as text or as values; beats the variables.
+        environ: the environment; an empty variable counts as unset, as OpenTelemetry has it.
+        problems: takes what was not allowed.
+        first: a variable that beats even the flag.
+    """
+    for source, kind, raw in _sources(option, list(given), environ, first):
+        found = [value for item in raw for value in _parsed(option, source, kind, item, problems)]
+        if found:
+            return found
+    return []
+
+
+def unknown_variables(
+    environ: Mapping[str, str], prefix: str, known: Iterable[str], *, what: str, others: Iterable[str] = ()
+) -> Iterator[SettingsProblem]:
+    """Yield a problem for every variable with this prefix that is not ``known``, nor one of the ``others``.
+
+    Its value is not repeated: who misspelled the name may have put a secret there.
+    """
+    known = [name for name in known if name.startswith(prefix)]
+    for name in sorted(environ.keys() - {*known, *others}):
+        if name.startswith(prefix) and not re.fullmatch(_SERVICE_LINK, name):
+            yield SettingsProblem(name, None, f"is no {what}{option_types.closest(name, known, prefix)}")
+
+
+def _sources(
+    option: Option, given: list[object], environ: Mapping[str, str], first: tuple[str, ValueKind] | None
+) -> Iterator[tuple[str, ValueKind, list[object]]]:
+    variables = [(name, option.kind) for name in option.variables]
+    for name, kind in [*([first] if first else []), ("", option.kind), *variables, *option.also]:
+        if not name and given:
+            yield option.flag or f"argument {option.name}", kind, given
+        elif text := environ.get(name, "").strip():
+            yield name, kind, list(text.split()) if option.several else [text]
+
+
+def _parsed(option: Option, source: str, kind: ValueKind, item: object, problems: list[SettingsProblem]) -> Iterator[object]:
+    text: str | None = None
+    try:
+        text = option_types.as_text(item).strip()
+        yield kind.parse(text)
+    except PartlyUsableError as error:
+        problems.append(SettingsProblem(source, text, f"{error}; allowed is {kind.allowed}"))
+        yield error.usable
+    except (TypeError, ValueError):
+        if text is None:
+            problems.append(SettingsProblem(source, None, f"cannot be such a {type(item).__name__}"))
+        elif option.hidden_if is not None and option.hidden_if in text:
+            problems.append(SettingsProblem(source, None, f"is not repeated here; allowed is {kind.allowed}"))
+        else:
+            problems.append(SettingsProblem(source, text, f"allowed is {kind.allowed}"))
