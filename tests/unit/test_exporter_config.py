@@ -52,7 +52,7 @@ def test_every_option_sets_its_field() -> None:
         "series_limit": ["10"],
         "series_limit_total": ["20"],
         "memory_limit": ["128Mi"],
-        "drop_metrics": ["torchobs_gpu_.*", "hw_.+"],
+        "drop_metrics": ["torchobs_gpu_*", "hw_power_watts"],
         "api_socket": ["/run/api.sock"],
         "api_token_file": ["/run/secrets/token"],
         "control_dir": ["/run/control"],
@@ -78,7 +78,7 @@ def test_every_option_sets_its_field() -> None:
         series_limit=10,
         series_limit_total=20,
         memory_limit=128 << 20,
-        drop_metrics=("torchobs_gpu_.*", "hw_.+"),
+        drop_metrics=("torchobs_gpu_*", "hw_power_watts"),
         api_socket="/run/api.sock",
         api_token_file="/run/secrets/token",
         control_dir="/run/control",
@@ -111,7 +111,10 @@ def test_every_option_sets_its_field() -> None:
         ("series_limit_total", "many"),
         ("memory_limit", "128M"),
         ("memory_limit", "-1"),
-        ("drop_metrics", "(a"),
+        ("drop_metrics", "torchobs_gpu_.*"),
+        ("drop_metrics", "a|b"),
+        ("drop_metrics", "*_layer_*"),
+        ("drop_metrics", "*"),
         ("flight_dir", ""),
         ("flight_dir", "a\0b"),
     ],
@@ -123,6 +126,16 @@ def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> Non
     assert chosen.problems == (f"{option.flag} {text!r}: allowed is {option.kind.allowed}",)
     assert getattr(chosen, field) == getattr(ExporterConfig(), field)
     assert chosen.drain_timeout_s == 7.0
+
+
+def test_a_regular_expression_in_the_drop_list_is_told_what_to_do_instead() -> None:
+    """Drop lists of earlier versions were regular expressions: nothing is dropped by one, and the problem names the remedy."""
+    chosen = config.parse({"drop_metrics": [".*_layer_.*", "torchobs_loss"]})
+    assert chosen.drop_metrics == ("torchobs_loss",)
+    (problem,) = chosen.problems
+    assert problem.startswith("--drop-metrics '.*_layer_.*': allowed is a metric's name")
+    assert "torchobs_grad_layer_*" in problem
+    assert "metric_relabel_configs" in problem
 
 
 def test_a_web_configuration_that_is_not_allowed_is_not_none() -> None:

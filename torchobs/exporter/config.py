@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from torchobs import settings, values
 from torchobs.catalog import HOST_COLLECTORS
-from torchobs.exporter import pattern, unixsocket
+from torchobs.exporter import unixsocket
 from torchobs.exporter.host import choice
 from torchobs.exporter.unixsocket import UnixAddress, unix_address_of
 from torchobs.values import Address, Kind
@@ -31,6 +31,7 @@ _SIZE = re.compile(r"(\d{1,15})(Ki|Mi|Gi)?", re.ASCII)
 _SHIFTS = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", re.ASCII)
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
+_NAME_OR_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
 _RESERVED = "/api/"
 
@@ -65,7 +66,7 @@ class ExporterConfig:
     file_sd: str | None = None
     """where to write what Prometheus' file_sd_configs read"""
     drop_metrics: tuple[str, ...] = ()
-    """patterns for names of samples that are not served"""
+    """names of samples that are not served, and beginnings of names that end in ``*``"""
     api_socket: str | None = None
     """None: in the flight directory of a node, and none in a sidecar"""
     api_token_file: str | None = None
@@ -139,8 +140,9 @@ def _listen_address(text: str) -> Address | UnixAddress:
     return unix_address_of(text) if text.startswith(unixsocket.PREFIX) else address_of(text)
 
 
-def _pattern(text: str) -> str:
-    pattern.compiled(text)
+def _name_or_prefix(text: str) -> str:
+    if not _NAME_OR_PREFIX.fullmatch(text):
+        raise ValueError(text)
     return text
 
 
@@ -226,9 +228,14 @@ OPTIONS = (
         "Memory to get by with: what does not fit is not served, and counted. [default: the container's limit]",
     ),
     Option(
-        "drop_metrics", "--drop-metrics", "REGEX",
-        Kind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
-        "Metrics of the ranks not to serve, by the name they have on the page; may be given several times.",
+        "drop_metrics", "--drop-metrics", "NAME",
+        Kind(
+            "a metric's name on the page, or the beginning of one and a * (torchobs_grad_layer_*); regular expressions are for "
+            "metric_relabel_configs of the scraper",
+            _name_or_prefix,
+        ),
+        "Metric of the ranks not to serve, by the name it has on the page, or by its beginning and a *; may be given several "
+        "times.",
         several=True,
     ),
     Option(

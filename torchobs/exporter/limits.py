@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.exporter.memory import Memory, of_lines
 from torchobs.exporter.names import Family, family_of, sample_name
-from torchobs.exporter.pattern import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,13 +26,13 @@ class Limits:
     def __init__(
         self, per_rank: int = 20_000, total: int = 1_000_000, drop: Sequence[str] = (), memory: Memory | None = None
     ) -> None:
-        """``drop`` are patterns (``pattern.compiled``) for the names that samples have on the page."""
+        """``drop``: names that samples have on the page, and beginnings of such names that end in ``*``."""
         self.dropped = Counter(dict.fromkeys(REASONS, 0))
         """series not served, by reason"""
         self.taken = 0
         """series on the page"""
         self._per_rank, self._total = per_rank, total
-        self._listed = _listed([compiled(text) for text in drop]) if drop else None
+        self._listed = _listed(drop) if drop else None
         self._was_full = False
         self._memory = memory or Memory()
 
@@ -64,9 +63,13 @@ class Limits:
         return waiting
 
 
-def _listed(patterns: Sequence[Callable[[str], bool]]) -> Callable[[Family], bool]:
+def _listed(drop: Sequence[str]) -> Callable[[Family], bool]:
+    names = frozenset(text for text in drop if not text.endswith("*"))
+    prefixes = tuple(text.removesuffix("*") for text in drop if text.endswith("*"))
+
     @lru_cache(_NAMES)
     def listed(family: Family) -> bool:
-        return any(fits(sample_name(family)) for fits in patterns)
+        name = sample_name(family)
+        return name in names or name.startswith(prefixes)
 
     return listed
