@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from torchobs.catalog import HOST_COLLECTORS
 from torchobs.exporter import config
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.unixsocket import UnixAddress
@@ -181,3 +182,21 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
 def test_no_variable_is_one_that_kubernetes_sets_for_a_service(service: str) -> None:
     """A Service called `torchobs-exporter` describes itself to every container of its namespace, unasked."""
     assert f"TORCHOBS_EXPORTER_{service}" not in {option.variable for option in config.OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [("all", HOST_COLLECTORS), ("True", HOST_COLLECTORS), ("1", HOST_COLLECTORS), ("none", ()), ("off", ()),
+     ("disk", ("disk",)), ("network, cpu ,", ("cpu", "network")), ("CPU", ("cpu",))],
+)  # fmt: skip
+def test_collectors_are_chosen_by_name(text: str, chosen: tuple[str, ...]) -> None:
+    """All, none, or a list in any order."""
+    assert config.parse({"collect_host": [text]}).collect_host == chosen
+
+
+@pytest.mark.parametrize("text", ["cpus", "cpu,meminfo", "all,cpu", "cpu memory", "infiniband", "cpu,pressure"])
+def test_a_collector_that_does_not_exist_is_refused(text: str) -> None:
+    """And the problem says which there are; those of earlier versions that are node_exporter's now are none."""
+    chosen = config.parse({"collect_host": [text]})
+    assert chosen.collect_host == ()
+    assert all(name in chosen.problems[0] for name in HOST_COLLECTORS)

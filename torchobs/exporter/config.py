@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 from torchobs import settings, values
 from torchobs.catalog import HOST_COLLECTORS
 from torchobs.exporter import unixsocket
-from torchobs.exporter.host import choice
 from torchobs.exporter.unixsocket import UnixAddress, unix_address_of
 from torchobs.values import Address, Kind
 
@@ -162,6 +161,20 @@ def _hang_timeout(text: str) -> float | None:
     return None if text == "auto" else duration_s(text)
 
 
+def _collectors(text: str) -> tuple[str, ...]:
+    word = text.lower()
+    if word in {_ALL, "none"}:
+        return HOST_COLLECTORS if word == _ALL else ()
+    if "," not in word and word not in HOST_COLLECTORS:
+        return HOST_COLLECTORS if values.BOOLEAN.parse(word) else ()
+    named = {name.strip() for name in word.split(",")} - {""}
+    if not named <= set(HOST_COLLECTORS):
+        raise ValueError(text)
+    return tuple(name for name in HOST_COLLECTORS if name in named)
+
+
+_ALL = "all"
+_COLLECTORS = Kind(f"all, none, or a comma-separated list of {', '.join(HOST_COLLECTORS)}", _collectors)
 _PATH = Kind("a path", lambda text: str(values.PATH.parse(text)))
 _SECONDS = Kind("a duration such as 90s, 5m or 1h30m", duration_s)
 
@@ -253,10 +266,10 @@ OPTIONS = (
         "flight files]",
     ),
     Option(
-        "collect_host", "--collect.host", "LIST", choice.KIND,
+        "collect_host", "--collect.host", "LIST", _COLLECTORS,
         f"Collect the machine's numbers, too, where there is no node_exporter: all, or some of {', '.join(HOST_COLLECTORS)}. "
         "[default: none]",
-        bare=choice.ALL,
+        bare=_ALL,
     ),
     Option(
         "host_paths", "--collect.host.path", "DIR", _PATH,

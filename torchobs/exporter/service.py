@@ -21,7 +21,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import settings
-from torchobs.exporter import filesd, garbage, host, logs
+from torchobs.exporter import filesd, garbage, logs
 from torchobs.exporter.api import local
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.app import Site
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.otlp.push import Push
 
 TICK_S = 1.0
@@ -115,8 +116,7 @@ class _Service:
         self._config, self._announce, self._finished = config, announce, finished
         memory = Memory(config.memory_limit or cgroup_limit() or math.inf, pushes=config.push is not None)
         self._watch = Watch(Scanner(config, memory=memory))
-        self._pages = Pages(config, memory)
-        self._scrapers = Scrapers()
+        self._pages, self._scrapers = Pages(config, memory), Scrapers()
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = Gate(config.web_config_file)
         self._api = Api(config, self._watch, lambda: self._gate.authenticates)
@@ -127,16 +127,13 @@ class _Service:
         self._doors: list[_Door] = []
         self._context = self._gate.context
         self._bind_problems: tuple[str, ...] = ()
-        self._targets = filesd.TargetFile(config.file_sd, gethostname(), filesd.reachable) if config.file_sd else None
         self._inherit_problems: tuple[str, ...] = ()
+        self._targets = filesd.TargetFile(config.file_sd, gethostname(), filesd.reachable) if config.file_sd else None
         self._unbound = list(config.addresses)
-        self._address, self._unannounced = "", 0
-        self._next_bind_s = 0.0
+        self._address, self._unannounced, self._next_bind_s = "", 0, 0.0
         self._connections, self._named = Connections(), Named()
-        self._push, self._site.host = _push_of(config), host.of(config)
-        self._done = False
-        self._leave = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._push, self._site.host = _optional(config)
+        self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
         self._watch_signals()
@@ -379,20 +376,23 @@ class _Service:
             door.remove_name()
             await door.server.shutdown(sockets=[door.bound])
         self._api.close()
-        if self._site.host is not None:
-            self._site.host.close()
         self._watch.close()
         self._pages.close()
         self._gate.close()
 
 
-def _push_of(config: ExporterConfig) -> Push | None:
-    """Return what pushes over OTLP, which takes 3 MiB more; nothing of it is imported unless an endpoint is given."""
-    if config.push is None:
-        return None
-    from torchobs.exporter.otlp.push import Push
+def _optional(config: ExporterConfig) -> tuple[Push | None, HostMetrics | None]:
+    """Return what pushes over OTLP and what reads the machine's numbers; of what is not asked for nothing is imported."""
+    push, host = None, None
+    if config.push is not None:
+        from torchobs.exporter.otlp.push import Push
 
-    return Push(config.push, config)
+        push = Push(config.push, config)
+    if config.collect_host:
+        from torchobs.exporter.host import HostMetrics
+
+        host = HostMetrics(config)
+    return push, host
 
 
 async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:
