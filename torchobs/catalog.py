@@ -798,7 +798,7 @@ EXPORTER_SERIES_DROPPED = _counter(
     "torchobs.exporter.series_dropped",
     "{series}",
     "Series not served, by reason.",
-    Attribute("reason", "why", ("limit", "total_limit", "memory", "conflict", "drop_list")),
+    Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
 )
 EXPORTER_CONNECTIONS_DROPPED = _counter(
     "torchobs.exporter.connections_dropped",

@@ -58,8 +58,8 @@ class ExporterConfig:
     created_samples: bool = False
     series_limit: int = 20_000
     """series of one rank"""
-    series_limit_total: int = 1_000_000
-    """series of all ranks"""
+    series_limit_total: int | None = None
+    """lines of all ranks; None: as many as there is memory for"""
     memory_limit: int | None = None
     """bytes; None: the memory cgroup's"""
     file_sd: str | None = None
@@ -234,11 +234,12 @@ OPTIONS = (
     ),
     Option(
         "series_limit_total", "--series-limit-total", "NUMBER", values.integer(1),
-        "Most series of all ranks together. [default: 1000000]",
+        "Most series of all ranks together, each bucket of a histogram being one. [default: as many as there is memory for, "
+        "1000000 at most]",
     ),
     Option(
         "memory_limit", "--memory-limit", "SIZE", Kind("bytes, such as 134217728 or 128Mi", size_bytes),
-        "Memory to get by with: what does not fit is not served, and counted. [default: the container's limit]",
+        "Memory to get by with: --series-limit-total follows from it. [default: the container's limit]",
     ),
     Option(
         "drop_metrics", "--drop-metrics", "NAME",

@@ -13,11 +13,11 @@ from torchobs.exporter.compression import gzipped
 from torchobs.exporter.described import Facts
 from torchobs.exporter.exposition import Exposition
 from torchobs.exporter.limits import Limits
+from torchobs.exporter.memory import MOST
 from torchobs.exporter.scan import EMPTY
 
 if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.exporter.memory import Memory
 
 
 class Page(NamedTuple):
@@ -31,12 +31,13 @@ class Page(NamedTuple):
 class Pages:
     """Renders pages, and keeps those of the newest facts. To be used in one event loop."""
 
-    def __init__(self, config: ExporterConfig, memory: Memory | None = None) -> None:
+    def __init__(self, config: ExporterConfig, series_limit: int = MOST) -> None:
+        """``series_limit``: lines of all ranks."""
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
-        limits = Limits(config.series_limit, config.series_limit_total, config.drop_metrics, memory)
+        limits = Limits(config.series_limit, series_limit, config.drop_metrics)
         self._exposition = Exposition(others, limits=limits, created=config.created_samples, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
         self._facts = Facts(EMPTY)

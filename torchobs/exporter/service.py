@@ -21,14 +21,13 @@ from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import settings
-from torchobs.exporter import filesd, garbage, logs
+from torchobs.exporter import filesd, garbage, logs, memory
 from torchobs.exporter.api import local
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.app import Site
 from torchobs.exporter.connections import Connections
 from torchobs.exporter.described import Lost
 from torchobs.exporter.listener import allow_files, bind, bind_near, retire, serve_on
-from torchobs.exporter.memory import Memory
 from torchobs.exporter.named import Named
 from torchobs.exporter.pages import Pages
 from torchobs.exporter.scan import Scanner
@@ -38,7 +37,6 @@ from torchobs.exporter.systemd import inherited
 from torchobs.exporter.unixsocket import UnixAddress, UnixSocket, bind_unix
 from torchobs.exporter.watch import Watch
 from torchobs.exporter.web.gate import Gate
-from torchobs.flight.room import cgroup_limit
 from torchobs.values import Address
 
 if TYPE_CHECKING:
@@ -114,9 +112,10 @@ class _Service:
         self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[Fleet], bool] | None
     ) -> None:
         self._config, self._announce, self._finished = config, announce, finished
-        memory = Memory(config.memory_limit or cgroup_limit() or math.inf, pushes=config.push is not None)
-        self._watch = Watch(Scanner(config, memory=memory))
-        self._pages, self._scrapers = Pages(config, memory), Scrapers()
+        for_memory = memory.derived(config)
+        most = config.series_limit_total or for_memory
+        self._watch = Watch(Scanner(config, series_limit=int(memory.FILES * max(most, for_memory))))
+        self._pages, self._scrapers = Pages(config, most), Scrapers()
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = Gate(config.web_config_file)
         self._api = Api(config, self._watch, lambda: self._gate.authenticates)
