@@ -251,7 +251,7 @@ SAVE_RESULT = Attribute("result", "how the save ended", SAVE_RESULTS)
 WORKER_STATE = Attribute("state", "configured, or alive of these", ("configured", "alive"))
 PROBE = Attribute("probe", "the probe's name")
 
-HOST_COLLECTORS = ("cpu", "memory", "pressure", "disk", "filesystem", "network", "infiniband")
+HOST_COLLECTORS = ("cpu", "memory", "disk", "filesystem", "network")
 CPU_MODES = ("user", "nice", "system", "idle", "iowait", "interrupt", "steal")
 THREAD_STATES = ("runnable", "blocked")
 MEMORY_STATES = ("used", "free", "buffers", "cached")
@@ -259,7 +259,6 @@ UNWRITTEN_STATES = ("dirty", "writeback")
 PAGING_STATES = ("used", "free")
 FILESYSTEM_STATES = ("used", "free", "reserved")
 INODE_STATES = ("used", "free")
-INFINIBAND_STATES = ("down", "init", "armed", "active", "active_defer")
 HOST_COLLECTOR = Attribute("collector", "what was to be collected", HOST_COLLECTORS)
 CPU_MODE = Attribute("cpu.mode", "what the processors did", CPU_MODES)
 THREAD_STATE = Attribute("state", "runnable: running or waiting for a processor; blocked: for a disk", THREAD_STATES)
@@ -274,21 +273,6 @@ FILESYSTEM_STATE = Attribute("system.filesystem.state", "reserved: free, for roo
 INODE_STATE = Attribute("state", "whether there is a file", INODE_STATES)
 NETWORK_INTERFACE = Attribute("network.interface.name", "physical interface, or a container's own, e.g. eth0; 64 at most")
 NETWORK_DIRECTION = Attribute("network.io.direction", "seen from this machine", ("receive", "transmit"))
-INFINIBAND_DEVICE = Attribute("device", "adapter, e.g. mlx5_0")
-INFINIBAND_PORT = Attribute("port", "the adapter's port, from 1; 64 of all adapters at most")
-INFINIBAND_STATE = Attribute("state", "the port's; one is 1, the others 0", INFINIBAND_STATES)
-INFINIBAND_ERROR = Attribute(
-    "error.type",
-    "what went wrong: on the link, up to buffer_overrun; then in connections over it, as an mlx5 adapter counts",
-    ("symbol", "link_recovery", "link_downed", "link_integrity", "receive", "remote_physical", "transmit_discard",
-     "buffer_overrun", "out_of_sequence", "packet_sequence", "ack_timeout", "rnr_retry", "retries_exceeded", "out_of_buffer",
-     "icrc"),
-)  # fmt: skip
-INFINIBAND_CONGESTION = Attribute(
-    "kind",
-    "ecn_marked: packets that a switch marked; cnp_sent, cnp_handled: notifications to and from the other end",
-    ("ecn_marked", "cnp_sent", "cnp_handled"),
-)
 
 # --- progress -----------------------------------------------------------------------------------------------------------------
 STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, those that a loss scaler skipped included.")
@@ -828,14 +812,6 @@ HOST_OOM_KILLS = _counter(
     "torchobs.host.memory.oom_kills", "{process}", "Processes that the kernel killed for memory, in any cgroup."
 )
 SYSTEM_PAGING_USAGE = _updown("system.paging.usage", "By", "The machine's swap space.", PAGING_STATE)
-HOST_PRESSURE_TIME = _counter(
-    "torchobs.host.pressure.time",
-    "s",
-    "Time in which some, or all, of the machine's tasks waited for a resource.",
-    RESOURCE,
-    WAITING,
-    integer=False,
-)
 SYSTEM_DISK_IO = _counter("system.disk.io", "By", "Bytes read from and written to disks.", SYSTEM_DEVICE, DISK_DIRECTION)
 SYSTEM_DISK_OPERATIONS = _counter(
     "system.disk.operations", "{operation}", "Reads and writes that disks completed.", SYSTEM_DEVICE, DISK_DIRECTION
@@ -873,33 +849,6 @@ SYSTEM_NETWORK_ERRORS = _counter(
 SYSTEM_NETWORK_DROPPED = _counter(
     "system.network.packet.dropped", "{packet}", "Packets dropped though they had no error.", NETWORK_INTERFACE,
     NETWORK_DIRECTION,
-)  # fmt: skip
-HOST_INFINIBAND_STATE = _gauge(
-    "torchobs.host.infiniband.state",
-    "",
-    "State of a port, one series per state: down is a matter of the cable, init of the subnet manager.",
-    INFINIBAND_DEVICE,
-    INFINIBAND_PORT,
-    INFINIBAND_STATE,
-)
-HOST_INFINIBAND_RATE = _gauge(
-    "torchobs.host.infiniband.rate", "By/s", "Rate of a port's link as it is at present.", INFINIBAND_DEVICE, INFINIBAND_PORT
-)
-HOST_INFINIBAND_IO = _counter(
-    "torchobs.host.infiniband.io", "By", "Bytes received and transmitted by a port.", INFINIBAND_DEVICE, INFINIBAND_PORT,
-    NETWORK_DIRECTION,
-)  # fmt: skip
-HOST_INFINIBAND_ERRORS = _counter(
-    "torchobs.host.infiniband.errors", "{error}", "Errors of a port, by kind.", INFINIBAND_DEVICE, INFINIBAND_PORT,
-    INFINIBAND_ERROR,
-)  # fmt: skip
-HOST_INFINIBAND_WAIT = _counter(
-    "torchobs.host.infiniband.transmit_wait", "{tick}", "Ticks of the adapter in which a port had data and could not send it.",
-    INFINIBAND_DEVICE, INFINIBAND_PORT,
-)  # fmt: skip
-HOST_INFINIBAND_CONGESTION = _counter(
-    "torchobs.host.infiniband.congestion", "{packet}", "Packets that told of congestion (RoCE).", INFINIBAND_DEVICE,
-    INFINIBAND_PORT, INFINIBAND_CONGESTION,
 )  # fmt: skip
 
 # --- torchobs itself ----------------------------------------------------------------------------------------------------------
@@ -945,7 +894,7 @@ EXPORTER_SERIES_DROPPED = _counter(
     "torchobs.exporter.series_dropped",
     "{series}",
     "Series not served, by reason.",
-    Attribute("reason", "why", ("limit", "total_limit", "memory", "conflict", "drop_list")),
+    Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
 )
 EXPORTER_CONNECTIONS_DROPPED = _counter(
     "torchobs.exporter.connections_dropped",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,12 +17,15 @@ from tests.faults.test_exporter_directory import forged
 from tests.rank_files import Clock, File, live_rank, train
 from tests.support import clean_environment, wait_until
 from torchobs.catalog import Kind, Metric
+from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.otlp.options import PushConfig
 from torchobs.flight.format.series import Scope
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER
+from torchobs.ranks import memory_budget
 from torchobs.ranks import scanner as rank_scanner
-from torchobs.ranks.memory_budget import RANK, RESERVED, Memory
+from torchobs.ranks.memory_budget import MOST, PUSH, PUSHED_SERIES, RANK, RESERVED, derived
 
 if TYPE_CHECKING:
     import subprocess
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
 
 LIMIT = 96 << 20
-RANKS, SERIES = 24, 400
+RANKS, SERIES = 48, 400
 OPENMETRICS = "application/openmetrics-text"
 
 
@@ -62,7 +66,7 @@ def cgroup() -> Iterator[Path]:
 def test_a_small_container_is_enough_for_any_ranks(
     cgroup: Path, start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
-    """10,000 series with long labels, a forged file of 16 MiB, 4,000 that are none, a crowd, and bodies without end."""
+    """19,000 series with long labels, a forged file of 16 MiB, 4,000 that are none, a crowd, and bodies without end."""
     writers = [rank_with_many_series(flight_dir, rank) for rank in range(RANKS)]
     forged(flight_dir, 20_000)
     for number in range(4_000):
@@ -84,7 +88,7 @@ def test_a_small_container_is_enough_for_any_ranks(
                 newest = f'torchobs_steps_total{{job_name="gpt",rank="{RANKS - 1}",run_id="run-1"}} {step}'
                 wait_until(partial(shows, program, accept, newest), timeout_s=60)
     assert sum(program.value("torchobs_rank_up", rank=str(rank)) or 0 for rank in range(RANKS)) == RANKS
-    assert (program.value("torchobs_exporter_series_dropped_total", reason="memory") or 0) > 0
+    assert (program.value("torchobs_exporter_series_dropped_total", reason="total_limit") or 0) > 0
     assert (program.value("torchobs_exporter_read_errors_total", reason="memory") or 0) > 0
     assert process.poll() is None
     for writer in writers:
@@ -101,16 +105,15 @@ def files(flight_dir: Path) -> list[File]:
     return [file.save() for file in made]
 
 
-def test_the_heaviest_file_is_left_out(flight_dir: Path, files: list[File]) -> None:
+def test_the_file_with_the_most_series_is_left_out(flight_dir: Path, files: list[File]) -> None:
     """Whenever it comes; it is served as soon as there is memory for it."""
     opened = [reader.open_path(str(file.path)) for file in files]
     for one in opened:
         one.read()
         one.close()
-    assert opened[1].weight > opened[0].weight + 500 * 500
-    clock, memory = Clock(0.1), Memory()
-    memory.most_files = sum(RANK + one.weight for one in opened) - 1.0
-    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, memory)
+    assert opened[1].size == opened[0].size + 500
+    clock, most = Clock(0.1), sum(RANK + one.size for one in opened) - 1
+    scanner = rank_scanner.Scanner(ExporterConfig(flight_dir=str(flight_dir)), clock, most)
     snapshot = scanner.scan()
     assert ([rank.rank for rank in snapshot.ranks], snapshot.errors["memory"]) == (["0", "2"], 1)
     clock.seconds = 6.0
@@ -131,10 +134,43 @@ def test_new_files_are_opened_some_at_a_time(flight_dir: Path, files: list[File]
     scanner.close()
 
 
-def test_a_little_memory_is_always_given_out() -> None:
-    """Less than what is kept back: the ranks' own lines and a few series, not none at all."""
-    small, large = Memory(48 << 20), Memory(1 << 30)
-    assert 0 < small.most_files < small.most_page < 8 << 20
-    assert large.most_files + large.most_page == pytest.approx((1 << 30) - RESERVED)
-    assert Memory(1 << 30, pushes=True).most_files < large.most_files
-    assert Memory().spend(1 << 50), "without a limit there is none"
+def test_the_limit_follows_from_the_memory() -> None:
+    """By the formula of the documentation. Less than what is kept back is still the ranks' own series, and not none at all."""
+    large, push = ExporterConfig(memory_limit=1 << 30), PushConfig()
+    assert derived(large) == ((1 << 30) - RESERVED) // memory_budget.SERIES
+    assert derived(replace(large, push=push)) == ((1 << 30) - RESERVED - PUSH) // PUSHED_SERIES
+    assert derived(ExporterConfig(memory_limit=48 << 20)) == (8 << 20) // memory_budget.SERIES
+    assert derived(ExporterConfig(memory_limit=1 << 50)) == MOST
+
+
+def test_a_container_s_own_limit_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless another one is given; where there is none there is the limit of any page."""
+    monkeypatch.setattr(memory_budget, "cgroup_limit", lambda: 128 << 20)
+    assert derived(ExporterConfig()) == (80 << 20) // memory_budget.SERIES
+    assert derived(ExporterConfig(memory_limit=1 << 30)) == ((1 << 30) - RESERVED) // memory_budget.SERIES
+    monkeypatch.setattr(memory_budget, "cgroup_limit", lambda: None)
+    assert derived(ExporterConfig()) == MOST
+
+
+class Stopped:
+    """Ends the service before it serves."""
+
+    def __init__(self, *_: object) -> None:
+        raise StopIteration
+
+
+@pytest.mark.parametrize(("given", "page", "files"), [(10, 10, 54_000), (50_000, 50_000, 75_000), (None, 36_000, 54_000)])
+def test_a_number_that_is_given_overrides_it(
+    given: int | None, page: int, files: int, monkeypatch: pytest.MonkeyPatch, flight_dir: Path
+) -> None:
+    """A smaller one keeps no file from being read: it is the page's; a larger one holds for the files as well."""
+    monkeypatch.setattr(memory_budget, "derived", lambda _: 36_000)
+    config = ExporterConfig(flight_dir=str(flight_dir), series_limit_total=given)
+    limits: list[int] = []
+    monkeypatch.setattr(daemon, "Pages", lambda _, most: limits.append(most))
+    monkeypatch.setattr(daemon, "Scanner", lambda _, series_limit: limits.append(series_limit))
+    monkeypatch.setattr(daemon, "Watch", lambda _: None)
+    monkeypatch.setattr(daemon, "Site", Stopped)
+    with pytest.raises(StopIteration):
+        daemon.serve(config)
+    assert limits == [files, page]

@@ -1,10 +1,12 @@
-"""The machine's own numbers: on trees in the formats of many kernels, on files that are none, and on this machine."""
+"""The machine's own numbers: beside psutil's, on changed copies of this machine's files, and on files that are none."""
 
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -12,40 +14,37 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from tests.exporters import Service
-from tests.recorded_machines import unpack
 from torchobs import catalog
 from torchobs.catalog import HOST_COLLECTORS, Metric
 from torchobs.cli.exporter import parser
 from torchobs.exporter import daemon
-from torchobs.exporter import host as host_package
+from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig, parse
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.host import look
-from torchobs.exporter.host.look import Host
+from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import END, Style, page
 from torchobs.ranks.scanner import EMPTY
 
-GOLDEN = Path(__file__).parent / "golden"
-OFF_TREE = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
-"""What a tree holds: a file system cannot be recorded."""
+KERNEL_S = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
+FILES = ("stat", "meminfo", "vmstat", "diskstats", "net/dev")
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look waits for its lanes as long as it takes: a machine that is busy with tests is no dead file server."""
-    monkeypatch.setattr(look, "LANES_S", 20.0)
-    monkeypatch.setattr(look, "WAIT_S", 20.0)
+    """A look waits as long as it takes: a machine that is busy with tests is no dead file server."""
+    monkeypatch.setattr(host_module, "DEADLINE_S", 20.0)
 
 
 class Machine:
     """What is said of a machine."""
 
-    def __init__(self, procfs: str, sysfs: str, collect: tuple[str, ...] = OFF_TREE, paths: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, procfs: str = "/proc", sysfs: str = "/sys", collect: tuple[str, ...] = KERNEL_S, paths: tuple[str, ...] = ()
+    ) -> None:
         config = ExporterConfig(collect_host=collect, procfs=procfs, sysfs=sysfs, host_paths=paths, flight_dir="/nowhere")
-        self._host = Host(config)
+        self._host = HostMetrics(config)
         self.look()
-        self._host.close()
 
     def look(self) -> None:
         """Look once more."""
@@ -76,107 +75,109 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Callable[[str], Machine]:
-    """A machine from its text."""
-    return lambda name: Machine(*unpack(name, tmp_path))
+def tree(tmp_path: Path) -> Path:
+    """A copy of this machine's files, with a disk and an interface of each kind; `proc` and `sys` below it."""
+    for name in FILES:
+        (tmp_path / "proc" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(f"/proc/{name}", tmp_path / "proc" / name)
+    numbers = " ".join(map(str, range(1, 12)))
+    disks = [f" 259 {number} {name} {numbers}\n" for number, name in enumerate(("nvme0n1", "nvme0n1p1", "dm-0", "cciss/c0d0"))]
+    (tmp_path / "proc/diskstats").write_text("".join(disks))
+    _network(tmp_path / "proc/net/dev", "lo", "eth7", "docker0", "bond0")
+    for link, target in (
+        ("block/nvme0n1", "../devices/pci0000:00/nvme/nvme0/nvme0n1"),
+        ("block/dm-0", "../devices/virtual/block/dm-0"),
+        ("block/cciss!c0d0", "../devices/pci0000:00/cciss0/c0d0/block/cciss!c0d0"),
+        ("class/net/eth7", "../../devices/pci0000:00/net/eth7"),
+        ("class/net/docker0", "../../devices/virtual/net/docker0"),
+        ("class/net/bond0", "../../devices/virtual/net/bond0"),
+    ):
+        (tmp_path / "sys" / link).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys" / link).symlink_to(target)
+    return tmp_path
 
 
-@pytest.mark.parametrize("name", ["laptop", "old_node"])
-def test_a_machine_s_page_is_its_golden(name: str, machine: Callable[[str], Machine], pytestconfig: pytest.Config) -> None:
-    """Every name, label and number, and nothing else: no partition, no loop device, no bridge, no core of its own."""
-    found = machine(name)
-    text = re.sub(r"(torchobs_exporter_host_duration_seconds) .*", r"\1 0.0", found.page())
-    lines = [line for line in text.splitlines() if line.startswith(("system_", "torchobs_host_", "torchobs_exporter_host_"))]
-    golden = GOLDEN / f"host_{name}.txt"
-    if pytestconfig.getoption("--update-golden"):
-        golden.write_text("\n".join(lines) + "\n")
-    assert lines == golden.read_text().splitlines()
+def _network(path: Path, *names: str) -> None:
+    """Interfaces as /proc/net/dev has them, with the numbers 1 to 16."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [f"{name}: {' '.join(map(str, range(1, 17)))}\n" for name in names]
+    path.write_text("".join(["Inter-|   Receive\n", " face |bytes\n", *rows]))
+
+
+def of_tree(tree: Path, collect: tuple[str, ...] = KERNEL_S) -> Machine:
+    """The machine of those files."""
+    return Machine(str(tree / "proc"), str(tree / "sys"), collect)
+
+
+def test_a_disk_s_numbers_are_the_kernel_s_in_standard_units(tree: Path) -> None:
+    """Bytes of sectors of 512, seconds; the whole disks only, and none that is made of others."""
+    found = of_tree(tree)
+    assert {device for (device,) in found.values(catalog.SYSTEM_DISK_IO_TIME)} == {"nvme0n1", "cciss/c0d0"}
+    assert found.value(catalog.SYSTEM_DISK_OPERATIONS, "nvme0n1", "read") == 1
+    assert found.value(catalog.SYSTEM_DISK_IO, "nvme0n1", "read") == 3 * 512
+    assert found.value(catalog.SYSTEM_DISK_OPERATION_TIME, "nvme0n1", "write") == 0.008
+    assert found.value(catalog.SYSTEM_DISK_IO_TIME, "cciss/c0d0") == 0.01
+
+
+def test_an_interface_s_numbers_are_the_kernel_s(tree: Path) -> None:
+    """The physical ones only: a bond's or a bridge's traffic is that of its members."""
+    found = of_tree(tree)
+    assert found.values(catalog.SYSTEM_NETWORK_IO) == {("eth7", "receive"): 1, ("eth7", "transmit"): 9}
+    assert found.values(catalog.SYSTEM_NETWORK_ERRORS) == {("eth7", "receive"): 3, ("eth7", "transmit"): 11}
+    assert found.values(catalog.SYSTEM_NETWORK_DROPPED) == {("eth7", "receive"): 4, ("eth7", "transmit"): 12}
+
+
+def test_memory_s_states_add_up_to_its_limit(tree: Path) -> None:
+    """Caches are the page cache and what of the slabs can be given back, as procps has it; kB are KiB."""
+    amounts = {"MemTotal": 1000, "MemFree": 100, "MemAvailable": 400, "Buffers": 50, "Cached": 300, "SReclaimable": 50,
+               "Active": 1, "Inactive": 1, "Shmem": 7, "SwapTotal": 20, "SwapFree": 5, "Dirty": 3, "Writeback": 2}  # fmt: skip
+    (tree / "proc/meminfo").write_text("".join(f"{name}: {number:8} kB\n" for name, number in amounts.items()))
+    (tree / "proc/vmstat").write_text("pswpin 1\npswpout 2\noom_kill 2\n")
+    found = of_tree(tree)
+    assert found.failed == {}
+    usage = found.values(catalog.SYSTEM_MEMORY_USAGE)
+    assert usage == {("used",): 500 << 10, ("free",): 100 << 10, ("buffers",): 50 << 10, ("cached",): 350 << 10}
+    assert sum(usage.values()) == found.value(catalog.SYSTEM_MEMORY_LIMIT)
+    assert found.value(catalog.SYSTEM_MEMORY_AVAILABLE) == 400 << 10
+    assert found.value(catalog.SYSTEM_MEMORY_SHARED) == 7 << 10
+    assert found.values(catalog.SYSTEM_PAGING_USAGE) == {("used",): 15 << 10, ("free",): 5 << 10}
+    assert found.values(catalog.HOST_MEMORY_UNWRITTEN) == {("dirty",): 3 << 10, ("writeback",): 2 << 10}
+    assert found.value(catalog.HOST_OOM_KILLS) == 2
+
+
+def test_processors_are_told_by_mode_and_threads_by_state(tree: Path) -> None:
+    """Interrupts of both kinds are one mode; ticks become seconds; the boot is when the counters were 0."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    stat = "cpu  100 20 30 4000 50 6 7 8 90 10\ncpu0 1 2 3 4\nbtime 1795200000\nprocs_running 3\nprocs_blocked 1\n"
+    (tree / "proc/stat").write_text(stat)
+    found = of_tree(tree)
+    modes = {"user": 100, "nice": 20, "system": 30, "idle": 4000, "iowait": 50, "interrupt": 13, "steal": 8}
+    assert found.values(catalog.SYSTEM_CPU_TIME) == {(mode,): pytest.approx(n / ticks) for mode, n in modes.items()}
+    assert found.values(catalog.HOST_THREADS) == {("runnable",): 3, ("blocked",): 1}
+    assert found.facts.booted_ns == 1_795_200_000 * 10**9
+
+
+def test_what_a_kernel_does_not_count_is_absent(tree: Path) -> None:
+    """No OOM kills before Linux 4.13, and no such file in some sandboxes: absent, not zero, and nothing fails."""
+    (tree / "proc/vmstat").write_text("pswpin 1\npswpout 2\n")
+    (tree / "proc/stat").write_text("cpu  100 20 30 4000 50 6 7 8 90 10\nbtime 1\n")
+    found = of_tree(tree)
+    assert found.values(catalog.HOST_OOM_KILLS) == found.values(catalog.HOST_THREADS) == {}
     assert found.failed == {}
 
 
-def test_a_laptop_shows_what_its_owner_would_name(machine: Callable[[str], Machine]) -> None:
-    """One disk, though LUKS and zram are block devices as well; two interfaces, though there are a bridge and a VPN."""
-    laptop = machine("laptop")
-    assert {device for device, _ in laptop.values(catalog.SYSTEM_DISK_IO)} == {"nvme0n1"}
-    assert laptop.value(catalog.SYSTEM_DISK_IO, "nvme0n1", "write") == 192837465 * 512
-    assert laptop.value(catalog.SYSTEM_DISK_IO_TIME, "nvme0n1") == 812.736
-    assert {interface for interface, _ in laptop.values(catalog.SYSTEM_NETWORK_IO)} == {"enp0s31f6", "wlp0s20f3"}
-    assert laptop.value(catalog.SYSTEM_NETWORK_DROPPED, "wlp0s20f3", "receive") == 1203
-    assert sum(laptop.values(catalog.SYSTEM_MEMORY_USAGE).values()) == laptop.value(catalog.SYSTEM_MEMORY_LIMIT)
-    assert laptop.value(catalog.HOST_OOM_KILLS) == 2
-    assert laptop.value(catalog.HOST_PRESSURE_TIME, "io", "full") == 80.192837
-    assert laptop.facts.booted_ns == 1_795_200_000 * 10**9
-    assert laptop.values(catalog.HOST_INFINIBAND_STATE) == {}
-
-
-def test_an_old_kernel_says_less_and_nothing_fails(machine: Callable[[str], Machine]) -> None:
-    """No pressure, no available memory, no OOM kills, no counters of the adapter's driver: absent, not zero."""
-    old = machine("old_node")
-    for metric in (catalog.HOST_PRESSURE_TIME, catalog.SYSTEM_MEMORY_AVAILABLE, catalog.HOST_OOM_KILLS):
-        assert old.values(metric) == {}
-    assert {device for device, _ in old.values(catalog.SYSTEM_DISK_IO)} == {"sda", "sdb", "cciss/c0d0", "sr0"}
-    assert {interface for interface, _ in old.values(catalog.SYSTEM_NETWORK_IO)} == {"em1", "em2", "ib0"}
-    assert old.value(catalog.HOST_INFINIBAND_STATE, "mlx4_0", "1", "active") == 1
-    assert old.value(catalog.HOST_INFINIBAND_STATE, "mlx4_0", "2", "down") == 1
-    kinds = {kind for _, _, kind in old.values(catalog.HOST_INFINIBAND_ERRORS)}
-    assert "symbol" in kinds
-    assert "ack_timeout" not in kinds
-    # 32 bits that stand at their end, as the adapter says
-    assert old.value(catalog.HOST_INFINIBAND_WAIT, "mlx4_0", "1") == (1 << 32) - 1
-
-
-def test_a_training_node_s_ports_and_disks(machine: Callable[[str], Machine]) -> None:
-    """Twelve ports, one of which is down, one waits for its subnet manager, and one limps; a multipath disk by its path."""
-    node = machine("training_node")
-    states = {(device, state) for (device, _, state), value in node.values(catalog.HOST_INFINIBAND_STATE).items() if value}
-    assert len(states) == 12
-    assert {one for one in states if one[1] != "active"} == {("mlx5_7", "down"), ("mlx5_10", "init")}
-    rates = {device: rate for (device, _), rate in node.values(catalog.HOST_INFINIBAND_RATE).items()}
-    assert (rates["mlx5_0"], rates["mlx5_4"], rates["mlx5_1"]) == (50e9, 25e9, 25e9)
-    assert node.value(catalog.HOST_INFINIBAND_ERRORS, "mlx5_4", "1", "link_downed") == 7
-    assert node.value(catalog.HOST_INFINIBAND_ERRORS, "mlx5_4", "1", "retries_exceeded") == 2
-    assert node.value(catalog.HOST_INFINIBAND_CONGESTION, "mlx5_2", "1", "cnp_sent") > 0
-    devices = {device for device, _ in node.values(catalog.SYSTEM_DISK_IO)}
-    assert devices == {*(f"nvme{number}n1" for number in range(9)), "nvme9c9n1"}
-    assert not {"bond0", "docker0", "lo", "cali1a2b3c"} & {name for name, _ in node.values(catalog.SYSTEM_NETWORK_IO)}
-    assert len(node.facts.said) < 600
-
-
-def test_a_port_s_words_are_bytes(tmp_path: Path) -> None:
-    """The port counts four bytes at a time; EFA has no port counters, and its driver's are of bytes; 64 bits are none."""
-    tree = unpack("old_node", tmp_path)
-    counters = tmp_path / "sys/class/infiniband/mlx4_0/ports/1/counters"
-    (counters / "port_rcv_data").write_text(f"{1 << 62}\n")
-    efa = tmp_path / "sys/class/infiniband/efa_0/ports/1"
-    (efa / "hw_counters").mkdir(parents=True)
-    (efa / "hw_counters" / "rx_bytes").write_text("18273645\n")
-    (efa / "state").write_text("4: ACTIVE\n")
-    found = Machine(*tree)
-    assert found.values(catalog.HOST_INFINIBAND_IO) == {
-        ("mlx4_0", "1", "transmit"): 8273645182 * 4,
-        ("mlx4_0", "2", "receive"): 0,
-        ("mlx4_0", "2", "transmit"): 0,
-        ("efa_0", "1", "receive"): 18273645,
-    }
-
-
-def test_in_a_pod_the_pod_s_interface_is_shown(tmp_path: Path) -> None:
+def test_in_a_pod_the_pod_s_interface_is_shown(tree: Path) -> None:
     """It has no physical one; of a mounted tree, the first process's interfaces are the machine's."""
-    tree = unpack("laptop", tmp_path)
-    net = tmp_path / "proc" / "net" / "dev"
-    lines = net.read_text().splitlines(keepends=True)
-    (tmp_path / "proc/1/net").mkdir(parents=True)
-    (tmp_path / "proc/1/net/dev").write_text("".join(line.replace("docker0", "eth0") for line in lines if "0s" not in line))
-    found = Machine(*tree)
-    assert {interface for interface, _ in found.values(catalog.SYSTEM_NETWORK_IO)} == {"eth0", "tailscale0"}
+    _network(tree / "proc/1/net/dev", "lo", "eth0")
+    found = of_tree(tree)
+    assert {interface for interface, _ in found.values(catalog.SYSTEM_NETWORK_IO)} == {"eth0"}
+    assert psutil.PROCFS_PATH == "/proc", "psutil's own variable holds for the whole process"
 
 
-def test_a_machine_of_a_thousand_devices_fills_no_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_machine_of_a_thousand_devices_fills_no_page(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first 64, and the log says so."""
-    (tmp_path / "proc/net").mkdir(parents=True)
-    rows = [f"vf{number}: {' '.join('1' * 16)}\n" for number in range(1000)]
-    (tmp_path / "proc/net/dev").write_text("".join(rows))
-    found = Machine(str(tmp_path / "proc"), str(tmp_path / "sys"), ("network",))
+    _network(tree / "proc/net/dev", *(f"vf{number}" for number in range(1000)))
+    found = of_tree(tree, ("network",))
     assert len(found.values(catalog.SYSTEM_NETWORK_IO)) == 128
     assert "1000 network interfaces, of which the first 64" in caplog.text
 
@@ -189,47 +190,34 @@ GARBAGE = (
     b"nan inf -1 1e9 : \n",
     b'x"\n} 1\n' * 50,
     b"cpu  1\nMemTotal: 1 kB\n",
+    b"cpu  -1 -1 -1 -1\nMemTotal: -1 kB\nMemFree: 99999999999999999999 kB\nDirty: x kB\noom_kill -1\n",
 )
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_no_file_can_break_the_page_or_another_collector(tmp_path: Path, garbage: bytes) -> None:
+def test_no_file_can_break_the_page_or_another_collector(tree: Path, garbage: bytes) -> None:
     """Each file in turn is garbage: the page parses, and what does not depend on the file is as it was."""
-    tree = unpack("old_node", tmp_path)
-    whole = Machine(*tree)
-    counters = {tmp_path / "sys/class/infiniband/mlx4_0/ports/1/counters" / name for name in ("symbol_error", "port_xmit_data")}
-    of = {"stat": "cpu", "loadavg": "cpu", "meminfo": "memory", "vmstat": "memory", "diskstats": "disk", "dev": "network"}
-    for path in sorted({*(path for path in (tmp_path / "proc").rglob("*") if path.is_file()), *counters}):
-        before = path.read_bytes()
-        path.write_bytes(garbage)
-        found = Machine(*tree)
-        path.write_bytes(before)
+    whole = of_tree(tree)
+    of = {"stat": "cpu", "meminfo": "memory", "vmstat": "memory", "diskstats": "disk", "net/dev": "network"}
+    kept = {"cpu": catalog.SYSTEM_CPU_TIME, "memory": catalog.SYSTEM_MEMORY_USAGE, "disk": catalog.SYSTEM_DISK_IO,
+            "network": catalog.SYSTEM_NETWORK_IO}  # fmt: skip
+    for name in FILES:
+        before = (tree / "proc" / name).read_bytes()
+        (tree / "proc" / name).write_bytes(garbage)
+        found = of_tree(tree)
+        (tree / "proc" / name).write_bytes(before)
         found.page()
-        assert set(found.failed) <= {of.get(path.name, "infiniband")}
-        if path.name in of:
-            kept = found.values(catalog.HOST_INFINIBAND_ERRORS), found.values(catalog.HOST_INFINIBAND_IO)
-            assert kept == (whole.values(catalog.HOST_INFINIBAND_ERRORS), whole.values(catalog.HOST_INFINIBAND_IO))
-            assert found.values(catalog.SYSTEM_CPU_TIME) == whole.values(catalog.SYSTEM_CPU_TIME) or of[path.name] == "cpu"
+        assert set(found.failed) <= {of[name]}
+        assert all(0 <= one.value < 1 << 63 for one in found.facts.said)
+        for collector, metric in kept.items():
+            assert found.values(metric) == whole.values(metric) or collector == of[name]
 
 
-def test_what_is_no_file_holds_nothing_up(tmp_path: Path) -> None:
-    """A FIFO that nobody writes, a directory, a link to itself: failures, counted and told."""
-    tree = unpack("laptop", tmp_path)
-    for name, make in (("stat", os.mkfifo), ("meminfo", Path.mkdir), ("diskstats", lambda path: path.symlink_to(path))):
-        path = tmp_path / "proc" / name
-        path.unlink()
-        make(path)
-    found = Machine(*tree)
-    assert found.failed == {"cpu": 1, "memory": 1, "disk": 1}
-    assert found.values(catalog.SYSTEM_NETWORK_IO)
-
-
-def test_a_failure_is_counted_each_time_and_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_counted_each_time_and_told_once(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And told again when it comes back."""
-    tree = unpack("laptop", tmp_path)
-    meminfo, text = tmp_path / "proc/meminfo", (tmp_path / "proc/meminfo").read_text()
+    meminfo, text = tree / "proc/meminfo", (tree / "proc/meminfo").read_text()
     meminfo.unlink()
-    found = Machine(*tree)
+    found = of_tree(tree)
     found.look()
     assert found.failed == {"memory": 2}
     assert len(caplog.records) == 1
@@ -242,16 +230,16 @@ def test_a_failure_is_counted_each_time_and_told_once(tmp_path: Path, caplog: py
     assert len(caplog.records) == 2
 
 
-def test_hostile_names_forge_no_series(tmp_path: Path) -> None:
-    """A device may be called whatever a file may."""
-    tree = unpack("laptop", tmp_path)
-    for name in (b'a"} 1\nforged 1', b"\xff\xfe", "größe".encode()):
-        port = tmp_path / "sys/class/infiniband" / os.fsdecode(name) / "ports/1"
-        port.mkdir(parents=True)
-        (port / "state").write_text("4: ACTIVE\n")
-    found = Machine(*tree)
-    assert "\nforged" not in found.page()
-    assert {device for device, _, _ in found.values(catalog.HOST_INFINIBAND_STATE)} == {'a"} 1\nforged 1', "??", "größe"}
+def test_hostile_names_forge_no_series(tree: Path) -> None:
+    """A device may be called nearly whatever a file may."""
+    path = tree / "proc/net/dev"
+    path.write_bytes(
+        path.read_bytes().replace(b"eth7", b'a"}\\1').replace(b"lo", b"\xff\xfe").replace(b"bond0", "größe".encode())
+    )
+    shutil.rmtree(tree / "sys/class")
+    found = of_tree(tree)
+    assert {name for name, _ in found.values(catalog.SYSTEM_NETWORK_IO)} == {'a"}\\1', "??", "größe", "docker0"}
+    assert found.page().count("# TYPE system_network_io") == 1
 
 
 def bracket(before: float, ours: float, after: float, slack: float = 0.0) -> bool:
@@ -267,7 +255,7 @@ def test_this_machine_s_counters_are_those_of_psutil() -> None:
         return psutil.cpu_times(), disks, psutil.net_io_counters(pernic=True, nowrap=False)
 
     cpu, disks, nets = asked()
-    ours = Machine("/proc", "/sys", ("cpu", "disk", "network"))
+    ours = Machine(collect=("cpu", "disk", "network"))
     cpu_after, disks_after, nets_after = asked()
     for mode in ("user", "nice", "system", "steal"):
         assert bracket(getattr(cpu, mode), ours.value(catalog.SYSTEM_CPU_TIME, mode), getattr(cpu_after, mode), 1e-6)
@@ -290,7 +278,7 @@ def test_this_machine_s_counters_are_those_of_psutil() -> None:
 def test_this_machine_s_amounts_are_those_of_psutil(tmp_path: Path) -> None:
     """Memory, swap and a file system, within what other programs take and give back meanwhile."""
     memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(tmp_path))
-    ours = Machine("/proc", "/sys", ("memory", "filesystem"), (str(tmp_path),))
+    ours = Machine(collect=("memory", "filesystem"), paths=(str(tmp_path),))
     memory_after, disk_after = psutil.virtual_memory(), psutil.disk_usage(str(tmp_path))
     slack = memory.total * 0.02
     assert ours.value(catalog.SYSTEM_MEMORY_LIMIT) == memory.total
@@ -314,19 +302,28 @@ def test_a_directory_that_is_not_there_is_a_failure_of_its_own(tmp_path: Path) -
     here = [tmp_path / "a", tmp_path / "b"]
     for path in here:
         path.mkdir()
-    found = Machine("/proc", "/sys", ("filesystem",), (*map(str, here), str(tmp_path / "missing")))
+    found = Machine(collect=("filesystem",), paths=(*map(str, here), str(tmp_path / "missing")))
     assert found.failed == {"filesystem": 1}
     assert len(found.values(catalog.SYSTEM_FILESYSTEM_LIMIT)) == 1
 
 
-@pytest.fixture
-def running(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    """An exporter on a laptop that is asked for everything."""
-    monkeypatch.setattr(daemon, "TICK_S", 0.1)
-    tree = unpack("laptop", tmp_path)
-    config = ExporterConfig(
-        flight_dir=str(flight_dir), mode="node", collect_host=HOST_COLLECTORS, procfs=tree.procfs, sysfs=tree.sysfs
+@pytest.mark.parametrize("innermost", ["/lustre", "/lustre/my data"])
+def test_a_path_is_on_the_innermost_mount(monkeypatch: pytest.MonkeyPatch, innermost: str) -> None:
+    """The last of two at one place is over the other; a name that only begins alike is another's."""
+    mounts = [("/", "ext4"), ("/lustre", "lustre"), ("/lustrefs", "xfs"), (innermost, "nfs4"), (innermost, "fuse.sshfs")]
+    monkeypatch.setattr(
+        psutil, "disk_partitions", lambda **_: [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
     )
+    assert host_module.mount_of("/lustre/my data/x") == (innermost, "fuse.sshfs")
+    assert host_module.mount_of("/home") == ("/", "ext4")
+
+
+@pytest.fixture
+def running(flight_dir: Path, tree: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    """An exporter that is asked for everything."""
+    monkeypatch.setattr(daemon, "TICK_S", 0.1)
+    procfs, sysfs = str(tree / "proc"), str(tree / "sys")
+    config = ExporterConfig(flight_dir=str(flight_dir), mode="node", collect_host=HOST_COLLECTORS, procfs=procfs, sysfs=sysfs)
     with Service(config) as exporter:
         yield exporter
 
@@ -335,10 +332,10 @@ def test_the_exporter_s_page_has_it_and_promtool_no_complaint(running: Service, 
     """In the first scrape already, without labels of a rank, beside the file system of the flight files."""
     text = running.page()
     labels = {"disk_io_direction": "read", "system_device": "nvme0n1"}
-    assert running.value("system_disk_io_bytes_total", **labels) == 73120482 * 512
-    assert running.value("system_memory_linux_available_bytes") == 19283456 * 1024
+    assert running.value("system_disk_io_bytes_total", **labels) == 3 * 512
+    assert (running.value("system_memory_linux_available_bytes") or 0) > 0
     assert re.search(
-        r'system_filesystem_limit_bytes{system_filesystem_mountpoint="/[^"]*",system_filesystem_type="\w+"} ', text
+        r'system_filesystem_limit_bytes{system_filesystem_mountpoint="/[^"]*",system_filesystem_type="[\w.]+"} ', text
     )
     assert 'torchobs_exporter_host_errors_total{collector="filesystem"} 0.0\n' in text
     checked = subprocess.run([program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, check=False)
@@ -346,9 +343,8 @@ def test_the_exporter_s_page_has_it_and_promtool_no_complaint(running: Service, 
     assert complaints == []
 
 
-def test_nothing_is_said_and_nothing_imported_unless_asked_for(flight_dir: Path) -> None:
+def test_nothing_is_said_unless_asked_for(flight_dir: Path) -> None:
     """Off is the default."""
-    assert host_package.of(ExporterConfig()) is None
     with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
         text = exporter.page()
     assert not re.search(r"^(# HELP )?(system_|torchobs_host|torchobs_exporter_host)", text, re.MULTILINE)

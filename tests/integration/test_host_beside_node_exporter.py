@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.exporters import Client, Service
 from tests.support import free_port, wait_until
 from torchobs.catalog import HOST_COLLECTORS
+from torchobs.exporter import host
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.host import look
 
 if TYPE_CHECKING:
     import subprocess
@@ -88,7 +88,7 @@ def test_both_tell_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Processors, load, memory, disks, networks: theirs is between what we said before and after."""
-    monkeypatch.setattr(look, "WAIT_S", 20.0)  # else a page may show a look that began before theirs
+    monkeypatch.setattr(host, "DEADLINE_S", 20.0)  # else a page may show a look that began before theirs
     port = free_port()
     start(program("prometheus-node-exporter"), f"--web.listen-address=127.0.0.1:{port}")
     node = Client(f"127.0.0.1:{port}")

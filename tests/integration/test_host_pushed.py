@@ -10,15 +10,14 @@ import pytest
 from tests.exporters import Service
 from tests.otlp import Receiver, Request, Seen, points, to
 from tests.rank_files import Clock, File
-from tests.recorded_machines import unpack
 from tests.scanners import scanner_of
 from tests.support import wait_until
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter import daemon
+from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import HostFacts, Sample, ScrapeInput
-from torchobs.exporter.host import look
 from torchobs.exporter.otlp.batches import Metrics
 from torchobs.exporter.otlp.options import PushConfig
 from torchobs.exporter.prometheus.exposition import Exposition
@@ -76,22 +75,21 @@ def test_what_does_not_answer_any_more_ends() -> None:
 def test_the_exporter_looks_anew_for_each_push(flight_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though nobody scrapes it: what changed since the last push is in the next one."""
     monkeypatch.setattr(daemon, "TICK_S", 0.05)
-    monkeypatch.setattr(look, "WAIT_S", 20.0)
-    tree = unpack("laptop", tmp_path)
+    monkeypatch.setattr(host_module, "DEADLINE_S", 20.0)
+    stat = "cpu  100 20 30 4000 50 6 7 8 90 10\nbtime 1795200000\nprocs_running {}\nprocs_blocked 1\n"
+    (tmp_path / "stat").write_text(stat.format(3))
     with Receiver() as receiver:
 
-        def loads() -> list[float]:
+        def running() -> list[float]:
             seen = points(receiver.of("/v1/metrics"))
-            return [one.point.as_double for one in seen if one.metric.name == catalog.SYSTEM_CPU_LOAD.name]
+            return [one.point.as_int or one.point.as_double for one in seen if one.metric.name == catalog.HOST_THREADS.name]
 
         push = PushConfig(metrics=to(receiver), interval_s=0.1)
-        config = ExporterConfig(
-            flight_dir=str(flight_dir), push=push, mode="node", collect_host=("cpu",), procfs=tree.procfs, sysfs=tree.sysfs
-        )
+        config = ExporterConfig(flight_dir=str(flight_dir), push=push, mode="node", collect_host=("cpu",), procfs=str(tmp_path))
         with Service(config):
-            wait_until(lambda: 1.42 in loads())
-            (tmp_path / "proc/loadavg").write_text("7.25 0.97 0.81 3/1893 48213\n")
-            wait_until(lambda: 7.25 in loads())
+            wait_until(lambda: 3 in running())
+            (tmp_path / "stat").write_text(stat.format(7))
+            wait_until(lambda: 7 in running())
 
 
 @pytest.fixture

@@ -167,10 +167,7 @@ def test_labels_are_no_target_s(metric: Metric) -> None:
     assert len(labels) == len(set(labels))
 
 
-OPEN = (
-    *(catalog.PROBE, catalog.DEVICE, catalog.GPU_ID, catalog.SYSTEM_DEVICE, catalog.NETWORK_INTERFACE),
-    *(catalog.INFINIBAND_DEVICE, catalog.INFINIBAND_PORT),
-)
+OPEN = (*(catalog.PROBE, catalog.DEVICE, catalog.GPU_ID, catalog.SYSTEM_DEVICE, catalog.NETWORK_INTERFACE),)
 
 
 @METRICS

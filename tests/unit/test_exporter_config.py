@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from torchobs.catalog import HOST_COLLECTORS
 from torchobs.config import option_types
 from torchobs.config.option_types import Address
 from torchobs.exporter import config
@@ -53,7 +54,7 @@ def test_every_option_sets_its_field() -> None:
         "series_limit": ["10"],
         "series_limit_total": ["20"],
         "memory_limit": ["128Mi"],
-        "drop_metrics": ["torchobs_gpu_.*", "hw_.+"],
+        "drop_metrics": ["torchobs_gpu_*", "hw_power_watts"],
         "api_socket": ["/run/api.sock"],
         "api_token_file": ["/run/secrets/token"],
         "control_dir": ["/run/control"],
@@ -81,7 +82,7 @@ def test_every_option_sets_its_field() -> None:
         series_limit=10,
         series_limit_total=20,
         memory_limit=128 << 20,
-        drop_metrics=("torchobs_gpu_.*", "hw_.+"),
+        drop_metrics=("torchobs_gpu_*", "hw_power_watts"),
         api_socket="/run/api.sock",
         api_token_file="/run/secrets/token",
         control_dir="/run/control",
@@ -116,7 +117,10 @@ def test_every_option_sets_its_field() -> None:
         ("series_limit_total", "many"),
         ("memory_limit", "128M"),
         ("memory_limit", "-1"),
-        ("drop_metrics", "(a"),
+        ("drop_metrics", "torchobs_gpu_.*"),
+        ("drop_metrics", "a|b"),
+        ("drop_metrics", "*_layer_*"),
+        ("drop_metrics", "*"),
         ("flight_dir", ""),
         ("flight_dir", "a\0b"),
     ],
@@ -128,6 +132,16 @@ def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> Non
     assert chosen.problems == (f"{option.flag} {text!r}: allowed is {option.kind.allowed}",)
     assert getattr(chosen, field) == getattr(ExporterConfig(), field)
     assert chosen.drain_timeout_s == 7.0
+
+
+def test_a_regular_expression_in_the_drop_list_is_told_what_to_do_instead() -> None:
+    """Drop lists of earlier versions were regular expressions: nothing is dropped by one, and the problem names the remedy."""
+    chosen = config.parse({"drop_metrics": [".*_layer_.*", "torchobs_loss"]}, {})
+    assert chosen.drop_metrics == ("torchobs_loss",)
+    (problem,) = chosen.problems
+    assert problem.startswith("--drop-metrics '.*_layer_.*': allowed is a metric's name")
+    assert "torchobs_grad_layer_*" in problem
+    assert "metric_relabel_configs" in problem
 
 
 def test_a_web_configuration_that_is_not_allowed_is_not_none() -> None:
@@ -173,3 +187,21 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
 def test_no_variable_is_one_that_kubernetes_sets_for_a_service(service: str) -> None:
     """A Service called `torchobs-exporter` describes itself to every container of its namespace, unasked."""
     assert f"TORCHOBS_EXPORTER_{service}" not in {option.variables[0] for option in config.OPTIONS}
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [("all", HOST_COLLECTORS), ("True", HOST_COLLECTORS), ("1", HOST_COLLECTORS), ("none", ()), ("off", ()),
+     ("disk", ("disk",)), ("network, cpu ,", ("cpu", "network")), ("CPU", ("cpu",))],
+)  # fmt: skip
+def test_collectors_are_chosen_by_name(text: str, chosen: tuple[str, ...]) -> None:
+    """All, none, or a list in any order."""
+    assert config.parse({"collect_host": [text]}, {}).collect_host == chosen
+
+
+@pytest.mark.parametrize("text", ["cpus", "cpu,meminfo", "all,cpu", "cpu memory", "infiniband", "cpu,pressure"])
+def test_a_collector_that_does_not_exist_is_refused(text: str) -> None:
+    """And the problem says which there are; those of earlier versions that are node_exporter's now are none."""
+    chosen = config.parse({"collect_host": [text]}, {})
+    assert chosen.collect_host == ()
+    assert all(name in chosen.problems[0] for name in HOST_COLLECTORS)

@@ -12,8 +12,7 @@ from torchobs.config import option_types as kinds
 from torchobs.config import options, settings
 from torchobs.config.option_types import Address, ValueKind
 from torchobs.config.options import EXPORTER_PREFIX, Option, SettingsProblem, values_of, with_exporter_variable
-from torchobs.exporter import log_format, pattern
-from torchobs.exporter.host import choice
+from torchobs.exporter import log_format
 from torchobs.exporter.http import unix_socket
 from torchobs.exporter.http.unix_socket import UnixAddress, unix_address_of
 from torchobs.exporter.otlp import options as otlp
@@ -27,6 +26,7 @@ _PROTECTION = re.compile(rf"--web\.config\.file|{EXPORTER_PREFIX}WEB_CONFIG")
 """A message about a misspelt flag or variable that may have been meant to name the web configuration."""
 
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
+_NAME_OR_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
 _RESERVED_PATHS = ("/-/healthy", "/-/ready")
 _RESERVED = "/api/"
 
@@ -54,14 +54,14 @@ class ExporterConfig:
     created_samples: bool = False
     series_limit: int = 20_000
     """series of one rank"""
-    series_limit_total: int = 1_000_000
-    """series of all ranks"""
+    series_limit_total: int | None = None
+    """lines of all ranks; None: as many as there is memory for"""
     memory_limit: int | None = None
     """bytes; None: the memory cgroup's"""
     file_sd: str | None = None
     """where to write what Prometheus' file_sd_configs read"""
     drop_metrics: tuple[str, ...] = ()
-    """patterns for names of samples that are not served"""
+    """names of samples that are not served, and beginnings of names that end in ``*``"""
     api_socket: str | None = None
     """None: in the flight directory of a node, and none in a sidecar"""
     api_token_file: str | None = None
@@ -99,8 +99,9 @@ def _listen_address(text: str) -> Address | UnixAddress:
     return unix_address_of(text) if text.startswith(unix_socket.PREFIX) else address_of(text)
 
 
-def _pattern(text: str) -> str:
-    pattern.compiled(text)
+def _name_or_prefix(text: str) -> str:
+    if not _NAME_OR_PREFIX.fullmatch(text):
+        raise ValueError(text)
     return text
 
 
@@ -114,6 +115,20 @@ def _hang_timeout(text: str) -> float | None:
     return None if text == "auto" else kinds.duration_s(text)
 
 
+def _collectors(text: str) -> tuple[str, ...]:
+    word = text.lower()
+    if word in {_ALL, "none"}:
+        return HOST_COLLECTORS if word == _ALL else ()
+    if "," not in word and word not in HOST_COLLECTORS:
+        return HOST_COLLECTORS if kinds.BOOLEAN.parse(word) else ()
+    named = {name.strip() for name in word.split(",")} - {""}
+    if not named <= set(HOST_COLLECTORS):
+        raise ValueError(text)
+    return tuple(name for name in HOST_COLLECTORS if name in named)
+
+
+_ALL = "all"
+_COLLECTORS = ValueKind(f"all, none, or a comma-separated list of {', '.join(HOST_COLLECTORS)}", _collectors)
 _PATH = ValueKind("a path", lambda text: str(kinds.PATH.parse(text)))
 
 OPTIONS = tuple(map(with_exporter_variable, (
@@ -175,17 +190,22 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "20000", flag="--series-limit", metavar="NUMBER",
     ),
     Option(
-        "series_limit_total", kinds.integer(1), "Most series of all ranks together.",
-        "1000000", flag="--series-limit-total", metavar="NUMBER",
+        "series_limit_total", kinds.integer(1), "Most series of all ranks together, each bucket of a histogram being one.",
+        "as many as there is memory for, 1000000 at most", flag="--series-limit-total", metavar="NUMBER",
     ),
     Option(
-        "memory_limit", kinds.MEMORY, "Memory to get by with: what does not fit is not served, and counted.",
+        "memory_limit", kinds.MEMORY, "Memory to get by with: --series-limit-total follows from it.",
         "the container's limit", flag="--memory-limit", metavar="SIZE",
     ),
     Option(
-        "drop_metrics", ValueKind("a pattern of literals, classes, groups, |, *, + and ? for a whole name", _pattern),
-        "Metrics of the ranks not to serve, by the name they have on the page.",
-        "", flag="--drop-metrics", metavar="REGEX", several=True,
+        "drop_metrics",
+        ValueKind(
+            "a metric's name on the page, or the beginning of one and a * (torchobs_grad_layer_*); regular expressions are for "
+            "metric_relabel_configs of the scraper",
+            _name_or_prefix,
+        ),
+        "Metric of the ranks not to serve, by the name it has on the page, or by its beginning and a *.",
+        "", flag="--drop-metrics", metavar="NAME", several=True,
     ),
     Option(
         "api_socket", ValueKind("a path, or off", lambda text: str(kinds.PATH.parse(text))),
@@ -201,9 +221,9 @@ OPTIONS = tuple(map(with_exporter_variable, (
         "that of the pod, or control beside the flight files", ("TORCHOBS_CONTROL_DIR",), flag="--control.dir", metavar="DIR",
     ),
     Option(
-        "collect_host", choice.KIND,
+        "collect_host", _COLLECTORS,
         f"Collect the machine's numbers, too, where there is no node_exporter: all, or some of {', '.join(HOST_COLLECTORS)}.",
-        "none", flag="--collect.host", metavar="LIST", bare=choice.ALL,
+        "none", flag="--collect.host", metavar="LIST", bare=_ALL,
     ),
     Option(
         "host_paths", _PATH,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.config import settings
 from torchobs.config.option_types import Address
-from torchobs.exporter import file_sd, gc_tuning, host, log_format
+from torchobs.exporter import file_sd, gc_tuning, log_format
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.exporter_metrics import Lost
@@ -36,8 +36,7 @@ from torchobs.exporter.http.unix_socket_watch import Named
 from torchobs.exporter.prometheus.page_cache import PageCache
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
-from torchobs.flight.files.headroom import cgroup_limit
-from torchobs.ranks.memory_budget import Memory
+from torchobs.ranks import memory_budget
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.otlp.pipeline import PushPipeline
 
 TICK_S = 1.0
@@ -112,10 +112,10 @@ class _Service:
         self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[ServiceStatus], bool] | None
     ) -> None:
         self._config, self._announce, self._finished = config, announce, finished
-        memory = Memory(config.memory_limit or cgroup_limit() or math.inf, pushes=config.push is not None)
-        self._watch = SnapshotCache(Scanner(config, memory=memory))
-        self._pages = PageCache(config, memory)
-        self._scrapers = ScrapeTracker()
+        for_memory = memory_budget.derived(config)
+        most = config.series_limit_total or for_memory
+        self._watch = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
+        self._pages, self._scrapers = PageCache(config, most), ScrapeTracker()
         self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
         self._gate = WebConfigMiddleware(config.web_config_file)
         self._api = Api(config, self._watch, lambda: self._gate.authenticates)
@@ -126,16 +126,13 @@ class _Service:
         self._doors: list[Listener] = []
         self._context = self._gate.context
         self._bind_problems: tuple[str, ...] = ()
-        self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
         self._inherit_problems: tuple[str, ...] = ()
+        self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
         self._unbound = list(config.addresses)
-        self._address, self._unannounced = "", 0
-        self._next_bind_s = 0.0
+        self._address, self._unannounced, self._next_bind_s = "", 0, 0.0
         self._connections, self._named = Connections(), Named()
-        self._push, self._site.host = _push_of(config), host.of(config)
-        self._done = False
-        self._leave = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._push, self._site.host = _optional(config)
+        self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
         self._watch_signals()
@@ -379,20 +376,23 @@ class _Service:
             door.remove_name()
             await door.server.shutdown(sockets=[door.bound])
         self._api.close()
-        if self._site.host is not None:
-            self._site.host.close()
         self._watch.close()
         self._pages.close()
         self._gate.close()
 
 
-def _push_of(config: ExporterConfig) -> PushPipeline | None:
-    """Return what pushes over OTLP, which takes 3 MiB more; nothing of it is imported unless an endpoint is given."""
-    if config.push is None:
-        return None
-    from torchobs.exporter.otlp.pipeline import PushPipeline
+def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics | None]:
+    """Return what pushes over OTLP and what reads the machine's numbers; of what is not asked for nothing is imported."""
+    push, host = None, None
+    if config.push is not None:
+        from torchobs.exporter.otlp.pipeline import PushPipeline
 
-    return PushPipeline(config.push, config)
+        push = PushPipeline(config.push, config)
+    if config.collect_host:
+        from torchobs.exporter.host import HostMetrics
+
+        host = HostMetrics(config)
+    return push, host
 
 
 async def _sleep_until(event: asyncio.Event, timeout_s: float) -> None:

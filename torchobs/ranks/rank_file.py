@@ -95,9 +95,9 @@ class RankFile:
         return self._exemplars.shown
 
     @property
-    def weight(self) -> int:
-        """Bytes of memory, about, that it takes."""
-        return 0 if self.retired else RANK + self.file.weight
+    def size(self) -> int:
+        """How many series it counts for where memory is planned (``memory``)."""
+        return 0 if self.retired else RANK + self.file.size
 
     @property
     def up(self) -> bool:
@@ -209,7 +209,7 @@ class RankFile:
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:
     """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open.
 
-    ``most``: bytes that its series table may have, which is read at once; a file that torchobs makes has 450 KiB at most.
+    ``most``: bytes that its series table may have, which is read at once.
     """
     file = reader.open_file(directory_fd, name, owner)
     try:

@@ -14,14 +14,15 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING
 
 from torchobs.flight.files.create import boot_id
 from torchobs.flight.format.layout import MAX_READ_SIZE
+from torchobs.ranks import memory_budget
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
-from torchobs.ranks.memory_budget import Memory
 from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
 from torchobs.ranks.snapshot import EMPTY, REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
@@ -53,13 +54,16 @@ _BOOT_ID = boot_id()
 class Scanner:
     """Follows one flight directory."""
 
-    def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, memory: Memory | None = None) -> None:
-        self._config, self._clock, self._memory = config, clock, memory or Memory()
+    def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, series_limit: float = inf) -> None:
+        """``series_limit``: how many series the files in use may have together, a rank itself being ``memory.RANK``."""
+        self._config, self._clock, self._most = config, clock, series_limit
         self._directory = Directory(config)
         self._tracked: dict[str, RankFile] = {}
         self._bad: dict[str, int] = {}
-        self._heavy: dict[str, int] = {}
-        """of those, the bytes that were too many"""
+        self._large: dict[str, int] = {}
+        """of those, the series that were too many"""
+        self._size = 0
+        """how many series the files in use have"""
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = 0
@@ -75,7 +79,7 @@ class Scanner:
             self._open_new(names, now)
         for tracked in self._tracked.values():
             self._observe(tracked, now)
-        self._weigh(now)
+        self._leave_out(now)
         ranks, left, files = self._select(now)
         standings, runs = self._joins.of(ranks, now.monotonic_ns)
         return Snapshot(
@@ -122,7 +126,7 @@ class Scanner:
             self._tracked.pop(name).seal()
         for name in self._bad.keys() - set(names):
             del self._bad[name]
-            self._heavy.pop(name, None)
+            self._large.pop(name, None)
 
     def _open_new(self, names: list[str], now: Now) -> None:
         for name, tracked in list(self._tracked.items()):
@@ -140,21 +144,23 @@ class Scanner:
 
     def _due(self, now: Now) -> list[str]:
         """Return the bad files to be tried again; of those that were too large the ones for which there is memory by now."""
-        left = self._memory.most_files - self._memory.files
+        left = self._most - self._size
         due = (name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns)
-        return [name for name in due if self._heavy.get(name, 0) <= left]
+        return [name for name in due if self._large.get(name, 0) <= left]
 
     def _open(self, name: str, now: Now) -> None:
         directory = self._directory
         try:
-            tracked = open_tracked(directory.fd, name, directory.owner, now, self._memory.most_files / 4)
+            tracked = open_tracked(
+                directory.fd, name, directory.owner, now, max(self._most * memory_budget.TABLE, memory_budget.LEAST_TABLE)
+            )
             self._opened += 1
             self._tracked[name], tracked.opened = tracked, self._opened
             self._bad.pop(name, None)
-            self._heavy.pop(name, None)
-            self._memory.files += tracked.weight
-            if self._memory.files > self._memory.most_files:
-                self._weigh(now)
+            self._large.pop(name, None)
+            self._size += tracked.size
+            if self._size > self._most:
+                self._leave_out(now)
         except FileNotFoundError:
             self._bad.pop(name, None)  # gone since it was listed
         except HOSTILE as problem:
@@ -162,19 +168,18 @@ class Scanner:
             self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
             _log.warning("flight file not served: %s: %s", name, _words(problem))
 
-    def _weigh(self, now: Now) -> None:
-        """Let go of the heaviest files, of those the newest, until there is memory for the rest."""
-        weights = {name: (tracked.weight, tracked.opened) for name, tracked in self._tracked.items()}
-        total = sum(weight for weight, _ in weights.values())
-        while total > self._memory.most_files:
-            name = max(weights, key=weights.__getitem__)
-            weight, _ = weights.pop(name)
-            total -= weight
+    def _leave_out(self, now: Now) -> None:
+        """Let go of the files with the most series, of those the newest, until there is room for the rest."""
+        sizes = {name: (tracked.size, tracked.opened) for name, tracked in self._tracked.items()}
+        self._size = sum(size for size, _ in sizes.values())
+        while self._size > self._most:
+            name = max(sizes, key=sizes.__getitem__)
+            size, _ = sizes.pop(name)
+            self._size -= size
             self._tracked.pop(name).seal()
-            self._bad[name], self._heavy[name] = now.monotonic_ns + _RETRY_NS, weight
+            self._bad[name], self._large[name] = now.monotonic_ns + _RETRY_NS, size
             self._errors["memory"] += 1
-            _log.warning("flight file not served: %s: no memory for the %d KiB that it takes", name, weight >> 10)
-        self._memory.files = total
+            _log.warning("flight file not served: %s: no memory for its %d series", name, size)
 
     def _observe(self, tracked: RankFile, now: Now) -> None:
         try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from torchobs.exporter.host.look import Host
+    from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.otlp.counters import Counts
     from torchobs.exporter.prometheus.page_cache import PageCache
     from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
@@ -36,7 +36,7 @@ class Site:
         self.problems: tuple[str, ...] = ()
         self.pushed: Mapping[str, Counts] | None = None
         self.lost = NOTHING_LOST
-        self.host: Host | None = None
+        self.host: HostMetrics | None = None
         links = ((telemetry_path, "Metrics"), ("/api/v1/openapi.json", "API"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
         self.live = LivePage(watch, lambda: self.problems, links)
 

@@ -1,7 +1,8 @@
 """The connections there are, and which of them have to go: those that take too long, and the longest idle when it gets crowded.
 
 uvicorn waits for ever for a request's head, and for whoever reads no response; asyncio takes as many connections as there are
-descriptors, and then none. A thousand connections of which nothing comes must not keep one scraper out.
+descriptors, and then none; neither has an option for it. A thousand connections of which nothing comes must not keep one
+scraper out.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import resource
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torchobs import catalog
@@ -27,6 +28,9 @@ MOST_CONNECTIONS = 512
 """More than any number of scrapers and people."""
 
 REASONS = catalog.EXPORTER_CONNECTIONS_DROPPED.attributes[0].values
+RETRY_S = 1.0
+"""asyncio's ``ACCEPT_RETRY_DELAY``: until it accepts again after the kernel had no descriptor or no memory for a connection"""
+
 _SHARE_OF_DESCRIPTORS = 4
 _PART = 8
 """Where it is crowded an eighth of the connections goes, so that not every one that comes has to look at all others."""
@@ -34,33 +38,15 @@ _PART = 8
 _log = logging.getLogger(__name__)
 
 
-class RequestCycle(Protocol):
-    """A request and its response."""
-
-    response_complete: bool
-
-
-class Abortable(Protocol):
-    """A socket, or what stands for one."""
-
-    def abort(self) -> None:
-        """Close it at once."""
-
-
 class Connection(Protocol):
-    """What is asked of a connection: uvicorn's h11 protocol has it, and one that is still being made."""
+    """What is asked of a connection: uvicorn's h11 protocol has it."""
 
-    @property
-    def transport(self) -> Abortable:
-        """Its socket."""
-
-    @property
-    def cycle(self) -> RequestCycle | None:
-        """The request at hand, or the last one."""
-
-    @property
-    def timeout_keep_alive_task(self) -> object:
-        """Set while it is idle after a response, when uvicorn itself looks after it."""
+    transport: Any
+    """an :class:`asyncio.Transport`"""
+    cycle: Any
+    """the request at hand, or the last one; ``None``: there was none yet"""
+    timeout_keep_alive_task: Any
+    """set while it is idle after a response, when uvicorn itself looks after it"""
 
 
 class Connections:
@@ -71,6 +57,7 @@ class Connections:
         self.dropped = Counter(dict.fromkeys(REASONS, 0))
         self._most = most if most is not None else _room()
         self._all: dict[Connection, None] = {}
+        self._exhausted_s = -RETRY_S
         self._since: WeakKeyDictionary[Connection, tuple[tuple[int, bool], float]] = WeakKeyDictionary()
 
     def add(self, connection: Connection) -> None:
@@ -101,6 +88,17 @@ class Connections:
             return True
         self.thin_out(now_s, len(self._all) - self._most + 1)
         return len(self._all) < self._most
+
+    def exhausted(self, problem: OSError, now_s: float) -> None:
+        """Close some connections, since none can be accepted: the one that waits stays in the kernel's queue meanwhile.
+
+        asyncio says so hundreds of times in a row (CPython 3.11), which is one failure.
+        """
+        if now_s - self._exhausted_s >= RETRY_S / 2:
+            self._exhausted_s = now_s
+            self.dropped["accept"] += 1
+            _log.error("cannot accept connections: %s", problem.strerror)
+            self.thin_out(now_s, scrapers=False)
 
     def thin_out(self, now_s: float, least: int = 1, *, scrapers: bool = True) -> None:
         """Close an eighth of the connections, or ``least``, beginning with those that wait the longest without a request.

@@ -1,18 +1,26 @@
 """HTTP/1.1 on one connection: uvicorn's, for people who do not mean well.
 
-What comes is read in small pieces, and a request's body has an end: h11 takes 10 µs for each chunk of a body, however short, so
-that one packet of 256 KiB would hold the event loop for half a second, and a body without end a core for ever.
+What uvicorn has no option for is added here. Its ``limit_concurrency`` answers 503 to whoever comes last, which is the scraper
+when a thousand others send nothing; here room is made for it (``connections``). TLS begins in the protocol and not in asyncio's
+server, which shows nobody the connections whose handshake never ends. What comes is read in small pieces, and a request's body
+has an end: h11 takes 10 µs for each chunk of a body, however short, so that one packet of 256 KiB would hold the event loop for
+half a second, and a body without end a core for ever.
 """
 
 from __future__ import annotations
 
+import socket
+import time
 from typing import TYPE_CHECKING, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from torchobs.exporter.http.connection_limits import HEAD_S
+
 if TYPE_CHECKING:
     import asyncio
+    import ssl
 
     import uvicorn
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -53,8 +61,12 @@ class BoundedConnection(h11.Connection):
 class HttpProtocol(H11Protocol):
     """One connection."""
 
-    def __init__(self, server: uvicorn.Server, connections: Connections) -> None:
+    def __init__(self, server: uvicorn.Server, connections: Connections, context: ssl.SSLContext | None = None) -> None:
+        """``context``: for TLS."""
         super().__init__(server.config, server.server_state, {})
+        self._server, self._context = server, context
+        self._handshake: asyncio.Task[None] | None = None
+        self._early = b""
         self.conn = BoundedConnection(h11.SERVER, MOST_HEAD)
         self.once = False
         """whether it is closed after a response"""
@@ -63,9 +75,39 @@ class HttpProtocol(H11Protocol):
         self._body = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """See :class:`asyncio.Protocol`."""
+        """Take the connection if there is room for it, before its handshake. See :class:`asyncio.Protocol`."""
+        self.transport = transport
+        if not self._connections.make_room(time.monotonic()):
+            self._connections.dropped["crowd"] += 1
+            transport.abort()
+            return
         self._connections.add(self)
-        super().connection_made(transport)
+        accepted: socket.socket = transport.get_extra_info("socket")
+        if accepted.family != socket.AF_UNIX:
+            # asyncio does so only where the protocol's number is known; without it the end of a page can wait 40 ms for an ACK
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._context is None:
+            super().connection_made(transport)
+        else:
+            self._handshake = self.loop.create_task(self._secure(transport, self._context))
+
+    async def _secure(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        try:
+            # the sweep looks at handshakes as at everything else; the timeout is for when nobody sweeps
+            secured = await self.loop.start_tls(transport, self, context, server_side=True, ssl_handshake_timeout=2 * HEAD_S)
+        except OSError:  # what OpenSSL refuses is one, too: no TLS, a certificate that is none of ours
+            if self in self._connections:
+                self._connections.dropped["tls"] += 1
+                self._connections.discard(self)
+            return
+        if secured is None or self not in self._connections:  # closed meanwhile
+            self._connections.discard(self)
+            return
+        # whose handshake had begun when another certificate came is served once: it fails no scrape
+        self.once = not all(one.is_serving() for one in self._server.servers)
+        super().connection_made(secured)
+        early, self._early = self._early, b""
+        self.data_received(early)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See :class:`asyncio.Protocol`."""
@@ -74,6 +116,9 @@ class HttpProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read what came, as far as it is to be read. See :class:`asyncio.Protocol`."""
+        if cast("object", self.flow) is None:  # behind the end of the handshake, of which ``_secure`` is told a moment later
+            self._early += data
+            return
         for at in range(0, len(data), _PIECE):
             if self.transport.is_closing():
                 return

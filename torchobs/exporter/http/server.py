@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import resource
 import socket
-from typing import TYPE_CHECKING, cast
+import time
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 
 from torchobs.config.option_types import Address
-from torchobs.exporter.http.acceptor import Acceptor
 from torchobs.exporter.http.protocol import HttpProtocol, chunked_writes
 
 if TYPE_CHECKING:
-    import asyncio
     import ssl
+    from collections.abc import Callable
 
     from starlette.types import ASGIApp
 
@@ -27,6 +28,7 @@ KEEP_ALIVE_S = 75
 NEXT_PORTS = 100
 _BACKLOG = 512
 _FILES = 65_536
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def allow_files() -> None:
@@ -81,20 +83,35 @@ async def serve_on(
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=1,
+        backlog=_BACKLOG,
     )
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
+    # uvicorn's own TLS would be asyncio's, see ``protocol``; it calls this with arguments that the server has, too
+    config.http_protocol_class = cast("Any", lambda **_: HttpProtocol(server, connections, context))
     await server.on_tick(0)  # sets the Date header
-    acceptor = Acceptor(bound, lambda: HttpProtocol(server, connections), context, connections)
-    server.servers = [cast("asyncio.Server", acceptor)]
-    server.started = True
+    asyncio.get_running_loop().set_exception_handler(_handler(connections))
+    await server.startup(sockets=[bound])
     return server
+
+
+def _handler(connections: Connections) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """Return what asyncio calls when the kernel has no descriptor or no memory for a connection, before it tries again."""
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        problem = context.get("exception")
+        if isinstance(problem, OSError) and problem.errno in _EXHAUSTED and "socket" in context:
+            connections.exhausted(problem, time.monotonic())
+        else:
+            loop.default_exception_handler(context)
+
+    return handle
 
 
 def retire(server: uvicorn.Server) -> None:
     """Accept no more, and close what is idle. What has begun is answered, and a connection's first request."""
-    for acceptor in server.servers:
-        acceptor.close()
+    for listening in server.servers:
+        listening.close()
     for connection in list(server.server_state.connections):
         cast("HttpProtocol", connection).finish()

@@ -89,7 +89,7 @@ class Exposition:
             self._heads.clear()  # with the names of what is gone
 
     def _give_back(self, ranks: Collection[_RankSeries]) -> bool:
-        return self._limits.give_back(sum(known.size for known in ranks), sum(known.weight for known in ranks))
+        return self._limits.give_back(sum(known.lines for known in ranks))
 
 
 def _speakers(served: Mapping[tuple[int, str], Rank]) -> set[tuple[int, str]]:
@@ -172,8 +172,8 @@ class _RankSeries:
         self._said: dict[Style, SampleRenderer] = {}
         self._counted: set[int] = set()
         self.quiet = QuietSeries()
-        self.weight = 0
-        """bytes that the lines take"""
+        self.lines = 0
+        """how many lines they have"""
 
     @property
     def size(self) -> int:
@@ -189,7 +189,7 @@ class _RankSeries:
         self._counted.update(one for one, entry in self._entries.items() if entry is None)
         for placed in (self._entries, self._taken, self._texts):
             placed.clear()
-        self.weight = 0
+        self.lines = 0
 
     def said(self, rank: Rank, style: Style) -> list[Chunk]:
         """Return the lines of what the exporter says of the rank."""
@@ -226,10 +226,9 @@ class _RankSeries:
             entry = label(series, family, self.identity)
             key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # in one tuple: pairs take 240 bytes more
             if key not in self._taken:
-                if not (size := self._limits.fits(entry)):
-                    return "memory"
-                self.weight += size
+                if not (lines := self._limits.take(entry)):
+                    return "total_limit"
+                self.lines += lines
                 self._taken.add(key)
-                self._limits.taken += 1
                 return entry
         return "conflict"

@@ -13,11 +13,11 @@ from torchobs.exporter.prometheus import text_format
 from torchobs.exporter.prometheus.compression import gzipped
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.series_limits import SeriesLimits
+from torchobs.ranks.memory_budget import MOST
 from torchobs.ranks.scanner import EMPTY
 
 if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
-    from torchobs.ranks.memory_budget import Memory
 
 
 class Page(NamedTuple):
@@ -33,12 +33,13 @@ class Page(NamedTuple):
 class PageCache:
     """Renders pages, and keeps those of the newest facts. To be used in one event loop."""
 
-    def __init__(self, config: ExporterConfig, memory: Memory | None = None) -> None:
+    def __init__(self, config: ExporterConfig, series_limit: int = MOST) -> None:
+        """``series_limit``: lines of all ranks."""
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
         others = [sample.name for family in self._registry.collect() for sample in family.samples]
-        limits = SeriesLimits(config.series_limit, config.series_limit_total, config.drop_metrics, memory)
+        limits = SeriesLimits(config.series_limit, series_limit, config.drop_metrics)
         self._exposition = Exposition(others, limits=limits, created=config.created_samples, host=bool(config.collect_host))
         self._thread = ThreadPoolExecutor(1, "render")
         self._facts = ScrapeInput(EMPTY)

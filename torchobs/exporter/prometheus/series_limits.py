@@ -7,9 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.exporter.pattern import compiled
 from torchobs.exporter.prometheus.name_registry import Family, family_of, sample_name
-from torchobs.ranks.memory_budget import Memory, of_lines
+from torchobs.ranks.memory_budget import MOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,20 +21,20 @@ _NAMES = 4096
 
 
 class SeriesLimits:
-    """What one page may hold. A histogram is one series here, of as many lines as it has buckets."""
+    """What one page may hold: so many series of a rank, a histogram being one, and so many lines."""
 
-    def __init__(
-        self, per_rank: int = 20_000, total: int = 1_000_000, drop: Sequence[str] = (), memory: Memory | None = None
-    ) -> None:
-        """``drop`` are patterns (``pattern.compiled``) for the names that samples have on the page."""
+    def __init__(self, per_rank: int = 20_000, total: int = MOST, drop: Sequence[str] = ()) -> None:
+        """``total``: lines of all ranks, of which the last quarter is for torchobs' own series, not an application's.
+
+        ``drop``: names that samples have on the page, and beginnings of such names that end in ``*``.
+        """
         self.dropped = Counter(dict.fromkeys(REASONS, 0))
         """series not served, by reason"""
         self.taken = 0
-        """series on the page"""
+        """lines on the page"""
         self._per_rank, self._total = per_rank, total
-        self._listed = _listed([compiled(text) for text in drop]) if drop else None
+        self._listed = _listed(drop) if drop else None
         self._was_full = False
-        self._memory = memory or Memory()
 
     def refusal(self, series: Series, in_rank: int) -> str | None:
         """Return the reason why there is no room for one more in a rank that has so many, if there is none."""
@@ -48,25 +47,29 @@ class SeriesLimits:
             return "total_limit"
         return None
 
-    def fits(self, entry: Labelled) -> int:
-        """Return the bytes that its lines take, 0 when there is no memory for them."""
-        size = of_lines(entry.sample, entry.labels.items(), len(entry.buckets) + 2 if entry.buckets else 1)
-        if self._memory.spend(size, own=entry.series.scope is None):
-            return size
-        self._was_full = True
-        return 0
+    def take(self, entry: Labelled) -> int:
+        """Return the lines that a series has on the page, 0 if there is no room for them."""
+        lines = len(entry.buckets) + 2 if entry.buckets else 1
+        if self.taken + lines > (self._total if entry.series.scope is None else 0.75 * self._total):
+            self._was_full = True
+            return 0
+        self.taken += lines
+        return lines
 
-    def give_back(self, number: int, size: int) -> bool:
-        """Take back the room of a rank that is gone, in series and in bytes; tell whether others wait for it."""
-        self.taken -= number
-        self._memory.page -= size
-        waiting, self._was_full = self._was_full and number > 0, False
+    def give_back(self, lines: int) -> bool:
+        """Take back the room of ranks that are gone; return True if others wait for it."""
+        self.taken -= lines
+        waiting, self._was_full = self._was_full and lines > 0, False
         return waiting
 
 
-def _listed(patterns: Sequence[Callable[[str], bool]]) -> Callable[[Family], bool]:
+def _listed(drop: Sequence[str]) -> Callable[[Family], bool]:
+    names = frozenset(text for text in drop if not text.endswith("*"))
+    prefixes = tuple(text.removesuffix("*") for text in drop if text.endswith("*"))
+
     @lru_cache(_NAMES)
     def listed(family: Family) -> bool:
-        return any(fits(sample_name(family)) for fits in patterns)
+        name = sample_name(family)
+        return name in names or name.startswith(prefixes)
 
     return listed

@@ -9,11 +9,11 @@ import pytest
 
 from tests.support import wait_until
 from torchobs import catalog
+from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.detached_call import STUCK_AFTER_S, DetachedCall
 from torchobs.exporter.exporter_metrics import Sample
-from torchobs.exporter.host import filesystem, look
-from torchobs.exporter.host.lane import FRESH_S, STUCK_AFTER_S, Lane
-from torchobs.exporter.host.look import KEEP_S, Host
+from torchobs.exporter.host import FILE_SYSTEM_FRESH_S, KEEP_S, HostMetrics
 
 SAID = Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1.0)
 
@@ -33,7 +33,7 @@ class Server:
         self._up.set()
 
     def collect(self, path: str = "/lustre/checkpoints") -> Iterable[Sample]:
-        """As `filesystem.collect` does."""
+        """As `host.filesystem` does."""
         self.asked += 1
         assert path == "/lustre/checkpoints"
         self._up.wait()
@@ -54,27 +54,27 @@ def clock() -> list[float]:
     return [100.0]
 
 
-def test_a_lane_asks_no_second_time_while_it_waits(server: Server, clock: list[float]) -> None:
+def test_a_call_asks_no_second_time_while_it_waits(server: Server, clock: list[float]) -> None:
     """One thread hangs, not one per scrape; the last answer stands, and after seconds it is called stuck."""
-    lane = Lane(server.collect, lambda: clock[0])
-    lane.begin()
-    first = lane.wait(10)
+    call = DetachedCall(server.collect, lambda: clock[0], FILE_SYSTEM_FRESH_S)
+    call.begin()
+    first = call.wait(10)
     assert first is not None
     assert first.said == (SAID,)
-    lane.begin()
+    call.begin()
     assert server.asked == 1  # an answer this young is not asked for again
-    clock[0] += FRESH_S
+    clock[0] += FILE_SYSTEM_FRESH_S
     server.down()
     for _ in range(3):
-        lane.begin()
-        assert lane.wait(0) is first
+        call.begin()
+        assert call.wait(0) is first
     wait_until(lambda: server.asked > 1)
-    assert (server.asked, lane.is_stuck) == (2, False)
+    assert (server.asked, call.is_stuck) == (2, False)
     clock[0] += STUCK_AFTER_S
-    assert lane.is_stuck
+    assert call.is_stuck
     server.up()
-    assert lane.wait(30) is not first
-    assert (server.asked, lane.is_stuck) == (2, False)
+    assert call.wait(30) is not first
+    assert (server.asked, call.is_stuck) == (2, False)
 
 
 def test_what_cannot_be_asked_is_an_answer(clock: list[float]) -> None:
@@ -83,16 +83,16 @@ def test_what_cannot_be_asked_is_an_answer(clock: list[float]) -> None:
     def fail() -> Iterable[Sample]:
         raise FileNotFoundError(2, "No such file or directory", "/lustre")
 
-    lane = Lane(fail, lambda: clock[0])
+    call = DetachedCall(fail, lambda: clock[0])
     for _ in range(2):
-        lane.begin()
-        answer = lane.wait(10)
+        call.begin()
+        answer = call.wait(10)
         assert answer is not None
         assert (answer.said, type(answer.failure), answer.at_s) == ((), FileNotFoundError, clock[0])
-        clock[0] += FRESH_S
+        clock[0] += FILE_SYSTEM_FRESH_S
 
 
-def stuck(host: Host) -> dict[str, float]:
+def stuck(host: HostMetrics) -> dict[str, float]:
     """By mount point, of file systems."""
     assert host.latest is not None
     return {
@@ -106,17 +106,17 @@ def test_a_dead_file_server_holds_up_nothing_and_is_told_of(
     server: Server, clock: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its last numbers stand for a minute, then end; the page says that it is stuck, the log says so once."""
-    monkeypatch.setattr(filesystem, "collect", server.collect)
-    monkeypatch.setattr(look, "find_existing", lambda *_: None)
-    monkeypatch.setattr(look, "LANES_S", 5.0)
+    monkeypatch.setattr(host_module, "filesystem", server.collect)
+    monkeypatch.setattr(host_module, "find_existing", lambda *_: None)
+    monkeypatch.setattr(host_module, "DEADLINE_S", 5.0)
     config = ExporterConfig(collect_host=("filesystem",), host_paths=("/lustre/checkpoints",))
-    host = Host(config, lambda: clock[0])
+    host = HostMetrics(config, lambda: clock[0])
     host.take()
     assert (SAID in host.latest.said, stuck(host)["/lustre"]) == (True, 0.0) if host.latest else False
     server.down()
-    clock[0] += FRESH_S
-    monkeypatch.setattr(look, "LANES_S", 0.0)
-    of_flight_files = host._slow[0].lane  # which nothing waits for now, and nothing may call stuck
+    clock[0] += FILE_SYSTEM_FRESH_S
+    monkeypatch.setattr(host_module, "DEADLINE_S", 0.0)
+    of_flight_files = host._sources[0].call  # which nothing waits for now, and nothing may call stuck
     for _ in range(3):
         host.take()
         of_flight_files.wait(30)
@@ -135,20 +135,18 @@ def test_a_dead_file_server_holds_up_nothing_and_is_told_of(
         "host: file system of /lustre/checkpoints: no answer for seconds, and it is not asked again until there is one"
     ]
     server.up()
-    monkeypatch.setattr(look, "LANES_S", 5.0)
+    monkeypatch.setattr(host_module, "DEADLINE_S", 5.0)
     host.take()
     assert (SAID in host.latest.said, stuck(host)["/lustre"]) == (True, 0.0)
-    host.close()
 
 
 HANGING = """
 import threading
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.host import filesystem, look
-filesystem.collect = lambda path: threading.Event().wait()
-host = look.Host(ExporterConfig(collect_host=("filesystem", "cpu"), host_paths=("/lustre",)))
+from torchobs.exporter import host as module
+module.filesystem = lambda path: threading.Event().wait()
+host = module.HostMetrics(ExporterConfig(collect_host=("filesystem", "cpu"), host_paths=("/lustre",)))
 host.take()
-host.close()
 print(sorted({said.metric.name.partition(".")[2].partition(".")[0] for said in host.latest.said}))
 """
 
