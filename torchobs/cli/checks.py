@@ -35,7 +35,10 @@ _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
 """What adjtimex(2) returns while the kernel's clock is not synchronised."""
 _EXTRAS = {
-    "exporter": ("click", "msgspec", "prometheus_client", "starlette", "uvicorn", "yaml", "bcrypt", "opentelemetry.sdk"),
+    "exporter": (
+        *("bcrypt", "click", "msgspec", "prometheus_client", "starlette", "urllib3", "uvicorn", "yaml"),
+        *("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.common"),
+    ),
     "otlp-grpc": ("opentelemetry.exporter.otlp.proto.grpc",),
     "report": ("matplotlib",),
 }

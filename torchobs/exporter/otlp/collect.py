@@ -8,7 +8,7 @@ import socket
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.sdk.resources import Resource
 
 from torchobs._version import __version__
 from torchobs.exporter import described, labels
@@ -166,7 +166,7 @@ def _own_resource() -> Resource:
         "telemetry.sdk.language": "python",
         "telemetry.sdk.version": __version__,
     }
-    return Resource(attributes=values.key_values(given.items()))
+    return Resource(values.cleaned(given.items()))
 
 
 def _host_resource() -> Resource:
@@ -181,4 +181,4 @@ def _host_resource() -> Resource:
         "telemetry.sdk.language": "python",
         "telemetry.sdk.version": __version__,
     }
-    return Resource(attributes=values.key_values(given.items()))
+    return Resource(values.cleaned(given.items()))

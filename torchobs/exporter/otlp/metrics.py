@@ -17,13 +17,15 @@ from torchobs.catalog import BY_NAME, prometheus_label
 from torchobs.exporter import exemplars, labels
 from torchobs.exporter.exemplars import NONE
 from torchobs.exporter.names import COMMON_METRICS, EXPORTER_S, cumulative
+from torchobs.exporter.otlp import values
 from torchobs.exporter.otlp.points import Stream
 from torchobs.flight.series import Scope, Series, ValueType
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     from torchobs.exporter.described import Said
     from torchobs.exporter.exemplars import Shown
@@ -45,6 +47,7 @@ class Source:
         self._said: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
         self._by_series: dict[Series, Stream] = {}
         self._kept: list[Series] = []
+        self._scopes: dict[Scope | None, InstrumentationScope] = {}
         self._taken: set[tuple[Scope | None, str, str]] = set()
         self._up = False
         self.opened = 0
@@ -108,9 +111,15 @@ class Source:
             key = series.scope, series.name, repr(series.attributes)
             if key not in self._taken:
                 self._taken.add(key)
-                stream = Stream(series, self._attributes(series), survives=_survives(series), known=self._known)
+                scope, own = self._scope(series.scope), self._attributes(series)
+                stream = Stream(series, scope, own, survives=_survives(series), known=self._known)
                 self._by_series[series] = stream
         return stream
+
+    def _scope(self, given: Scope | None) -> InstrumentationScope:
+        if given not in self._scopes:
+            self._scopes[given] = values.own_scope(self._resource) if given is None else values.scope(*given)
+        return self._scopes[given]
 
     def _attributes(self, series: Series) -> list[tuple[str, object]]:
         own: list[tuple[str, object]] = []
