@@ -14,7 +14,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
-from torchobs.probes.budget import Budget
+from torchobs.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
@@ -72,7 +72,7 @@ class ModelChanges:
 
     def __init__(self, host: Host) -> None:
         self._host, self._models, self._seen = host, host.cycle.models, host.cycle.models.changes
-        self._budget = Budget(_EVERY_NS, _BURST)
+        self._budget = RateLimiter(_EVERY_NS, _BURST)
 
     def sample(self) -> None:
         """Write an event if the model has changed, the first ones each, then one a minute."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.detect.idle import idle_from
 from torchobs.flight.totals import DURATION_SUM
-from torchobs.probes.budget import LONG_NS, Budget
+from torchobs.probes.budget import LONG_NS, span_limiter
 from torchobs.probes.goodput import OpenTime
 from torchobs.probes.patching import Patch
 from torchobs.probes.segments import FORWARD, OTHER
@@ -22,8 +22,6 @@ from torchobs.probes.trace import EVAL, TRAIN
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
-
-_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
 
 
 class PhaseProbe:
@@ -34,7 +32,7 @@ class PhaseProbe:
     def __init__(self) -> None:
         self._patch: Patch | None = None
         self._depth = 0
-        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+        self._budget = span_limiter()
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
