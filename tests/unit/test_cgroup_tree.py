@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.probes.cgroup_tree import (
+from torchobs.cgroup import (
     Cpu,
     Hierarchy,
     again,

@@ -236,11 +236,10 @@ def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # its size is
 
 def cgroup() -> Check:
     """Return the memory cgroup that holds this process, and its limit."""
-    from torchobs.probes import cgroup_tree
+    from torchobs.cgroup import of_process, tightest
 
-    membership, mounts = (cgroup_tree.read(f"/proc/self/{name}") for name in ("cgroup", "mountinfo"))
-    groups = cgroup_tree.hierarchy(membership, mounts, "memory")
-    found = cgroup_tree.tightest(groups) if groups else None
+    groups = of_process("memory")
+    found = tightest(groups) if groups else None
     if found is None:
         return Check(
             "cgroup", WARN, "no memory cgroup can be read", "a kill for memory is only judged by the machine's memory then"

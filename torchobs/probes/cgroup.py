@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.probes.cgroup_tree import cpu_of, hierarchy, pressure, read
+from torchobs.cgroup import cpu_of, hierarchy, pressure, read
 from torchobs.probes.limits import Groups
 
 if TYPE_CHECKING:

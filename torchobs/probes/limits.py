@@ -11,14 +11,14 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.cgroup_tree import again, hierarchy, read, tightest
+from torchobs.cgroup import again, hierarchy, read, tightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torchobs.cgroup import Hierarchy, Memory
     from torchobs.flight.table import Cell
     from torchobs.flight.writer import FlightWriter
-    from torchobs.probes.cgroup_tree import Hierarchy, Memory
     from torchobs.probes.process import Machine
 
 NEAR = 0.9

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import NamedTuple
 
-from torchobs.probes.cgroup_tree import field, number, read
+from torchobs.cgroup import field, number, read
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_CHILDREN = 4096

@@ -80,6 +80,12 @@ def hierarchy(membership: str, mounts: str, controller: str, root: str = "") -> 
     return None
 
 
+def of_process(controller: str, root: str = "") -> Hierarchy | None:
+    """Return the groups that hold this process under ``controller``, as ``/proc`` has them now."""
+    membership, mounts = (read(f"{root}/proc/self/{name}") for name in ("cgroup", "mountinfo"))
+    return hierarchy(membership, mounts, controller, root)
+
+
 def memory_of(level: str, *, v2: bool, root: str = "") -> Memory | None:
     """Read one group's memory; ``None`` where there is none: v2's root, or one to which the controller is not given."""
     names = _V2 if v2 else _V1
