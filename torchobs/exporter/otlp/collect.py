@@ -21,7 +21,7 @@ from torchobs.exporter.tracked import HOSTILE
 from torchobs.flight.reader import MAX_FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torchobs.exporter.described import Facts, HostFacts
     from torchobs.exporter.otlp.rings import Rings
@@ -156,29 +156,21 @@ class Traces:
 
 
 def _own_resource() -> Resource:
-    given = {
-        "service.name": "torchobs-exporter",
-        "service.instance.id": str(uuid.uuid4()),
-        "service.version": __version__,
-        "host.name": socket.gethostname(),
-        "process.pid": os.getpid(),
-        "telemetry.sdk.name": values.SCOPE,
-        "telemetry.sdk.language": "python",
-        "telemetry.sdk.version": __version__,
-    }
-    return Resource(values.cleaned(given.items()))
+    return _resource("torchobs-exporter", str(uuid.uuid4()), {"service.version": __version__, "process.pid": os.getpid()})
 
 
 def _host_resource() -> Resource:
     """Return what stands for the machine: of Prometheus' labels it has its own ``job``, and its name for ``instance``."""
-    name = socket.gethostname()
+    return _resource("torchobs-host", socket.gethostname(), {"os.type": "linux"})
+
+
+def _resource(service: str, instance: str, more: Mapping[str, str | int]) -> Resource:
     given = {
-        "service.name": "torchobs-host",
-        "service.instance.id": name,
-        "host.name": name,
-        "os.type": "linux",
+        "service.name": service,
+        "service.instance.id": instance,
+        "host.name": socket.gethostname(),
         "telemetry.sdk.name": values.SCOPE,
         "telemetry.sdk.language": "python",
         "telemetry.sdk.version": __version__,
     }
-    return Resource(values.cleaned(given.items()))
+    return Resource({**given, **more})
