@@ -259,3 +259,30 @@ def test_the_catalog_s_own_names_cannot_be_forged(flight_dir: Path, receiver: Re
     found = [(one.metric.name, one.scope, one.point) for one in points(receiver.taken)]
     assert [point.as_double for name, _, point in found if name == "torchobs.rank.up"] == [1.0]
     assert {scope for name, scope, _ in found if name == "torchobs.steps"} <= {"torchobs"}
+
+
+def test_a_rank_that_gets_another_label_has_its_end_and_its_values_in_one_request(
+    flight_dir: Path, receiver: Receiver, file: File
+) -> None:
+    """Both are of one resource; neither takes the other's place, nor does an application's scope that is named as ours."""
+    file.set(user("my.c"), 100, USER)
+    file.set(user("my.d"), 1, Scope("torchobs", str(file.header.resource.get("torchobs_version", ""))))
+    newer = File(flight_dir, seed=2, born_s=5.0).hold()
+    with Pushing(flight_dir, only_metrics(receiver)) as pushing:
+        for second in (4.0, 6.0, 9.0):
+            file.beat(second)
+            file.save()
+            if second > 5.0:
+                newer.beat(second)
+                newer.save()
+            pushing.look(second)
+        newer.release()
+    found = [
+        (one.attributes["rank"], bool(one.point.flags & NO_VALUE))
+        for one in points(receiver.taken)
+        if one.metric.name == "my.c"
+    ]
+    assert ("0", True) in found
+    assert found[-1] != ("0", False)
+    assert ("0-00000001", False) in found
+    assert {"my.d", "torchobs.steps"} <= {one.metric.name for one in points(receiver.taken[:1]) if one.scope == "torchobs"}

@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 
 from tests.otlp import Answer, Fast, Pushing, Receiver, Request, balanced, only_metrics, points
-from tests.rank_files import File, S
+from tests.rank_files import File
 from tests.support import wait_until
 from torchobs.catalog import Kind, Metric
 from torchobs.exporter.otlp.http_transport import HttpTransport
@@ -86,7 +86,7 @@ def test_a_receiver_may_say_when_to_come_again(flight_dir: Path, file: File, as_
         if first:
             return Answer()
         first.append(request)
-        after = formatdate(clock.wall_ns() / S + 12, usegmt=True) if as_date else "12"
+        after = formatdate(time.time() + 12, usegmt=True) if as_date else "12"
         return Answer(503, {"Retry-After": after})
 
     with Receiver(later) as receiver, Pushing(flight_dir, only_metrics(receiver), clock) as pushing:
@@ -165,7 +165,7 @@ class NeverDone:
 def test_a_handshake_that_never_ends_is_left_after_the_timeout() -> None:
     """Each byte in time, and never the last."""
     with NeverDone() as server:
-        web = HttpTransport(PushTarget(server.target, timeout_s=0.3), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target, timeout_s=0.3), lambda _: (0, ""))
         assert web.send(b"").words == "no answer within 0.3 s"
         web.close()
 
@@ -173,7 +173,7 @@ def test_a_handshake_that_never_ends_is_left_after_the_timeout() -> None:
 def test_a_handshake_that_never_ends_can_be_cancelled() -> None:
     """An exporter that must go does not wait for it."""
     with NeverDone() as server, ThreadPoolExecutor(1) as pool:
-        web = HttpTransport(PushTarget(server.target, timeout_s=500.0), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target, timeout_s=500.0), lambda _: (0, ""))
         sent = pool.submit(web.send, b"")
         assert server.begun.wait(30)
         web.cancel()
@@ -223,11 +223,11 @@ class Early:
 def test_a_refusal_before_the_body_was_read_is_one(answer: bytes, kind: str, words: str) -> None:
     """The answer that is there counts, not the connection that broke; one that took nothing has not succeeded."""
     with Early(answer) as server:
-        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""))
         outcome = web.send(b"x" * 32 * 1024**2)
         web.close()
     assert outcome.kind == kind
-    assert outcome.words == words if words else outcome.words in {"Connection reset by peer", "Broken pipe"}
+    assert outcome.words == words if words else "connection" in outcome.words.lower()
     assert outcome.after_s == (7.0 if b"Retry-After" in answer else None)
 
 
@@ -235,7 +235,7 @@ def test_the_connection_of_an_early_refusal_is_not_used_again() -> None:
     """The next request has its own."""
     refused = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
     with Early(refused, refused) as server:
-        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""), time.time)
+        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""))
         kinds = [web.send(b"x" * 32 * 1024**2).kind for _ in range(2)]
         web.close()
     assert kinds == ["refused", "refused"]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import signal
 import socket
 import ssl
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,7 +24,11 @@ from tests.rank_files import File, live_rank, train
 from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import certify
 from torchobs.exporter.config import ExporterConfig
+from torchobs.exporter.otlp.http_transport import HttpTransport
 from torchobs.exporter.otlp.options import PushConfig, PushTarget
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OFF = """
 import sys
@@ -28,7 +36,7 @@ from torchobs.cli.exporter import main
 import torchobs.exporter.daemon
 from torchobs.exporter.config import ExporterConfig
 torchobs.exporter.daemon._optional(ExporterConfig())
-heavy = ("google", "grpc", "requests", "opentelemetry.proto", "opentelemetry.sdk", "psutil")
+heavy = ("google", "grpc", "requests", "urllib3", "opentelemetry.proto", "opentelemetry.sdk", "psutil")
 print([name for name in sys.modules if name.startswith(heavy)])
 """
 
@@ -158,3 +166,72 @@ def test_a_proxy_of_the_environment_is_used(flight_dir: Path, monkeypatch: pytes
     assert request.headers["host"] == "collector.example:4318"
     assert request.headers["proxy-authorization"] == "Basic dXNlcjpwYXNzIHdvcmQ="
     assert "proxy-authorization" not in direct.taken[0].headers
+
+
+class Tunnel:
+    """A proxy for CONNECT that leads wherever it is told, inside a `with` block; `asked` is the head of the last request."""
+
+    def __init__(self, to_url: str) -> None:
+        self._to = ("127.0.0.1", int(to_url.rpartition(":")[2]))
+        self.asked = b""
+
+    def __enter__(self) -> Self:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://user:pass@127.0.0.1:{self._server.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._lead)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._server.close()
+
+    def _lead(self) -> None:
+        with contextlib.suppress(OSError):
+            near, _ = self._server.accept()
+            with near, socket.create_connection(self._to) as far:
+                while b"\r\n\r\n" not in self.asked:
+                    self.asked += near.recv(4096)
+                near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                while (ready := select.select([near, far], [], [])[0]) and (data := ready[0].recv(65536)):
+                    (far if ready[0] is near else near).sendall(data)
+
+
+def test_tls_goes_through_a_proxy_s_tunnel(
+    program: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy hears where to, and its own user; the receiver, whose certificate is checked, hears nothing of that."""
+    certificate = certify(program("openssl"), tmp_path, "server")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, tmp_path / "server.key")
+    with Receiver(tls=context) as receiver, Tunnel(receiver.url) as proxy:
+        monkeypatch.setenv("https_proxy", proxy.url)
+        monkeypatch.setenv("no_proxy", "")
+        url = receiver.url + "/v1/metrics"
+        web = HttpTransport(PushTarget(url, certificate=str(certificate)), lambda _: (0, ""))
+        outcomes = [web.send(b"1"), web.send(b"2")]
+        web.close()
+    assert [outcome.kind for outcome in outcomes] == ["sent", "sent"], outcomes
+    assert proxy.asked.startswith(f"CONNECT {url.split('/')[2]} HTTP/1.".encode())
+    assert b"Proxy-Authorization: Basic dXNlcjpwYXNz\r\n" in proxy.asked.replace(b"proxy-authorization", b"Proxy-Authorization")
+    assert [request.body for request in receiver.taken] == [b"1", b"2"]
+    assert not any("proxy-authorization" in request.headers for request in receiver.taken)
+
+
+def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: Path) -> None:
+    """The files are read for each connection; nothing has to be started again."""
+    certificate, other = (certify(program("openssl"), tmp_path, name) for name in ("server", "other"))
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(other.read_bytes())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, tmp_path / "server.key")
+    with Receiver(tls=context) as receiver:
+        web = HttpTransport(to(receiver, certificate=str(trusted)), lambda _: (0, ""))
+        before = web.send(b"x")
+        trusted.write_bytes(certificate.read_bytes())
+        after = web.send(b"x")
+        web.close()
+    assert (before.kind, after.kind) == ("retry", "sent")
+    assert "CERTIFICATE_VERIFY_FAILED" in before.words

@@ -65,7 +65,7 @@ def test_causes_without_number_take_no_memory_without_limit() -> None:
     once = log_file.OncePerMinute(60.0, lambda: 0.0)
     for number in range(5000):
         once.filter(record(f"line {number}"))
-    assert len(once._seen) <= 1000
+    assert len(once._limiter._states) <= 1000
 
 
 def test_the_older_half_goes_when_the_log_is_too_long(tmp_path: Path) -> None:

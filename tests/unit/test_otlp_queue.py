@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from urllib3 import HTTPResponse
 
 from tests.otlp import Fast
 from torchobs.exporter.otlp.http_transport import _retry_after_s
@@ -162,13 +163,12 @@ def test_a_receiver_is_not_asked_before_it_wants_to_be() -> None:
     ("header", "seconds"),
     [
         (None, None), ("", None), ("5", 5.0), (" 120 ", 120.0), ("-1", None), ("1.5", None), ("soon", None), ("٣", None),
-        ("9" * 400, 999_999_999.0), (formatdate(1_000_060, usegmt=True), 60.0), (formatdate(10, usegmt=True), 0.0),
-        ("Fri, 99 Foo 2000 00:00:00 GMT", None),
+        ("9" * 9000, None), (formatdate(10, usegmt=True), 0.0), ("Fri, 99 Foo 2000 00:00:00 GMT", None),
     ],
 )  # fmt: skip
 def test_retry_after_is_a_number_or_a_date(header: str | None, seconds: float | None) -> None:
     """RFC 9110; what is neither says nothing."""
-    assert _retry_after_s(header, 1_000_000.0) == seconds
+    assert _retry_after_s(HTTPResponse(headers={} if header is None else {"Retry-After": header})) == seconds
 
 
 def test_what_a_receiver_says_is_one_short_line() -> None:

@@ -34,7 +34,10 @@ _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
 """What adjtimex(2) returns while the kernel's clock is not synchronised."""
 _EXTRAS = {
-    "exporter": ("msgspec", "prometheus_client", "starlette", "uvicorn", "yaml", "bcrypt", "shtab", "opentelemetry.sdk"),
+    "exporter": (
+        *("bcrypt", "msgspec", "prometheus_client", "shtab", "starlette", "urllib3", "uvicorn", "yaml"),
+        *("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.common"),
+    ),
     "otlp-grpc": ("opentelemetry.exporter.otlp.proto.grpc",),
     "report": ("matplotlib",),
 }
@@ -233,11 +236,10 @@ def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # its size is
 
 def cgroup() -> Check:
     """Return the memory cgroup that holds this process, and its limit."""
-    from torchobs.probes.memory import cgroup_fs
+    from torchobs.support.cgroup import of_process, tightest
 
-    membership, mounts = (cgroup_fs.read(f"/proc/self/{name}") for name in ("cgroup", "mountinfo"))
-    groups = cgroup_fs.hierarchy(membership, mounts, "memory")
-    found = cgroup_fs.tightest(groups) if groups else None
+    groups = of_process("memory")
+    found = tightest(groups) if groups else None
     if found is None:
         return Check(
             "cgroup", WARN, "no memory cgroup can be read", "a kill for memory is only judged by the machine's memory then"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from torchobs.support.rate_limit import RateLimiter
+
 STORM = 4
 """Recompilations of one function within the window. Up to three are usual: a size that turns out to be dynamic, training and
 evaluation, a second dtype. torch gives a function up at eight (``torch._dynamo.config.recompile_limit``), and says so then."""
@@ -20,7 +22,7 @@ class Recompiles:
 
     def __init__(self) -> None:
         self._times: dict[str, deque[float]] = {}
-        self._told: dict[str, float] = {}
+        self._told = RateLimiter(QUIET_S)
 
     def note(self, function: str, now_s: float) -> int:
         """Add one; return how many there were within ten minutes if that is a storm to be told now, else 0.
@@ -33,12 +35,8 @@ class Recompiles:
         times.append(now_s)
         while times[0] < now_s - WINDOW_S:
             times.popleft()
-        if len(times) < STORM or now_s - self._told.get(function, -QUIET_S) < QUIET_S:
-            return 0
-        self._told[function] = now_s
-        return len(times)
+        return len(times) if len(times) >= STORM and self._told.take(now_s, function) else 0
 
     def _forget_oldest(self) -> None:
         oldest = min(self._times, key=lambda function: self._times[function][-1])
         del self._times[oldest]
-        self._told.pop(oldest, None)

@@ -14,7 +14,7 @@ FORMATS = ("logfmt", "json")
 LEVELS = ("debug", "info", "warn", "error")
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
-_QUIET = ("uvicorn", "asyncio")
+_QUIET = ("uvicorn", "asyncio", "urllib3")
 
 
 class Handler(logging.StreamHandler[TextIO]):

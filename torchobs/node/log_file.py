@@ -12,6 +12,8 @@ import stat
 import time
 from typing import TYPE_CHECKING
 
+from torchobs.support.rate_limit import RateLimiter
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -47,19 +49,14 @@ class OncePerMinute(logging.Filter):
 
     def __init__(self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self._interval_s, self._clock = interval_s, clock
-        self._seen: dict[tuple[str, ...], tuple[float, int]] = {}
+        # messages that were formatted before they came here look like causes of their own: only so many are kept
+        self._limiter, self._clock = RateLimiter(interval_s, most_keys=_CAUSES), clock
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return True if the record is to be written; one that is says how many like it were not."""
-        now, cause = self._clock(), (record.name, str(record.msg), str(getattr(record, "cause", "")))
-        since, dropped = self._seen.get(cause, (now - self._interval_s, 0))
-        if now - since < self._interval_s:
-            self._seen[cause] = (since, dropped + 1)
+        cause = record.name, str(record.msg), str(getattr(record, "cause", ""))
+        if not self._limiter.take(self._clock(), cause):
             return False
-        if len(self._seen) >= _CAUSES:
-            self._seen.clear()  # messages that were formatted before they came here: each looks like a cause of its own
-        self._seen[cause] = (now, 0)
-        if dropped:
+        if dropped := self._limiter.held_back(cause):
             record.msg = f"{record.msg} [and {dropped} more like it]"
         return True

@@ -12,11 +12,12 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.event_rate_limit import Ration
+from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.flight.files.headroom import survive_limits
 from torchobs.flight.metrics.fold import LIVE_PHASES
 from torchobs.probes.core.timeline import DATA, EVALUATION, FORWARD, OTHER
 from torchobs.support.error_guard import CircuitBreaker, call
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,9 +50,9 @@ class Sampler:
         self._context, self._samples, self._slow = context, samples, slow
         context.warn_limited, context.yield_gil = self.warn_limited, self.yield_gil
         self._stop, self._busy = threading.Event(), threading.Lock()
-        self._own, self._ration = CircuitBreaker("sampler"), Ration()
+        self._own, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
         self._shown: dict[str, int] = {}
-        self._spoken: dict[str, float] = {}
+        self._warnings = RateLimiter(QUIET_S)
         now = self.breathed = time.monotonic()
         self._name_checked = self._cost_shown = now
         self._observed = now - OBSERVE_S + OBSERVE_FIRST_S
@@ -132,8 +133,8 @@ class Sampler:
         found, writer.anomalies = writer.anomalies, []
         now = time.monotonic()
         for anomaly in found:
-            omitted = self._ration.take(anomaly.kind, now)
-            if omitted is not None:
+            if self._anomalies.take(now, anomaly.kind):
+                omitted = self._anomalies.held_back(anomaly.kind)
                 more = {"left_out": omitted} if omitted else {}
                 attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline} | more
                 writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
@@ -187,7 +188,5 @@ class Sampler:
 
     def warn_limited(self, cause: str, message: str) -> None:
         """Log a warning, at most one a minute for each cause."""
-        now = time.monotonic()
-        if now - self._spoken.get(cause, -QUIET_S) >= QUIET_S:
-            self._spoken[cause] = now
+        if self._warnings.take(time.monotonic(), cause):
             logger.warning("torchobs: %s", message)

@@ -16,7 +16,7 @@ from torchobs import catalog
 from torchobs.detect.slow_steps import slow_from
 from torchobs.flight.format import span_ids
 from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
-from torchobs.support.rate_limit import Budget
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,9 +43,9 @@ class StepSpans:
         self._kept: deque[tuple[StepRecord, bytes]] = deque(maxlen=_KEPT)
         self._late: deque[StepRecord] = deque(maxlen=_KEPT)
         self._durations: deque[float] = deque(maxlen=_COMPARED)
-        self._budgets = {reason: Budget(_EVERY_NS, _BURST) for reason in (SLOW, ANOMALOUS)}
+        self._budgets = {reason: RateLimiter(_EVERY_NS, _BURST) for reason in (SLOW, ANOMALOUS)}
         self._due_ns, self._pause_ns = 0, _EVERY_NS if self._interval == "auto" else _LEAST_NS
-        self._users = Budget(_USER_EVERY_NS, _USER_BURST)
+        self._users = RateLimiter(_USER_EVERY_NS, _USER_BURST)
         self._written: deque[int] = deque(maxlen=_KEPT)
         self._wanted: set[int] = set()
         self._adopting = 0

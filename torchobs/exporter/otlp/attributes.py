@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue, KeyValueList
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
+from torchobs.flight.format.layout import encodable
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -36,38 +37,34 @@ _OWN = (
 _LEFT_OUT = frozenset({"trace_id", "pid", "launched_by"})
 
 
-def key_values(attributes: Iterable[tuple[str, object]]) -> list[KeyValue]:
-    """Return attributes."""
-    return [KeyValue(key=str(name), value=any_value(value)) for name, value in attributes]
+def cleaned(attributes: Iterable[tuple[str, object]]) -> dict[str, Any]:
+    """Return attributes as OpenTelemetry's encoder takes them."""
+    return {encodable(name): clean(value) for name, value in attributes}
 
 
-def any_value(value: object, depth: int = _DEPTH) -> AnyValue:  # noqa: PLR0911  # one line for each type
+def clean(value: object, depth: int = _DEPTH) -> Any:
     """Return a value; what OTLP has no type for, or is nested deeper than 8 levels, becomes text."""
-    if isinstance(value, bool):
-        return AnyValue(bool_value=value)
-    if isinstance(value, int) and -_INT64 <= value < _INT64:
-        return AnyValue(int_value=value)
+    if isinstance(value, str):
+        return encodable(value)
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and -_INT64 <= value < _INT64):
+        return value
     if isinstance(value, float):
-        return AnyValue(double_value=value) if isfinite(value) else AnyValue(string_value=str(value))
-    if value is None:
-        return AnyValue()
+        return value if isfinite(value) else str(value)
     if isinstance(value, Mapping) and depth:
-        items = [KeyValue(key=str(name), value=any_value(item, depth - 1)) for name, item in value.items()]
-        return AnyValue(kvlist_value=KeyValueList(values=items))
-    if isinstance(value, Sequence) and not isinstance(value, str) and depth:
-        return AnyValue(array_value=ArrayValue(values=[any_value(item, depth - 1) for item in value]))
-    return AnyValue(string_value=value if isinstance(value, str) else labels.text(value))
+        return {encodable(str(name)): clean(item, depth - 1) for name, item in value.items()}
+    if isinstance(value, Sequence) and depth:
+        return [clean(item, depth - 1) for item in value]
+    return labels.text(value)
 
 
-def scope(name: str, version: str = "", attributes: Iterable[tuple[str, object]] = ()) -> InstrumentationScope:
+def scope(name: str, version: str, schema_url: str, attributes: Iterable[tuple[str, object]]) -> InstrumentationScope:
     """Return an instrumentation scope."""
-    return InstrumentationScope(name=name, version=version, attributes=key_values(attributes))
+    return InstrumentationScope(name, version, schema_url, cleaned(attributes))
 
 
-def version_of(resource: Resource) -> str:
-    """Return the version of torchobs that a resource names."""
-    found = (one.value.string_value for one in resource.attributes if one.key == "telemetry.sdk.version")
-    return next(found, "")
+def own_scope(resource: Resource) -> InstrumentationScope:
+    """Return torchobs' own scope, of the version that a resource names."""
+    return InstrumentationScope(SCOPE, str(resource.attributes.get("telemetry.sdk.version", "")))
 
 
 def resource_of(header: Header) -> Resource:
@@ -86,4 +83,4 @@ def resource_of(header: Header) -> Resource:
         "telemetry.sdk.name": SCOPE,
         "telemetry.sdk.language": "python",
     }
-    return Resource(attributes=key_values({**given, **own, **named, **fixed}.items()))
+    return Resource(cleaned({**given, **own, **named, **fixed}.items()))

@@ -8,7 +8,7 @@ import socket
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+from opentelemetry.sdk.resources import Resource
 
 from torchobs._version import __version__
 from torchobs.exporter import exporter_metrics
@@ -22,7 +22,7 @@ from torchobs.ranks import labels
 from torchobs.ranks.rank_file import HOSTILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torchobs.exporter.exporter_metrics import HostFacts, ScrapeInput
     from torchobs.exporter.otlp.span_reader import SpanReader
@@ -159,29 +159,21 @@ class Traces:
 
 
 def _own_resource() -> Resource:
-    given = {
-        "service.name": "torchobs-exporter",
-        "service.instance.id": str(uuid.uuid4()),
-        "service.version": __version__,
-        "host.name": socket.gethostname(),
-        "process.pid": os.getpid(),
-        "telemetry.sdk.name": attributes.SCOPE,
-        "telemetry.sdk.language": "python",
-        "telemetry.sdk.version": __version__,
-    }
-    return Resource(attributes=attributes.key_values(given.items()))
+    return _resource("torchobs-exporter", str(uuid.uuid4()), {"service.version": __version__, "process.pid": os.getpid()})
 
 
 def _host_resource() -> Resource:
     """Return what stands for the machine: of Prometheus' labels it has its own ``job``, and its name for ``instance``."""
-    name = socket.gethostname()
+    return _resource("torchobs-host", socket.gethostname(), {"os.type": "linux"})
+
+
+def _resource(service: str, instance: str, more: Mapping[str, str | int]) -> Resource:
     given = {
-        "service.name": "torchobs-host",
-        "service.instance.id": name,
-        "host.name": name,
-        "os.type": "linux",
+        "service.name": service,
+        "service.instance.id": instance,
+        "host.name": socket.gethostname(),
         "telemetry.sdk.name": attributes.SCOPE,
         "telemetry.sdk.language": "python",
         "telemetry.sdk.version": __version__,
     }
-    return Resource(attributes=attributes.key_values(given.items()))
+    return Resource({**given, **more})

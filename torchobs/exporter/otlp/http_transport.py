@@ -1,6 +1,7 @@
-"""OTLP over HTTP with protobuf, by the standard library: what the exporter has loaded anyway.
+"""OTLP over HTTP with protobuf, by urllib3.
 
-``requests``, which OpenTelemetry's own exporter uses, takes 6.6 MiB more (measured); of it the push would use one POST.
+urllib3 does what HTTP, TLS and proxies want. What it has no means for is here: a limit on the time that a whole request takes,
+and breaking one off from another thread. Nothing is sent again by urllib3: that is the queue's to decide, which also counts.
 Specification: https://opentelemetry.io/docs/specs/otlp/#otlphttp.
 """
 
@@ -8,23 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import http.client
 import socket
 import ssl
-from base64 import b64encode
-from email.utils import parsedate_to_datetime
-from threading import Timer
-from typing import TYPE_CHECKING
+from functools import partial
+from http import HTTPStatus
+from threading import Event, Timer
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from google.protobuf.message import DecodeError
+from urllib3 import PoolManager, ProxyManager, Retry, make_headers
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError, ProxyError
+from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
 from torchobs._version import __version__
 from torchobs.exporter.otlp.transport import Outcome, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+
+    from urllib3 import BaseHTTPResponse
 
     from torchobs.exporter.otlp.options import PushTarget
 
@@ -33,25 +39,22 @@ RETRYABLE = frozenset({429, 502, 503, 504})
 
 _LEVEL = 1
 _LONGEST_ANSWER = 64 * 1024
-_FAILURES = (OSError, http.client.HTTPException, ValueError)
+_FAILURES = (OSError, HTTPError, ValueError)
 
 
 class HttpTransport:
-    """The way to one URL. ``partial`` reads how many items an answer rejects, and why; ``wall_s`` is Unix time."""
+    """The way to one URL. ``partial_success`` reads how many items an answer rejects, and why."""
 
-    def __init__(self, target: PushTarget, partial: Callable[[bytes], tuple[int, str]], wall_s: Callable[[], float]) -> None:
-        self._target, self._partial, self._wall_s = target, partial, wall_s
-        self._connection: http.client.HTTPConnection | None = None
-        self._socket: socket.socket | None = None
-        parts = urlsplit(target.url)
-        self._host, self._tls = parts.hostname or "", parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
-        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    def __init__(self, target: PushTarget, partial_success: Callable[[bytes], tuple[int, str]]) -> None:
+        self._target, self._partial_success = target, partial_success
         encoding = {"Content-Encoding": "gzip"} if target.gzip else {}
         fixed = {"Content-Type": "application/x-protobuf", "User-Agent": f"torchobs-exporter/{__version__}"}
         self._headers = {**fixed, **encoding, **dict(target.headers)}
+        self._manager: PoolManager | None = None
+        self._connection: _Breakable | None = None
+        self._socket: socket.socket | None = None
         self._closed = False
-        self._late: list[bool] = []
+        self._late = Event()
 
     def pack(self, message: bytes) -> bytes:
         """See :class:`Transport`."""
@@ -59,17 +62,27 @@ class HttpTransport:
 
     def send(self, body: bytes) -> Outcome:
         """See :class:`Transport`."""
-        used_before = self._connection is not None
+        late = self._late = Event()
+
+        def give_up() -> None:
+            late.set()
+            self._break()
+
+        # a socket's timeout starts again with every byte: a receiver that answers by drops would hold the thread for ever
+        timer = Timer(self._target.timeout_s, give_up)
+        timer.daemon = True
+        timer.start()
         try:
-            return self._post(body)
-        except TimeoutError:
-            self._drop_connection()
-            return self._not_in_time()
+            answer, said = self._post(body)
         except _FAILURES as problem:
-            self._drop_connection()
-            if not used_before:
-                return Outcome("retry", words=_words(problem))
-        return self._again(body)
+            if late.is_set() or isinstance(problem, (TimeoutError, HTTPTimeoutError)):
+                return Outcome("retry", words=f"no answer within {self._target.timeout_s:g} s")
+            return Outcome("retry", words=_words(problem))
+        finally:
+            timer.cancel()
+            if self._connection is None or self._connection.is_closed:
+                self._forget()
+        return self._judge(answer, said)
 
     def cancel(self) -> None:
         """See :class:`Transport`."""
@@ -78,106 +91,54 @@ class HttpTransport:
 
     def close(self) -> None:
         """See :class:`Transport`."""
-        self._drop_connection()
+        if self._manager is not None:
+            self._manager.clear()
+        self._forget()
 
-    def _again(self, body: bytes) -> Outcome:
-        """Send on a new connection: the receiver may end one that was idle, which is no failure."""
-        try:
-            return self._post(body)
-        except TimeoutError:
-            self._drop_connection()
-            return self._not_in_time()
-        except _FAILURES as problem:
-            self._drop_connection()
-            return Outcome("retry", words=_words(problem))
-
-    def _not_in_time(self) -> Outcome:
-        return Outcome("retry", words=f"no answer within {self._target.timeout_s:g} s")
-
-    def _post(self, body: bytes) -> Outcome:
-        late = self._late = list[bool]()
-
-        def give_up() -> None:
-            late.append(True)
-            self._break()
-
-        # a socket's timeout starts again with every byte: a receiver that answers by drops would hold the thread for ever
-        timer = Timer(self._target.timeout_s, give_up)
-        timer.daemon = True
-        timer.start()
-        try:
-            connection = self._connected()
-            path, more = self._via()
-            broken_off = self._request(connection, path, body, {**self._headers, **more})
-            answer, said = self._answer(connection, broken_off)
-        except _FAILURES:
-            if late:
-                raise TimeoutError from None
-            raise
-        finally:
-            timer.cancel()
-        if late:
-            raise TimeoutError  # broken amid an answer that has no length: it ended there
-        if connection.sock is None or not answer.isclosed() or broken_off is not None:
-            self._drop_connection()
-        return self._judge(answer, said)
-
-    def _request(
-        self, connection: http.client.HTTPConnection, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> OSError | None:
-        """Send; return what broke off the sending: a refusal by the headers alone may come before the end."""
-        try:
-            connection.request("POST", path, body, headers)
-        except (BrokenPipeError, ConnectionResetError) as problem:
-            return problem.with_traceback(None)  # its frames would keep the socket from closing
-        return None
-
-    def _answer(
-        self, connection: http.client.HTTPConnection, broken_off: OSError | None
-    ) -> tuple[http.client.HTTPResponse, bytes]:
-        """Return the answer and what it says. Raises ``broken_off`` unless it is a refusal of what was not sent to its end."""
-        try:
-            answer = connection.getresponse()
+    def _post(self, body: bytes) -> tuple[BaseHTTPResponse, bytes]:
+        """Return the answer and what it says. Raises what urllib3 does, or what :meth:`_check` does."""
+        self._check()
+        if self._manager is None:
+            self._manager = self._connect()
+        answer: BaseHTTPResponse = self._manager.urlopen(
+            "POST", self._target.url, body=body, headers=self._headers, timeout=self._target.timeout_s,
+            redirect=False, retries=False, preload_content=False, decode_content=False,
+        )  # fmt: skip
+        with contextlib.closing(answer):  # which ends the connection unless all of the answer was read
             said = answer.read(_LONGEST_ANSWER)
-        except _FAILURES:
-            if broken_off is not None:
-                raise broken_off from None
-            raise
-        if broken_off is not None and (answer.status < 300 or answer.status == http.HTTPStatus.REQUEST_TIMEOUT):  # noqa: PLR2004  # success, in HTTP
-            answer.close()
-            raise broken_off  # nothing was taken; 408 is what a connection that was idle ends with
+        self._check()  # an answer without a length that was broken off has ended there
+        is_sent = self._connection is not None and self._connection.is_sent
+        if not is_sent and (answer.status < HTTPStatus.MULTIPLE_CHOICES or answer.status == HTTPStatus.REQUEST_TIMEOUT):
+            # nothing was taken, whatever it says; 408 is what a connection that was idle ends with
+            raise ConnectionResetError("the receiver ended the connection before it had everything")
         return answer, said
 
-    def _judge(self, answer: http.client.HTTPResponse, said: bytes) -> Outcome:
-        if 200 <= answer.status < 300:  # noqa: PLR2004  # success, in HTTP
+    def _judge(self, answer: BaseHTTPResponse, said: bytes) -> Outcome:
+        if HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
             try:
-                rejected, words = self._partial(said)
+                rejected, words = self._partial_success(said)
             except DecodeError:
                 rejected, words = 0, ""  # a proxy's page, or JSON: taken all the same
             return Outcome("sent", max(rejected, 0), words=printable(words))
-        moved = answer.getheader("Location")
+        moved = answer.headers.get("Location")
         words = f"{answer.status} {answer.reason}{f', moved to {moved}' if moved else ''}: {_text(said)}"
         if answer.status in RETRYABLE:
-            after_s = _retry_after_s(answer.getheader("Retry-After"), self._wall_s())
-            return Outcome("retry", after_s=after_s, words=printable(words))
+            return Outcome("retry", after_s=_retry_after_s(answer), words=printable(words))
         return Outcome("refused", words=printable(words))
 
-    def _connected(self) -> http.client.HTTPConnection:
-        """Return the connection, made if there is none; it is known before anything is waited for, so that it can be broken."""
-        if self._connection is None:
-            timeout_s, proxy = self._target.timeout_s, self._proxy()
-            host, port = (proxy[0], proxy[1]) if proxy else (self._host, self._port)
-            if not self._tls:
-                self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-            else:
-                self._connection = _Secure(host, port, timeout_s, _context(self._target), self._host, self._check)
-                if proxy:
-                    self._connection.set_tunnel(self._host, self._port, dict(proxy[2]))
-            self._check()
-            self._connection.connect()
-            self._socket = self._connection.sock
+    def _connect(self) -> PoolManager:
+        proxy = _proxy_of(self._target.url)
+        manager = ProxyManager(proxy[0], proxy_headers=proxy[1]) if proxy else PoolManager()
+        pool: Any = manager.connection_from_url(self._target.url)
+        tls = partial(_BreakableTLS, partial(_context, self._target))
+        pool.ConnectionCls = partial(tls if pool.scheme == "https" else _Breakable, opened=self._opened)
+        return manager
+
+    def _opened(self, connection: _Breakable, sock: socket.socket) -> None:
+        """Keep a second handle of a new connection's socket: TLS takes the first one away, and so does an answer's head."""
+        self._forget()
+        self._connection, self._socket = connection, sock.dup()
         self._check()
-        return self._connection
 
     def _check(self) -> None:
         """Raise where nothing is to be waited for any more; to be asked once there is a socket.
@@ -186,76 +147,84 @@ class HttpTransport:
         """
         if self._closed:
             raise ConnectionAbortedError("the exporter ends")
-        if self._late:
+        if self._late.is_set():
             raise TimeoutError
 
     def _break(self) -> None:
-        """End the connection under another thread's hands: its read or write fails at once.
-
-        http.client lets go of the socket when the head of an answer without a length is there, and goes on reading.
-        """
-        connection = self._connection
-        sock = self._socket or (connection.sock if connection is not None else None)
+        """End the connection under another thread's hands: its read or write fails at once."""
+        sock = self._socket
         if sock is not None:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # a TLS socket's own would take its state from under the reader
+                sock.shutdown(socket.SHUT_RDWR)
 
-    def _via(self) -> tuple[str, Mapping[str, str]]:
-        """Return what to ask for, and the headers for a proxy: it sees a plain request, and only the tunnel of TLS."""
-        proxy = None if self._tls else self._proxy()
-        return (self._target.url, proxy[2]) if proxy else (self._path, {})
-
-    def _proxy(self) -> tuple[str, int, Mapping[str, str]] | None:
-        """Return host, port and headers of the proxy that the environment names for this URL."""
-        url = getproxies().get("https" if self._tls else "http")
-        if not url or proxy_bypass(f"{self._host}:{self._port}"):
-            return None
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        secret = f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else ""
-        headers = {"Proxy-Authorization": f"Basic {b64encode(secret.encode()).decode()}"} if secret else {}
-        return parts.hostname or "", parts.port or 80, headers
-
-    def _drop_connection(self) -> None:
-        connection, self._connection, self._socket = self._connection, None, None
-        if connection is not None:
-            connection.close()
+    def _forget(self) -> None:
+        sock, self._connection, self._socket = self._socket, None, None
+        if sock is not None:
+            sock.close()
 
 
-class _Secure(http.client.HTTPConnection):
-    """As http.client's own for TLS, but that ``sock`` can be shut down by another thread in the handshake, too."""
+class _Breakable(HTTPConnection):
+    """urllib3's connection, but that its socket is known before a handshake, and whether a request was sent to its end."""
 
-    default_port = 443
+    is_sent = False
 
-    def __init__(  # http.client's, and what it needs for TLS
-        self, host: str, port: int, timeout_s: float, context: ssl.SSLContext, name: str, check: Callable[[], None]
-    ) -> None:
-        super().__init__(host, port, timeout=timeout_s)
-        self._context, self._name, self._check = context, name, check
+    def __init__(self, opened: Callable[[_Breakable, socket.socket], None], **given: Any) -> None:
+        super().__init__(**given)
+        self._opened = opened
+
+    def _new_conn(self) -> socket.socket:  # as urllib3.contrib.socks does it
+        sock = super()._new_conn()
+        try:
+            self._opened(self, sock)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    def request(self, *args: Any, **given: Any) -> None:
+        """See :class:`HTTPConnection`. Where sending breaks off, urllib3 looks for an answer all the same: a refusal."""
+        self.is_sent = False
+        super().request(*args, **given)
+        self.is_sent = True
+
+
+class _BreakableTLS(_Breakable, HTTPSConnection):
+    def __init__(self, context: Callable[[], ssl.SSLContext], **given: Any) -> None:
+        super().__init__(**given)
+        self._context = context
 
     def connect(self) -> None:
-        """Connect, through the tunnel if there is one, and shake hands."""
+        """See :class:`HTTPSConnection`. The context is made anew, so that certificates may be renewed."""
+        self.ssl_context = self._context()  # before there is a socket: it takes some 10 ms
         super().connect()
-        self.sock = self._context.wrap_socket(self.sock, server_hostname=self._name, do_handshake_on_connect=False)
-        self._check()
-        self.sock.do_handshake()
 
 
 def _context(target: PushTarget) -> ssl.SSLContext:
-    """Return a TLS context; made for every connection, so that certificates may be renewed while the exporter runs."""
     context = ssl.create_default_context(cafile=target.certificate)
     if target.client_certificate:
         context.load_cert_chain(target.client_certificate, target.client_key)
     return context
 
 
-def _retry_after_s(header: str | None, wall_s: float) -> float | None:
-    """Return the seconds that ``Retry-After`` asks for, as a number or as a date (RFC 9110, section 10.2.3)."""
-    text = (header or "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text[:9])
+def _proxy_of(url: str) -> tuple[str, dict[str, str]] | None:
+    """Return the proxy that the environment names for a URL, and what it has to be told with it."""
+    parts = urlsplit(url)
+    proxy = getproxies().get(parts.scheme)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    if not proxy or proxy_bypass(f"{parts.hostname}:{port}"):
+        return None
+    proxy = proxy if "://" in proxy else f"http://{proxy}"
+    named = urlsplit(proxy)
+    secret = f"{unquote(named.username)}:{unquote(named.password or '')}" if named.username else ""
+    headers = make_headers(proxy_basic_auth=secret.encode().decode("latin-1")) if secret else {}  # which it will encode so
+    return named._replace(netloc=named.netloc.rpartition("@")[2]).geturl(), dict(headers)
+
+
+def _retry_after_s(answer: BaseHTTPResponse) -> float | None:
+    """Return the seconds that ``Retry-After`` asks for, as a number or as a date; ``None`` where it is neither, or absent."""
     try:
-        return max(0.0, parsedate_to_datetime(text).timestamp() - wall_s)
-    except (ValueError, TypeError, OverflowError):
+        return Retry().get_retry_after(answer)
+    except (HTTPError, ValueError, OverflowError):
         return None
 
 
@@ -270,6 +239,11 @@ def _text(said: bytes) -> str:
 
 
 def _words(problem: BaseException) -> str:
-    if isinstance(problem, OSError) and problem.strerror:
-        return printable(problem.strerror)
+    """Return what went wrong in the words of the operating system, which urllib3 wraps."""
+    wrapped = problem.__cause__ or next((one for one in problem.args if isinstance(one, Exception)), None)
+    if wrapped is not None:
+        by = "the proxy: " if isinstance(problem, ProxyError) else ""
+        return f"{by}{_words(wrapped)}"
+    if isinstance(problem, OSError):
+        return printable(problem.strerror or str(problem))
     return printable(f"{type(problem).__name__} {problem}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs.catalog import BY_NAME, cumulative, prometheus_label
+from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp.metric_encoder import PushedSeries
 from torchobs.exporter.prometheus.name_registry import COMMON_METRICS, EXPORTER_S
 from torchobs.flight.format.series import Scope, Series, ValueType
@@ -23,7 +24,8 @@ from torchobs.ranks.exemplars import NONE
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
-    from opentelemetry.proto.resource.v1.resource_pb2 import Resource
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     from torchobs.exporter.exporter_metrics import Sample
     from torchobs.exporter.otlp.metric_encoder import Requests
@@ -45,6 +47,7 @@ class Source:
         self._said: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
         self._by_series: dict[Series, PushedSeries] = {}
         self._kept: list[Series] = []
+        self._scopes: dict[Scope | None, InstrumentationScope] = {}
         self._taken: set[tuple[Scope | None, str, str]] = set()
         self._up = False
         self.opened = 0
@@ -108,9 +111,15 @@ class Source:
             key = series.scope, series.name, repr(series.attributes)
             if key not in self._taken:
                 self._taken.add(key)
-                stream = PushedSeries(series, self._attributes(series), survives=_survives(series), known=self._known)
+                scope, own = self._scope(series.scope), self._attributes(series)
+                stream = PushedSeries(series, scope, own, survives=_survives(series), known=self._known)
                 self._by_series[series] = stream
         return stream
+
+    def _scope(self, given: Scope | None) -> InstrumentationScope:
+        if given not in self._scopes:
+            self._scopes[given] = otlp_attributes.own_scope(self._resource) if given is None else otlp_attributes.scope(*given)
+        return self._scopes[given]
 
     def _attributes(self, series: Series) -> list[tuple[str, object]]:
         own: list[tuple[str, object]] = []

@@ -39,7 +39,7 @@ class PushPipeline:
     def __init__(self, config: PushConfig, exporter: ExporterConfig, clock: Clock | None = None) -> None:
         self._config, self._clock = config, clock or SystemClock()
         self._backlogs = {signal: RequestQueue(config.queue_bytes, self._clock) for signal, _ in config.targets()}
-        self._transports = {signal: transport(signal, target, self._clock) for signal, target in config.targets()}
+        self._transports = {signal: transport(signal, target) for signal, target in config.targets()}
         self._senders = [Sender(name, backlog, self._transports[name]) for name, backlog in self._backlogs.items()]
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
@@ -167,7 +167,7 @@ class PushPipeline:
             self._backlogs[signal].put(Batch(pack(message), items))
 
 
-def transport(signal: str, target: PushTarget, clock: Clock) -> Transport:
+def transport(signal: str, target: PushTarget) -> Transport:
     """Return the way to a target. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
     if signal == "metrics":
         from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
@@ -189,4 +189,4 @@ def transport(signal: str, target: PushTarget, clock: Clock) -> Transport:
         return GrpcTransport(target, signal, partial)
     from torchobs.exporter.otlp.http_transport import HttpTransport
 
-    return HttpTransport(target, partial, lambda: clock.wall_ns() / 1e9)
+    return HttpTransport(target, partial)

@@ -10,18 +10,26 @@ are closed in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, SpanFlags, Status
+from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util import BoundedList
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from torchobs import catalog
 from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.flight.format import span_ids as identifiers
+from torchobs.flight.format.layout import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
+
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     from torchobs.flight.format.layout import Header
 
@@ -30,14 +38,8 @@ MOST_EVENTS = 1024
 """of one run; the oldest go first"""
 _MOST_OPEN = 1024
 
-_KINDS = {
-    "internal": Span.SPAN_KIND_INTERNAL,
-    "server": Span.SPAN_KIND_SERVER,
-    "client": Span.SPAN_KIND_CLIENT,
-    "producer": Span.SPAN_KIND_PRODUCER,
-    "consumer": Span.SPAN_KIND_CONSUMER,
-}
-_STATUSES = {"ok": Status.STATUS_CODE_OK, "error": Status.STATUS_CODE_ERROR}
+_KINDS = {kind.name.lower(): kind for kind in SpanKind}
+_STATUSES = {"ok": StatusCode.OK, "error": StatusCode.ERROR}
 _SAMPLED = 0x01
 _HEX = re.compile(r"[0-9a-f]*")
 _FIXED64, _UINT32 = 1 << 64, 1 << 32
@@ -50,7 +52,7 @@ class Trace:
         self._header = header
         self._run_id = identifiers.run_span_id(header)
         self._run: Frame | None = None
-        self._events: deque[Span.Event] = deque(maxlen=MOST_EVENTS)
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._seen_events = 0
         self._open: dict[str, Frame] = {}
         self._next = 0
@@ -91,7 +93,7 @@ class Trace:
         run = self._run or self._imagined()
         yield run if run.get("k") == "span" else run | ended | {"attrs": {"reason": reason}}
 
-    def events_of(self, frame: Frame) -> tuple[list[Span.Event], int]:
+    def events_of(self, frame: Frame) -> tuple[list[Event], int]:
         """Return torchobs' events if it is the run's span, and how many more there were."""
         if frame.get("span_id") != self._run_id:
             return [], 0
@@ -107,11 +109,7 @@ class Trace:
         if isinstance(frame.get("step"), int):
             attributes = {**attributes, "step": frame["step"]}
         at_ns = _time(_whole(frame.get("t")) - header.monotonic_ns + header.wall_ns)
-        self._events.append(
-            Span.Event(
-                name=_text(frame.get("name")), time_unix_nano=at_ns, attributes=otlp_attributes.key_values(attributes.items())
-            )
-        )
+        self._events.append(Event(_text(frame.get("name")), otlp_attributes.cleaned(attributes.items()), at_ns))
         self._seen_events += 1
 
     def _imagined(self) -> Frame:
@@ -133,86 +131,92 @@ def is_sampled(frame: Frame) -> bool:
     return bool(_whole(frame.get("flags")) & _SAMPLED)
 
 
-def scope_of(frame: Frame) -> tuple[str, str, str, Mapping[str, object]]:
-    """Return the name, version, schema URL and attributes of a frame's scope."""
-    fields = [*_list(frame.get("scope")), None, None, None, None]
-    name, version, schema_url = (_text(field) for field in fields[:3])
-    return name, version, schema_url, _mapping(fields[3])
-
-
-def span_of(frame: Frame, events: Iterable[Span.Event] = (), dropped_events: int = 0) -> Span:
+def span_of(frame: Frame, resource: Resource, trace: Trace) -> ReadableSpan:
     """Return the span of a frame. Raises ``ValueError`` for one without a trace's and a span's identifier."""
     dropped = [*_list(frame.get("dropped")), 0, 0, 0]
-    span = Span(
-        trace_id=_identifier(frame.get("trace_id"), 16),
-        span_id=_identifier(frame.get("span_id"), 8),
-        parent_span_id=_identifier(frame["parent"], 8) if frame.get("parent") else b"",
-        trace_state=_text(frame.get("state")),
-        flags=_flags(frame),
+    events, more = trace.events_of(frame)
+    cut, parent = _count(frame.get("cut")), frame.get("parent")
+    attributes = _mapping(frame.get("attrs")) | ({"torchobs.cut": cut} if cut else {})
+    return ReadableSpan(
         name=_text(frame.get("name")),
-        kind=_KINDS.get(_text(frame.get("kind")), Span.SPAN_KIND_INTERNAL),
-        start_time_unix_nano=_time(frame.get("t0")),
-        end_time_unix_nano=_time(frame.get("t1")),
-        attributes=otlp_attributes.key_values(_attributes(frame)),
-        events=[*events, *map(_event, _list(frame.get("events")))],
-        links=[link for item in _list(frame.get("links")) if (link := _link(item)) is not None],
-        dropped_attributes_count=_count(dropped[0]),
-        dropped_events_count=_count(dropped[1]) + dropped_events,
-        dropped_links_count=_count(dropped[2]),
+        context=_context(frame.get("trace_id"), frame.get("span_id")),
+        parent=_context(frame.get("trace_id"), parent, is_remote=frame.get("remote") is True) if parent else None,
+        resource=resource,
+        instrumentation_scope=_scope_of(frame, resource),
+        kind=_KINDS.get(_text(frame.get("kind")), SpanKind.INTERNAL),
+        start_time=_time(frame.get("t0")),
+        end_time=_time(frame.get("t1")),
+        attributes=_bounded(attributes, dropped[0]),
+        events=_bounded_list([*events, *map(_event, _list(frame.get("events")))], _count(dropped[1]) + more),
+        links=_bounded_list([link for link, _ in _links(frame)], dropped[2]),
+        status=_status(frame),
     )
-    code = _STATUSES.get(_text(frame.get("status")))
-    if code is not None:
-        span.status.CopyFrom(Status(code=code, message=_text(frame.get("description"))))
-    return span
 
 
-def _attributes(frame: Frame) -> Iterator[tuple[str, object]]:
-    yield from _mapping(frame.get("attrs")).items()
-    if cut := _count(frame.get("cut")):
-        yield "torchobs.cut", cut
+def complete(message: Any, frame: Frame) -> None:
+    """Set in a frame's encoded span what OpenTelemetry's encoder leaves out: W3C's flags and states.
+
+    The states are passed on as they are; the API's ``TraceState`` would log a warning for each that is malformed.
+    """
+    message.flags |= _whole(frame.get("flags")) & 0xFF
+    message.trace_state = _text(frame.get("state"))
+    for link, (_, (flags, state)) in zip(message.links, _links(frame), strict=False):
+        link.flags, link.trace_state = _whole(flags) & 0xFF, _text(state)
 
 
-def _flags(frame: Frame) -> int:
-    remote = SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK if frame.get("remote") is True else 0
-    return _whole(frame.get("flags")) & 0xFF | SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK | remote
+def _scope_of(frame: Frame, resource: Resource) -> InstrumentationScope:
+    fields = [*_list(frame.get("scope")), None, None, None, None]
+    name, version, schema_url = (_text(field) for field in fields[:3])
+    if name == otlp_attributes.SCOPE and not version:
+        return otlp_attributes.own_scope(resource)
+    return otlp_attributes.scope(name, version, schema_url, _mapping(fields[3]).items())
 
 
-def _event(item: object) -> Span.Event:
+def _status(frame: Frame) -> Status:
+    code = _STATUSES.get(_text(frame.get("status")), StatusCode.UNSET)
+    return Status(code, _text(frame.get("description")) if code is StatusCode.ERROR else None)
+
+
+def _event(item: object) -> Event:
     at_ns, name, attributes, dropped = [*_list(item), None, None, None, None][:4]
-    return Span.Event(
-        time_unix_nano=_time(at_ns),
-        name=_text(name),
-        attributes=otlp_attributes.key_values(_mapping(attributes).items()),
-        dropped_attributes_count=_count(dropped),
-    )
+    return Event(_text(name), _bounded(_mapping(attributes), dropped), _time(at_ns))
 
 
-def _link(item: object) -> Span.Link | None:
-    trace_id, span_id, flags, state, attributes, dropped = [*_list(item), *[None] * 6][:6]
-    try:
-        identity = {"trace_id": _identifier(trace_id, 16), "span_id": _identifier(span_id, 8)}
-    except ValueError:
-        return None
-    return Span.Link(
-        **identity,
-        flags=_whole(flags) & 0xFF,
-        trace_state=_text(state),
-        attributes=otlp_attributes.key_values(_mapping(attributes).items()),
-        dropped_attributes_count=_count(dropped),
-    )
+def _links(frame: Frame) -> Iterator[tuple[Link, tuple[object, object]]]:
+    """Yield the links of a frame that have identifiers, with their flags and state."""
+    for item in _list(frame.get("links")):
+        trace_id, span_id, flags, state, attributes, dropped = [*_list(item), *[None] * 6][:6]
+        with contextlib.suppress(ValueError):
+            yield Link(_context(trace_id, span_id), _bounded(_mapping(attributes), dropped)), (flags, state)
 
 
-def _identifier(value: object, length: int) -> bytes:
+def _bounded(attributes: Mapping[str, object], dropped: object) -> BoundedAttributes:
+    found = BoundedAttributes(attributes=otlp_attributes.cleaned(attributes.items()))
+    found.dropped = _count(dropped)
+    return found
+
+
+def _bounded_list(items: list[Any], dropped: object) -> BoundedList[Any]:
+    found = BoundedList.from_seq(len(items), items)
+    found.dropped = _count(dropped)
+    return found
+
+
+def _context(trace_id: object, span_id: object, *, is_remote: bool = False) -> SpanContext:
+    return SpanContext(_identifier(trace_id, 16), _identifier(span_id, 8), is_remote)
+
+
+def _identifier(value: object, length: int) -> int:
     if not isinstance(value, str) or len(value) != 2 * length or not _HEX.fullmatch(value):
         raise ValueError("no identifier")
-    return bytes.fromhex(value)
+    return int(value, 16)
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    return encodable(value) if isinstance(value, str) else ""
 
 
-def _mapping(value: object) -> Mapping[str, object]:
+def _mapping(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 

@@ -7,6 +7,7 @@ positions, which count bytes since birth, and is told in bytes: how many spans t
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files.create import file_name
@@ -15,6 +16,7 @@ from torchobs.flight.format.layout import ALIGN
 from torchobs.flight.reader import reader
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.rank_file import HOSTILE
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 _LONGEST = MAX_PAYLOAD + ALIGN
 """What a frame takes at most, and less than what a lap's end may leave empty: a smaller gap may be no loss."""
-_SAID_EACH_NS = 60_000_000_000
+_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +51,7 @@ class SpanReader:
         self._directory, self._since_ns = Directory(config), since_ns
         self._files: dict[str, FlightFile] = {}
         self._ends: dict[str, _End] = {}
-        self._said_ns = 0
+        self._warnings = RateLimiter(_EVERY_S)
 
     def read(self, rank: Rank, wall_ns: int) -> list[tuple[int, Frame]]:
         """Return the position and the fields of every frame in a rank's ring, oldest first; none where it cannot be read."""
@@ -63,7 +65,7 @@ class SpanReader:
             self._forget(rank.incarnation)
             _log.warning("OTLP: spans of %s cannot be read: %s", name, problem)
             return []
-        self._miss(rank, frames, wall_ns)
+        self._miss(rank, frames)
         if frames:
             newest = frames[-1][0]
             self._ends[rank.incarnation] = _End(newest, head if newest < head else newest + _LONGEST)
@@ -91,7 +93,7 @@ class SpanReader:
             file.follow(self._directory.fd, name)
         return file
 
-    def _miss(self, rank: Rank, frames: list[tuple[int, Frame]], wall_ns: int) -> None:
+    def _miss(self, rank: Rank, frames: list[tuple[int, Frame]]) -> None:
         """Count what was written since the last reading and is not among the frames any more."""
         is_new = rank.view.header.wall_ns >= self._since_ns
         before = self._ends.get(rank.incarnation, _End(-1, 0) if is_new else None)
@@ -99,8 +101,7 @@ class SpanReader:
         if before is None or oldest is None or oldest - before.at <= _LONGEST:
             return
         self.unread_bytes += oldest - before.at
-        if abs(wall_ns - self._said_ns) >= _SAID_EACH_NS:
-            self._said_ns = wall_ns
+        if self._warnings.take(time.monotonic()):
             _log.warning(
                 "OTLP: rank %s writes more spans than its ring holds from one look to the next: of all ranks %d KiB are lost",
                 rank.rank,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
-from torchobs.exporter.otlp import attributes as otlp_attributes
 from torchobs.exporter.otlp import span_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-    from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
 
     from torchobs.exporter.otlp.span_encoder import Frame, Trace
 
@@ -26,49 +25,31 @@ class SpanRequests:
     """Requests in the making."""
 
     def __init__(self) -> None:
-        self._done: list[tuple[bytes, int]] = []
-        self._request, self._spans, self._bytes = ExportTraceServiceRequest(), 0, 0
-        self._of: tuple[Resource, ResourceSpans] | None = None
-        self._scopes: dict[str, ScopeSpans] = {}
+        self._found: list[tuple[ReadableSpan, Frame]] = []
 
     def add(self, resource: Resource, trace: Trace, frames: Iterable[Frame]) -> None:
         """Add the spans of those frames that are sampled; one that is no span is left out."""
-        for frame in frames:
-            if not span_encoder.is_sampled(frame):
-                continue
+        for frame in filter(span_encoder.is_sampled, frames):
             try:
-                span = span_encoder.span_of(frame, *trace.events_of(frame))
+                self._found.append((span_encoder.span_of(frame, resource, trace), frame))
             except ValueError:
                 continue
-            self._make_room(span.ByteSize())
-            self._scope(resource, frame).spans.append(span)
-            self._spans += 1
 
     def finish(self) -> list[tuple[bytes, int]]:
-        """Return (serialised request, its spans) of each. Of use once."""
-        self._cut()
-        return self._done
+        """Return (serialised request, its spans) of each."""
+        parts = (self._found[begin : begin + MOST_SPANS] for begin in range(0, len(self._found), MOST_SPANS))
+        return [request for part in parts for request in _packed(part)]
 
-    def _make_room(self, size: int) -> None:
-        if self._spans >= MOST_SPANS or (self._spans and self._bytes + size > MOST_BYTES):
-            self._cut()
-        self._bytes += size
 
-    def _scope(self, resource: Resource, frame: Frame) -> ScopeSpans:
-        if self._of is None or self._of[0] is not resource:
-            self._of, self._scopes = (resource, self._request.resource_spans.add(resource=resource)), {}
-            self._bytes += self._of[1].ByteSize()
-        key = repr(frame.get("scope"))
-        found = self._scopes.get(key)
-        if found is None:
-            name, version, schema_url, attributes = span_encoder.scope_of(frame)
-            version = version or (otlp_attributes.version_of(resource) if name == otlp_attributes.SCOPE else "")
-            found = self._scopes[key] = self._of[1].scope_spans.add(schema_url=schema_url)
-            found.scope.CopyFrom(otlp_attributes.scope(name, version, attributes.items()))
-        return found
-
-    def _cut(self) -> None:
-        if self._spans:
-            self._done.append((self._request.SerializeToString(), self._spans))
-        self._request, self._spans, self._bytes = ExportTraceServiceRequest(), 0, 0
-        self._of, self._scopes = None, {}
+def _packed(found: list[tuple[ReadableSpan, Frame]]) -> list[tuple[bytes, int]]:
+    """Return the request of those spans; where it would be too large for a receiver, those of their halves."""
+    request = encode_spans([span for span, _ in found])
+    if request.ByteSize() > MOST_BYTES and len(found) > 1:
+        half = len(found) // 2
+        return [*_packed(found[:half]), *_packed(found[half:])]
+    frames = {(frame["trace_id"], frame["span_id"]): frame for _, frame in found}
+    for of_resource in request.resource_spans:
+        for of_scope in of_resource.scope_spans:
+            for span in of_scope.spans:
+                span_encoder.complete(span, frames[span.trace_id.hex(), span.span_id.hex()])
+    return [(request.SerializeToString(), len(found))]

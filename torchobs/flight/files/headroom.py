@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from torchobs.support.cgroup import memory_of, of_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torchobs.support.cgroup import Memory
 
 HEADROOM = 16
 """Times the file's size that must be free in the memory cgroup: allocation at its limit got the trainer OOM-killed."""
@@ -22,7 +23,7 @@ def shortage(directory_fd: int, size: int) -> str | None:
     usage = os.fstatvfs(directory_fd)
     if usage.f_bavail * usage.f_frsize < size:
         return f"the file system has {usage.f_bavail * usage.f_frsize} bytes left, {size} are needed"
-    free = cgroup_headroom(_read("/proc/self/cgroup"), _read)
+    free = cgroup_headroom()
     if free is not None and free < HEADROOM * size:
         return f"the memory cgroup has {free} bytes left, {HEADROOM * size} must be free before {size} are taken"
     return None
@@ -49,75 +50,23 @@ def _size_limit() -> float:
     return float("inf") if limit == resource.RLIM_INFINITY else limit
 
 
-def cgroup_headroom(membership: str, read: Callable[[str], str]) -> int | None:
+def cgroup_headroom(root: str = "") -> int | None:
     """Return the bytes left in the tightest memory cgroup, v1 or v2; ``None`` without a limit.
 
     Left is the limit less the working set, as the kubelet counts it: usage without inactive file pages. Whoever reads a
     data set larger than the limit has the cgroup full of those, and the kernel takes them back before it kills anybody.
-
-    ``membership`` is the text of ``/proc/self/cgroup``. In a container the path in it may not exist below the mount, whose
-    root is then the container's own cgroup.
+    ``root`` is put before every path.
     """
-    return min((level.left for level in _all_levels(membership, read)), default=None)
+    return min((max(limit - memory.working_set, 0) for limit, memory in _limited(root)), default=None)
 
 
-def cgroup_limit() -> int | None:
+def cgroup_limit(root: str = "") -> int | None:
     """Return the bytes that the tightest memory cgroup of this process may take, v1 or v2; ``None`` without a limit."""
-    found = [level.limit for level in _all_levels(_read("/proc/self/cgroup"), _read)]
-    return min(found, default=None)
+    return min((limit for limit, _ in _limited(root)), default=None)
 
 
-class _Level(NamedTuple):
-    limit: int
-    left: int
-
-
-class _Names(NamedTuple):
-    root: str
-    limit: str
-    usage: str
-    inactive: str
-
-
-_V2 = _Names("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file ")
-_V1 = _Names("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file ")
-
-
-def _all_levels(membership: str, read: Callable[[str], str]) -> list[_Level]:
-    found = []
-    for line in membership.splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if line.startswith("0::"):
-            found += _levels(_V2, path, read)
-        elif "memory" in controllers.split(","):
-            found += _levels(_V1, path, read)
-    return found
-
-
-def _levels(names: _Names, path: str, read: Callable[[str], str]) -> list[_Level]:
-    parts = [part for part in path.split("/") if part and part != ".."]
-    found = []
-    for depth in range(len(parts) + 1):
-        directory = "/".join([names.root, *parts[:depth]])
-        limit, usage = _number(read(f"{directory}/{names.limit}")), _number(read(f"{directory}/{names.usage}"))
-        if limit is not None and usage is not None and limit < 1 << 62:  # v1 says "no limit" by a number near 2^63
-            left = max(limit - usage + _inactive(read(f"{directory}/memory.stat"), names.inactive), 0)
-            found.append(_Level(limit, left))
-    return found
-
-
-def _inactive(statistics: str, name: str) -> int:
-    lines = (line.removeprefix(name) for line in statistics.splitlines() if line.startswith(name))
-    return next((number for line in lines if (number := _number(line)) is not None), 0)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> int | None:
-    text = text.strip()
-    return int(text) if text.isdigit() else None
+def _limited(root: str) -> list[tuple[int, Memory]]:
+    """Return the limit and the memory of each group that has one."""
+    groups = of_process("memory", root)
+    found = [memory_of(level, v2=groups.v2, root=root) for level in groups.levels] if groups else []
+    return [(memory.limit, memory) for memory in found if memory is not None and memory.limit is not None]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.detect.recompiles import QUIET_S, Recompiles
 from torchobs.probes.compile import reasons
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,7 +58,7 @@ class CompileRecords:
         self._functions: dict[str, tuple[str, str]] = {}
         self._broken: set[tuple[str, str]] = set()
         self._recompiles = Recompiles()
-        self._spoken = -QUIET_S
+        self._warnings = RateLimiter(QUIET_S)
 
     def show_progress(self, at_work: float) -> None:
         """Say whether the compiler is at work, 1 or 0; NaN is to say no more."""
@@ -154,9 +155,7 @@ class CompileRecords:
 
     def _warn_limited(self, what: str, guard: reasons.Guard) -> None:
         """Log it, once a minute; the events have each."""
-        now = time.monotonic()
-        if now - self._spoken >= QUIET_S:
-            self._spoken = now
+        if self._warnings.take(time.monotonic()):
             failed = f"{guard.kind} ({guard.expression})"
             logger.warning(
                 "torchobs: %s. The guard that failed last: %s. Remedy: %s", what, failed, reasons.REMEDIES[guard.kind]

@@ -14,7 +14,7 @@ from weakref import ref
 
 from torchobs import catalog
 from torchobs.detect.spikes import WARM_UP
-from torchobs.support.rate_limit import Budget
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
@@ -72,7 +72,7 @@ class ModelChanges:
 
     def __init__(self, models: Models, writer: FlightWriter) -> None:
         self._models, self._writer, self._seen = models, writer, models.changes
-        self._budget = Budget(_EVERY_NS, _BURST)
+        self._budget = RateLimiter(_EVERY_NS, _BURST)
 
     def sample(self) -> None:
         """Write an event if the model has changed, the first ones each, then one a minute."""

@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.boundaries import exhausted
-from torchobs.support.rate_limit import LONG_NS, Budget
+from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
-
-_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class EpochProbe:
     name = "epochs"
 
     def __init__(self) -> None:
-        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+        self._budget = span_limiter()
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
         self._latest: _Iteration | None = None
         self._around: _Iteration | None = None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.probes.gradients.layers import WIDER, Layers
 from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
+from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from torchobs.flight.writer.series_table import Cell
@@ -37,7 +38,7 @@ class Findings:
         self._suspected = 0
         self._steps: dict[int, list[Measurement]] = {}
         self._latest: tuple[int, list[Measurement]] | None = None
-        self._shown_s, self._told_s = 0.0, -_EVENT_S
+        self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
         self._elements = table.cell(catalog.GRAD_NONFINITE_ELEMENTS, {})
         self._gauges: dict[str, tuple[Cell | None, float]] = {}
         self.set_level(context.level)
@@ -107,10 +108,8 @@ class Findings:
             self._elements.add(elements)
         self.suspects, self._suspected = frozenset(fault.key for fault in faults), _SUSPECTED
         layers = [layer.name for part in parts for layer in self.layers.note_faults(part, step)]
-        time_s = monotonic()
-        if time_s - self._told_s < _EVENT_S:
+        if not self._events.take(monotonic()):
             return
-        self._told_s = time_s
         kinds = {"nan" if fault.nans or isnan(fault.norm) else "inf" for fault in faults}
         kinds |= {"inf" for fault in faults if fault.infinities and not isnan(fault.norm)}
         attributes = {

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.boundaries import FETCH, PIN, UNPIN
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import CHECKPOINT
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
-from torchobs.support.rate_limit import LONG_NS, Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 * 1024
 """What is saved to memory and is smaller is no checkpoint: a CUDA random state has 16 bytes, a CPU one 5 KB"""
 DISTRIBUTED, SAFETENSORS = "torch.distributed.checkpoint", "safetensors.torch"
-_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
 _HIDDEN = ("state_dict_saver", "state_dict_loader")
 
 
@@ -69,7 +68,7 @@ class CheckpointProbe:
         self._patches: list[Patch] = []
         self._imports: list[MetaPathFinder | None] = []
         self._inside = threading.local()
-        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+        self._budget = span_limiter()
         self._lock = threading.RLock()  # a handler of SIGTERM may save, too, wherever it interrupts us
         self._step, self._seconds, self._bytes = -1, 0.0, 0
 

@@ -11,8 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.probes.memory.cgroup_fs import cpu_of, hierarchy, pressure, read
 from torchobs.probes.memory.memory_limits import Groups
+from torchobs.support.cgroup import cpu_of, hierarchy, pressure, read
 
 if TYPE_CHECKING:
     from torchobs.catalog import Metric

@@ -11,15 +11,15 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.memory.cgroup_fs import again, hierarchy, read, tightest
+from torchobs.support.cgroup import again, hierarchy, read, tightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.flight.writer.series_table import Cell
     from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.memory.cgroup_fs import CgroupMemory, Hierarchy
     from torchobs.probes.memory.process_stats import Machine
+    from torchobs.support.cgroup import Hierarchy, Memory
 
 NEAR = 0.9
 """Share of a limit from which on every round looks."""
@@ -36,7 +36,7 @@ class Groups:
         self._membership = ""
         self._found: Hierarchy | None = None
         self.path = ""
-        self.memory: CgroupMemory | None = None
+        self.memory: Memory | None = None
         """Its memory when it was looked at last; ``None`` outside of any"""
 
     def find(self) -> None:
@@ -131,7 +131,7 @@ def _of_machine(machine: Machine | None) -> _Room | None:
     return None if machine is None else _Room(machine.left, machine.total + machine.swap_total, "machine")
 
 
-def _of_memory(memory: CgroupMemory, machine: Machine | None) -> _Room | None:
+def _of_memory(memory: Memory, machine: Machine | None) -> _Room | None:
     if memory.limit is None or memory.left is None or not memory.limit:
         return None
     swap_total, swap_free = (machine.swap_total, machine.swap_free) if machine is not None else (0, 0)

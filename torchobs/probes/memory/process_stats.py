@@ -10,7 +10,7 @@ import os
 import sys
 from typing import NamedTuple
 
-from torchobs.probes.memory.cgroup_fs import field, number, read
+from torchobs.support.cgroup import field, number, read
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_CHILDREN = 4096

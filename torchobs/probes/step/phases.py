@@ -15,15 +15,13 @@ from torchobs.detect.idle import idle_from
 from torchobs.flight.metrics.totals import DURATION_SUM
 from torchobs.probes.core.boundaries import EVAL, TRAIN
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import FORWARD, OTHER
 from torchobs.probes.step.goodput import OpenTime
 from torchobs.probes.step.startup import Startup
-from torchobs.support.rate_limit import LONG_NS, Budget
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
-
-_SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
 
 
 class PhaseProbe:
@@ -34,7 +32,7 @@ class PhaseProbe:
     def __init__(self) -> None:
         self._patch: Patch | None = None
         self._depth = 0
-        self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
+        self._budget = span_limiter()
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""

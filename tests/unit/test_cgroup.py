@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from torchobs.probes.memory.cgroup_fs import (
+from torchobs.support.cgroup import (
     Cpu,
     Hierarchy,
     again,

@@ -27,7 +27,7 @@ class Hierarchy(NamedTuple):
     levels: tuple[str, ...]
 
 
-class CgroupMemory(NamedTuple):
+class Memory(NamedTuple):
     """A group's memory in bytes; ``None``: no limit, or the kernel does not tell.
 
     ``working_set`` is the kubelet's: usage without inactive file pages. ``pinned`` is what cannot be given back without
@@ -80,7 +80,13 @@ def hierarchy(membership: str, mounts: str, controller: str, root: str = "") -> 
     return None
 
 
-def memory_of(level: str, *, v2: bool, root: str = "") -> CgroupMemory | None:
+def of_process(controller: str, root: str = "") -> Hierarchy | None:
+    """Return the groups that hold this process under ``controller``, as ``/proc`` has them now."""
+    membership, mounts = (read(f"{root}/proc/self/{name}") for name in ("cgroup", "mountinfo"))
+    return hierarchy(membership, mounts, controller, root)
+
+
+def memory_of(level: str, *, v2: bool, root: str = "") -> Memory | None:
     """Read one group's memory; ``None`` where there is none: v2's root, or one to which the controller is not given."""
     names = _V2 if v2 else _V1
     usage = number(read(f"{root}{level}/{names.usage}"))
@@ -89,7 +95,7 @@ def memory_of(level: str, *, v2: bool, root: str = "") -> CgroupMemory | None:
     stat = read(f"{root}{level}/memory.stat")
     limits = number(read(f"{root}{level}/{names.limit}")), field(stat, "hierarchical_memory_limit ")
     limit = min((value for value in limits if value is not None and value < _NO_LIMIT), default=None)
-    return CgroupMemory(
+    return Memory(
         usage=usage,
         working_set=_working_set(usage, stat, names),
         pinned=_pinned(usage, stat, names),
@@ -101,7 +107,7 @@ def memory_of(level: str, *, v2: bool, root: str = "") -> CgroupMemory | None:
     )
 
 
-def again(level: str, known: CgroupMemory, *, v2: bool, root: str = "") -> CgroupMemory:
+def again(level: str, known: Memory, *, v2: bool, root: str = "") -> Memory:
     """Read what may change within a second: usage, pages that can be given back, kills; of v2's swap, too, if there is any."""
     names = _V2 if v2 else _V1
     usage = number(read(f"{root}{level}/{names.usage}"))
@@ -120,7 +126,7 @@ def again(level: str, known: CgroupMemory, *, v2: bool, root: str = "") -> Cgrou
     )
 
 
-def tightest(groups: Hierarchy, root: str = "") -> tuple[str, CgroupMemory] | None:
+def tightest(groups: Hierarchy, root: str = "") -> tuple[str, Memory] | None:
     """Return the group with the least memory left, else the innermost one that has any figures, and its memory.
 
     v1's root group without a limit is the machine and no group; v2's has no figures.
