@@ -42,6 +42,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.prefetch import is_forward_before
 from torchobs.detect.spikes import judge
 from torchobs.flight.credit import credited, repay
 from torchobs.flight.layout import RECORD_SIZE
@@ -168,8 +169,11 @@ def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
     backward, backward_ends, optimizer = backward >> 4, backward_ends >> 4, optimizer >> 4
     if not begun_ns <= fetch <= fetched <= backward <= backward_ends <= optimizer <= end_ns:
         return None
-    other = fetch - begun_ns + optimizer - backward_ends
-    phases = (fetched - fetch, backward - fetched, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
+    before, forward = fetch - begun_ns, backward - fetched
+    if before and is_forward_before(before, forward, backward_ends - backward):
+        before, forward = 0, forward + before
+    other = before + optimizer - backward_ends
+    phases = (fetched - fetch, forward, backward_ends - backward, end_ns - optimizer, other, 0, 0, 0)
     seconds = tuple([length / 1e9 for length in phases])
     length_s = (end_ns - begun_ns) / 1e9
     return StepRecord(seq, step, end_ns, Kind.STEP, flags, losses, length_s, loss, norm, rate, seconds, tokens, samples, scale)

@@ -29,16 +29,19 @@ class BackwardWatch:
         import torch
 
         original = torch.autograd.backward
-        note, tell = host.cycle.trace.append, fuse.guard(host.tell)
+        trace, note, tell = host.cycle.trace, host.cycle.trace.append, fuse.guard(host.tell)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
             if host.backwards or fuse.blown or get_ident() != host.thread:
                 return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread
             # in place, as in the data probe: nothing here can raise
+            by_hand = host.by_hand
+            if by_hand is None and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
+                by_hand = host.steps_by_hand() if host.steps_by_hand is not None else None
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
-            if host.by_hand is not None:
-                host.by_hand.begins(args, kwargs)
+            if by_hand is not None:
+                by_hand.begins(args, kwargs)
             if host.takes_loss is not None:
                 host.takes_loss(args, kwargs)
             host.backwards = 1
@@ -51,8 +54,8 @@ class BackwardWatch:
                     tell(host.after_closure_backward)
                 else:
                     note(monotonic_ns() << 4 | BACKWARD_ENDS)
-                    if host.by_hand is not None:
-                        host.by_hand.ends()
+                    if by_hand is not None:
+                        by_hand.ends(args, kwargs)
 
         self._patch = Patch(torch.autograd, "backward", backward)
 

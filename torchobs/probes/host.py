@@ -111,7 +111,9 @@ class Host:
     at_backward: Callable[[Callable[[], object]], None] | None = None
     """Has something that cannot raise done once in the training thread, when its next backward begins (``safepoint``)"""
     by_hand: ByHand | None = None
-    """Told of the outermost backwards, while there has been no optimizer's step"""
+    """Told of the outermost backwards, while there may be steps by hand"""
+    steps_by_hand: Callable[[], ByHand | None] | None = None
+    """Called when a backward begins that may be the second one since a step; returns who is to be told of it"""
     takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
     """Called with the arguments of the outermost backward"""
     clipped_by_hand: Callable[[Any, int], object] | None = None

@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.record import Flag
-from torchobs.probes.seen import GONE, became
+from torchobs.probes.seen import GONE, became, is_left_out
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,6 @@ class LossProbe:
         self._unscaled: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         self._under_way: list[_Later] = []
-        self._base = 0
 
     def install(self, host: Host) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""
@@ -99,14 +98,14 @@ class LossProbe:
 
     def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
         """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
-        whose, under_way = self._host.cycle.whose(), self._under_way
+        cycle, under_way = self._host.cycle, self._under_way
+        if within and cycle.values.evaluated:
+            return  # the first evaluation is the step's
+        cycle.values.evaluated = within
+        whose = cycle.whose()
         if not under_way or under_way[-1].whose != whose:
             under_way.append(_Later(whose, []))
         parts = under_way[-1].parts
-        if within:
-            del parts[self._base :]
-        else:
-            self._base = len(parts) + 1
         arriving: list[float] = []
         if self._host.device.take(value, arriving.append):
             parts.append(arriving)
@@ -118,7 +117,7 @@ class LossProbe:
             step, count = became(under_way[0].whose), 1
             while count < len(under_way) and became(under_way[count].whose) == step:
                 count += 1
-            parts = [part for later in under_way[:count] for part in later.parts]
+            parts = [part for later in under_way[:count] for part in later.parts if not is_left_out(later.whose)]
             if not step or step > cycle.step or not (all(parts) or step == GONE):
                 break
             del under_way[:count]
