@@ -1054,6 +1054,12 @@ EVENT_MODEL_CHANGE = Event(
     Severity.INFO,
     (Attribute("changes", "how many there were"), Attribute("steps_before", "steps done before it")),
 )
+EVENT_OTHER_THREAD = Event(
+    "torchobs.other_thread",
+    "Another thread than the one that is recorded steps optimizers at the same time; its steps are not counted.",
+    Severity.WARNING,
+    (Attribute("thread", "its name"),),
+)
 EVENT_WORKER_DIED = Event(
     "torchobs.data.worker_died",
     "A worker process of a data loader was ended by a signal or an error.",

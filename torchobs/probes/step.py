@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
 from torchobs.probes.byhand import ByHand
+from torchobs.probes.cudagraphs import CudaGraphs
 from torchobs.probes.models import ModelChanges
+from torchobs.probes.otherthreads import OtherThreads
 from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_BEGINS
 
 if TYPE_CHECKING:
@@ -56,7 +58,9 @@ class StepProbe:
         self._host, self._cycle = host, host.cycle
         fuse = host.fuse(self.name)
         self._changes = ModelChanges(host)
+        self._others, self._graphs = OtherThreads(host), CudaGraphs(host, fuse)
         self._backward.install(host, fuse)
+        self._graphs.install()
         host.by_hand = by_hand = ByHand(host)
         host.steps_by_hand = by_hand.again
         self._handles = [
@@ -70,11 +74,13 @@ class StepProbe:
             handle.remove()
         self._handles = []
         self._backward.remove()
+        self._graphs.remove()
         self._host.by_hand = self._host.steps_by_hand = None
 
     def sample(self) -> None:
-        """Tell of another model."""
+        """Tell of another model, and of another thread that trains."""
         self._changes.sample()
+        self._others.sample()
 
     def _plain_before(self, fuse: Fuse) -> Callable[..., Any]:
         """Return the pre hook: what nearly every step needs, in place, as in the data probe; anything else is ``_before``.
@@ -124,7 +130,16 @@ class StepProbe:
         return plain_after
 
     def _before(self, now_ns: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        host, cycle = self._host, self._cycle
+        host, cycle, ident = self._host, self._cycle, get_ident()
+        if self._graphs.capturing and ident == host.thread:
+            self._leave_out(ident)
+            if self._others.running[ident] == 1:
+                self._graphs.note_step(optimizer)
+            return None
+        if ident != host.thread and (self._is_inside(ident) or self._others.is_other(optimizer)):
+            self._leave_out(ident)
+            return None
+        self._others.has_begun = True
         if self._depth and _steps_running() > 1:
             self._depth += 1
             cycle.members.is_nested = True
@@ -138,7 +153,7 @@ class StepProbe:
         if evaluates:
             cycle.begin_closure()
         if not host.backwards:
-            host.thread, host.in_closure = get_ident(), evaluates
+            host.thread, host.in_closure = ident, evaluates
             cycle.trace.append(now_ns << 4 | (CLOSURE_BEGINS if evaluates else STEP_BEGINS))
         self._note_rate(optimizer)
         if cycle.metered or not cycle.step:
@@ -147,6 +162,15 @@ class StepProbe:
         if cycle.step >= host.norm_due or cycle.step == host.norm_step or evaluates or (fresh and host.reads_rate):
             host.tell(host.before_step, optimizer, evaluates)
         return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
+
+    def _is_inside(self, ident: int) -> bool:
+        """Return True if that thread is within a step that is left out."""
+        return ident in self._others.running and _steps_running() > 1
+
+    def _leave_out(self, ident: int) -> None:
+        """The step of this thread is not one to record; it may call another one."""
+        running = self._others.running
+        running[ident] = running.get(ident, 0) + 1 if _steps_running() > 1 else 1
 
     def _note_rate(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the learning rate, also of one that was only crossed off."""
@@ -174,7 +198,12 @@ class StepProbe:
         return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
-        now_ns = monotonic_ns()
+        now_ns, running = monotonic_ns(), self._others.running
+        if running and (ident := get_ident()) in running:
+            running[ident] -= 1
+            if not running[ident]:
+                del running[ident]
+            return
         self._depth -= 1
         if self._depth > 0:
             return
