@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog, identity, process, settings, values
 from torchobs._version import __version__
 from torchobs.afterimport import after_import, cancel
-from torchobs.children import Children, described, make_way
+from torchobs.children import Children, described, make_way, tell_of_children
 from torchobs.command import Commands
 from torchobs.flight.clean import clean
 from torchobs.flight.layout import Exit
@@ -120,6 +120,7 @@ class Session:
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = Commands(host, self._switches, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
+        self._samples.append(("children", partial(tell_of_children, host)))
         self._slow += [("otel", self.run.sample), ("children", partial(make_way, host))]
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
@@ -210,6 +211,8 @@ class Session:
             for fuse in host.fuses.values():
                 fuse.blown = True
         reason, code = self._exits.ended(self._ended)
+        if reason != Exit.FINISHED and host.writer.hidden:
+            call(Fuse("children"), host.writer.show)  # who started the ranks has failed: that is not told by them
         if self.run is not None:
             self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:

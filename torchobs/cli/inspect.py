@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import settings
+from torchobs.children import LAUNCHED_BY
 from torchobs.cli import arguments
 from torchobs.cli.paint import paint_for, tolerant
 from torchobs.cli.report import report
 from torchobs.flight.place import find_existing
 from torchobs.postmortem import files, words
 from torchobs.postmortem.document import Options, document
+from torchobs.postmortem.ending import ending, where
 
 if TYPE_CHECKING:
     import argparse
@@ -44,6 +46,8 @@ class Chosen(NamedTuple):
     ranks: list[Facts]
     bad: list[tuple[str, str]]
     notes: list[str]
+    launchers: list[Facts]
+    """Processes that only started the ranks"""
 
 
 class NothingError(Exception):
@@ -77,7 +81,7 @@ def main(given: Sequence[str]) -> int:
         unread = [words.cut(f"not read: {words.clean(name)}: {why}", paint.width) for name, why in chosen.bad[:5]]
         lines = [*report(chosen.ranks, wanted, paint), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
         out.write("".join(f"{line}\n" for line in lines))
-    return int(any(facts.state not in {"alive", "finished"} for facts in chosen.ranks))
+    return int(any(facts.state not in {"alive", "finished"} for facts in (*chosen.ranks, *chosen.launchers)))
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
@@ -85,18 +89,37 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     given = [path for path in paths if not path.is_dir()]
     ranks, bad = files.facts_of_many(given)
     notes: list[str] = []
+    launchers: list[Facts] = []
     for path in paths:
         if path.is_dir():
             listed = files.listing(path)
             bad += listed.bad
             found, others = _run(listed.found, run)
-            chosen, earlier = files.newest(found)
+            started = _launchers(found)
+            launchers += started
+            apart = {facts.header.incarnation for facts in started}
+            chosen, earlier = files.newest(item for item in found if item.header.incarnation not in apart)
             more, worse = files.facts_of_many([item.path for item in chosen], files.limit_of(len(chosen)))
             ranks, bad = ranks + more, bad + worse
-            notes += _notes(earlier, others)
+            notes += [*filter(None, map(_launched, started)), *_notes(earlier, others)]
     if not ranks:
         raise NothingError(_nothing(paths, bad, run))
-    return Chosen(ranks, bad, notes)
+    return Chosen(ranks, bad, notes, launchers)
+
+
+def _launchers(found: Sequence[Found]) -> list[Facts]:
+    """Return what is known of the processes that started ranks of this run, and made no step themselves."""
+    incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
+    facts, _ = files.facts_of_many([item.path for item in found if item.header.incarnation.hex() in incarnations])
+    return [one for one in facts if not one.last_step and not one.partial]
+
+
+def _launched(facts: Facts) -> str:
+    """Say how the process that started the ranks ended, unless that was in order."""
+    if facts.state in {"alive", "finished"}:
+        return ""
+    text = next(ending(facts)).text.removeprefix(f"Rank {facts.rank} ").replace(f", {where(facts)}", "")
+    return f"The process that started the ranks {text}"
 
 
 def _run(found: Sequence[Found], run: str | None) -> tuple[list[Found], list[tuple[str, str]]]:
