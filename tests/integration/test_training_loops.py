@@ -12,6 +12,7 @@ import torch
 
 import torchobs
 from tests.training import Flag, Recording, has, loss_of, mlp, norm_of
+from torchobs.probes.cycle import Cycle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -308,3 +309,40 @@ def test_the_user_s_own_boundaries_behind_parameter_groups(run: Recording) -> No
         zero.step()
         torchobs.step()
     assert len(run.steps()) == 6
+
+
+def test_of_hundreds_of_optimizers_in_backward_only_the_last_is_looked_at(
+    run: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the cycle is known."""
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(50))
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in model.parameters()}
+
+    def update(parameter: torch.nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+    def train(layers: int) -> None:
+        values = torch.ones(2, 4)
+        for layer in list(model)[:layers]:
+            values = torch.tanh(layer(values))
+        values.square().mean().backward()
+
+    for _ in range(3):
+        train(50)
+    looked, original = list[object](), Cycle.optimizer_begins
+
+    def begins(cycle: Cycle, optimizer: object, *, evaluates: bool = False) -> bool:
+        looked.append(optimizer)
+        return original(cycle, optimizer, evaluates=evaluates)
+
+    monkeypatch.setattr(Cycle, "optimizer_begins", begins)
+    for _ in range(5):
+        train(50)
+    assert len(looked) == 5
+    steps = run.steps()
+    assert [step.losses for step in steps] == [1] * 8
+    assert all(has(step, Flag.LEARNING_RATE) for step in steps)

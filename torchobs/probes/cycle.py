@@ -46,10 +46,7 @@ METER_EVERY = 32
 
 
 class Cycle(OpenStep):
-    """The step in progress, and where it ends.
-
-    All methods run in the training thread (or, for optimizers in backward, an autograd thread).
-    """
+    """Where the step in progress ends. In the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
         "_alive", "_append_plain", "_bare", "_beside", "_by_hand", "_extra", "_gradient", "_perturbed", "_provisional",
@@ -188,6 +185,7 @@ class Cycle(OpenStep):
         self._write_all(self._beside)
         self.members.learn(self.step)
         self._commit()
+        self.members.waiting.clear()
 
     def _is_more_of_the_last(self, key: int) -> bool:
         """Return True if the step written last still goes on: there was a backward in it, and none since."""
