@@ -1099,6 +1099,18 @@ EVENT_MODEL_CHANGE = Event(
     Severity.INFO,
     (Attribute("changes", "how many there were"), Attribute("steps_before", "steps done before it")),
 )
+EVENT_CHILDREN = Event(
+    "torchobs.children",
+    "A process without a step has started others by multiprocessing, which are ranks only once they join a process group.",
+    Severity.INFO,
+    (Attribute("count", "how many there were at the same time"),),
+)
+EVENT_OTHER_THREAD = Event(
+    "torchobs.other_thread",
+    "Another thread than the one that is recorded steps optimizers at the same time; its steps are not counted.",
+    Severity.WARNING,
+    (Attribute("thread", "its name"),),
+)
 EVENT_WORKER_DIED = Event(
     "torchobs.data.worker_died",
     "A worker process of a data loader was ended by a signal or an error.",

@@ -75,3 +75,78 @@ def run_of(path: Path) -> object:
     file = reader.open_path(str(path))
     file.close()
     return file.header.resource["job_name"], file.header.resource["run_id"]
+
+
+FAILING = """
+import sys
+import torch.multiprocessing as mp
+import train
+
+if __name__ == "__main__":
+    mp.start_processes(train.rank, (sys.argv[2],), nprocs=2, start_method=sys.argv[1])
+    raise RuntimeError("behind the training")
+"""
+
+
+def test_a_launcher_that_fails_behind_its_ranks_is_told_of(tmp_path: Path, flight_dir: Path) -> None:
+    """They finished in order, all their steps stay theirs; the process that started them did not, and neither did the run."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "launch.py").write_text(FAILING)
+    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), str(tmp_path / "launch.py")]
+    environment = clean_environment()
+    done = subprocess.run(
+        [*command, "fork", str(tmp_path / "rendezvous")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 1
+    told = subprocess.run(
+        [sys.executable, "-m", "torchobs", "inspect", str(flight_dir)],
+        env=environment, capture_output=True, text=True, check=False, timeout=110,
+    )  # fmt: skip
+    assert told.returncode == 1
+    assert "2 ranks" in told.stdout
+    assert "Rank 0 finished in order after step 3" in told.stdout
+    assert "The process that started the ranks ended by RuntimeError" in told.stdout
+    assert "earlier attempt" not in told.stdout
+
+
+UNGROUPED = """
+import time
+import torch
+import torch.multiprocessing as mp
+
+def worker(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    time.sleep(3)
+
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 1)
+    model.share_memory()
+    workers = [mp.Process(target=worker, args=(model,)) for _ in range(2)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+"""
+
+
+def test_processes_that_train_without_a_group_are_not_said_to_have_no_optimizer(tmp_path: Path, flight_dir: Path) -> None:
+    """Hogwild: who started them has no step, and what was done there is not known."""
+    script = tmp_path / "train.py"
+    script.write_text(UNGROUPED)
+    command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), str(script)]
+    subprocess.run(command, env=clean_environment(), capture_output=True, check=True, timeout=110)
+    told = subprocess.run(
+        [sys.executable, "-m", "torchobs", "inspect", str(flight_dir)],
+        env=clean_environment(), capture_output=True, text=True, check=True, timeout=110,
+    )  # fmt: skip
+    assert "the processes that it started are recorded if they join a process group" in " ".join(told.stdout.split())
+    assert "no optimizer stepped" not in told.stdout

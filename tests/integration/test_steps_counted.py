@@ -198,7 +198,7 @@ def test_a_step_that_raised_does_not_hide_the_next(run: Recording) -> None:
 
 
 def test_lbfgs_evaluates_its_closure_many_times_in_one_step(run: Recording) -> None:
-    """The loss and the norm are those of the last evaluation, which is what p.grad holds afterwards."""
+    """The loss is what `step()` returns, its first evaluation's; the norm the last one's, which p.grad holds afterwards."""
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
     losses: list[float] = []
@@ -211,15 +211,14 @@ def test_lbfgs_evaluates_its_closure_many_times_in_one_step(run: Recording) -> N
         return loss
 
     norms = []
-    last = []
+    returned = []
     for _ in range(3):
-        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        returned.append(optimizer.step(closure).item())  # type: ignore[no-untyped-call]
         norms.append(norm_of(model))
-        last.append(losses[-1])
     steps = run.steps()
     assert len(steps) == 3
     assert len(losses) > 3
-    assert [record.loss for record in steps] == pytest.approx(last, rel=1e-12)
+    assert [record.loss for record in steps] == pytest.approx(returned, rel=1e-12)
     assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
     assert all(has(record, StepFlag.CLOSURE) for record in steps)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.rank_files import File
-from tests.unit.test_cgroup_fs import GIB, V2_MOUNT, plant, v2_group
+from tests.unit.test_cgroup import GIB, V2_MOUNT, plant, v2_group
 from torchobs import catalog
 from torchobs.flight.reader.reader import open_path
 from torchobs.probes.memory.memory_limits import MemoryLimits

@@ -13,8 +13,10 @@ from torchobs.cli.terminal_style import paint_for, tolerant
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import load, text_format
+from torchobs.diagnosis.exit_cause import ending, where
 from torchobs.diagnosis.json_report import Options, document
 from torchobs.flight.files.location import find_existing
+from torchobs.runtime.spawned_ranks import LAUNCHED_BY
 
 if TYPE_CHECKING:
     import argparse
@@ -49,6 +51,8 @@ class Chosen(NamedTuple):
     ranks: list[RankReport]
     bad: list[tuple[str, str]]
     notes: list[str]
+    launchers: list[RankReport]
+    """Processes that only started the ranks"""
 
 
 class NothingError(Exception):
@@ -82,7 +86,7 @@ def main(given: Sequence[str]) -> int:
         unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", paint.width) for name, why in chosen.bad[:5]]
         lines = [*report(chosen.ranks, wanted, paint), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
         out.write("".join(f"{line}\n" for line in lines))
-    return int(any(facts.state not in {"alive", "finished"} for facts in chosen.ranks))
+    return int(any(facts.state not in {"alive", "finished"} for facts in (*chosen.ranks, *chosen.launchers)))
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
@@ -90,18 +94,37 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     given = [path for path in paths if not path.is_dir()]
     ranks, bad = load.facts_of_many(given)
     notes: list[str] = []
+    launchers: list[RankReport] = []
     for path in paths:
         if path.is_dir():
             listed = load.listing(path)
             bad += listed.bad
             found, others = _run(listed.found, run)
-            chosen, earlier = load.newest(found)
+            started = _launchers(found)
+            launchers += started
+            apart = {facts.header.incarnation for facts in started}
+            chosen, earlier = load.newest(item for item in found if item.header.incarnation not in apart)
             more, worse = load.facts_of_many([item.path for item in chosen], load.limit_of(len(chosen)))
             ranks, bad = ranks + more, bad + worse
-            notes += _notes(earlier, others)
+            notes += [*filter(None, map(_launched, started)), *_notes(earlier, others)]
     if not ranks:
         raise NothingError(_nothing(paths, bad, run))
-    return Chosen(ranks, bad, notes)
+    return Chosen(ranks, bad, notes, launchers)
+
+
+def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
+    """Return what is known of the processes that started ranks of this run, and made no step themselves."""
+    incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
+    facts, _ = load.facts_of_many([item.path for item in found if item.header.incarnation.hex() in incarnations])
+    return [one for one in facts if not one.last_step and not one.partial]
+
+
+def _launched(facts: RankReport) -> str:
+    """Say how the process that started the ranks ended, unless that was in order."""
+    if facts.state in {"alive", "finished"}:
+        return ""
+    text = next(ending(facts)).text.removeprefix(f"Rank {facts.rank} ").replace(f", {where(facts)}", "")
+    return f"The process that started the ranks {text}"
 
 
 def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[list[LoadedFlight], list[tuple[str, str]]]:

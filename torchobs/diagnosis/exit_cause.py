@@ -66,6 +66,8 @@ def _finished(facts: RankReport) -> Finding:
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}; {_NO_STEPS}.")
     if not facts.last_step:
         hint = "no optimizer stepped, and no backward was followed by a change (torchobs.step() says where steps end)"
+        if facts.told(catalog.EVENT_CHILDREN):
+            hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}, without a step: {hint}.")
     return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {where(facts)}; it ran for {length}.")
 

@@ -33,7 +33,7 @@ from torchobs.runtime.command_handler import Commands
 from torchobs.runtime.probe_manager import ProbeManager
 from torchobs.runtime.run_span import RunSpan, of_launcher
 from torchobs.runtime.sampler import Sampler
-from torchobs.runtime.spawned_ranks import SpawnedRanks, described, hide_launcher_file
+from torchobs.runtime.spawned_ranks import SpawnedRanks, described, hide_launcher_file, tell_of_children
 from torchobs.support import graph_safe
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel
@@ -124,6 +124,7 @@ class Session:
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = Commands(context, self._switches, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
+        self._samples.append(("children", partial(tell_of_children, context)))
         self._slow += [("otel", self.run.sample), ("children", partial(hide_launcher_file, context))]
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
@@ -212,6 +213,8 @@ class Session:
             for breaker in context.breakers.values():
                 breaker.blown = True
         reason, code = self._exits.ended(self._ended)
+        if reason != Exit.FINISHED and context.writer.hidden:
+            call(CircuitBreaker("children"), context.writer.show)  # who started the ranks has failed: that is not told by them
         if self.run is not None:
             self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:

@@ -6,18 +6,21 @@ the patch that sees this. To a spawned one, and to a fork server's, goes a token
 hands on to every child: to unpickle it is to be patched. A child that joins no process group (a loader's worker, a pool's) is
 none of ours.
 
-The process that started the ranks takes no step; its own file, of a second rank 0, goes when theirs are there.
+The process that started the ranks takes no step; its own file, of a second rank 0, goes when theirs are there, and comes back
+if that process fails.
 """
 
 from __future__ import annotations
 
 import functools
 import multiprocessing
+import multiprocessing.process
 import multiprocessing.spawn
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torchobs import catalog
 from torchobs.flight.format.layout import BadFlightFileError
 from torchobs.flight.reader import reader
 from torchobs.probes.core.patch import Patch
@@ -122,6 +125,10 @@ def described() -> dict[str, str]:
     return {LAUNCHED_BY: _launcher} if _launcher else {}
 
 
+_counted: set[bytes] = set()
+"""Incarnations that have told of their children"""
+
+
 def hide_launcher_file(context: ProbeContext) -> None:
     """Hide this process's file while all that it does is to have launched ranks. For the sampler thread."""
     writer = context.writer
@@ -129,6 +136,24 @@ def hide_launcher_file(context: ProbeContext) -> None:
         writer.hidden = False
     elif not writer.hidden and _has_launched(writer):
         writer.hide()
+
+
+def tell_of_children(context: ProbeContext) -> None:
+    """Write an event, once, if a process that makes no steps has children: Hogwild's train, and are no ranks. As above."""
+    incarnation = context.writer.header.incarnation
+    count = 0 if context.recorder.ended or incarnation in _counted else _started()
+    if count:
+        _counted.add(incarnation)
+        context.writer.event(catalog.EVENT_CHILDREN.name, {"count": count})
+
+
+def _started() -> int:
+    """Count the children that ``multiprocessing`` knows, but for daemons: loaders' workers and pools'.
+
+    Their state is not asked for, since the main thread may be waiting for them.
+    """
+    known: set[multiprocessing.process.BaseProcess] = getattr(multiprocessing.process, "_children", set())
+    return sum(not child.daemon for child in tuple(known))
 
 
 def _has_launched(writer: FlightWriter) -> bool:

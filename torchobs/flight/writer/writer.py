@@ -269,6 +269,11 @@ class FlightWriter:
             for name in (self._born.name, lock_name(self._born.name)):
                 _unlink(self._born, name)
 
+    def show(self) -> None:
+        """Give the file its name back. Raises ``OSError`` as :meth:`check_name`."""
+        self.hidden = False
+        self.check_name()
+
     def _move(self, born: CreatedFile) -> CreatedFile:
         """Make the file again and store into it from now on."""
         _unlink(born, born.name)

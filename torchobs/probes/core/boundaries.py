@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_ENDS, EVAL, TRAIN, PIN, UNPIN, LOADER_STARTS,
 ) = range(16)  # fmt: skip
 """A code's NO_GRAD follows it. FETCH, EVAL, TRAIN and PIN have an argument, in a list beside the trace, in order."""
+ARGUED = frozenset({FETCH, EVAL, TRAIN, PIN})
 
 PHASE_OF = (
     DATA, FORWARD, FORWARD, OTHER, OTHER, BACKWARD, OTHER, OPTIMIZER, FORWARD, OPTIMIZER, OTHER, OTHER, OTHER, OTHER,
@@ -58,7 +59,7 @@ def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> 
     following, fetching, found = iter(arguments), 0, set[int]()
     for stamp in trace:
         code = stamp & _CODE
-        if code in (FETCH, EVAL, TRAIN, PIN):
+        if code in ARGUED:
             fetching = next(following)
         elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD) and stamp >> 4 >= since_ns:
             found.add(fetching)

@@ -61,6 +61,7 @@ class ManualSteps(Protocol):
 
     begins: Callable[..., None]
     ends: Callable[..., None]
+    optimizer_stepped: Callable[..., None]
 
 
 @dataclass(slots=True)
@@ -117,7 +118,9 @@ class ProbeContext:
     at_backward: Callable[[Callable[[], object]], None] | None = None
     """Has something that cannot raise done once in the training thread, when its next backward begins (``safepoint``)"""
     manual_steps: ManualSteps | None = None
-    """Told of the outermost backwards, while there has been no optimizer's step"""
+    """Told of the outermost backwards, while there may be steps by hand"""
+    steps_by_hand: Callable[[], ManualSteps | None] | None = None
+    """Called when a backward begins that may be the second one since a step; returns who is to be told of it"""
     takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
     """Called with the arguments of the outermost backward"""
     clipped_by_hand: Callable[[Any, int], object] | None = None

@@ -8,11 +8,9 @@ generator's, which steps along now and then: a part of the next step, and of non
 
 from __future__ import annotations
 
-import contextlib
-import time
 import weakref
 from math import sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.metrics.fold import RecordKind, StepFlag
 from torchobs.probes.core.boundaries import (
@@ -21,77 +19,64 @@ from torchobs.probes.core.boundaries import (
     CLOSURE_BEGINS,
     FETCH,
     FETCHED,
-    PHASE_OF,
     PIN,
     STEP_BEGINS,
     STEP_ENDS,
-    UNPIN,
-    replay,
 )  # fmt: skip
 from torchobs.probes.core.model_tracker import Models
-from torchobs.probes.core.step_values import GONE, StepValues
-from torchobs.probes.core.timeline import COMPILE, OTHER, PhaseTimeline
+from torchobs.probes.core.open_step import OpenStep
+from torchobs.probes.core.optimizer_cycle import Members, first_gradient
+from torchobs.probes.core.step_values import GONE, Ended, StepValues
+from torchobs.probes.core.timeline import COMPILE, PhaseTimeline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torchobs.flight.writer.writer import FlightWriter
 
 _U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
 _LONG_TRACE = 4096
-_TRAINING = frozenset({FETCH, BACKWARD_BEGINS, STEP_BEGINS, CLOSURE_BEGINS})
+_GOING_ON = frozenset({FETCH, BACKWARD_BEGINS, CLOSURE_BEGINS})
+_TRAINING = _GOING_ON | {STEP_BEGINS}
+MOST_PERTURBATIONS = 2
+"""Changes by hand, each behind a backward, in an optimizer's step: sharpness-aware minimisation has one, its variants two"""
+MOST_WITHOUT = 256
+"""Steps of an optimizer since a backward that go on with the same step: one for each parameter group (DeepSpeed's ZeRO).
+Whoever makes more gets the gradients in another way, and each is a step"""
 METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
 
 
-class _Ended(NamedTuple):
-    """An end, provisional until it is written."""
-
-    now_ns: int
-    spent_ns: Sequence[int]
-    values: StepValues
-    along: bool
-    """Only such optimizers have stepped as step along now and then"""
-
-
-class StepRecorder:
-    """The step in progress. All methods run in the training thread (or, for optimizers in backward, an autograd thread)."""
+class StepRecorder(OpenStep):
+    """Where the step in progress ends. In the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_along", "_append", "_append_plain", "_begun_ns", "_clean", "_compiling_ns", "_members", "_provisional",
-        "_seen", "arguments", "direct", "likely_end", "log_wins", "metered", "models", "rated", "sole", "step", "timed",
-        "timeline", "trace", "values",
+        "_alive", "_append_plain", "_bare", "_beside", "_by_hand", "_extra", "_gradient", "_perturbed", "_provisional",
+        "_without", "direct", "likely_end", "members", "metered", "models", "rated", "sole",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
-        self.step = 0
-        """Number of the last step that ended."""
-        self.trace: list[int] = []
-        """Boundaries since the last end (``trace``); hooks append to it"""
-        self.arguments: list[int] = []
-        self.values = StepValues()
-        self.timeline = PhaseTimeline()
+        super().__init__(writer)
         self.direct = False
         """Whether the user gives the boundaries by ``torchobs.step()``."""
-        self.timed = False
-        """Whether phases are recorded."""
         self.likely_end: tuple[int, int] | None = None
         """Where the step will have ended (``byhand``): how much of the trace is its own, and of the arguments"""
-        self.log_wins = False
         self.metered = False
         """Whether this step's hooks measure their own time."""
         self.models, self.sole = Models(), 0
         """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
         self.rated = 0
         """id of the optimizer whose learning rate is the record's, 0 if none's is"""
-        self._append, self._append_plain = writer.append, writer.append_plain
-        self._begun_ns = self._compiling_ns = 0
-        self._clean = False
-        self._members: set[int] = set()
-        self._seen: set[int] = set()
-        self._along: set[int] = set()
+        self._append_plain = writer.append_plain
+        self.members = Members()
+        self._beside: list[Ended] = []
+        """Ends of optimizers that may step along, several times, with those that they have not been told from yet"""
+        self._perturbed: list[Ended] = []
+        """Ends by hand, which may be parts of an optimizer's step"""
+        self._by_hand = self._extra = False
+        self._gradient: tuple[int, int, int] | None = None
+        self._bare = self._without = 0
+        """The last step without a backward, and how often an optimizer has gone on with a step since a backward"""
         self._alive: dict[int, weakref.ref[object]] = {}
-        self._provisional: _Ended | None = None
+        self._provisional: Ended | None = None
 
     @property
     def ended(self) -> int:
@@ -99,28 +84,6 @@ class StepRecorder:
         return self.step + (self._provisional is not None)
 
     # -- values ------------------------------------------------------------------------------------------------------------
-
-    def add_loss(self, value: float, *, within_step: bool) -> None:
-        """A backward pass began from a scalar. ``within_step``: inside a closure, where the last evaluation is the step's."""
-        if self.log_wins:
-            return
-        values = self.values
-        values.loss_sum = (values.loss_base if within_step else values.loss_sum) + value
-        values.losses += 1
-        values.flags |= StepFlag.LOSS
-
-    def add_norm(self, norm: float, scale: float, *, within_step: bool) -> None:
-        """The L2 norm of one optimizer's gradients, already divided by ``scale``."""
-        values = self.values
-        values.norm_squared = (values.norm_base if within_step else values.norm_squared) + norm * norm
-        values.norm_scale = scale
-        values.flags |= StepFlag.GRAD_NORM
-
-    def begin_closure(self) -> None:
-        """An optimizer was given a closure: what it evaluates last is the step's, on top of what there was before."""
-        values = self.values
-        values.loss_base, values.norm_base = values.loss_sum, values.norm_squared
-        values.flags |= StepFlag.CLOSURE
 
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
         """What the user says of the step in progress or, directly after a step that the hooks saw end, of that one."""
@@ -140,20 +103,12 @@ class StepRecorder:
         ended = self.step and self._provisional is None and not self.direct and not self._touched()
         return self.step if ended else self.step + 1
 
-    def _touched(self) -> bool:
-        """Return True if training has gone on since the last end."""
-        return any(stamp & 15 in _TRAINING for stamp in self.trace)
-
-    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
-        """Write values of a step that has ended."""
-        self._append(step, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, loss, norm, 0.0, (0.0,) * 8, tokens, samples)
-
     def pending_step(self) -> StepValues | int:
         """Return the number of the step in progress or, where it shows later whether a step has just ended, its values.
 
         The number is that of :meth:`became` then. For what a device delivers of this moment.
         """
-        return self.step + 1 if self._provisional is None else self.values
+        return self.values if self._provisional is not None or self._beside or self._perturbed else self.step + 1
 
     # -- boundaries --------------------------------------------------------------------------------------------------------
 
@@ -168,6 +123,7 @@ class StepRecorder:
         """Take in a trace that has become long: an evaluation without end."""
         if len(self.trace) > _LONG_TRACE:
             self.end_where_likely()
+            self._relieved, self._merged_backward = self._relieved or self._goes_on(), self._has_backward()
             self._replay()
 
     def compile_begins(self, now_ns: int) -> None:
@@ -175,100 +131,96 @@ class StepRecorder:
         self.mark(PIN, now_ns, COMPILE)
         self._compiling_ns = now_ns
 
-    def compile_ends(self, now_ns: int) -> None:
-        """And goes on. Cannot raise."""
-        self._compiling_ns = 0
-        self.trace.append(now_ns << 4 | UNPIN)
-
-    def phase(self) -> tuple[int, int]:
-        """Return what the training thread is doing, and since when. For the sampler thread: the trace may change meanwhile."""
-        compiling_ns, last = self._compiling_ns, self.trace[-1:]
-        if compiling_ns:
-            return COMPILE, compiling_ns
-        if not last:
-            return OTHER, self._begun_ns
-        code, named = last[0] & 15, self.arguments[-1:]
-        pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
-        return named[0] if pinned else PHASE_OF[code], last[0] >> 4
-
-    def so_far(self) -> tuple[int, PhaseTimeline] | None:
-        """Return the number of the last step written, and a twin of the timeline since its end. For the sampler thread.
-
-        ``None`` if the training thread has moved on meanwhile. The twin is no worse than a moment old: the interpreter's lock
-        makes each copy a whole one.
-        """
-        step, ended, trace, arguments = self.step, self._provisional, self.trace.copy(), self.arguments.copy()
-        timeline = self.timeline.twin()
-        if self._clean:
-            timeline.restart(self._begun_ns)
-        if ended is not None:
-            timeline.add(ended.spent_ns)
-        with contextlib.suppress(StopIteration):  # the arguments of a trace that has just been cleared
-            replay(timeline, trace, arguments)
-            if self.step == step and len(self.trace) >= len(trace):
-                return step, timeline
-        return None
-
-    def open_since(self) -> int:
-        """Return when the last step ended, in ns, if only provisionally; 0 before the first."""
-        return self._begun_ns
-
-    def _replay(self) -> None:
-        if self._clean:
-            self.timeline.restart(self._begun_ns)
-            self._clean = False
-        if not self.step and not self.timeline.started and self.trace and self._begins_late():
-            self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
-        replay(self.timeline, self.trace, self.arguments)
-        self.trace.clear()
-        self.arguments.clear()
-
-    def _begins_late(self) -> bool:
-        """Return True if the first boundary is none that a step begins with."""
-        code = self.trace[0] & 15
-        return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
-
-    def _times(self, now_ns: int) -> Sequence[int]:
-        """End the timeline of the step: return ns in each segment."""
-        self._replay()
-        spent = self.timeline.close(now_ns)
-        self._clean, self._begun_ns = self.timeline.clean, now_ns
-        return spent
+    def unwritten(self) -> list[Ended]:
+        """See :meth:`OpenStep.so_far`."""
+        return [*self._beside, *self._perturbed, *filter(None, [self._provisional])]
 
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
-    def optimizer_begins(self, optimizer: object) -> bool:
+    def optimizer_begins(self, optimizer: object, *, evaluates: bool = False) -> bool:
         """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before.
 
-        Return True if it has never stepped.
+        ``evaluates``: its closure does the backward. Return True if it has never stepped.
         """
-        if id(optimizer) in self._seen and self._is_same(optimizer):
-            self._members = set(self._seen)
-            self._along.clear()
-            self._commit()
+        key, members = id(optimizer), self.members
+        if self.likely_end is not None or self._perturbed:
+            for values in (self.values, *(part.values for part in self._perturbed)):
+                values.leave_norm_out()  # it was taken for a step by hand; this optimizer's is taken now
+        self.likely_end, self._by_hand = None, False
+        members.catch_up()
+        if key in members.seen and self.alive(key) is optimizer:
+            self._repeats(gets_gradients=evaluates or self._has_new_gradient(optimizer))
         elif self._provisional is not None:
-            self._go_on(self._provisional)
+            if members.is_new_beside(key):
+                self._end_stage()
+            else:
+                self._go_on(self._provisional)
+        elif not evaluates and self._is_more_of_the_last(key) and not self._has_new_gradient(optimizer):
+            members.expect_more(key)
+            self._extra, self.sole, self._without = True, 0, self._without + 1
+        if key in members.expected:
+            self._take_in(self._beside)
+        self._take_in(self._perturbed)
         fresh = not self.models.knows(optimizer)
         if fresh and self.models.begins(optimizer, self.step):
             self.values.flags |= StepFlag.NEW_MODEL
         return fresh
 
+    def _repeats(self, *, gets_gradients: bool) -> None:
+        """Decide what the end was, of which an optimizer steps again."""
+        ended, members = self._provisional, self.members
+        goes_on = gets_gradients or self._goes_on() or self._without >= MOST_WITHOUT
+        if ended is not None and ended.backward and not goes_on:
+            self._without += 1
+            self._go_on(ended)
+        elif ended is not None and members.may_be_beside(self.step, len(self._beside)):
+            self._beside.append(ended)
+            self._provisional = None
+            members.set_aside()
+        else:
+            self._end_stage()
+
+    def _end_stage(self) -> None:
+        """What was seen of the cycle is all of it."""
+        self._write_all(self._beside)
+        self.members.learn(self.step)
+        self._commit()
+        self.members.waiting.clear()
+
+    def _is_more_of_the_last(self, key: int) -> bool:
+        """Return True if the step written last still goes on: there was a backward in it, and none since."""
+        known = key in self.members.expected and not self.direct and self._without < MOST_WITHOUT
+        return known and self.step not in {0, self._bare} and not (self._perturbed or self._goes_on())
+
+    def _has_new_gradient(self, optimizer: object) -> bool:
+        """Return True if the same parameter that went on with a step before has been given another gradient since."""
+        known, now = self._gradient, first_gradient(optimizer) if self._without else None
+        return known is not None and now is not None and known[0] == now[0] and known != now
+
     def optimizer_ends(self, optimizer: object, now_ns: int) -> None:
         """It has stepped, or the loss scaler skipped it."""
-        key = id(optimizer)
+        key, members = id(optimizer), self.members
         if key == self.sole:
             self.end_plainly(now_ns)
             return
-        if self.direct:
+        if self._without:
+            self._gradient = first_gradient(optimizer)
+        if self.direct or self._extra:
+            self._extra = False
             self.mark(STEP_ENDS, now_ns)
             return
-        self._seen.add(key)
-        if not self._is_same(optimizer):
+        members.note(key)
+        if self.alive(key) is not optimizer:
             self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
         self._close(now_ns)
-        if self._members and self._members <= self._seen:
-            self._along |= self._seen - self._members
+        if members.are_complete():
+            members.note_along(self.step)
             self._commit()
+
+    def end_pass(self) -> None:
+        """Another backward begins behind one in which some of the optimizers have stepped, and nobody told of the others."""
+        if self.members.catch_up() and self.trace and not self.direct:
+            self._close(self.trace[-1] >> 4)
 
     def end_plainly(self, now_ns: int) -> None:
         """The one optimizer has stepped: what nearly every step of nearly every training comes down to.
@@ -282,8 +234,9 @@ class StepRecorder:
         codes = (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15)
         if codes != _PLAIN or not self._clean or not self.timed:
             del trace[: 2 * (fetched == FETCHED)]
-            self.values = StepValues()
-            self._write(now_ns, self._times(now_ns), values)
+            self.values, backward = StepValues(), self._has_backward()
+            self._relieved = self._merged_backward = False
+            self._write(Ended(now_ns, self._times(now_ns), values, backward))
             return
         trace.clear()
         self.arguments.clear()
@@ -301,14 +254,10 @@ class StepRecorder:
         values.loss_sum = values.norm_squared = 0.0
 
     def _close(self, now_ns: int) -> None:
-        along = bool(self._seen) and self._seen <= self._along
-        self._provisional = _Ended(now_ns, self._times(now_ns), self.values, along)
-        self.values = StepValues()
+        backward, along = self._has_backward(), self.members.are_along()
+        self._provisional = Ended(now_ns, self._times(now_ns), self.values, backward, along)
+        self.values, self._merged_backward, self._relieved = StepValues(), False, False
         self.sole = 0
-
-    def _is_same(self, optimizer: object) -> bool:
-        known = self._alive.get(id(optimizer))
-        return known is not None and known() is optimizer
 
     def optimizers(self) -> list[Any]:
         """Return those that live, of all that have stepped. From any thread."""
@@ -316,22 +265,46 @@ class StepRecorder:
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
-        self._seen.discard(key)
-        self._members.discard(key)
-        self._along.discard(key)
+        self.members.forget(key)
         self.sole = 0 if self.sole == key else self.sole
 
-    def _go_on(self, ended: _Ended) -> None:
+    def alive(self, key: int) -> Any:
+        """Return the optimizer of that id; ``None`` if it is not known, or no more."""
+        known = self._alive.get(key)
+        return None if known is None else known()
+
+    def _go_on(self, ended: Ended) -> None:
         """The end was none: another optimizer of the same cycle steps."""
         self._provisional = None
+        self._merge(ended)
+
+    def _merge(self, ended: Ended) -> None:
         self._replay()
         self.timeline.add(ended.spent_ns)
         self.values.merge(ended.values)
+        self._merged_backward = self._merged_backward or ended.backward
+
+    def _take_in(self, parts: list[Ended]) -> None:
+        """They were no steps of their own.
+
+        Where parameters were changed before the last backward, the first loss is the step's: it is the one at the parameters
+        that the step began with (sharpness-aware minimisation).
+        """
+        if any(part.perturbed for part in parts):
+            for later in (self.values, *(part.values for part in parts[1:])):
+                later.leave_loss_out()
+        for part in parts:
+            self._merge(part)
+        parts.clear()
 
     def end(self, now_ns: int) -> None:
         """The user says that the step has ended (``torchobs.step``)."""
         known, touched = self.direct, self._touched()
         self.direct, self.sole = True, 0
+        self._write_all(self._beside)
+        if self._perturbed:
+            self._commit()
+            self._write_all(self._perturbed)
         if not known and not touched and self._provisional is None and self.step:
             return  # the hooks have written this very step; from the next one on the user's word counts
         if touched:
@@ -350,18 +323,29 @@ class StepRecorder:
         self.values.step = GONE
         self.values = StepValues()
         self.values.flags = StepFlag.UNTIMED
+        self._relieved = True
 
     def flush(self) -> None:
         """Write what is complete (at the rank's end)."""
         self.end_where_likely()
+        self.end_pass()
         ended = self._provisional
         if ended is not None and ended.along:  # a part of a step that does not come
-            ended.values.step, self._provisional = GONE, None
-            self.late(self.step, 0, 0.0, 0.0, ended.values.tokens, ended.values.samples)
+            for part in (*self._beside, ended):
+                part.values.step = GONE
+                self.late(self.step, 0, 0.0, 0.0, part.values.tokens, part.values.samples)
+            self._beside.clear()
+            self._provisional = None
+        self._write_all(self._beside)
         self._commit()
+        self._write_all(self._perturbed)
 
-    def end_where_likely(self) -> None:
-        """The step has ended where that was likely, if anywhere; what was seen since then belongs to the next."""
+    def end_where_likely(self, *, perturbed: bool = True) -> None:
+        """The step has ended where that was likely, if anywhere; what was seen since then belongs to the next.
+
+        Until a few have ended so, each may turn out to be a part of an optimizer's step: ``perturbed`` if the parameters are
+        known to have changed meanwhile.
+        """
         likely, self.likely_end = self.likely_end, None
         if likely is None or likely[0] > len(self.trace) or self.direct:
             return
@@ -370,20 +354,35 @@ class StepRecorder:
         del trace[likely[0] :], arguments[likely[1] :]
         values, self.values = self.values, StepValues()
         now_ns = trace[-1] >> 4
-        self._write(now_ns, self._times(now_ns), values)
+        self.sole = 0
+        self._perturbed.append(Ended(now_ns, self._times(now_ns), values, backward=True, perturbed=perturbed))
         trace += since
         arguments += named
+        if self._by_hand or len(self._perturbed) > MOST_PERTURBATIONS:
+            self._by_hand = True
+            self._write_all(self._beside)
+            self._commit()
+            self.sole = 0
+            self._write_all(self._perturbed)
 
     def _commit(self) -> None:
         ended, self._provisional = self._provisional, None
-        self.sole = next(iter(self._members)) if len(self._members) == 1 and not self.direct else 0  # the next may be plain
-        self._seen.clear()
+        self.sole = 0 if self.direct else self.members.begin()  # the next may be plain
         if ended is not None:
-            self._write(ended.now_ns, ended.spent_ns, ended.values)
+            self._without = 0 if ended.backward else self._without
+            self._write(ended)
 
-    def _write(self, now_ns: int, spent: Sequence[int], values: StepValues) -> None:
+    def _write_all(self, parts: list[Ended]) -> None:
+        for part in parts:
+            self._write(part)
+        parts.clear()
+
+    def _write(self, ended: Ended) -> None:
+        now_ns, spent, values = ended.now_ns, ended.spent_ns, ended.values
         values.step = step = self.step + 1
         self.step, self.metered = step, not step % METER_EVERY
+        if not ended.backward:
+            self._bare = step
         norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
         phases = tuple([length / 1e9 for length in spent]) if self.timed else _UNTIMED
         self._append(

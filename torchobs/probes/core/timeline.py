@@ -8,6 +8,8 @@ Without a fetch, batches made by a plain function and environments that are step
 lets us see tells them from it (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs).
 The script can name them, ``data`` or ``rollout``; what lies between that and the backward is ``forward`` then.
 
+Where the next batch is fetched between forward and backward, the forward pass is what was before the fetch (``prefetch``).
+
 Evaluation is neither a step nor part of one. It is
 
 * what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between. It has
@@ -29,8 +31,13 @@ from collections import deque
 from copy import copy
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs.detect.prefetch import is_forward_before
+from torchobs.probes.data.fetch_times import fetched_since
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torchobs.probes.data.fetch_times import Undecided
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
 """In the order of ``record.PHASE_NAMES``."""
@@ -48,7 +55,7 @@ class _Window(NamedTuple):
     owner: int
     begun_ns: int
     spent_ns: list[int]
-    undecided: dict[int, tuple[int, int, int]]
+    undecided: Undecided
 
 
 class _Turn(NamedTuple):
@@ -56,22 +63,24 @@ class _Turn(NamedTuple):
 
     at_ns: int
     spent_ns: list[int]
-    undecided: dict[int, tuple[int, int, int]]
+    undecided: Undecided
 
 
 class PhaseTimeline:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_forward_ns", "_has_trained", "_loader",
-        "_mark_ns", "_pinned", "_teacher", "_trained", "_turn", "_undecided", "_window", "_window_loader", "evaluations",
-        "segment", "spent_ns",
+        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_forward_ns", "_has_trained", "_lead_ns",
+        "_loader", "_mark_ns", "_pinned", "_teacher", "_trained", "_turn", "_undecided", "_used_ns", "_window",
+        "_window_loader", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.segment = NOTHING
         self.spent_ns = [0] * 8
-        self._mark_ns = self._compiling_ns = 0
+        self._mark_ns = self._compiling_ns = self._lead_ns = self._used_ns = (
+            0  # how long before the last fetch something else was done
+        )
         self._pinned: list[int] = []
         self._teacher = NOTHING  # who was in eval() when a backward came: likely no evaluation the next time, either
         self._has_trained = False
@@ -84,7 +93,7 @@ class PhaseTimeline:
 
     def _reset_fetch(self) -> None:
         self._loader, self._fetch_ns, self._evaluating, self._evaluating_ns = 0, 0, False, 0
-        self._undecided: dict[int, tuple[int, int, int]] = {}
+        self._undecided: Undecided = {}
 
     def _leave_window(self) -> None:
         self._window: _Window | None = None
@@ -98,7 +107,7 @@ class PhaseTimeline:
 
     def restart(self, now_ns: int) -> None:
         """Go on from the end of a step, other steps having ended meanwhile without being told here."""
-        self._mark_ns, self.segment, self._beside, self._has_trained = now_ns, OTHER, set(), True
+        self._mark_ns, self.segment, self._beside, self._has_trained, self._lead_ns = now_ns, OTHER, set(), True, 0
 
     def add(self, spent_ns: Sequence[int]) -> None:
         """Take back the times of an end that was none."""
@@ -122,7 +131,9 @@ class PhaseTimeline:
             return
         before = self.segment
         length = self._cut(now_ns, DATA)
-        if before == FORWARD and self._loader:
+        aside = before == FORWARD and self._loader
+        self._lead_ns = length if aside == loader or (before == OTHER and self._window is None) else 0
+        if aside:
             self._set_aside(length)
         elif before != NOTHING:
             self.spent_ns[before] += length
@@ -189,6 +200,7 @@ class PhaseTimeline:
             return
         before = self.segment
         length = self._cut(now_ns, BACKWARD)
+        self._used_ns = length
         if before == FORWARD and self._loader:
             self._trained, self._forward_ns = self._loader, length
         if before in (OTHER, FORWARD):
@@ -220,6 +232,11 @@ class PhaseTimeline:
         length = self._cut(now_ns, segment)
         if before != NOTHING:
             self.spent_ns[before] += length
+        if before == BACKWARD:
+            if self._lead_ns and is_forward_before(self._lead_ns, self._used_ns, length):
+                self.spent_ns[OTHER] -= self._lead_ns
+                self.spent_ns[FORWARD] += self._lead_ns
+            self._lead_ns = 0
 
     def evaluation_begins(self, owner: int, now_ns: int) -> None:
         """``module.eval()`` was called; ``owner`` identifies the module."""
@@ -256,11 +273,12 @@ class PhaseTimeline:
         window = self._window
         if window is None:
             return
+        self._lead_ns = 0
         self.evaluations.append((window.begun_ns, end.at_ns))
         # in eval() the best model so far is saved, and the graph for it compiled
         within_ns = {segment: end.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
         since_ns = [now - then for now, then in zip(self.spent_ns, end.spent_ns, strict=True)]
-        self._undecided = _fetched_since(self._undecided, end.undecided, window.undecided)
+        self._undecided = fetched_since(self._undecided, end.undecided, window.undecided)
         self.spent_ns = [before + since for before, since in zip(window.spent_ns, since_ns, strict=True)]
         for segment, length in within_ns.items():
             self.spent_ns[segment] += length
@@ -324,7 +342,7 @@ class PhaseTimeline:
             self.spent_ns[before] += length
         self._decide()
         self._has_trained = True
-        spent, self.spent_ns = self.spent_ns, [0] * 8
+        spent, self.spent_ns, self._lead_ns = self.spent_ns, [0] * 8, 0
         return spent
 
     def twin(self) -> PhaseTimeline:
@@ -376,19 +394,3 @@ class PhaseTimeline:
         if self._window is not None:  # until its loader has come to its end, or for good if it has none
             return bool(self._window_loader) and not self._loader
         return not (self.segment == FORWARD and self._loader and self._evaluating)
-
-
-_Undecided = dict[int, tuple[int, int, int]]
-
-
-def _fetched_since(now: _Undecided, then: _Undecided, before: _Undecided) -> _Undecided:
-    """Return what was undecided before, and what has become so since then."""
-    found = before.copy()
-    for loader, (data, rest, fetches) in now.items():
-        data_then, rest_then, fetches_then = then.get(loader, (0, 0, 0))
-        if fetches > fetches_then:
-            data_before, rest_before, fetches_before = found.get(loader, (0, 0, 0))
-            found[loader] = (
-                data_before + data - data_then, rest_before + rest - rest_then, fetches_before + fetches - fetches_then,
-            )  # fmt: skip
-    return found

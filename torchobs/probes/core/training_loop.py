@@ -44,6 +44,11 @@ class TrainingLoop:
         """A step is being made: 7 µs for twenty frames, to be called now and then."""
         self._places = _places(sys._getframe())
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a loop of the training has been found, at the last call of :meth:`left`."""
+        return bool(self._loops)
+
     def left(self, thread: int) -> bool:
         """Return True if no loop of the training runs in that thread, and no collective operation.
 

@@ -29,16 +29,19 @@ class BackwardWatch:
         import torch
 
         original = torch.autograd.backward
-        note, tell = context.recorder.trace.append, breaker.guard(context.notify)
+        trace, note, tell = context.recorder.trace, context.recorder.trace.append, breaker.guard(context.notify)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
             if context.backwards or breaker.blown or get_ident() != context.thread:
                 return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread
             # in place, as in the data probe: nothing here can raise
+            manual_steps = context.manual_steps
+            if manual_steps is None and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
+                manual_steps = context.steps_by_hand() if context.steps_by_hand is not None else None
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
-            if context.manual_steps is not None:
-                context.manual_steps.begins(args, kwargs)
+            if manual_steps is not None:
+                manual_steps.begins(args, kwargs)
             if context.takes_loss is not None:
                 context.takes_loss(args, kwargs)
             context.backwards = 1
@@ -51,8 +54,8 @@ class BackwardWatch:
                     tell(context.after_closure_backward)
                 else:
                     note(monotonic_ns() << 4 | BACKWARD_ENDS)
-                    if context.manual_steps is not None:
-                        context.manual_steps.ends()
+                    if manual_steps is not None:
+                        manual_steps.ends(args, kwargs)
 
         self._patch = Patch(torch.autograd, "backward", backward)
 

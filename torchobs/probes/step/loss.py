@@ -11,7 +11,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.flight.metrics.fold import StepFlag
-from torchobs.probes.core.step_values import GONE, resolve_step
+from torchobs.probes.core.step_values import GONE, is_left_out, resolve_step
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,6 @@ class LossProbe:
         self._unscaled: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         self._under_way: list[_Later] = []
-        self._base = 0
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -99,14 +98,14 @@ class LossProbe:
 
     def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
         """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
-        pending_step, under_way = self._context.recorder.pending_step(), self._under_way
+        recorder, under_way = self._context.recorder, self._under_way
+        if within and recorder.values.evaluated:
+            return  # the first evaluation is the step's
+        recorder.values.evaluated = within
+        pending_step = recorder.pending_step()
         if not under_way or under_way[-1].pending_step != pending_step:
             under_way.append(_Later(pending_step, []))
         parts = under_way[-1].parts
-        if within:
-            del parts[self._base :]
-        else:
-            self._base = len(parts) + 1
         arriving: list[float] = []
         if self._context.device.take(value, arriving.append):
             parts.append(arriving)
@@ -118,7 +117,7 @@ class LossProbe:
             step, count = resolve_step(under_way[0].pending_step), 1
             while count < len(under_way) and resolve_step(under_way[count].pending_step) == step:
                 count += 1
-            parts = [part for later in under_way[:count] for part in later.parts]
+            parts = [part for later in under_way[:count] for part in later.parts if not is_left_out(later.pending_step)]
             if not step or step > recorder.step or not (all(parts) or step == GONE):
                 break
             del under_way[:count]

@@ -7,6 +7,7 @@ without a backward (Lightning gives one to every step, its manual optimization d
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from threading import get_ident
@@ -17,7 +18,9 @@ from torchobs.flight.metrics.fold import StepFlag
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_BEGINS
 from torchobs.probes.core.model_tracker import ModelChanges
 from torchobs.probes.step.backward import BackwardWatch
+from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.manual_steps import ManualSteps
+from torchobs.probes.step.other_threads import OtherThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,6 +47,8 @@ class StepProbe:
         """Whether the step was given a closure"""
         self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether none of its closures has done a backward"""
+        self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """How many its last closure has done"""
         self._backward = BackwardWatch()
 
     def install(self, context: ProbeContext) -> None:
@@ -53,11 +58,14 @@ class StepProbe:
         self._context, self._recorder = context, context.recorder
         breaker = context.breaker(self.name)
         self._changes = ModelChanges(context.recorder.models, context.writer)
+        self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker)
         self._backward.install(context, breaker)
-        context.manual_steps = ManualSteps(context)
+        self._graphs.install()
+        context.manual_steps = manual_steps = ManualSteps(context)
+        context.steps_by_hand = manual_steps.again
         self._handles = [
             register_optimizer_step_pre_hook(self._plain_before(breaker)),
-            register_optimizer_step_post_hook(breaker.guard(self._after)),
+            register_optimizer_step_post_hook(self._plain_after(breaker)),
         ]
 
     def remove(self) -> None:
@@ -66,29 +74,35 @@ class StepProbe:
             handle.remove()
         self._handles = []
         self._backward.remove()
-        self._context.manual_steps = None
+        self._graphs.remove()
+        self._context.manual_steps = self._context.steps_by_hand = None
 
     def sample(self) -> None:
-        """Tell of another model."""
+        """Tell of another model, and of another thread that trains."""
         self._changes.sample()
+        self._others.sample()
 
-    def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., None]:
+    def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:
         """Return the pre hook: what nearly every step needs, in place, as in the data probe; anything else is ``_before``.
 
         It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
         """
         context, recorder, note = self._context, self._context.recorder, self._context.recorder.trace.append
-        before, tell = breaker.guard(self._before), breaker.guard(context.notify)
+        before, tell, waiting = breaker.guard(self._before), breaker.guard(context.notify), recorder.members.waiting
 
-        def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            now_ns, trace, key = monotonic_ns(), recorder.trace, id(optimizer)
+        def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            key = id(optimizer)
+            if key != recorder.sole and key in waiting and len(waiting) > 1:  # of hundreds, within the backward pass
+                waiting.discard(key)
+                if recorder.step >= context.norm_due or recorder.step == context.norm_step:
+                    tell(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                return None
+            now_ns, trace = monotonic_ns(), recorder.trace
             # metered steps go the long way, so that a change of thread is seen, too
             if key != recorder.sole or self._depth or recorder.metered or len(args) > 1 or kwargs or breaker.blown:
-                before(now_ns, optimizer, args, kwargs)
-                return
+                return before(now_ns, optimizer, args, kwargs)
             if not trace or trace[-1] & 15 != BACKWARD_ENDS:
-                before(now_ns, optimizer, args, kwargs)
-                return
+                return before(now_ns, optimizer, args, kwargs)
             self._depth = 1
             note(now_ns << 4 | STEP_BEGINS)
             if key == recorder.rated:
@@ -100,39 +114,107 @@ class StepProbe:
                     values.flags |= 4
             if recorder.step >= context.norm_due:
                 tell(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+            return None
 
         return plain_before
 
-    def _before(self, now_ns: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
+        """Return the post hook, of which one that was crossed off in the pre hook needs nothing."""
+        after, waiting = breaker.guard(self._after), self._recorder.members.waiting
+
+        def plain_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            del args, kwargs
+            if not waiting or self._depth:
+                after(optimizer)
+
+        return plain_after
+
+    def _before(self, now_ns: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        context, recorder, ident = self._context, self._recorder, get_ident()
+        if self._graphs.capturing and ident == context.thread:
+            self._leave_out(ident)
+            if self._others.running[ident] == 1:
+                self._graphs.note_step(optimizer)
+            return None
+        if ident != context.thread and (self._is_inside(ident) or self._others.is_other(optimizer)):
+            self._leave_out(ident)
+            return None
+        self._others.has_begun = True
         if self._depth and _steps_running() > 1:
             self._depth += 1
-            return
-        context, recorder = self._context, self._recorder
+            recorder.members.is_nested = True
+            return None
         self._depth = 1
-        fresh = id(optimizer) != recorder.sole and recorder.optimizer_begins(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
+        evaluates = closure and not self._idle.get(optimizer)
+        again = id(optimizer) != recorder.sole or not recorder.trace
+        fresh = again and recorder.optimizer_begins(optimizer, evaluates=evaluates)
         self._given = closure and not context.backwards
-        if closure and self._idle.get(optimizer):
-            closure = False
-        elif closure:
+        if evaluates:
             recorder.begin_closure()
         if not context.backwards:
-            context.thread, context.in_closure = get_ident(), closure
-            recorder.trace.append(now_ns << 4 | (CLOSURE_BEGINS if closure else STEP_BEGINS))
-        if id(optimizer) == recorder.rated:
-            rate = optimizer.param_groups[0].get("lr")
-            if type(rate) is float and not recorder.values.flags & StepFlag.LEARNING_RATE:
-                recorder.values.learning_rate = rate
-                recorder.values.flags |= 4
+            context.thread, context.in_closure = ident, evaluates
+            recorder.trace.append(now_ns << 4 | (CLOSURE_BEGINS if evaluates else STEP_BEGINS))
+        self._note_rate(optimizer)
         if recorder.metered or not recorder.step:
             context.loop.note()
             context.record_overhead(self.name, monotonic_ns() - now_ns)
-        if recorder.step >= context.norm_due or recorder.step == context.norm_step or closure or (fresh and context.reads_rate):
-            context.notify(context.before_step, optimizer, closure)
+        if (
+            recorder.step >= context.norm_due
+            or recorder.step == context.norm_step
+            or evaluates
+            or (fresh and context.reads_rate)
+        ):
+            context.notify(context.before_step, optimizer, evaluates)
+        return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        del args, kwargs
-        now_ns = monotonic_ns()
+    def _is_inside(self, ident: int) -> bool:
+        """Return True if that thread is within a step that is left out."""
+        return ident in self._others.running and _steps_running() > 1
+
+    def _leave_out(self, ident: int) -> None:
+        """The step of this thread is not one to record; it may call another one."""
+        running = self._others.running
+        running[ident] = running.get(ident, 0) + 1 if _steps_running() > 1 else 1
+
+    def _note_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the learning rate, also of one that was only crossed off."""
+        recorder = self._recorder
+        if recorder.values.flags & StepFlag.LEARNING_RATE or not recorder.rated:
+            return
+        rated = (
+            optimizer
+            if id(optimizer) == recorder.rated
+            else recorder.alive(recorder.rated)
+            if self._context.backwards
+            else None
+        )
+        rate = rated.param_groups[0].get("lr") if rated is not None else None
+        if type(rate) is float:
+            recorder.values.learning_rate = rate
+            recorder.values.flags |= StepFlag.LEARNING_RATE
+
+    def _watched(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the arguments with a closure that notes where each evaluation begins, if there are likely to be several."""
+        if self._evaluations.get(optimizer, 2) < 2:  # noqa: PLR2004  # not known yet: several
+            return None
+        context, note, closure = self._context, self._recorder.trace.append, args[1] if len(args) > 1 else kwargs["closure"]
+
+        @functools.wraps(closure, updated=())
+        def evaluate(*arguments: Any, **named: Any) -> Any:
+            if context.in_closure:
+                note(monotonic_ns() << 4 | CLOSURE_BEGINS)
+            return closure(*arguments, **named)
+
+        return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        now_ns, running = monotonic_ns(), self._others.running
+        if running and (ident := get_ident()) in running:
+            running[ident] -= 1
+            if not running[ident]:
+                del running[ident]
+            return
         self._depth -= 1
         if self._depth > 0:
             return
@@ -144,7 +226,10 @@ class StepProbe:
         if id(optimizer) == recorder.sole:
             recorder.end_plainly(now_ns)
         else:
+            recorder.members.within_backward = bool(context.backwards)
             recorder.optimizer_ends(optimizer, now_ns)
+        if context.manual_steps is not None:
+            context.manual_steps.optimizer_stepped()
         if context.backwards:
             recorder.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass goes on
         if metered:
@@ -153,6 +238,7 @@ class StepProbe:
     def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """Note whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
         self._given = self._context.in_closure = False
+        self._evaluations[optimizer] = sum(stamp & 15 == CLOSURE_GOES_ON for stamp in self._recorder.trace)
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
             if code in (CLOSURE_GOES_ON, BACKWARD_ENDS):

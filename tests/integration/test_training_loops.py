@@ -1,0 +1,348 @@
+"""Loops of well-known trainings, in our own words: what is one step of each, and which loss it has."""
+
+# mypy: disable-error-code="no-untyped-call"
+# Tensor.backward has no annotations
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import torchobs
+from tests.training import Recording, StepFlag, has, loss_of, mlp, norm_of
+from torchobs.probes.core.step_recorder import StepRecorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class PartitionedOptimizer:
+    """As DeepSpeed's ZeRO: the optimizer is given one parameter group at a time, and steps once for each."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.groups = optimizer, optimizer.param_groups
+
+    def step(self) -> None:
+        for group in self.groups:
+            self.optimizer.param_groups = [group]
+            self.optimizer.step()
+        self.optimizer.param_groups = self.groups
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_an_optimizer_that_steps_for_each_parameter_group_makes_one_step(run: Recording, groups: int) -> None:
+    """No backward comes between: the loss is one backward's, the norm all groups'."""
+    model, losses, norms = mlp(), list[float](), list[float]()
+    parts = [list(model.parameters())[index::groups] for index in range(groups)]
+    zero = PartitionedOptimizer(torch.optim.Adam([{"params": part, "lr": 1e-3} for part in parts]))
+    for index in range(10):
+        model.zero_grad()
+        loss = loss_of(model, index)
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(norm_of(model))
+        zero.step()
+    steps = run.steps()
+    assert [step.loss for step in steps] == losses
+    assert [step.losses for step in steps] == [1] * 10
+    assert [step.grad_norm for step in steps] == pytest.approx(norms, rel=1e-4)
+
+
+def test_a_second_parameter_group_that_comes_later_goes_on_with_the_step(run: Recording) -> None:
+    """A backbone is thawed: from then on the optimizer steps twice."""
+    model = mlp()
+    first, second = list(model[0].parameters()), list(model[2].parameters())
+    optimizer = torch.optim.SGD(first, lr=0.01)
+    zero = PartitionedOptimizer(optimizer)
+    for index in range(12):
+        if index == 6:
+            optimizer.add_param_group({"params": second})
+        model.zero_grad()
+        loss_of(model, index).backward()
+        zero.step()
+    assert len(run.steps()) == 12
+
+
+def test_without_any_backward_each_step_is_one(run: Recording) -> None:
+    """Evolution strategies, `autograd.grad`: an optimizer that is handed its gradients, also behind a warm-up by backward."""
+    model = mlp()
+    for warm_up in (0, 5):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for index in range(warm_up + 20):
+            if index < warm_up:
+                loss_of(model, index).backward()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        del optimizer
+    assert len(run.steps()) >= 45 - 2  # it takes two to see that they are no parts of the last one of the warm-up
+
+
+def test_a_delayed_actor_is_updated_along_with_the_critic(run: Recording) -> None:
+    """Soft actor-critic: every other iteration the actor and its temperature are updated twice. A step is the critic's."""
+    critic, actor, temperature = mlp(0), mlp(1), mlp(2)
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, actor, temperature)]
+    for index in range(98):
+        update(critic, optimizers[0], index)
+        if index % 2:
+            for _ in range(2):
+                update(actor, optimizers[1], index)
+                update(temperature, optimizers[2], index)
+    steps = run.steps()
+    assert len(steps) == 98
+    assert [step.losses for step in steps[2:]] == [5, 1] * 48
+
+
+def test_the_next_model_is_no_delayed_actor(run: Recording) -> None:
+    """Two trainings behind each other, the first kept alive: each step of each is one."""
+    kept = []
+    for seed in range(3):
+        model = mlp(seed)
+        optimizer = torch.optim.Adam(model.parameters())
+        for index in range(20):
+            update(model, optimizer, index)
+        kept.append(optimizer)
+    steps = run.steps()
+    assert len(steps) == 60
+    assert {step.losses for step in steps} == {1}
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    """One plain update; return the loss."""
+    optimizer.zero_grad()
+    loss = loss_of(model, seed)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+class SharpnessAware:
+    """Climbs to the worst point nearby, and goes down from where it was by the gradient there."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self.parameters, self.optimizer, self.moved = parameters, optimizer, list[torch.Tensor]()
+
+    @torch.no_grad()
+    def shift(self, sign: int) -> None:
+        for parameter, moved in zip(self.parameters, self.moved, strict=True):
+            parameter.add_(moved, alpha=sign)
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        norm = torch.stack([parameter.grad.norm() for parameter in self.parameters if parameter.grad is not None]).norm()
+        self.moved = [0.05 / norm * (torch.zeros_like(p) if p.grad is None else p.grad) for p in self.parameters]
+        self.shift(1)
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        self.shift(-1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_sharpness_aware_minimisation_is_one_step_with_its_first_loss(run: Recording, *, data: bool) -> None:
+    """Two backward passes with the parameters moved in between: the loss is the one that was there to lower."""
+    model, losses, norms = mlp(), list[float](), list[float]()
+    sharp = SharpnessAware(list(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(32)))
+    for index in (int(inputs) for (inputs,) in loader) if data else range(32):
+        loss = loss_of(model, index)
+        loss.backward()
+        losses.append(loss.item())
+        sharp.climb()
+        loss_of(model, index).backward()
+        norms.append(norm_of(model))
+        sharp.descend()
+    steps = run.steps()
+    assert [step.loss for step in steps] == losses
+    assert [step.grad_norm for step in steps] == pytest.approx(norms, rel=1e-4)
+    assert {step.losses for step in steps} == {1}
+
+
+def test_sharpness_aware_minimisation_with_a_closure(run: Recording) -> None:
+    """The second pass is done by a closure within the step."""
+
+    class Sharp(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+            sharp = SharpnessAware(parameters, self)
+            sharp.climb()
+            with torch.enable_grad():
+                loss = closure()
+            sharp.shift(-1)
+            super().step()
+            self.zero_grad()
+            return loss
+
+    model, losses = mlp(), list[float]()
+    optimizer = Sharp(model.parameters(), lr=0.05)
+    for index in range(20):
+
+        def closure(index: int = index) -> torch.Tensor:
+            loss = loss_of(model, index)
+            loss.backward()
+            return loss
+
+        losses.append(closure().item())
+        optimizer.step(closure)
+    assert [step.loss for step in run.steps()] == losses
+
+
+def test_an_accumulation_and_an_adversary_add_up_as_before(run: Recording) -> None:
+    """Parameters that stay as they are between two backward passes: all losses are the step's."""
+    model, losses = mlp(), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for index in range(24):
+        total = 0.0
+        for micro in range(4):
+            if index > 12:
+                model.zero_grad()
+            loss = loss_of(model, micro)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    assert [step.loss for step in run.steps()] == losses
+
+
+def test_forward_and_loss_of_a_closure_that_is_evaluated_often(run: Recording) -> None:
+    """LBFGS: each evaluation's forward pass is forward, whichever it is."""
+    import time
+
+    model, slept = mlp(), list[float]()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, tolerance_grad=0, tolerance_change=0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        begun = time.monotonic()
+        time.sleep(0.003)
+        slept.append(time.monotonic() - begun)
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    steps = run.steps()
+    assert len(slept) > 6
+    assert sum(step.phase_s[1] for step in steps) >= sum(slept)
+    assert all(has(step, StepFlag.CLOSURE) for step in steps)
+
+
+def by_data(model: torch.nn.Module) -> None:
+    """A step by hand, of which the gradients stay."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data -= 0.02 * parameter.grad.data
+
+
+def by_keras(model: torch.nn.Module) -> None:
+    """A step by hand, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.02)
+
+
+@pytest.mark.parametrize("change", [by_data, by_keras])
+def test_a_second_model_that_is_stepped_by_hand(run: Recording, change: Callable[[torch.nn.Module], None]) -> None:
+    """The first one is alive, and keeps its last gradient: each step of both is one, with its own loss."""
+    models, losses = [mlp(seed) for seed in range(3)], list[float]()
+    for model in models:
+        for index in range(50):
+            model.zero_grad()
+            loss = loss_of(model, index)
+            loss.backward()
+            losses.append(loss.item())
+            change(model)
+    steps = run.steps()
+    assert [step.loss for step in steps] == losses
+    assert [step.step for step in steps if has(step, StepFlag.NEW_MODEL)] == [51, 101]
+
+
+def test_two_models_that_are_stepped_by_hand_in_turn(run: Recording) -> None:
+    """Each update is a step."""
+    models, losses = [mlp(seed) for seed in range(2)], list[float]()
+    for index in range(40):
+        for model in models:
+            model.zero_grad()
+            loss = loss_of(model, index)
+            loss.backward()
+            losses.append(loss.item())
+            by_data(model)
+    assert [step.loss for step in run.steps()] == losses
+
+
+@pytest.mark.parametrize("change", [by_data, by_keras])
+@pytest.mark.parametrize("clear", [True, False])
+def test_steps_by_hand_behind_an_optimizer_s(run: Recording, change: Callable[[torch.nn.Module], None], *, clear: bool) -> None:
+    """One step of torch's, then many by hand, then torch's again: all are seen, with their losses."""
+    model, other, losses = mlp(), mlp(1), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses.append(update(model, optimizer, 0))
+    for index in range(60):
+        other.zero_grad(set_to_none=clear)
+        loss = loss_of(other, index)
+        loss.backward()
+        losses.append(loss.item())
+        change(other)
+    steps = run.steps()
+    assert [step.loss for step in steps] == losses
+    for index in range(10):
+        losses.append(update(model, optimizer, index))
+    assert [step.loss for step in run.steps()] == losses
+
+
+def test_the_user_s_own_boundaries_behind_parameter_groups(run: Recording) -> None:
+    """`torchobs.step()` has the last word there, too."""
+    model = mlp()
+    parts = [list(model[0].parameters()), list(model[2].parameters())]
+    zero = PartitionedOptimizer(torch.optim.Adam([{"params": part} for part in parts]))
+    for index in range(6):
+        model.zero_grad()
+        loss_of(model, index).backward()
+        zero.step()
+        torchobs.step()
+    assert len(run.steps()) == 6
+
+
+def test_of_hundreds_of_optimizers_in_backward_only_the_last_is_looked_at(
+    run: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the cycle is known."""
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(50))
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in model.parameters()}
+
+    def update(parameter: torch.nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+
+    def train(layers: int) -> None:
+        values = torch.ones(2, 4)
+        for layer in list(model)[:layers]:
+            values = torch.tanh(layer(values))
+        values.square().mean().backward()
+
+    for _ in range(3):
+        train(50)
+    looked, original = list[object](), StepRecorder.optimizer_begins
+
+    def begins(cycle: StepRecorder, optimizer: object, *, evaluates: bool = False) -> bool:
+        looked.append(optimizer)
+        return original(cycle, optimizer, evaluates=evaluates)
+
+    monkeypatch.setattr(StepRecorder, "optimizer_begins", begins)
+    for _ in range(5):
+        train(50)
+    assert len(looked) == 5
+    steps = run.steps()
+    assert [step.losses for step in steps] == [1] * 8
+    assert all(has(step, StepFlag.LEARNING_RATE) for step in steps)

@@ -1,0 +1,163 @@
+"""What is known so far of the step in progress: its values, and its boundaries as the hooks noted them (``trace``)."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS, CLOSURE_BEGINS, FETCH, PHASE_OF, PIN, STEP_BEGINS, UNPIN, replay
+from torchobs.probes.core.step_values import StepValues
+from torchobs.probes.core.timeline import COMPILE, OTHER, PhaseTimeline
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torchobs.flight.writer.writer import FlightWriter
+    from torchobs.probes.core.step_values import Ended
+
+_GOING_ON = frozenset({FETCH, BACKWARD_BEGINS, CLOSURE_BEGINS})
+_TRAINING = _GOING_ON | {STEP_BEGINS}
+
+
+class OpenStep:
+    """The values and boundaries. Where the step ends is ``Cycle``'s to say."""
+
+    __slots__ = (
+        "_append",
+        "_begun_ns",
+        "_clean",
+        "_compiling_ns",
+        "_merged_backward",
+        "_relieved",
+        "arguments",
+        "log_wins",
+        "step",
+        "timed",
+        "timeline",
+        "trace",
+        "values",
+    )  # fmt: skip
+
+    def __init__(self, writer: FlightWriter) -> None:
+        self.step = 0
+        """Number of the last step that ended."""
+        self.trace: list[int] = []
+        """Boundaries since the last end (``trace``); hooks append to it"""
+        self.arguments: list[int] = []
+        self.values = StepValues()
+        self.timeline = PhaseTimeline()
+        self.timed = False
+        """Whether phases are recorded."""
+        self.log_wins = False
+        self._append = writer.append
+        self._begun_ns = self._compiling_ns = 0
+        self._clean = self._merged_backward = self._relieved = False
+
+    def add_loss(self, value: float, *, within_step: bool) -> None:
+        """A backward pass began from a scalar. ``within_step``: inside a closure, where the first evaluation is the step's."""
+        if self.log_wins:
+            return
+        values = self.values
+        values.losses += 1
+        if not (within_step and values.evaluated):
+            values.loss_sum += value
+            values.evaluated = within_step
+        values.flags |= StepFlag.LOSS
+
+    def add_norm(self, norm: float, scale: float, *, within_step: bool) -> None:
+        """The L2 norm of one optimizer's gradients, already divided by ``scale``."""
+        values = self.values
+        values.norm_squared = (values.norm_base if within_step else values.norm_squared) + norm * norm
+        values.norm_scale = scale
+        values.flags |= StepFlag.GRAD_NORM
+
+    def begin_closure(self) -> None:
+        """An optimizer was given a closure.
+
+        The loss that it evaluates first is the step's (``step()`` returns it) and the gradient that it evaluates last, on top
+        of what there was before.
+        """
+        values = self.values
+        values.norm_base, values.evaluated = values.norm_squared, False
+        values.flags |= StepFlag.CLOSURE
+
+    def _touched(self) -> bool:
+        """Return True if training has gone on since the last end."""
+        return any(stamp & 15 in _TRAINING for stamp in self.trace)
+
+    def late(self, step: int, flags: int, loss: float, norm: float, tokens: int = 0, samples: int = 0) -> None:
+        """Write values of a step that has ended."""
+        self._append(step, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, loss, norm, 0.0, (0.0,) * 8, tokens, samples)
+
+    def compile_ends(self, now_ns: int) -> None:
+        """And goes on. Cannot raise."""
+        self._compiling_ns = 0
+        self.trace.append(now_ns << 4 | UNPIN)
+
+    def phase(self) -> tuple[int, int]:
+        """Return what the training thread is doing, and since when. For the sampler thread: the trace may change meanwhile."""
+        compiling_ns, last = self._compiling_ns, self.trace[-1:]
+        if compiling_ns:
+            return COMPILE, compiling_ns
+        if not last:
+            return OTHER, self._begun_ns
+        code, named = last[0] & 15, self.arguments[-1:]
+        pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
+        return named[0] if pinned else PHASE_OF[code], last[0] >> 4
+
+    def unwritten(self) -> Sequence[Ended]:
+        """Return the ends that may yet be parts of the step in progress."""
+        raise NotImplementedError
+
+    def so_far(self) -> tuple[int, PhaseTimeline] | None:
+        """Return the number of the last step written, and a twin of the timeline since its end. For the sampler thread.
+
+        ``None`` if the training thread has moved on meanwhile. The twin is no worse than a moment old: the interpreter's lock
+        makes each copy a whole one.
+        """
+        step, ends, trace, arguments = self.step, self.unwritten(), self.trace.copy(), self.arguments.copy()
+        timeline = self.timeline.twin()
+        if self._clean:
+            timeline.restart(self._begun_ns)
+        for ended in ends:
+            timeline.add(ended.spent_ns)
+        with contextlib.suppress(StopIteration):  # the arguments of a trace that has just been cleared
+            replay(timeline, trace, arguments)
+            if self.step == step and len(self.trace) >= len(trace):
+                return step, timeline
+        return None
+
+    def open_since(self) -> int:
+        """Return when the last step ended, in ns, if only provisionally; 0 before the first."""
+        return self._begun_ns
+
+    def _replay(self) -> None:
+        if self._clean:
+            self.timeline.restart(self._begun_ns)
+            self._clean = False
+        if not self.step and not self.timeline.started and self.trace and self._begins_late():
+            self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
+        replay(self.timeline, self.trace, self.arguments)
+        self.trace.clear()
+        self.arguments.clear()
+
+    def _begins_late(self) -> bool:
+        """Return True if the first boundary is none that a step begins with."""
+        code = self.trace[0] & 15
+        return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
+
+    def _times(self, now_ns: int) -> Sequence[int]:
+        """End the timeline of the step: return ns in each segment."""
+        self._replay()
+        spent = self.timeline.close(now_ns)
+        self._clean, self._begun_ns = self.timeline.clean, now_ns
+        return spent
+
+    def _goes_on(self) -> bool:
+        """Return True if training has gone on since the last end, whether or not an optimizer has stepped."""
+        return self._relieved or any(stamp & 15 in _GOING_ON for stamp in self.trace)
+
+    def _has_backward(self) -> bool:
+        return self._merged_backward or any(stamp & 15 == BACKWARD_BEGINS for stamp in self.trace)

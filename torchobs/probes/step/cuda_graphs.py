@@ -1,0 +1,171 @@
+"""Steps that are replayed: a CUDA graph during whose capture an optimizer stepped makes that step at each ``replay()``.
+
+During a capture nothing is computed, so it is no step. What was captured is noted in order, backward passes and steps, and
+noted once more at each replay. The loss is read from the tensor that the captured backward began from: a replay writes there.
+Gradient norms are not measured: the optimizer has used, and perhaps cleared, the gradients by then.
+"""
+
+from __future__ import annotations
+
+import functools
+from threading import get_ident
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.step_values import StepValues
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.probes.core.context import ProbeContext
+    from torchobs.support.error_guard import CircuitBreaker
+
+
+class _Begun(NamedTuple):
+    """What there was when a capture began."""
+
+    graph: int
+    traced: int
+    arguments: int
+    values: StepValues
+    takes_loss: Callable[..., None] | None
+
+
+class CudaGraphs:
+    """Patches ``torch.cuda.CUDAGraph``. A part of the step probe."""
+
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+        self._context, self._breaker = context, breaker
+        self._patches: list[Patch] = []
+        self._begun: _Begun | None = None
+        self._noted: list[ref[Any] | None] = []
+        self._captured: dict[int, tuple[ref[Any], list[ref[Any] | None]]] = {}
+        self._losses: list[ref[Any]] = []
+        self._losses_of: dict[int, list[ref[Any]]] = {}
+
+    def install(self) -> None:
+        """Put the patches in place, where this torch has such graphs."""
+        import torch  # torch is optional until training begins
+
+        graph: Any = getattr(torch.cuda, "CUDAGraph", None)
+        guard = self._breaker.guard
+        begins, ends, before, after = guard(self._begins), guard(self._ends), guard(self._before), guard(self._after)
+        if not all(hasattr(graph, name) for name in ("capture_begin", "capture_end", "replay")):
+            return
+        begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
+
+        @functools.wraps(begin)
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            begins(graph)
+            return begin(graph, *args, **kwargs)
+
+        @functools.wraps(end)
+        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return end(graph, *args, **kwargs)
+            finally:
+                ends(graph)
+
+        @functools.wraps(replay)
+        def replayed(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(graph) not in self._captured or get_ident() != self._context.thread:
+                return replay(graph, *args, **kwargs)
+            begun_ns = monotonic_ns()
+            before()
+            result = replay(graph, *args, **kwargs)
+            after(graph, begun_ns)
+            return result
+
+        self._patches = [
+            Patch(graph, "capture_begin", capture_begin),
+            Patch(graph, "capture_end", capture_end),
+            Patch(graph, "replay", replayed),
+        ]
+
+    def remove(self) -> None:
+        """Restore what was there."""
+        for patch in self._patches:
+            patch.undo()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the training thread captures a graph."""
+        return self._begun is not None
+
+    def note_step(self, optimizer: object) -> None:
+        """An optimizer steps during the capture."""
+        self._note_backward()
+        self._noted.append(ref(optimizer))
+
+    def _note_backward(self) -> None:
+        """A backward that was captured since the last step."""
+        begun, trace = self._begun, self._context.recorder.trace
+        if begun is not None and any(stamp & 15 == BACKWARD_BEGINS for stamp in trace[begun.traced :]):
+            self._noted.append(None)
+            del trace[begun.traced :]
+
+    def _note_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        loss = args[0] if args else kwargs.get("tensors")
+        if getattr(loss, "numel", lambda: 0)() == 1:
+            self._losses.append(ref(loss))
+
+    def _begins(self, graph: object) -> None:
+        context, recorder = self._context, self._context.recorder
+        if get_ident() != context.thread or context.backwards:
+            return
+        recorder.sole = 0  # the optimizer's hooks look what is going on
+        recorder.members.waiting.clear()
+        self._begun = _Begun(id(graph), len(recorder.trace), len(recorder.arguments), recorder.values, context.takes_loss)
+        self._noted, self._losses, recorder.values = [], [], StepValues()
+        context.takes_loss = self._breaker.guard(self._note_loss)
+
+    def _ends(self, graph: object) -> None:
+        begun, recorder = self._begun, self._context.recorder
+        if begun is None or begun.graph != id(graph):
+            return
+        self._note_backward()
+        self._begun = None
+        del recorder.trace[begun.traced :], recorder.arguments[begun.arguments :]
+        recorder.values, self._context.takes_loss = begun.values, begun.takes_loss
+        if self._noted:
+            key = id(graph)
+            self._captured[key] = ref(graph, lambda _: self._forget(key)), self._noted
+            self._losses_of[key] = self._losses
+
+    def _forget(self, key: int) -> None:
+        self._captured.pop(key, None)
+        self._losses_of.pop(key, None)
+
+    def _before(self) -> None:
+        """A replay begins: what was seen since a backward by hand is judged."""
+        self._context.recorder.relieve()
+
+    def _after(self, graph: object, begun_ns: int) -> None:
+        """A graph was replayed; the device may still be at it."""
+        context, recorder, now_ns = self._context, self._context.recorder, monotonic_ns()
+        losses = iter(self._losses_of[id(graph)])
+        for noted in self._captured[id(graph)][1]:
+            optimizer = noted() if noted is not None else None
+            if noted is None:
+                recorder.trace.append(begun_ns << 4 | BACKWARD_BEGINS)
+                loss = next(losses, None)
+                if context.takes_loss is not None and loss is not None and loss() is not None:
+                    context.takes_loss((loss(),), {})
+                recorder.trace.append(now_ns << 4 | BACKWARD_ENDS)
+            elif optimizer is not None:
+                self._step(optimizer, now_ns)
+            begun_ns = now_ns
+
+    def _step(self, optimizer: Any, now_ns: int) -> None:
+        recorder = self._context.recorder
+        if id(optimizer) != recorder.sole:
+            recorder.optimizer_begins(optimizer)
+        recorder.trace.append(now_ns << 4 | STEP_BEGINS)
+        rate = optimizer.param_groups[0].get("lr") if id(optimizer) == recorder.rated else None
+        if type(rate) is float:
+            recorder.values.learning_rate = rate
+            recorder.values.flags |= 4
+        recorder.optimizer_ends(optimizer, now_ns)

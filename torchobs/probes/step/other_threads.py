@@ -1,0 +1,74 @@
+"""Steps in another thread than the one that is recorded, whose backward passes and fetches are not seen: they are left out.
+
+One thread at a time is the training thread. Another one becomes it when it steps the same optimizer, when the former has ended
+or has left the loops that it trained in, or makes no more steps. Two that train at the same time are said to be two, once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from threading import get_ident
+from typing import TYPE_CHECKING
+
+from torchobs import catalog
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+
+_PATIENCE = 3
+"""Steps of another thread, without one of the training thread, after which that one is taken to train no more"""
+
+
+class OtherThreads:
+    """``is_other`` is for the threads that step optimizers, ``sample`` for the sampler. A part of the step probe."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self.has_begun = False
+        """Whether the training thread has made a step"""
+        self.steps = 0
+        """Steps that were not recorded"""
+        self.running: dict[int, int] = {}
+        """Threads within such a step, and how deeply it is nested"""
+        self._seen_at: dict[int, tuple[int, int]] = {}
+        self._name, self._told = "", False
+
+    def is_other(self, optimizer: object) -> bool:
+        """Return True if the current thread, which is not the training thread, is about to make a step that is not recorded."""
+        context, ident = self._context, get_ident()
+        recorder = context.recorder
+        if context.backwards and not _is_of_python(ident):
+            return False  # an optimizer within the backward pass of a device, which has a thread of its own
+        if not self.has_begun or recorder.alive(id(optimizer)) is optimizer or self._has_ended(ident):
+            self._seen_at.clear()
+            return False
+        self._name = threading.current_thread().name
+        self.steps += 1
+        return True
+
+    def _has_ended(self, ident: int) -> bool:
+        """Return True if the training thread trains no more."""
+        context = self._context
+        if context.thread not in sys._current_frames() or context.loop.left(context.thread):
+            return True
+        step, without = self._seen_at.get(ident, (-1, 0))
+        without = without + 1 if step == context.recorder.ended else 0
+        self._seen_at[ident] = context.recorder.ended, without
+        return without >= _PATIENCE and not context.loop.is_known
+
+    def sample(self) -> None:
+        """Say that there are some."""
+        if self.steps and not self._told:
+            self._told = True
+            context, name = self._context, self._name
+            context.writer.event(catalog.EVENT_OTHER_THREAD.name, {"thread": name}, context.recorder.step)
+            if context.warn_limited is not None:
+                context.warn_limited(
+                    "threads", f"thread {name} steps an optimizer beside the training thread: its steps are not recorded"
+                )
+
+
+def _is_of_python(ident: int) -> bool:
+    """Return True if Python has started that thread."""
+    return any(thread.ident == ident and not isinstance(thread, threading._DummyThread) for thread in threading.enumerate())
