@@ -1,6 +1,10 @@
-"""The outermost backward: ``torch.autograd.backward``, which ``Tensor.backward`` resolves by attribute.
+"""The outermost backward, by whatever door: ``torch.autograd.backward``, ``torch.autograd.grad``, or the engine itself.
 
-Not seen: ``torch.autograd.grad``, functional transforms and direct calls of the engine.
+``Tensor.backward`` resolves ``torch.autograd.backward`` by attribute. All the others, names imported before ``init()`` and
+Megatron-LM's direct call included, look ``run_backward`` up at the engine, which hands them its own while a backward is under
+way. ``torch.autograd.grad`` is a backward pass where it differentiates parameters and builds no graph (``create_graph=False``):
+with a graph it is a part of the forward (gradient penalties, physics-informed losses, second derivatives), and the gradient of
+anything else is an analysis (saliency, an adversarial input). Not seen: functional transforms (``torch.func``).
 """
 
 from __future__ import annotations
@@ -14,18 +18,23 @@ from torchobs.probes.patching import Patch
 from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchobs.guarding import Fuse
     from torchobs.probes.host import Host
+
+_ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
+"""Positions among the arguments of the engine's ``run_backward``"""
 
 
 class BackwardWatch:
     """Notes where a backward pass begins and ends. A part of the step probe, which decides its life."""
 
     def __init__(self) -> None:
-        self._patch: Patch | None = None
+        self._patches: list[Patch] = []
 
     def install(self, host: Host, fuse: Fuse) -> None:
-        """Wrap ``torch.autograd.backward``."""
+        """Wrap ``torch.autograd.backward`` and the engine."""
         import torch
 
         original = torch.autograd.backward
@@ -40,7 +49,8 @@ class BackwardWatch:
             if host.by_hand is not None:
                 host.by_hand.begins(args, kwargs)
             if host.takes_loss is not None:
-                host.takes_loss(args, kwargs)
+                gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors") if kwargs else None
+                host.takes_loss(args[0] if args else kwargs.get("tensors"), gradients, True)  # noqa: FBT003  # a listener
             host.backwards = 1
             try:
                 return original(*args, **kwargs)
@@ -54,9 +64,70 @@ class BackwardWatch:
                     if host.by_hand is not None:
                         host.by_hand.ends()
 
-        self._patch = Patch(torch.autograd, "backward", backward)
+        self._patches = [Patch(torch.autograd, "backward", backward)]
+        engine = torch.autograd.Variable._execution_engine
+        if type(engine) is torch._C._ImperativeEngine:  # another tool's stand-in is left alone
+            watched = _watched(engine, host, fuse)
+            self._patches.append(Patch(torch.autograd.Variable, "_execution_engine", watched))
 
     def remove(self) -> None:
-        """Restore it."""
-        if self._patch is not None:
-            self._patch.undo()
+        """Restore them."""
+        for patch in reversed(self._patches):
+            patch.undo()
+
+
+def _watched(engine: Any, host: Host, fuse: Fuse) -> Any:
+    """Return an engine that is the same one (there is one in a process), but for how its ``run_backward`` is come by.
+
+    Within a backward that is seen already it is the original, so that no frame of ours stands between torch's.
+    """
+    import torch
+
+    plain = engine.run_backward
+    run_backward = _watched_run(plain, host, fuse)
+
+    def found(_: object) -> Callable[..., Any]:
+        aside = host.backwards or fuse.blown or get_ident() != host.thread
+        original: Callable[..., Any] = plain
+        return original if aside else run_backward
+
+    kind = type("_ImperativeEngine", (torch._C._ImperativeEngine,), {"__slots__": (), "run_backward": property(found)})
+    return kind()
+
+
+def _watched_run(plain: Callable[..., Any], host: Host, fuse: Fuse) -> Callable[..., Any]:
+    """Return the engine's ``run_backward`` for who has not come through ``torch.autograd.backward``."""
+    note, tell, trains = host.cycle.trace.append, fuse.guard(host.tell), fuse.guard(_trains)
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        # autograd.grad gives it by name
+        accumulates = args[_ACCUMULATE] if len(args) > _ACCUMULATE else kwargs.get("accumulate_grad", False)
+        if not accumulates and ((len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]) or not trains(args, kwargs)):
+            return plain(*args, **kwargs)
+        note(monotonic_ns() << 4 | BACKWARD_BEGINS)
+        tensors = args[0] if args else kwargs.get("tensors")
+        if accumulates and host.by_hand is not None:
+            host.by_hand.begins((tensors,), {})
+        if host.takes_loss is not None:
+            host.takes_loss(tensors, args[1] if len(args) > 1 else kwargs.get("grad_tensors"), bool(accumulates))
+        host.backwards = 1
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            host.backwards = 0
+            note(monotonic_ns() << 4 | (CLOSURE_GOES_ON if host.in_closure else BACKWARD_ENDS))
+            if accumulates and host.in_closure:
+                tell(host.after_closure_backward)
+            elif accumulates and host.by_hand is not None:
+                host.by_hand.ends()
+
+    return run_backward
+
+
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if the gradients asked for are a model's, and nobody will differentiate them in turn."""
+    import torch
+
+    create_graph = args[_CREATE_GRAPH] if len(args) > _CREATE_GRAPH else kwargs.get("create_graph")
+    inputs: Any = args[_INPUTS] if len(args) > _INPUTS else kwargs.get("inputs")
+    return bool(inputs) and not create_graph and isinstance(inputs[-1], torch.nn.Parameter)  # the first may be the data

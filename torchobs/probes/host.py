@@ -112,8 +112,8 @@ class Host:
     """Has something that cannot raise done once in the training thread, when its next backward begins (``safepoint``)"""
     by_hand: ByHand | None = None
     """Told of the outermost backwards, while there has been no optimizer's step"""
-    takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-    """Called with the arguments of the outermost backward"""
+    takes_loss: Callable[[Any, Any, bool], None] | None = None
+    """Called with the tensors and the given gradients of the outermost backward, and whether it accumulates its gradients"""
     clipped_by_hand: Callable[[Any, int], object] | None = None
     """Called at the end of a step by hand (``byhand``) with what stands for its optimizer, and how many gradients that has"""
     watched: Callable[[Any], object] | None = None
