@@ -65,10 +65,9 @@ class BackwardWatch:
                         host.by_hand.ends()
 
         self._patches = [Patch(torch.autograd, "backward", backward)]
-        engine = torch.autograd.Variable._execution_engine
-        if type(engine) is torch._C._ImperativeEngine:  # another tool's stand-in is left alone
-            watched = _watched(engine, host, fuse)
-            self._patches.append(Patch(torch.autograd.Variable, "_execution_engine", watched))
+        engine, kind = torch.autograd.Variable._execution_engine, getattr(torch._C, "_ImperativeEngine", None)
+        if kind is not None and type(engine) is kind:  # another tool's stand-in is left alone
+            self._patches.append(Patch(torch.autograd.Variable, "_execution_engine", _watched(engine, host, fuse)))
 
     def remove(self) -> None:
         """Restore them."""
@@ -81,8 +80,6 @@ def _watched(engine: Any, host: Host, fuse: Fuse) -> Any:
 
     Within a backward that is seen already it is the original, so that no frame of ours stands between torch's.
     """
-    import torch
-
     plain = engine.run_backward
     run_backward = _watched_run(plain, host, fuse)
 
@@ -91,7 +88,7 @@ def _watched(engine: Any, host: Host, fuse: Fuse) -> Any:
         original: Callable[..., Any] = plain
         return original if aside else run_backward
 
-    kind = type("_ImperativeEngine", (torch._C._ImperativeEngine,), {"__slots__": (), "run_backward": property(found)})
+    kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
     return kind()
 
 

@@ -96,6 +96,8 @@ class Host:
     """Whether an optimizer is evaluating its closure"""
     reads_rate: bool = False
     """Whether the step hook shall read the learning rate"""
+    steps_within: Callable[[int, Any], object] | None = None
+    """Called with the id of the optimizer that is stepping and another one that begins to step within that"""
     norm_due: int = sys.maxsize
     """The step after which ``before_step`` is called next"""
     norm_step: int = -1
