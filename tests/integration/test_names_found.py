@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import Any
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.training import recording
 from torchobs.guarding import Fuse
 from torchobs.probes import names as module_of_names
 from torchobs.probes.names import Names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+HOST: Any = SimpleNamespace(cycle=SimpleNamespace(metered=False), spend=lambda *_: None)
+"""All of a host that is asked"""
 
 
 @pytest.fixture
@@ -19,7 +29,7 @@ def names() -> Any:
     """Names, with torch's hooks in place."""
     fuse = Fuse("gradients")
     found = Names(lambda: None)
-    found.built.install(fuse)
+    found.built.install(HOST, fuse)
     yield found
     found.built.remove()
     assert not fuse.errors
@@ -74,7 +84,7 @@ def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], m
     monkeypatch.setattr(module_of_names, "SCAN_AFTER_S", 0.0)
     model = Net()
     names = Names(lambda: None)
-    names.built.install(Fuse("gradients"))
+    names.built.install(HOST, Fuse("gradients"))
     try:
         twin = copy.deepcopy(model)
         assert called(names, twin)[0] == "scale"
@@ -109,3 +119,44 @@ def test_a_module_that_changes_while_it_is_walked_is_walked_again() -> None:
     assert not changes
     names.look_for(parameters)
     assert names.get(parameters[-1]) == "299.bias"
+
+
+def test_a_module_whose_parameters_are_given_anew_costs_one_call(flight_dir: Path) -> None:
+    """FSDP1 with ``use_orig_params`` does so twice in each step, for every parameter; a metered step knows what that took."""
+    model, calls = Net(), list[str]()
+
+    def count(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "torchobs" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    def give_anew() -> None:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, parameter)
+
+    for run in recording(flight_dir):
+        host = run.session.host
+        assert host is not None
+        give_anew()
+        sys.setprofile(count)
+        give_anew()
+        sys.setprofile(None)
+        assert calls == ["note"] * len(list(model.parameters()))
+        before = host.spent_ns.get("gradients", 0)
+        give_anew()
+        assert host.spent_ns.get("gradients", 0) == before
+        host.cycle.metered = True
+        give_anew()
+        host.cycle.metered = False
+        assert host.spent_ns["gradients"] > before
+
+
+def test_a_module_that_is_gone_is_forgotten(names: Names) -> None:
+    """Its place may be another one's."""
+    before = len(names.built.modules())
+    model: Any = Net()
+    assert len(names.built.modules()) > before
+    del model
+    gc.collect()
+    assert len(names.built.modules()) == before
+    assert len(names.built._modules) == before

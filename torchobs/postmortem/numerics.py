@@ -297,6 +297,10 @@ def _scaler(facts: Facts) -> Iterator[Finding]:
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
         yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {words.several(skipped, 'step')} of {steps:,}.")
+    for fact in facts.told(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
+        limit, scale = words.number(fact.number("limit")), words.number(fact.number("scale"))
+        text = f"Gradients were clipped by norm before scaler.unscale_(optimizer): to {limit} over the loss scale, {scale}."
+        yield Finding(WARNING, "clipped_scaled", text)
     if facts.told(catalog.EVENT_AMP_UNSCALED):
         yield Finding(
             WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."

@@ -122,6 +122,12 @@ class Host:
     """Called with a module that was given to ``torchobs.watch``"""
     loss_scaled: Callable[[object, object, Any], object] | None = None
     """Called with the outputs, the scaled outputs and the scale when a loss scaler has scaled"""
+    scalings: int = 0
+    """Losses that loss scalers have scaled"""
+    scaled: bool = False
+    """Whether one was since gradients were last unscaled"""
+    unscales: Callable[[Any, Any], object] | None = None
+    """Called with an optimizer and the scale, a tensor, before a loss scaler divides its gradients by that"""
     loss_scale: Any = None
     """The scale, a tensor, that it has used last"""
 
