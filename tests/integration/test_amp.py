@@ -217,6 +217,7 @@ class SlowDevice:
     """Delivers values when it is told to, as a device does."""
 
     def __init__(self) -> None:
+        self.unread: set[str] = set()
         self.under_way: list[Any] = []
 
     def take(self, value: torch.Tensor, deliver: Any) -> bool:

@@ -284,3 +284,16 @@ def test_a_training_on_fakes_is_not_recorded_and_breaks_nothing(flight_dir: Path
             following.step()
         real = run.steps()[-3:]
         assert all(has(step, Flag.GRAD_NORM) and has(step, Flag.LOSS) for step in real)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_a_device_whose_values_are_not_read_is_said_to_be_one(late: Late, kind: str) -> None:
+    """There is no loss and no norm, and that is told once, with the reason; nothing waits for it."""
+    with FakeTensorMode():
+        loss = torch.empty((), device=kind)
+    for _ in range(3):
+        late.loss._take_later(loss, within=False)
+        late.look()
+    assert late.device.sent == []
+    (told,) = late.run.frames(catalog.EVENT_DEVICE_UNREAD.name)
+    assert told["attrs"] == {"device_type": kind}

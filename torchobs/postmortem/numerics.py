@@ -58,6 +58,9 @@ def numerics(facts: Facts) -> Iterator[Finding]:
     yield from _unmoved(facts)
     yield from _scaler(facts)
     yield from _scheduler(facts)
+    for fact in facts.told(catalog.EVENT_DEVICE_UNREAD)[:1]:
+        kind = fact.text("device_type")
+        yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: on {kind} reading them would wait.")
 
 
 def _onset(steps: Sequence[Step]) -> int | None:

@@ -16,6 +16,7 @@ import weakref
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs import catalog
 from torchobs.flight.record import Flag
 from torchobs.probes.seen import GONE, became
 
@@ -46,6 +47,8 @@ class LossProbe:
         self._scale: torch.Tensor | None = None
         self._under_way: list[_Later] = []
         self._base = 0
+        self._told: set[str] = set()
+        """Kinds of device that it was said of that they are not read"""
         self._apart: object = None
         """What holds losses of ``torch.autograd.grad`` alone, which the step's first backward takes out: values, or parts"""
 
@@ -171,8 +174,19 @@ class LossProbe:
         if self._host.device.take(value, arriving.append):
             parts.append(arriving)
 
+    def _tell_unread(self, kind: str) -> None:
+        """Say once why there is no loss, nor a norm: to read them at once would wait for the device in every step."""
+        self._told.add(kind)
+        host = self._host
+        host.writer.event(catalog.EVENT_DEVICE_UNREAD.name, {"device_type": kind}, host.cycle.step)
+        if host.say is not None:
+            why = "values can be read without waiting from CUDA devices only"
+            host.say(f"unread {kind}", f"loss and gradient norm are not recorded on {kind}: {why}; torchobs.log(loss=...) is")
+
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""
+        for kind in self._host.device.unread - self._told:
+            self._tell_unread(kind)
         cycle, under_way = self._host.cycle, self._under_way
         while under_way:
             step, count = became(under_way[0].whose), 1
