@@ -1023,6 +1023,18 @@ EVENT_AMP_UNSCALED = Event(
     Severity.WARNING,
     (Attribute("steps", "steps done so far"),),
 )
+EVENT_AMP_CLIPPED_SCALED = Event(
+    "torchobs.amp.clipped_scaled",
+    "Gradients were clipped by norm before the loss scaler divided them by its scale: to the limit over the scale.",
+    Severity.WARNING,
+    (Attribute("limit", "the threshold that was given"), Attribute("scale", "the loss scale")),
+)
+EVENT_DEVICE_UNREAD = Event(
+    "torchobs.device.unread",
+    "Losses and gradient norms of this kind of device are not recorded: reading them would hold up the training.",
+    Severity.WARNING,
+    (Attribute("device_type", "torch's name of the kind of device"),),
+)
 EVENT_MEMORY_GROWTH = Event(
     "torchobs.memory.growth",
     "Memory grows steadily with the steps, and would reach its limit within a day.",

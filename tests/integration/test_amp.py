@@ -217,6 +217,7 @@ class SlowDevice:
     """Delivers values when it is told to, as a device does."""
 
     def __init__(self) -> None:
+        self.unread: set[str] = set()
         self.under_way: list[Any] = []
 
     def take(self, value: torch.Tensor, deliver: Any) -> bool:
@@ -416,3 +417,50 @@ def test_without_a_scaler_nobody_pays(run: Recording) -> None:
         scaler.update()
     assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks + 1
     assert len(run.steps()) == 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("order", ["before", "explicit", "right"])
+def test_clipping_before_the_unscaling_is_told(
+    run: Recording, order: str, caplog: pytest.LogCaptureFixture, *, fused: bool
+) -> None:
+    """A classic mistake: the limit is that of gradients 1,024 times as large. The norm that is shown has no scale in it."""
+    model = mlp()
+    optimizer, scaler = torch.optim.Adam(model.parameters(), fused=fused), GradScaler("cpu", init_scale=1024.0)
+    norms = []
+    for index in range(70):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, index)).backward()  # type: ignore[no-untyped-call]
+        if order == "right":
+            scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        norms.append(norm if order == "right" else norm / 1024.0)
+        if order == "explicit":
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    run.look()
+    assert [record.grad_norm for record in run.steps()] == pytest.approx(norms, rel=1e-5)
+    told = [event["attrs"] for event in run.frames(catalog.EVENT_AMP_CLIPPED_SCALED.name)]
+    assert told == ([] if order == "right" else [{"limit": 0.5, "scale": 1024.0}])
+    assert [line for line in caplog.messages if "before scaler.unscale_" in line] == [] or order != "right"
+
+
+def test_what_a_skipped_step_clipped_is_no_mistake_of_the_next(run: Recording) -> None:
+    """It was clipped after the unscaling, and no optimizer came to take it; nor is one optimizer's another's."""
+    models = mlp(), mlp(1)
+    optimizers, scaler = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models], GradScaler("cpu", init_scale=64.0)
+    for index in range(6):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, index)).backward()  # type: ignore[no-untyped-call]
+            if index % 2:
+                overflow(model)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    run.look()
+    assert run.frames(catalog.EVENT_AMP_CLIPPED_SCALED.name) == []

@@ -248,7 +248,7 @@ def test_a_loss_is_not_unscaled_within_a_capture(late: Late) -> None:
     with Calls() as seen:
         late.loss._note_scaled(torch.ones(()), scaled, scale)
         del scaled
-        late.loss._take((torch.tensor(2.0),), {})
+        late.loss._take(torch.tensor(2.0), None, True)  # noqa: FBT003  # as the hook calls it
     assert "aten.div.Tensor" not in seen.names
     assert not late.context.recorder.values.losses
 
@@ -288,3 +288,16 @@ def test_a_training_on_fakes_is_not_recorded_and_breaks_nothing(flight_dir: Path
             following.step()
         real = run.steps()[-3:]
         assert all(has(step, StepFlag.GRAD_NORM) and has(step, StepFlag.LOSS) for step in real)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_a_device_whose_values_are_not_read_is_said_to_be_one(late: Late, kind: str) -> None:
+    """There is no loss and no norm, and that is told once, with the reason; nothing waits for it."""
+    with FakeTensorMode():
+        loss = torch.empty((), device=kind)
+    for _ in range(3):
+        late.loss._take_later(loss, within=False)
+        late.look()
+    assert late.device.sent == []
+    (told,) = late.run.frames(catalog.EVENT_DEVICE_UNREAD.name)
+    assert told["attrs"] == {"device_type": kind}

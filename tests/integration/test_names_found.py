@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import Any
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from tests.training import recording
 from torchobs.probes.gradients import parameter_names as module_of_names
 from torchobs.probes.gradients.parameter_names import ParameterNames
 from torchobs.support.error_guard import CircuitBreaker
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+HOST: Any = SimpleNamespace(recorder=SimpleNamespace(metered=False), spend=lambda *_: None)
+"""All of a host that is asked"""
 
 
 @pytest.fixture
@@ -19,7 +29,7 @@ def names() -> Any:
     """Names, with torch's hooks in place."""
     breaker = CircuitBreaker("gradients")
     found = ParameterNames(lambda: None)
-    found.built.install(breaker)
+    found.built.install(HOST, breaker)
     yield found
     found.built.remove()
     assert not breaker.errors
@@ -74,7 +84,7 @@ def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], m
     monkeypatch.setattr(module_of_names, "SCAN_AFTER_S", 0.0)
     model = Net()
     names = ParameterNames(lambda: None)
-    names.built.install(CircuitBreaker("gradients"))
+    names.built.install(HOST, CircuitBreaker("gradients"))
     try:
         twin = copy.deepcopy(model)
         assert called(names, twin)[0] == "scale"
@@ -109,3 +119,44 @@ def test_a_module_that_changes_while_it_is_walked_is_walked_again() -> None:
     assert not changes
     names.look_for(parameters)
     assert names.get(parameters[-1]) == "299.bias"
+
+
+def test_a_module_whose_parameters_are_given_anew_costs_one_call(flight_dir: Path) -> None:
+    """FSDP1 with ``use_orig_params`` does so twice in each step, for every parameter; a metered step knows what that took."""
+    model, calls = Net(), list[str]()
+
+    def count(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "torchobs" in frame.f_code.co_filename:
+            calls.append(frame.f_code.co_name)
+
+    def give_anew() -> None:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, parameter)
+
+    for run in recording(flight_dir):
+        context = run.session.context
+        assert context is not None
+        give_anew()
+        sys.setprofile(count)
+        give_anew()
+        sys.setprofile(None)
+        assert calls == ["note"] * len(list(model.parameters()))
+        before = context.spent_ns.get("gradients", 0)
+        give_anew()
+        assert context.spent_ns.get("gradients", 0) == before
+        context.recorder.metered = True
+        give_anew()
+        context.recorder.metered = False
+        assert context.spent_ns["gradients"] > before
+
+
+def test_a_module_that_is_gone_is_forgotten(names: ParameterNames) -> None:
+    """Its place may be another one's."""
+    before = len(names.built.modules())
+    model: Any = Net()
+    assert len(names.built.modules()) > before
+    del model
+    gc.collect()
+    assert len(names.built.modules()) == before
+    assert len(names.built._modules) == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,87 @@ def test_one_group_of_each_optimizer(run: Recording, make: Any, expected: tuple[
     values = run.look()
     shown = [groups(values, name) for name in (RATE, DECAY, MOMENTUM, BETA2)]
     assert shown == [{} if value is None else {"0": value} for value in expected]
+
+
+RATES: dict[str, Any] = {
+    "int": 1,
+    "numpy's double": np.float64(0.5),
+    "numpy's float": np.float32(0.5),
+    "numpy's int": np.int64(2),
+    "interpolated": np.interp(5, [0, 10], [0.0, 0.1]),
+    "an array": np.array(0.25),
+    "a tensor": torch.tensor(0.5),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_rate_of_any_type_is_in_the_record_of_every_step(run: Recording, name: str) -> None:
+    """A warm-up that is interpolated (YOLOv5's) sets numpy's numbers, ``lr=1`` is an int: no step goes without its rate."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for index in range(100):
+        optimizer.param_groups[0]["lr"] = RATES[name]
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        optimizer.param_groups[0]["lr"] = float(RATES[name]) if index > 80 else RATES[name]
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = run.steps()
+    assert len(steps) == 100
+    assert all(has(record, StepFlag.LEARNING_RATE) for record in steps)
+    assert {record.learning_rate for record in steps} == {float(RATES[name])}
+    assert groups(run.look(), RATE) == {"0": float(RATES[name])}
+
+
+@pytest.mark.parametrize("rate", [None, "0.5", np.array([0.5, 0.5]), np.array("x"), torch.tensor([0.5, 0.5])])
+def test_what_is_no_rate_is_none(rate: Any) -> None:
+    """And breaks nothing."""
+    assert probe.number_of(rate) is None
+
+
+class Container(torch.optim.Optimizer):
+    """As torchtitan's OptimizersContainer: one optimizer for each part of the model, and groups that nobody uses."""
+
+    def __init__(self, *parts: torch.nn.Module, rate: float) -> None:
+        self.optimizers = [torch.optim.AdamW(part.parameters(), lr=rate) for part in parts]
+        super().__init__([parameter for part in parts for parameter in part.parameters()], {"lr": rate})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as torchtitan has it
+        """All of them."""
+        del closure
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_the_rate_of_a_container_is_that_of_the_optimizers_that_step(run: Recording) -> None:
+    """Schedulers set theirs; the container's own groups stay as they were made. From the first step on."""
+    model = mlp()
+    optimizer = Container(model[0], model[2], rate=1e-3)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(part, lambda step, index=index: (step + 1) / (100 + index))  # type: ignore[misc]
+        for index, part in enumerate(optimizer.optimizers)
+    ]
+    truth = []
+    for index in range(30):
+        loss_of(model, index).backward()  # type: ignore[no-untyped-call]
+        truth.append(optimizer.optimizers[0].param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert [record.learning_rate for record in run.steps()] == truth
+    shown = [part.param_groups[0]["lr"] for part in optimizer.optimizers]
+    values = run.look()
+    assert groups(values, RATE) == {"0": pytest.approx(truth[-1]), "1": pytest.approx(shown[1])}
+    assert groups(values, BETA2) == {"0": 0.999}, "the container's own groups have no such thing"
+
+
+def test_an_optimizer_that_holds_a_share_keeps_the_groups_of_the_whole(run: Recording) -> None:
+    """ZeRO's inner optimizer has one rank's parameters: the groups are the outer one's."""
+    model = mlp()
+    optimizer = Container(model[0], rate=0.5)
+    optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.25})
+    train(model, optimizer, steps=5)
+    assert groups(run.look(), RATE) == {"0": 0.5, "1": 0.25}
 
 
 def test_groups_are_shown_as_far_as_they_differ(run: Recording) -> None:
@@ -195,7 +277,7 @@ def test_a_rate_on_its_way_from_a_device_belongs_to_its_step(run: Recording) -> 
 
 def test_a_device_s_rate_is_never_read(run: Recording) -> None:
     """``.item()`` on a device waits for it: what is not on the CPU is no number here."""
-    assert probe._number(torch.tensor(0.5, device="meta")) is None
-    assert probe._number(torch.tensor([0.5, 0.25])) is None
-    assert (probe._number("0.5"), probe._number(None), probe._number(torch.tensor(0.5))) == (None, None, 0.5)
+    assert probe.number_of(torch.tensor(0.5, device="meta")) is None
+    assert probe.number_of(torch.tensor([0.5, 0.25])) is None
+    assert (probe.number_of("0.5"), probe.number_of(None), probe.number_of(torch.tensor(0.5))) == (None, None, 0.5)
     assert run.errors() == []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LACKING: dict[str, set[str]] = {
+    "torch._C._ImperativeEngine": set(),
     "torch._dynamo.callback.callback_handler": {"compile"},
     "torch._dynamo.trace_rules.add": {"dynamo"},
     "torch._dynamo.utils.CompilationMetrics": {"compile"},
@@ -56,6 +57,7 @@ NEEDED_BY_TORCH = frozenset(
         *("_index_sampler", "_next_data", "_workers", "_num_workers", "_data_queue", "_task_info", "_shutdown"),  # a loader
         *("_local_tensor", "_values", "_fsdp_flattened"),  # a DTensor, a sparse tensor, a flat parameter of FSDP
         *("_active_ddp_module", "_version"),  # on DDP while it runs, of every tensor
+        "_execution_engine",  # of every backward
         *("_opt_called", "_schedulers", "_fsdp_param_groups", "_popen"),  # schedulers, fully_shard, a process
     }
 )

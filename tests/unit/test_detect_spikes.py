@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchobs.detect.spikes import WARM_UP, judge, skewed_reach
+from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start, skewed_reach
 
 Baseline = tuple[float, float, int]
 FRESH: Baseline = (0.0, 0.0, 0)
@@ -147,3 +147,62 @@ def test_a_loss_without_a_logarithm_or_a_spread_has_the_normal_limit_alone(mean:
 def test_the_reach_of_a_tail_is_a_number_whatever_the_baseline(mean: float, variance: float) -> None:
     """A fold raises at no loss: neither where the variation overflows nor where there is nearly none."""
     assert skewed_reach(mean, variance) >= 0.0
+
+
+def early(values: list[float]) -> list[bool]:
+    """Which of a run's first values are orders of magnitude above how it began, as the fold asks."""
+    start, verdicts = 0.0, []
+    for seen, value in enumerate(values):
+        verdicts.append(leaves_start(value, start, seen))
+        if seen < START and not verdicts[-1]:
+            start = max(start, abs(value))
+    return verdicts
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [2.18, 61.2, 8.2e29],
+        [2.3, 1e8],
+        [2.3 * 3.1**n for n in range(20)],
+        [0.0, 0.0, 1e5],
+        [1.0] * 19 + [1e10],
+        [-3.0, -2.0, 1e5],
+    ],
+    ids=["two steps", "one", "by and by", "from nothing", "the last", "from below zero"],
+)
+def test_a_run_that_diverges_from_its_first_steps_is_found(values: list[float]) -> None:
+    """Warm-up is no reason to be silent about orders of magnitude, be it one leap or a threefold growth in each step."""
+    assert any(early(values))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e6 * 0.5**n for n in range(20)],
+        [1e6, 3.0, 900.0, 2.0, 2500.0, 1.0],
+        [1e-7, 1e-5, 1e-3, 0.1, 1.0, 10.0, 100.0],
+        [0.01 * (-1) ** n for n in range(20)],
+        [11.0, 10.5, 9.8, 14.0, 8.0, 30.0, 7.5],
+        [0.0] * 10 + [500.0] * 10,
+        [0.5, 3.0, 900.0, 1.0, 1500.0, 12.0],
+    ],
+    ids=["falling", "falling and tailed", "a head of zeros", "around zero", "a language model", "a reward at last", "critic"],
+)
+def test_a_healthy_start_is_none(values: list[float]) -> None:
+    """Losses fall from large values, grow from nothing, cross zero, and differ a thousandfold in reinforcement learning."""
+    assert not any(early(values))
+
+
+@pytest.mark.parametrize(("spread", "most"), [(1.0, 0), (1.5, 1), (2.0, 12)])
+def test_heavy_tails_leave_their_start_as_seldom_as_computed(spread: float, most: int) -> None:
+    """Of 1,000 runs whose values are log-normal around 10: the probabilities that stand beside the threshold."""
+    chance = random.Random(7)
+    runs = ([10.0 * exp(chance.gauss(0.0, spread)) for _ in range(WARM_UP)] for _ in range(1000))
+    assert sum(any(early(values)) for values in runs) <= most
+
+
+def test_after_warm_up_the_baseline_judges() -> None:
+    """The start is a measure of the first steps only."""
+    assert not leaves_start(1e30, 1.0, WARM_UP)
+    assert not leaves_start(1e30, 0.0, 0)

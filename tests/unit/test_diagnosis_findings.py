@@ -154,6 +154,26 @@ def test_a_learning_rate_that_leapt_is_told() -> None:
     assert "The learning rate had risen 1000-fold (from 0.001 to 1) in step 101." in told(facts(history))["nonfinite_loss"]
 
 
+@pytest.mark.parametrize("turns", [NAN, 1.5e10], ids=["nan", "finite"])
+def test_a_learning_rate_that_was_wrong_from_the_start_is_a_suspect(turns: float) -> None:
+    """Too few norms for a median are no reason to say that there was no warning in them."""
+    values = [(2.3, 2.18), (90.0, 61.2), (4e8, 8.2e29), (turns, 1e30)]
+    history = [step(number, *each, learning_rate=10.0) for number, each in enumerate(values, 1)]
+    events = [fact(catalog.EVENT_ANOMALY, 0.3, 3, kind="loss_spike", value=4e8, baseline=2.3)] if turns > 0 else []
+    found = told(facts(history, events=events, values={(catalog.ANOMALIES, "loss_spike"): 1}))
+    text = found["nonfinite_loss" if turns != turns else "loss_spike"]  # noqa: PLR0124  # NaN
+    assert "It diverged within its first 20 steps: the learning rate, 10, is a suspect." in text
+    assert "without a warning" not in text
+    if turns != turns:  # noqa: PLR0124  # as above
+        assert "1 step after the gradient norm rose" in text
+
+
+def test_a_learning_rate_is_no_suspect_where_nothing_grew() -> None:
+    """A first batch with a NaN in it, or a run that went wrong long after."""
+    assert "suspect" not in told(facts([*steps(5), step(6, NAN, NAN)]))["nonfinite_loss"]
+    assert "suspect" not in told(facts([*steps(60), step(61, 1e9, 1e9), step(62, NAN, NAN)]))["nonfinite_loss"]
+
+
 def test_a_warm_up_is_no_leap() -> None:
     """A rate that climbs from nearly nothing in the first steps is a schedule."""
     history = [*(step(n, learning_rate=1e-3 * n / 100) for n in range(1, 101)), step(101, NAN, NAN)]

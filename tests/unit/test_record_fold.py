@@ -323,3 +323,43 @@ def test_what_comes_late_of_the_former_model_is_not_the_new_one_s() -> None:
     )
     assert state.floats[Word.LOSS_BASELINE] == 0.0 or state.ints[Word.LOSS_BASELINE + 2] == 1
     assert points[LAST] < 1e6
+
+
+def anomalies(field: str, values: list[float]) -> list[Anomaly]:
+    """What is found in these losses, or norms."""
+    flag = StepFlag.LOSS if field == "loss" else StepFlag.GRAD_NORM
+    return fold_steps(*({field: value, "flags": flag} for value in values))[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "first"),
+    [
+        ("loss", [2.3, 2.4, 2.2, 40.0, 9e3, 1.5e10], 5),
+        ("loss", [2.3 * 3.1**n for n in range(20)], 10),
+        ("grad_norm", [2.18, 61.2, 8.2e29], 3),
+    ],
+)
+def test_a_run_that_diverges_in_its_warm_up_is_found(field: str, values: list[float], first: int) -> None:
+    """At its first value that is orders of magnitude above the start, beside a usual one that is the start's own."""
+    found = anomalies(field, values)
+    assert found[0].kind == ("loss_spike" if field == "loss" else "gradient_explosion")
+    assert found[0].step == first
+    assert values[0] <= found[0].baseline <= max(values[:3])
+    assert len(found) == len(values) - first + 1, "and so are those after it"
+
+
+@pytest.mark.parametrize("field", ["loss", "grad_norm"])
+@pytest.mark.parametrize("healthy", [5, 200])
+def test_what_is_usual_is_so_of_healthy_steps(field: str, healthy: int) -> None:
+    """Steps that have blown up never become the measure of the next one: nobody is told that 4.6e+29 was usual."""
+    wild = [3e4 * 10.0**n for n in range(25)] + [1e29, 4e29, nan, 8e29, inf]
+    found = anomalies(field, [2.3 + 0.1 * (n % 3) for n in range(healthy)] + wild)
+    assert len(found) == len(wild)
+    assert all(2.0 <= anomaly.baseline <= 3.0 for anomaly in found)
+
+
+def test_another_model_has_a_start_of_its_own() -> None:
+    """A fold whose losses are ten thousand times the last one's has not diverged."""
+    given = [{"loss": 0.5, "flags": StepFlag.LOSS} for _ in range(30)]
+    given += [{"loss": 5e3, "flags": StepFlag.LOSS | (0 if n else StepFlag.NEW_MODEL)} for n in range(30)]
+    assert fold_steps(*given)[1] == []

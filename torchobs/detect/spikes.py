@@ -13,7 +13,7 @@ from math import exp, isfinite, log1p, sqrt
 ALPHA = 0.03
 """Weight of a new value: a memory of about 33 values (ZClip: 0.97 decay)."""
 WARM_UP = 20
-"""Values seen before the first verdict; until then the plain mean and variance are learned."""
+"""Values seen before the first verdict of :func:`judge`; until then the plain mean and variance are learned."""
 Z_LIMIT = 6.0
 LEARN_LIMIT = 3.0
 """Standard deviations by which one value can move the baseline (Huber's clipping): at the z limit itself the deviation would
@@ -26,6 +26,29 @@ LEAST_LOSS_SPIKES = 5
 The small GPT of ``examples/`` has 2 when its learning rate is multiplied by 100, which it recovers from, 5 at 300 and 9 at
 1000. Its gradient norm shows none of it so early in training, when that varies as much by itself.
 """
+
+START = 3
+"""Values of a run's beginning that tell its scale: the first of all may be a lucky one"""
+ORDERS = 1e3
+"""Three orders of magnitude above all that a run began with. In log-normal values whose logarithm deviates by 1.5 (single
+batches differ a hundredfold) one run in 16,000 has such a value by chance among its first 20, and one in 240 where it is 2
+(simulated, 300,000 runs each). With the first value alone to compare with, the square of it is asked for: two such values
+differ by that factor in one case of two million."""
+LEAST_SCALE = 1.0
+"""A run may begin at 0, or near it: rewards that did not come yet, a head initialised with zeros, a loss that crosses zero.
+What begins below 1 has to get above 1,000."""
+
+
+def leaves_start(value: float, start: float, seen: int) -> bool:
+    """Return True if a value among the first ``WARM_UP`` is orders of magnitude above how the run began.
+
+    ``start`` is the greatest magnitude of the ``seen`` values before, of the first ``START`` at most, those apart of which this
+    was true: a learning rate that is wrong from the start takes the loss from 2.3 to 1.5e10 before any baseline is learned.
+    """
+    scale = max(abs(start), LEAST_SCALE)
+    if not 0 < seen < WARM_UP:
+        return False
+    return value / scale > (ORDERS if seen > 1 else ORDERS**2)
 
 
 def skewed_reach(mean: float, variance: float) -> float:

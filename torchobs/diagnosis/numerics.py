@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import model_begins
@@ -25,6 +26,8 @@ _ALL_SINCE = 0.99
 _LEAST_BASELINE = 10
 _RATE_ROSE = 2.0
 """A learning rate that at least doubles in one step, to what it never was: schedules move by a few per cent."""
+_GREW = 10.0
+"""Of a run that went wrong within its first steps: what training lowers has grown by an order of magnitude"""
 _LATELY = 16
 _MANY_SKIPPED = 0.05
 """Of all steps. A scaler at work doubles its scale every 2,000 steps, and skips one when that was too much."""
@@ -55,6 +58,9 @@ def numerics(facts: RankReport) -> Iterator[Finding]:
     yield from _unmoved(facts)
     yield from _scaler(facts)
     yield from _scheduler(facts)
+    for fact in facts.told(catalog.EVENT_DEVICE_UNREAD)[:1]:
+        kind = fact.text("device_type")
+        yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: on {kind} reading them would wait.")
 
 
 def _onset(steps: Sequence[Step]) -> int | None:
@@ -117,7 +123,10 @@ def _cause(steps: Sequence[Step], onset: int) -> str:
 
 
 def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
-    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times its median of before."""
+    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times its median of before.
+
+    Of a run's first norms, of which a median says little, one is that is orders of magnitude above how they began.
+    """
     begin = model_begins(steps, end)
     for index in range(max(begin, end - _BEFORE), end + 1):
         norm = steps[index].grad_norm if index < len(steps) else None
@@ -127,6 +136,9 @@ def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
         usual = median(earlier) if len(earlier) >= _LEAST_BASELINE and all(map(isfinite, earlier)) else 0.0
         if usual > 0 and norm / usual >= exp(LEAST_NORM_EXCESS):
             return Rise(steps[index].step, usual, norm)
+        start = max(filter(isfinite, earlier[:START]), default=0.0)
+        if not usual and start > 0 and leaves_start(norm, start, len(earlier)):
+            return Rise(steps[index].step, start, norm)
     return None
 
 
@@ -146,8 +158,24 @@ def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
 def _rate_note(steps: Sequence[Step], end: int) -> str:
     rise = rate_rise(steps, end)
     if rise is None:
-        return ""
+        return _suspect(steps, end)
     return f" The learning rate had risen {_from_to(rise)} in step {rise.step:,}."
+
+
+def _suspect(steps: Sequence[Step], end: int) -> str:
+    """Return that the learning rate may have been wrong from the start, where the numbers grew away within the first steps."""
+    begin = model_begins(steps, end)
+    first = steps[begin : end + 1]
+    rate = next((step.learning_rate for step in first if step.learning_rate), None)
+    if rate is None or first[0].step != 1 or len(first) > WARM_UP or not (_grew(first, "loss") or _grew(first, "grad_norm")):
+        return ""
+    return f" It diverged within its first {WARM_UP} steps: the learning rate, {text_format.number(rate)}, is a suspect."
+
+
+def _grew(steps: Sequence[Step], field: str) -> bool:
+    """Return True if a value became ten times as large as it began."""
+    values = [value for step in steps if (value := getattr(step, field)) is not None and isfinite(value)]
+    return bool(values) and max(values) >= _GREW * max(abs(values[0]), LEAST_SCALE)
 
 
 def _from_to(rise: Rise) -> str:
@@ -273,6 +301,10 @@ def _scaler(facts: RankReport) -> Iterator[Finding]:
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
         yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.several(skipped, 'step')} of {steps:,}.")
+    for fact in facts.told(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
+        limit, scale = text_format.number(fact.number("limit")), text_format.number(fact.number("scale"))
+        text = f"Gradients were clipped by norm before scaler.unscale_(optimizer): to {limit} over the loss scale, {scale}."
+        yield Finding(WARNING, "clipped_scaled", text)
     if facts.told(catalog.EVENT_AMP_UNSCALED):
         yield Finding(
             WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."

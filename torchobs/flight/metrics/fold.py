@@ -11,7 +11,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.spikes import judge
+from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
 from torchobs.flight.format.step_record import (
     CRC,
     LIVE_PHASES,
@@ -161,26 +161,35 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
     ints, floats = totals.ints, totals.floats
     newest, last, finite = ints[Word.LOSS_STEP], floats[Word.LOSS], not is_active(totals, NONFINITE_LOSS)
     mean, variance, seen = load_baseline(totals, Word.LOSS_BASELINE)
+    usual, start = floats[Word.LOSS_USUAL], floats[Word.LOSS_START]
     spikes = nonfinite = 0
     spike = is_active(totals, LOSS_SPIKE)
     for record in records:
         loss, late = record.loss, record.step < newest
         if not isfinite(loss):
             nonfinite += 1
-            note(found, NONFINITE_LOSS, record, loss, last)
+            note(found, NONFINITE_LOSS, record, loss, usual if spike else last)
             if not late:
                 newest, finite, spike = record.step, False, False
             continue
         if late:
             continue  # a device delivered it after a newer step's
-        newest, finite, last, usual = record.step, True, loss, mean
-        least = LEAST_LOSS_EXCESS * max(1.0, abs(mean))
-        spike, mean, variance, seen = judge(loss, mean, variance, seen, least, skewed=True)
+        newest, finite, last = record.step, True, loss
+        if seen < WARM_UP and leaves_start(loss, start, seen):
+            spike, seen, usual = True, seen + 1, min(usual, start)  # no part of what is learned to be usual
+        else:
+            least = LEAST_LOSS_EXCESS * max(1.0, abs(mean))
+            spike, mean, variance, seen = judge(loss, mean, variance, seen, least, skewed=True)
+            if seen <= START:
+                start = max(start, abs(loss)) if seen > 1 else abs(loss)
         if spike:
             spikes += 1
             note(found, LOSS_SPIKE, record, loss, usual)
+        else:
+            usual = mean
     if records:
         ints[Word.LOSS_STEP], floats[Word.LOSS] = newest, last
+        floats[Word.LOSS_USUAL], floats[Word.LOSS_START] = usual, start
         store_baseline(totals, Word.LOSS_BASELINE, mean, variance, seen)
         count(totals, NONFINITE_LOSS, nonfinite, active=not finite)
         count(totals, LOSS_SPIKE, spikes, active=spike)

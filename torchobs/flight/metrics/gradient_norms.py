@@ -6,7 +6,7 @@ from math import exp, isfinite, log
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.spikes import judge
+from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
 from torchobs.detect.vanishing import judge_low
 from torchobs.flight.metrics.totals import (
     GRADIENT_EXPLOSION,
@@ -49,20 +49,23 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
     active = {kind: is_active(totals, kind) for kind in _KINDS}
     found_here = dict.fromkeys(_KINDS, 0)
     mean, variance, seen = load_baseline(totals, Word.NORM_BASELINE)
+    usual, start = floats[Word.NORM_USUAL], floats[Word.NORM_START]
     for record in records:
-        norm, usual, kind = record.grad_norm, mean, _NONE
+        norm, kind = record.grad_norm, _NONE
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
-            note(found, kind, record, norm, last)
+            note(found, kind, record, norm, exp(usual) if active[GRADIENT_EXPLOSION] else last)
         elif record.step >= since:
             at_rest = not norm and record.step in solved
             vanished, low = (False, 0) if at_rest else judge_low(norm, mean, variance, seen, low)
-            exploded = False
-            if norm > 0.0:  # a zero norm has no logarithm and is no explosion
-                exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
+            exploded, early, start, mean, variance, seen = _judged(norm, start, mean, variance, seen)
+            if early and start > 0.0:
+                usual = min(usual, log(start))
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
                 note(found, kind, record, norm, exp(usual) if seen else 0.0)
+            else:
+                usual = mean
         if kind != _NONE:
             found_here[kind] += 1
         if record.step >= newest:  # else a device delivered it after a newer step's
@@ -70,8 +73,21 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
             last = norm if isfinite(norm) else last
     ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS] = newest, last, low
     ints[Word.NONFINITE_STEPS] += found_here[NONFINITE_GRADIENT]
+    floats[Word.NORM_USUAL], floats[Word.NORM_START] = usual, start
     store_baseline(totals, Word.NORM_BASELINE, mean, variance, seen)
     for kind in _KINDS:
         count(totals, kind, found_here[kind], active=active[kind])
     norms = [record.grad_norm for record in records if isfinite(record.grad_norm)]
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
+
+
+def _judged(norm: float, start: float, mean: float, variance: float, seen: int) -> tuple[bool, bool, float, float, float, int]:
+    """Return whether it explodes, whether that shows by the run's start, and start and baseline updated."""
+    if seen < WARM_UP and leaves_start(norm, start, seen):
+        return True, True, start, mean, variance, seen + 1  # no part of what is learned to be usual
+    if norm <= 0.0:  # a zero norm has no logarithm and is no explosion
+        return False, False, start, mean, variance, seen
+    exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
+    if seen <= START:
+        start = max(start, norm) if seen > 1 else norm
+    return exploded, False, start, mean, variance, seen

@@ -42,7 +42,11 @@ class Word:
     PHASE_TIME = 16
     GOODPUT = 24
     ANOMALIES = 32
+    LOSS_USUAL, NORM_USUAL = 38, 39
+    """the baseline when the last ordinary value had been learned (the norm's as a logarithm): what an anomaly is told beside"""
     ACTIVE = 40
+    LOSS_START, NORM_START = 46, 47
+    """``detect.spikes.leaves_start``: the greatest of the model's first values"""
     LOSS_BASELINE = 48
     MODEL_STEP = 51
     """the first step of the model at hand; 0: the first model's"""
@@ -122,6 +126,8 @@ def begin_model(totals: Totals, step: int) -> None:
     ints[Word.LOW_NORMS] = 0
     for baseline in (Word.LOSS_BASELINE, Word.NORM_BASELINE):
         store_baseline(totals, baseline, 0.0, 0.0, 0)
+    for word in (Word.LOSS_START, Word.NORM_START, Word.LOSS_USUAL, Word.NORM_USUAL):
+        totals.floats[word] = 0.0
     for kind in range(len(catalog.ANOMALY_KINDS)):
         totals.floats[Word.ACTIVE + kind] = 0.0
 

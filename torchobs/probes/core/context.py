@@ -103,6 +103,8 @@ class ProbeContext:
     """Whether an optimizer is evaluating its closure"""
     reads_rate: bool = False
     """Whether the step hook shall read the learning rate"""
+    steps_within: Callable[[int, Any], object] | None = None
+    """Called with the id of the optimizer that is stepping and another one that begins to step within that"""
     norm_due: int = sys.maxsize
     """The step after which ``before_step`` is called next"""
     norm_step: int = -1
@@ -121,14 +123,20 @@ class ProbeContext:
     """Told of the outermost backwards, while there may be steps by hand"""
     steps_by_hand: Callable[[], ManualSteps | None] | None = None
     """Called when a backward begins that may be the second one since a step; returns who is to be told of it"""
-    takes_loss: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-    """Called with the arguments of the outermost backward"""
+    takes_loss: Callable[[Any, Any, bool], None] | None = None
+    """Called with the tensors and the given gradients of the outermost backward, and whether it accumulates its gradients"""
     clipped_by_hand: Callable[[Any, int], object] | None = None
     """Called at the end of a step by hand (``byhand``) with what stands for its optimizer, and how many gradients that has"""
     watched: Callable[[Any], object] | None = None
     """Called with a module that was given to ``torchobs.watch``"""
     loss_scaled: Callable[[object, object, Any], object] | None = None
     """Called with the outputs, the scaled outputs and the scale when a loss scaler has scaled"""
+    scalings: int = 0
+    """Losses that loss scalers have scaled"""
+    scaled: bool = False
+    """Whether one was since gradients were last unscaled"""
+    unscales: Callable[[Any, Any], object] | None = None
+    """Called with an optimizer and the scale, a tensor, before a loss scaler divides its gradients by that"""
     loss_scale: Any = None
     """The scale, a tensor, that it has used last"""
 

@@ -37,6 +37,8 @@ class DeviceValues:
         self._pending: deque[_Pending] = deque()
         self._next = 0
         self.dropped = 0
+        self.unread: set[str] = set()
+        """Kinds of device of which nothing is read: copies that nobody waits for are known to work on CUDA's alone"""
 
     def take(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
         """Read a one-element tensor: at once on the CPU, else ``deliver`` is called later, by :meth:`poll`.
@@ -50,6 +52,8 @@ class DeviceValues:
             deliver(float(value.item()))
             return True
         if value.device.type != "cuda":
+            if value.device.type != "meta":  # which has no values
+                self.unread.add(value.device.type)
             return False
         return self.expect(value, deliver)
 

@@ -53,6 +53,12 @@ class Clipping:
     each: Measurement | None = None
     """by the gradients' ids, of a step that is due"""
     limit: float = inf
+    first: int = 0
+    """id of the first gradient"""
+    scaling: int = 0
+    """how many losses had been scaled by then"""
+    scale: Any = None
+    """the loss scale, a number or a device's tensor, that the gradients still had in them"""
 
 
 class ClipWatch:
@@ -74,6 +80,8 @@ class ClipWatch:
         self._noted: float | None = None
         """The total that stands in the step's record already, before its clipping was seen"""
         self._noted_in = -1
+        self.misused: tuple[float, float] | None = None
+        """Limit and scale of a clipping of gradients that had the scale in them"""
 
     def install(self, breaker: CircuitBreaker) -> None:
         """Wrap what this torch has of it."""
@@ -121,6 +129,29 @@ class ClipWatch:
     def has_noted(self, step: int) -> bool:
         """Return True if the norm of the step after that many stands in its record already."""
         return self._noted_in == step
+
+    def unscales(self, optimizer: Any, scale: Any) -> None:
+        """The optimizer's gradients are about to be divided by the scale: what was clipped of them still had it in it."""
+        seen = [each for each in self._seen if each.scale is None and each.scaling == self._context.scalings]
+        if not seen:
+            return  # as it should be
+        gradients = {id(parameter.grad) for group in optimizer.param_groups for parameter in group["params"]}
+        for each in seen:
+            if each.first in gradients:
+                self.mark_scaled(each, scale)
+
+    def mark_scaled(self, clipping: Clipping, scale: Any) -> None:
+        """This clipping was of scaled gradients: it shows by the norm as it was whether it clipped; the record's is divided."""
+        limit, clipping.limit = clipping.limit, inf
+        if limit < inf:
+            self.decide(clipping.total, lambda value: limit < value < inf)
+        clipping.scale = float(scale) if scale.is_cpu else scale.detach()
+        if self.misused is None and self.limit is not None:
+            self._context.device.take(scale, functools.partial(self._note_misuse, self.limit))
+
+    def _note_misuse(self, limit: float, scale: float) -> None:
+        if scale != 1.0:
+            self.misused = limit, scale
 
     def forget(self) -> None:
         """What was clipped was inside a closure."""
@@ -170,7 +201,7 @@ class ClipWatch:
         if float(norm_type) != _L2 or not tensors:
             return
         begun_ns = monotonic_ns()
-        made = Clipping(len(tensors))
+        made = self._clipping(tensors)
         if type(norm) is not self._torch.Tensor:
             self._measure_shards(tensors, made)
         elif norm.is_cpu:
@@ -196,10 +227,13 @@ class ClipWatch:
             self._pace.spend(monotonic_ns() - begun_ns)
         self._keep(made)
 
+    def _clipping(self, gradients: list[Any]) -> Clipping:
+        return Clipping(len(gradients), first=id(gradients[0]), scaling=self._context.scalings)
+
     def _is_believed(self, made: Clipping) -> bool:
         """Return True if this is for sure the norm of all that the one optimizer is about to use."""
         recorder, (optimizer, grads, until) = self._context.recorder, self._covered
-        fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until
+        fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until and not self._context.scaled
         return fits and not self._seen and _SUSPICIOUS < made.total < inf
 
     def _measure_shards(self, tensors: list[Any], made: Clipping) -> None:
@@ -309,7 +343,7 @@ class ClipWatch:
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
         if float(norm_type) != _L2 or not gradients:
             return None
-        made = Clipping(len(gradients))
+        made = self._clipping(gradients)
         self._measure_shards(gradients, made)
         return made
 

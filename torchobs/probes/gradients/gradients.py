@@ -14,10 +14,11 @@ import weakref
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from torchobs import catalog
 from torchobs.flight.metrics.fold import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
-from torchobs.probes.gradients.measurement import Devices, measure
+from torchobs.probes.gradients.measurement import Devices, measure, scaled
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.pending_norms import PendingNorms
 from torchobs.probes.gradients.publish import Findings
@@ -44,6 +45,7 @@ class GradientProbe:
         self._clip: ClipWatch | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._under_way = PendingNorms()
+        self._misuse_told = False
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -60,10 +62,11 @@ class GradientProbe:
         context.after_closure_backward.append((self.name, breaker.guard(self._after_backward)))
         context.clipped_by_hand = breaker.guard(self._take_clipping)
         context.watched = breaker.guard(self._findings.layers.names.watch)
-        self._findings.layers.names.built.install(breaker)
+        self._findings.layers.names.built.install(context, breaker)
         context.norm_due = 0
         self._clip = ClipWatch(context, self._pace, self._measure_clipped, self._devices)
         self._clip.install(breaker)
+        context.unscales = breaker.guard(self._clip.unscales)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -71,7 +74,7 @@ class GradientProbe:
             self._clip.remove()
             self._findings.layers.names.built.remove()
             self._context.watched, self._context.norm_due = None, sys.maxsize
-            self._context.clipped_by_hand = None
+            self._context.clipped_by_hand = self._context.unscales = None
 
     def sample(self) -> None:
         """Write the norms of ended steps whose values have arrived from a device; show what was found."""
@@ -80,6 +83,16 @@ class GradientProbe:
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
         self._findings.show(self._pace, self._clip)
         self._updates.show()
+        if self._clip is not None and self._clip.misused is not None and not self._misuse_told:
+            self._tell_misuse(*self._clip.misused)
+
+    def _tell_misuse(self, limit: float, scale: float) -> None:
+        """Say once that gradients were clipped with the loss scale in them."""
+        self._misuse_told, context = True, self._context
+        context.writer.event(catalog.EVENT_AMP_CLIPPED_SCALED.name, {"limit": limit, "scale": scale}, context.recorder.step)
+        if context.warn_limited is not None:
+            so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
+            context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
 
     def observe(self) -> None:
         """Show all that is known so far, names looked for."""
@@ -159,7 +172,12 @@ class GradientProbe:
 
     def _take_over(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
         """Clipping has computed this step's norm."""
+        scale = getattr(optimizer, "grad_scale", None)
+        if self._clip is not None and clipping.scale is None and isinstance(scale, self._torch.Tensor):
+            self._clip.mark_scaled(clipping, scale)  # a fused optimizer divides in its step
         total, each = clipping.total, clipping.each
+        if clipping.scale is not None:
+            total = self._unscaled(clipping)
         if each is not None:
             begun_ns = monotonic_ns()
             names = {id(parameter.grad): id(parameter) for parameter in _with_gradient(optimizer)}
@@ -169,11 +187,23 @@ class GradientProbe:
                 self._keep(each, optimizer, within=False)
             self._pace.spend(monotonic_ns() - begun_ns)
         if isinstance(total, float):
-            self._context.recorder.add_norm(total, 1.0, within_step=False)
+            scale = clipping.scale if isinstance(clipping.scale, float) else 1.0
+            self._context.recorder.add_norm(total, scale, within_step=False)
         elif total is not None:
             self._expect(total, clipping.limit)
         elif each is not None:
             self._record(each, within=False)
+
+    def _unscaled(self, clipping: Clipping) -> Any:
+        """Return the total norm without the loss scale that was still in it; put the scale beside the norms of each."""
+        scale, total, each = clipping.scale, clipping.total, clipping.each
+        if isinstance(scale, float):
+            if each is not None:
+                each.scale = scale
+        elif each is not None and scaled(each, scale, self._devices) is None:
+            clipping.each = None
+        with self._torch.no_grad():
+            return total if total is None else total / scale
 
     def _expect(self, norm: torch.Tensor, limit: float) -> None:
         arriving: list[float] = []

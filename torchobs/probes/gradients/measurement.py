@@ -168,7 +168,7 @@ def _from_devices(
             counted = [index for index in indices if made.keys[index] in suspects and tensors[index].layout is torch.strided]
             made.arriving.append(_send(torch, here, indices, [(index, tensors[index]) for index in counted], scale, devices))
     if scale is not None and not made.arriving:
-        return _scaled(made, scale, devices)
+        return scaled(made, scale, devices)
     return made
 
 
@@ -196,8 +196,8 @@ def _send(
     return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
 
 
-def _scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | None:
-    """The CPU has the gradients (offloaded ones), a device their scale."""
+def scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | None:
+    """Add a scale that a device has, of gradients that the CPU has (offloaded ones), or whose norms are known or under way."""
     if not scale.is_cuda:
         return None
     with devices.cuda.on(scale.device):

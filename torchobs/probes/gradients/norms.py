@@ -54,7 +54,8 @@ def local(keys: Sequence[int], gradients: Sequence[Any]) -> Local:
             return Local(list(keys), list(gradients), None, 1)
         kept = [(key, gradient) for key, gradient in zip(keys, gradients, strict=True) if gradient.numel()]
         return Local([key for key, _ in kept], [gradient for _, gradient in kept], None, 1)
-    parts = [(key, *_shard(gradient)) for key, gradient in zip(keys, gradients, strict=True)]
+    with torch.no_grad():  # with gradients, `to_local` is a node of autograd's: 7 µs for each
+        parts = [(key, *_shard(gradient)) for key, gradient in zip(keys, gradients, strict=True)]
     ranks = max(size for _, _, _, size in parts)
     there = [(key, tensor, shards) for key, tensor, shards, _ in parts if tensor is not None and tensor.numel()]
     weights = [sqrt(shards / ranks) for _, _, shards in there]

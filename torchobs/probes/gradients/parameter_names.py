@@ -13,13 +13,14 @@ from __future__ import annotations
 import gc
 import re
 from itertools import islice
-from time import monotonic
+from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torchobs.probes.core.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
 
 MAX_SCANS = 8
@@ -133,11 +134,11 @@ class Built:
         self._modules: dict[int, ref[Any]] = {}
         self._handles: list[Any] = []
 
-    def install(self, breaker: CircuitBreaker) -> None:
+    def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         """Have torch tell. It asks these hooks nowhere in a forward pass, and ``torch.compile`` has no guard on them."""
         from torch.nn.modules import module
 
-        note = breaker.guard(self._note)
+        note = self._noting(context, breaker)
         self._handles = [
             module.register_module_parameter_registration_hook(note),
             module.register_module_module_registration_hook(note),
@@ -151,18 +152,27 @@ class Built:
 
     def modules(self) -> list[Any]:
         """Return those that live. From any thread."""
-        found = []
-        for key, known in list(self._modules.items()):
-            module = known()
-            if module is not None:
-                found.append(module)
-            elif self._modules.get(key) is known:
-                del self._modules[key]
-        return found
+        return [module for known in list(self._modules.values()) if (module := known()) is not None]
 
-    def _note(self, module: Any, name: str, value: object) -> None:
-        del name, value
-        self._modules[id(module)] = ref(module)
+    def _noting(self, context: ProbeContext, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
+        """Return the hook: for a known module one look, and nothing that can raise.
+
+        FSDP1 with ``use_orig_params`` gives every module its parameters anew, twice in each step.
+        """
+        modules, recorder, add = self._modules, context.recorder, breaker.guard(self._add)
+
+        def note(module: Any, _name: str, _value: object) -> None:
+            begun_ns = monotonic_ns() if recorder.metered else 0
+            if id(module) not in modules:
+                add(module)
+            if begun_ns:
+                context.record_overhead(breaker.probe, monotonic_ns() - begun_ns)
+
+        return note
+
+    def _add(self, module: Any) -> None:
+        modules, key = self._modules, id(module)
+        modules[key] = ref(module, lambda _: modules.pop(key, None))
 
 
 class _Root:

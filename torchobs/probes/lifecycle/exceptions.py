@@ -79,7 +79,10 @@ def _places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
     """Return where it was raised, and the user's own line nearest to that. ``frames``: files and places, the deepest last."""
     location, caller = "unknown", ""
     libraries = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OWN, "<frozen"})
-    for file, location in frames:
+    for file, place in frames:
+        if file.startswith(_OWN) and location != "unknown":
+            continue  # a wrapper of ours around what raised
+        location = place
         if not file.startswith(libraries) and not any(part in file for part in _INSTALLED):
             caller = location
     return location, caller

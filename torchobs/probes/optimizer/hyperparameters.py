@@ -5,12 +5,17 @@ is read by the sampler thread from ``param_groups``, where it costs training not
 optimizers) is copied without waiting, once a second. Groups count on over several optimizers, in the order of their first step;
 one that goes on with another's parameters has its place, and with another model (``models``) counting begins anew. Those no
 longer used may live for long: a scheduler and its optimizer refer to each other.
+
+An optimizer that holds others and calls their steps (torchtitan's ``OptimizersContainer``) has groups of its own that no
+scheduler touches: what counts are the groups of those that step within its step.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from math import nan
+from numbers import Real
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -35,6 +40,36 @@ LOOK_STEPS = 128
 DEVICE_NS = 1_000_000_000
 
 
+class _Container:
+    """An optimizer within whose step others step, and these."""
+
+    __slots__ = ("_parts", "first", "outer")
+
+    def __init__(self, outer: torch.optim.Optimizer) -> None:
+        self.outer = ref(outer)
+        self.first: ref[torch.optim.Optimizer] | None = None
+        """That which updates the outer one's first parameter"""
+        self._parts: dict[int, ref[torch.optim.Optimizer]] = {}
+
+    def knows(self, part: object) -> bool:
+        """Return True if it was added."""
+        known = self._parts.get(id(part))
+        return known is not None and known() is part
+
+    def add(self, part: torch.optim.Optimizer) -> None:
+        """Another one has been seen to step."""
+        self._parts[id(part)] = ref(part)
+        outer = self.outer()
+        if outer is not None and next(iter(_parameters(outer)), 0) in _parameters(part):
+            self.first = ref(part)
+
+    def parts(self) -> list[torch.optim.Optimizer]:
+        """Return those, if between them they update all that the outer one holds (ZeRO's inner one has a rank's share)."""
+        outer, living = self.outer(), [part for known in self._parts.values() if (part := known()) is not None]
+        held = {parameter for part in living for parameter in _parameters(part)}
+        return living if outer is not None and held.issuperset(_parameters(outer)) else []
+
+
 class OptimizerProbe:
     """Reads ``param_groups``."""
 
@@ -49,13 +84,15 @@ class OptimizerProbe:
         self._shown: dict[tuple[Metric, int], float] = {}
         self._arrived: dict[int, float] = {}
         self._device_due_ns = 0
+        self._containers: dict[int, _Container] = {}
         context.reads_rate = True
+        context.steps_within = context.breaker(self.name).guard(self._note_within)
         context.before_step.append((self.name, context.breaker(self.name).guard(self._take)))
         context.norm_due = 0
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`: the host's lists go with the host."""
-        self._context.reads_rate, self._context.recorder.rated = False, 0
+        self._context.reads_rate, self._context.recorder.rated, self._context.steps_within = False, 0, None
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure
@@ -63,7 +100,7 @@ class OptimizerProbe:
         if self._first() is not optimizer or recorder.models.changes != self._changes:
             self._line_up(optimizer)
         rate = optimizer.param_groups[0].get("lr")
-        number = _number(rate)
+        number = number_of(rate)
         if number is not None and id(optimizer) == recorder.rated and not recorder.values.flags & StepFlag.LEARNING_RATE:
             recorder.values.learning_rate = number
             recorder.values.flags |= StepFlag.LEARNING_RATE
@@ -71,6 +108,30 @@ class OptimizerProbe:
             self._take_from_device()
         if context.norm_due <= recorder.step:  # the gradient probe, which is told first, has not said when
             context.norm_due, context.norm_step = recorder.step + LOOK_STEPS, recorder.step
+
+    def _note_within(self, outer: int, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer steps within the step of another one, which has this id."""
+        container = self._containers.get(outer)
+        if container is None or container.outer() is None:
+            known = next((each for each, _ in self._optimizers.living() if id(each) == outer), None)
+            if known is None or known is optimizer:
+                return  # a subclass's step calls its parent's
+            self._containers = {key: each for key, each in self._containers.items() if each.outer() is not None}
+            container = self._containers[outer] = _Container(known)
+        if id(optimizer) != outer and not container.knows(optimizer):
+            container.add(optimizer)
+        if outer == self._context.recorder.rated and container.first is not None and container.first() is optimizer:
+            self._take_instead(optimizer.param_groups[0].get("lr"))
+
+    def _take_instead(self, rate: Any) -> None:
+        """This is the rate of the step in progress, not what was read before."""
+        number, values = number_of(rate), self._context.recorder.values
+        values.flags &= ~StepFlag.LEARNING_RATE
+        if number is not None:
+            values.learning_rate = number
+            values.flags |= StepFlag.LEARNING_RATE
+        elif rate is not None and monotonic_ns() >= self._device_due_ns:
+            self._take_from_device()
 
     def _line_up(self, optimizer: torch.optim.Optimizer) -> None:
         """Give it a place, if it has none, and find out whose is the first."""
@@ -91,7 +152,7 @@ class OptimizerProbe:
         arrived.clear()
         for index, group in enumerate(self._groups()):
             rate: Any = group.get("lr")
-            if _number(rate) is None and hasattr(rate, "device") and rate.numel() == 1:
+            if number_of(rate) is None and hasattr(rate, "numel") and rate.numel() == 1:
                 arrive = functools.partial(arrived.__setitem__, id(rate))
                 self._context.device.take(rate, arrive if index else functools.partial(self._write_first, step))
 
@@ -101,7 +162,12 @@ class OptimizerProbe:
         append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 8)
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer, _ in self._optimizers.living() for group in optimizer.param_groups][:MAX_GROUPS]
+        stepping = [part for optimizer, _ in self._optimizers.living() for part in self._parts_of(optimizer) or [optimizer]]
+        return [group for optimizer in stepping for group in optimizer.param_groups][:MAX_GROUPS]
+
+    def _parts_of(self, optimizer: object) -> list[torch.optim.Optimizer]:
+        container = self._containers.get(id(optimizer))
+        return container.parts() if container is not None and container.outer() is optimizer else []
 
     def sample(self) -> None:
         """Show what has changed."""
@@ -120,7 +186,7 @@ class OptimizerProbe:
             self._show(found)
 
     def _rate(self, rate: Any) -> float | None:
-        number = _number(rate)
+        number = number_of(rate)
         return self._arrived.get(id(rate)) if number is None else number
 
     def _show(self, found: Mapping[tuple[Metric, int], float]) -> None:
@@ -149,9 +215,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:
 def _others(groups: list[dict[str, Any]]) -> dict[Metric, list[float | None]]:
     """Return each hyperparameter but the learning rate by group; ``None`` where the optimizer has none such."""
     return {
-        catalog.OPTIMIZER_WEIGHT_DECAY: [_number(group.get("weight_decay")) for group in groups],
-        catalog.OPTIMIZER_MOMENTUM: [_number(group.get("momentum", _beta(group, 0))) for group in groups],
-        catalog.OPTIMIZER_BETA2: [_number(_beta(group, 1)) for group in groups],
+        catalog.OPTIMIZER_WEIGHT_DECAY: [number_of(group.get("weight_decay")) for group in groups],
+        catalog.OPTIMIZER_MOMENTUM: [number_of(group.get("momentum", _beta(group, 0))) for group in groups],
+        catalog.OPTIMIZER_BETA2: [number_of(_beta(group, 1)) for group in groups],
     }
 
 
@@ -160,9 +226,15 @@ def _beta(group: dict[str, Any], index: int) -> Any:
     return betas[index] if isinstance(betas, (tuple, list)) and len(betas) > index else None
 
 
-def _number(value: Any) -> float | None:
-    """Return it as a float; ``None`` for what is no number, or one that a device holds, where reading would wait."""
-    if isinstance(value, (int, float)):
+def number_of(value: Any) -> float | None:
+    """Return it as a float; ``None`` for what is no number, or one that a device holds, where reading would wait.
+
+    Numbers are Python's and numpy's (YOLOv5's warm-up gives ``np.interp``'s), and tensors of one element on the CPU.
+    """
+    if isinstance(value, Real):
         return float(value)
-    device = getattr(value, "device", None)
-    return float(value.item()) if device is not None and device.type == "cpu" and value.numel() == 1 else None
+    of_numpy = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if of_numpy is not None and isinstance(value, of_numpy):
+        return float(value.item()) if value.size == 1 and value.dtype.kind in "fiu" else None
+    device = getattr(getattr(value, "device", None), "type", None)
+    return float(value.item()) if device == "cpu" and value.numel() == 1 else None

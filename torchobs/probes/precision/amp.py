@@ -81,7 +81,10 @@ class AmpProbe:
 
     def _patch_all(self) -> None:
         """Patch ``GradScaler`` and each of its subclasses as far as it overrides what is patched, once."""
-        watched = {"step": self._watched_step, "scale": self._watched_scale, "update": self._watched_update}
+        watched = {
+            "step": self._watched_step, "scale": self._watched_scale, "unscale_": self._watched_unscale,
+            "update": self._watched_update,
+        }  # fmt: skip
         for owner in _family(self._scaler):
             if owner in self._patched:
                 continue
@@ -115,6 +118,16 @@ class AmpProbe:
             return scaled
 
         return scale
+
+    def _watched_unscale(self, original: Any) -> Any:
+        note = self._breaker.guard(self._before_unscale)
+
+        @functools.wraps(original)
+        def unscale_(scaler: Any, optimizer: Any) -> Any:
+            note(scaler, optimizer)
+            return original(scaler, optimizer)
+
+        return unscale_
 
     def _watched_update(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -158,8 +171,16 @@ class AmpProbe:
         if not scaler._enabled:
             return
         self._context.loss_scale = scaler._scale  # get_scale() would synchronise
+        self._context.scalings, self._context.scaled = self._context.scalings + 1, True
         if self._context.loss_scaled is not None:
             self._context.loss_scaled(outputs, scaled, scaler._scale)
+
+    def _before_unscale(self, scaler: Any, optimizer: Any) -> None:
+        if not scaler._enabled:
+            return
+        self._context.scaled = False
+        if self._context.unscales is not None and scaler._scale is not None:
+            self._context.unscales(optimizer, scaler._scale)
 
     def _after_update(self, scaler: Any) -> None:
         if scaler._enabled:

@@ -1,6 +1,10 @@
-"""The outermost backward: ``torch.autograd.backward``, which ``Tensor.backward`` resolves by attribute.
+"""The outermost backward, by whatever door: ``torch.autograd.backward``, ``torch.autograd.grad``, or the engine itself.
 
-Not seen: ``torch.autograd.grad``, functional transforms and direct calls of the engine.
+``Tensor.backward`` resolves ``torch.autograd.backward`` by attribute. All the others, names imported before ``init()`` and
+Megatron-LM's direct call included, look ``run_backward`` up at the engine, which hands them its own while a backward is under
+way. ``torch.autograd.grad`` is a backward pass where it differentiates parameters and builds no graph (``create_graph=False``):
+with a graph it is a part of the forward (gradient penalties, physics-informed losses, second derivatives), and the gradient of
+anything else is an analysis (saliency, an adversarial input). Not seen: functional transforms (``torch.func``).
 """
 
 from __future__ import annotations
@@ -14,18 +18,23 @@ from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOS
 from torchobs.probes.core.patch import Patch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchobs.probes.core.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
+
+_ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
+"""Positions among the arguments of the engine's ``run_backward``"""
 
 
 class BackwardWatch:
     """Notes where a backward pass begins and ends. A part of the step probe, which decides its life."""
 
     def __init__(self) -> None:
-        self._patch: Patch | None = None
+        self._patches: list[Patch] = []
 
     def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
-        """Wrap ``torch.autograd.backward``."""
+        """Wrap ``torch.autograd.backward`` and the engine."""
         import torch
 
         original = torch.autograd.backward
@@ -43,7 +52,8 @@ class BackwardWatch:
             if manual_steps is not None:
                 manual_steps.begins(args, kwargs)
             if context.takes_loss is not None:
-                context.takes_loss(args, kwargs)
+                gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors") if kwargs else None
+                context.takes_loss(args[0] if args else kwargs.get("tensors"), gradients, True)  # noqa: FBT003  # a listener
             context.backwards = 1
             try:
                 return original(*args, **kwargs)
@@ -57,9 +67,71 @@ class BackwardWatch:
                     if manual_steps is not None:
                         manual_steps.ends(args, kwargs)
 
-        self._patch = Patch(torch.autograd, "backward", backward)
+        self._patches = [Patch(torch.autograd, "backward", backward)]
+        engine, kind = torch.autograd.Variable._execution_engine, getattr(torch._C, "_ImperativeEngine", None)
+        if kind is not None and type(engine) is kind:  # another tool's stand-in is left alone
+            self._patches.append(Patch(torch.autograd.Variable, "_execution_engine", _watched(engine, context, breaker)))
 
     def remove(self) -> None:
-        """Restore it."""
-        if self._patch is not None:
-            self._patch.undo()
+        """Restore them."""
+        for patch in reversed(self._patches):
+            patch.undo()
+
+
+def _watched(engine: Any, context: ProbeContext, breaker: CircuitBreaker) -> Any:
+    """Return an engine that is the same one (there is one in a process), but for how its ``run_backward`` is come by.
+
+    Within a backward that is seen already it is the original, so that no frame of ours stands between torch's.
+    """
+    plain = engine.run_backward
+    run_backward = _watched_run(plain, context, breaker)
+
+    def found(_: object) -> Callable[..., Any]:
+        aside = context.backwards or breaker.blown or get_ident() != context.thread
+        original: Callable[..., Any] = plain
+        return original if aside else run_backward
+
+    kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
+    return kind()
+
+
+def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: CircuitBreaker) -> Callable[..., Any]:
+    """Return the engine's ``run_backward`` for who has not come through ``torch.autograd.backward``."""
+    trace, note = context.recorder.trace, context.recorder.trace.append
+    tell, trains = breaker.guard(context.notify), breaker.guard(_trains)
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        # autograd.grad gives it by name
+        accumulates = args[_ACCUMULATE] if len(args) > _ACCUMULATE else kwargs.get("accumulate_grad", False)
+        if not accumulates and ((len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]) or not trains(args, kwargs)):
+            return plain(*args, **kwargs)
+        tensors = args[0] if args else kwargs.get("tensors")
+        manual_steps = context.manual_steps if accumulates else None
+        if accumulates and manual_steps is None and trace and context.steps_by_hand is not None:
+            manual_steps = context.steps_by_hand()
+        note(monotonic_ns() << 4 | BACKWARD_BEGINS)
+        if manual_steps is not None:
+            manual_steps.begins((tensors,), {})
+        if context.takes_loss is not None:
+            context.takes_loss(tensors, args[1] if len(args) > 1 else kwargs.get("grad_tensors"), bool(accumulates))
+        context.backwards = 1
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            context.backwards = 0
+            note(monotonic_ns() << 4 | (CLOSURE_GOES_ON if context.in_closure else BACKWARD_ENDS))
+            if accumulates and context.in_closure:
+                tell(context.after_closure_backward)
+            elif manual_steps is not None:
+                manual_steps.ends((tensors,), {})
+
+    return run_backward
+
+
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if the gradients asked for are a model's, and nobody will differentiate them in turn."""
+    import torch
+
+    create_graph = args[_CREATE_GRAPH] if len(args) > _CREATE_GRAPH else kwargs.get("create_graph")
+    inputs: Any = args[_INPUTS] if len(args) > _INPUTS else kwargs.get("inputs")
+    return bool(inputs) and not create_graph and isinstance(inputs[-1], torch.nn.Parameter)  # the first may be the data

@@ -153,7 +153,7 @@ class CudaGraphs:
                 recorder.trace.append(begun_ns << 4 | BACKWARD_BEGINS)
                 loss = next(losses, None)
                 if context.takes_loss is not None and loss is not None and loss() is not None:
-                    context.takes_loss((loss(),), {})
+                    context.takes_loss(loss(), None, True)  # noqa: FBT003  # a listener
                 recorder.trace.append(now_ns << 4 | BACKWARD_ENDS)
             elif optimizer is not None:
                 self._step(optimizer, now_ns)

@@ -1,7 +1,13 @@
-"""The loss: what the outermost backward starts from, if that is one scalar without a given gradient.
+"""The loss: what the outermost backward starts from, if that is one scalar without a given gradient, or the sum of several.
 
 On the CPU it is read at once (143 ns), on a device it is copied without waiting. Never held: a loss holds its whole graph. With
-``GradScaler`` the value before scaling is meant. With accumulation it is the sum over the step's backward passes.
+``GradScaler`` the value before scaling is meant (of several scalars it is not known). With accumulation it is the sum over the
+step's backward passes. What ``torch.autograd.grad`` starts from counts in steps that have no other backward: before one it was
+an inner loop, after one a look at the curvature.
+
+A tensor subclass (MONAI's ``MetaTensor``, fastai's ``TensorBase``) is read as the tensor that it is, without its
+``__torch_function__``, which is the user's code and slow. One with a ``__torch_dispatch__`` of its own may have no number in
+it: a DTensor's would need a collective, a fake tensor has none.
 """
 
 from __future__ import annotations
@@ -10,10 +16,13 @@ import weakref
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs import catalog
 from torchobs.flight.metrics.fold import StepFlag
 from torchobs.probes.core.step_values import GONE, is_left_out, resolve_step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from torchobs.probes.core.context import ProbeContext
@@ -37,12 +46,16 @@ class LossProbe:
         self._unscaled: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
         self._under_way: list[_Later] = []
+        self._told: set[str] = set()
+        """Kinds of device that it was said of that they are not read"""
+        self._apart: object = None
+        """What holds losses of ``torch.autograd.grad`` alone, which the step's first backward takes out: values, or parts"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         import torch  # torch is optional until training begins
 
-        self._context, self._tensor = context, torch.Tensor
+        self._context, self._tensor, self._undisturbed = context, torch.Tensor, torch._C.DisableTorchFunctionSubclass
         breaker = context.breaker(self.name)
         context.takes_loss = breaker.guard(self._take)
         context.loss_scaled = breaker.guard(self._note_scaled)
@@ -53,50 +66,95 @@ class LossProbe:
 
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
         """``GradScaler.scale`` was called."""
-        if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor) and outputs.numel() == 1:
-            self._scaled, self._unscaled, self._scale = weakref.ref(scaled), outputs.detach(), scale
+        if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor):
+            plain = self._one(outputs)
+            if plain is not None:
+                self._scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
 
-    def _take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``torch.autograd.backward`` was called with these."""
+    def _one(self, tensor: object, gradient: object = None) -> torch.Tensor | None:
+        """Return a one-element tensor, as one of torch's own class; ``None`` for anything else.
+
+        ``gradient``: what the engine was given with it, ones where that was made by torch, or by Megatron-LM.
+        """
+        if type(tensor) is not self._tensor:
+            if not isinstance(tensor, self._tensor) or type(tensor).__torch_dispatch__ is not self._tensor.__torch_dispatch__:
+                return None
+            with self._undisturbed():
+                tensor = tensor.detach()
+        if tensor.numel() != 1:
+            return None
+        ones = gradient is None or (type(gradient) is self._tensor and gradient.numel() == 1 and _is_one(gradient))
+        return tensor if ones else None
+
+    def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        """A backward pass begins, from these tensors, with these gradients; ``accumulates``: not ``torch.autograd.grad``."""
         context = self._context
         recorder = context.recorder
         begun_ns = monotonic_ns() if recorder.metered else 0
-        tensors = args[0] if args else kwargs.get("tensors")
-        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors") if kwargs else None
-        # exactly a tensor: a DTensor's value would need a collective, a fake one has none
-        if gradients is not None or recorder.log_wins or type(tensors) is not self._tensor or tensors.numel() != 1:
+        if recorder.log_wins:
+            return
+        whole = tensors
+        if type(tensors) in {tuple, list}:
+            tensors, gradients = self._sum(tensors, gradients)
+            whole = whole[0] if len(whole) == 1 else None
+        loss = self._one(tensors) if gradients is None else None
+        if loss is None:
             return
         if self._scaled is not None and self._context.device.cuda.capturing():
             self._scaled = self._unscaled = None  # dividing by the scale would become a part of the graph
             return
-        value = tensors if self._scaled is None else self._plain(tensors)
+        value = loss if self._scaled is None else self._plain(whole, loss)
         if not value.is_cpu:
-            self._take_later(value.detach(), within=context.in_closure)
+            self._take_later(value.detach(), within=context.in_closure, accumulates=accumulates)
         elif context.in_closure:
             recorder.add_loss(value.item(), within_step=True)
-        else:
+        elif accumulates and self._apart is None:
             values = recorder.values
             values.loss_sum += value.item()
             values.losses += 1
             values.flags |= 1
+        else:
+            self._add_apart(value.item(), accumulates=accumulates)
         if begun_ns:
             context.record_overhead(self.name, monotonic_ns() - begun_ns)
 
-    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the loss without the loss scale, detached."""
+    def _add_apart(self, value: float, *, accumulates: bool) -> None:
+        """Add a loss of ``torch.autograd.grad``, or the first one after such: only one kind counts."""
+        values = self._context.recorder.values
+        if not accumulates and values.losses and self._apart is not values:
+            return
+        if accumulates and self._apart is values:
+            values.loss_sum, values.losses = 0.0, 0
+        self._apart = None if accumulates else values
+        self._context.recorder.add_loss(value, within_step=False)
+
+    def _sum(self, tensors: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
+        """Return the one tensor of which a backward from all of these is a backward, and ``None``, or its gradient."""
+        given = gradients if type(gradients) in {tuple, list} else [gradients] * len(tensors)
+        found = [self._one(*pair) for pair in zip(tensors, given, strict=False)]
+        plain = [each.detach() for each in found if each is not None]
+        if len(plain) != len(tensors) or len({each.device for each in plain}) != 1:
+            return None, None
+        if len(plain) == 1:
+            return found[0], None
+        if self._scale is not None or (not plain[0].is_cpu and self._context.device.cuda.capturing()):
+            return None, None
+        return sum(each.reshape(()) for each in plain), None
+
+    def _plain(self, given: object, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the loss without the loss scale, detached. ``given``: what the backward was given, itself or a subclass's."""
         scaled, unscaled = self._scaled, self._unscaled
         if scaled is None or unscaled is None:
             return tensor.detach()
         alive = scaled()
-        if alive is tensor:
-            self._scaled = self._unscaled = None
-            return unscaled
         self._scaled = self._unscaled = None
+        if alive is given:
+            return unscaled
         if self._scale is not None and alive is None:
             return tensor.detach() / self._scale  # divided after scaling, for an accumulation
         return tensor.detach()
 
-    def _take_later(self, value: torch.Tensor, *, within: bool) -> None:
+    def _take_later(self, value: torch.Tensor, *, within: bool, accumulates: bool = True) -> None:
         """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
         recorder, under_way = self._context.recorder, self._under_way
         if within and recorder.values.evaluated:
@@ -106,12 +164,30 @@ class LossProbe:
         if not under_way or under_way[-1].pending_step != pending_step:
             under_way.append(_Later(pending_step, []))
         parts = under_way[-1].parts
+        if not accumulates and parts and self._apart is not parts:
+            return
+        if accumulates and self._apart is parts:
+            parts.clear()
+        self._apart = None if accumulates else parts
         arriving: list[float] = []
         if self._context.device.take(value, arriving.append):
             parts.append(arriving)
 
+    def _tell_unread(self, kind: str) -> None:
+        """Say once why there is no loss, nor a norm: to read them at once would wait for the device in every step."""
+        self._told.add(kind)
+        context = self._context
+        context.writer.event(catalog.EVENT_DEVICE_UNREAD.name, {"device_type": kind}, context.recorder.step)
+        if context.warn_limited is not None:
+            why = "values can be read without waiting from CUDA devices only"
+            context.warn_limited(
+                f"unread {kind}", f"loss and gradient norm are not recorded on {kind}: {why}; torchobs.log(loss=...) is"
+            )
+
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""
+        for kind in self._context.device.unread - self._told:
+            self._tell_unread(kind)
         recorder, under_way = self._context.recorder, self._under_way
         while under_way:
             step, count = resolve_step(under_way[0].pending_step), 1
@@ -123,3 +199,8 @@ class LossProbe:
             del under_way[:count]
             if parts and step != GONE:
                 recorder.late(step, StepFlag.LOSS, sum(part[0] for part in parts), 0.0)
+
+
+def _is_one(gradient: torch.Tensor) -> bool:
+    """Return True if it is 1, or on a device, where to look would be to wait: who gives a scalar a gradient gives ones."""
+    return not gradient.is_cpu or gradient.item() == 1.0

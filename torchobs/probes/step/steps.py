@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.metrics.fold import StepFlag
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_BEGINS
 from torchobs.probes.core.model_tracker import ModelChanges
+from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.manual_steps import ManualSteps
@@ -42,7 +43,8 @@ class StepProbe:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._depth = 0
+        self._depth = self._outer = 0
+        """How many steps are running, one within the other, and the id of the optimizer whose step is the outermost"""
         self._given = False
         """Whether the step was given a closure"""
         self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -57,6 +59,7 @@ class StepProbe:
 
         self._context, self._recorder = context, context.recorder
         breaker = context.breaker(self.name)
+        self._number_safely = context.breaker(OptimizerProbe.name).guard(number_of)
         self._changes = ModelChanges(context.recorder.models, context.writer)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker)
         self._backward.install(context, breaker)
@@ -89,6 +92,7 @@ class StepProbe:
         """
         context, recorder, note = self._context, self._context.recorder, self._context.recorder.trace.append
         before, tell, waiting = breaker.guard(self._before), breaker.guard(context.notify), recorder.members.waiting
+        number_safely = self._number_safely
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             key = id(optimizer)
@@ -103,12 +107,14 @@ class StepProbe:
                 return before(now_ns, optimizer, args, kwargs)
             if not trace or trace[-1] & 15 != BACKWARD_ENDS:
                 return before(now_ns, optimizer, args, kwargs)
-            self._depth = 1
+            self._depth, self._outer = 1, key
             note(now_ns << 4 | STEP_BEGINS)
             if key == recorder.rated:
                 groups = optimizer.param_groups
                 rate = groups[0].get("lr") if groups else None
-                if type(rate) is float:
+                if type(rate) is not float:
+                    rate = number_safely(rate)
+                if rate is not None:
                     values = recorder.values
                     values.learning_rate = rate
                     values.flags |= 4
@@ -143,8 +149,10 @@ class StepProbe:
         if self._depth and _steps_running() > 1:
             self._depth += 1
             recorder.members.is_nested = True
+            if context.steps_within is not None:
+                context.steps_within(self._outer, optimizer)
             return None
-        self._depth = 1
+        self._depth, self._outer = 1, id(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
         evaluates = closure and not self._idle.get(optimizer)
         again = id(optimizer) != recorder.sole or not recorder.trace
@@ -189,8 +197,10 @@ class StepProbe:
             if self._context.backwards
             else None
         )
-        rate = rated.param_groups[0].get("lr") if rated is not None else None
-        if type(rate) is float:
+        groups = rated.param_groups if rated is not None else None
+        rate = groups[0].get("lr") if groups else None
+        rate = rate if type(rate) is float else self._number_safely(rate)
+        if rate is not None:
             recorder.values.learning_rate = rate
             recorder.values.flags |= StepFlag.LEARNING_RATE
 

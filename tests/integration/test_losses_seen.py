@@ -1,0 +1,232 @@
+"""The loss of each step, whatever class of tensor it is, and by whatever door the backward is entered."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.autograd import grad as imported_grad
+
+from tests.training import Recording, StepFlag, batch, has, loss_of, mlp, norm_of, recording
+from torchobs.flight.metrics.fold import PHASE_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+BACKWARD, OTHER = PHASE_NAMES.index("backward"), PHASE_NAMES.index("other")
+
+
+@pytest.fixture
+def run(flight_dir: Path) -> Iterator[Recording]:
+    """A session."""
+    yield from recording(flight_dir)
+
+
+class Annotated(torch.Tensor):
+    """As MONAI's MetaTensor and fastai's TensorBase: every function of torch's returns one, and passes through Python."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls += 1
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+class Empty(torch.Tensor):
+    """A wrapper that has a shape, and no number in it: looking at one is the end of the training."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        msg = "nobody may look"
+        raise RuntimeError(msg)
+
+
+def engine(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """As Megatron-LM calls it (``megatron/core/pipeline_parallel/schedules.py``, ``custom_backward``)."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors=tuple(tensors), grad_tensors=tuple(gradients), keep_graph=False, create_graph=False, inputs=(),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
+
+
+def by_grad(loss: torch.Tensor, model: torch.nn.Module, grad: Callable[..., Any]) -> None:
+    """Gradients that are asked for, and given to the optimizer by hand."""
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+DOORS: dict[str, Callable[[torch.Tensor, torch.nn.Module], object]] = {
+    "autograd.backward": lambda loss, _: torch.autograd.backward(loss),
+    "a tuple of one": lambda loss, _: torch.autograd.backward((loss,)),
+    "by name, with no gradient": lambda loss, _: torch.autograd.backward(tensors=[loss], grad_tensors=[None]),
+    "a tuple of two": lambda loss, _: torch.autograd.backward((loss / 4, loss * 0.75)),
+    "the engine": lambda loss, _: engine([loss], [torch.ones_like(loss)]),
+    "autograd.grad": lambda loss, model: by_grad(loss, model, torch.autograd.grad),
+    "grad, imported before": lambda loss, model: by_grad(loss, model, imported_grad),
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_a_backward_by_any_door_is_one(run: Recording, name: str) -> None:
+    """Its loss is the step's, its time is backward's, and its gradient's norm is measured."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, norms = [], []
+    for index in range(6):
+        optimizer.zero_grad()
+        loss = loss_of(model, index)
+        losses.append(loss.item())
+        DOORS[name](loss, model)
+        norms.append(norm_of(model))
+        optimizer.step()
+    steps = run.steps()
+    assert [record.loss for record in steps] == pytest.approx(losses, rel=1e-6)
+    assert [record.grad_norm for record in steps] == pytest.approx(norms, rel=1e-4)
+    assert {record.losses for record in steps} == {1}
+    assert all(record.phase_s[BACKWARD] > 0.0 for record in steps)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_loss_of_a_tensor_subclass_is_read_without_its_code(run: Recording, *, scaled: bool) -> None:
+    """MONAI's and fastai's losses have the class of their inputs; nothing of theirs is called for our look at them."""
+    model, (inputs, targets) = mlp(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    context, expected, calls = run.session.context, [], []
+    assert context is not None
+    take = context.takes_loss
+    for watched in (True, True, False, True):
+        context.takes_loss = take if watched else None
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs.as_subclass(Annotated)), targets)
+        assert type(loss) is Annotated
+        expected.append(float(loss.detach().as_subclass(torch.Tensor)))
+        scaled_loss = scaler.scale(loss) if scaled else loss
+        before = Annotated.calls
+        torch.autograd.backward(scaled_loss)
+        calls.append(Annotated.calls - before)
+        scaler.step(optimizer)
+        scaler.update()
+    steps = run.steps()
+    assert [record.loss for record in steps if has(record, StepFlag.LOSS)] == expected[:2] + expected[3:]
+    assert len(set(calls[1:])) == 1, "as often as without the probe"
+
+
+def test_a_tensor_without_numbers_is_not_looked_at(run: Recording) -> None:
+    """A wrapper with a dispatch of its own: a DTensor's value would need a collective, a fake tensor has none."""
+    context = run.session.context
+    assert context is not None
+    assert context.takes_loss is not None
+    made = torch.Tensor._make_wrapper_subclass(Empty, (), requires_grad=True)
+    context.takes_loss(made, None, True)  # noqa: FBT003  # as the hook calls it
+    context.takes_loss((made, torch.ones(())), None, True)  # noqa: FBT003
+    assert context.recorder.values.losses == 0
+
+
+def test_several_losses_under_a_loss_scaler_are_not_guessed(run: Recording) -> None:
+    """Which of them are scaled is not known: no loss is better than one that is 65,536 times too large."""
+    model = mlp()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    for index in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward([scaler.scale(loss_of(model, index)), scaler.scale(loss_of(model, index + 1))])
+        scaler.step(optimizer)
+        scaler.update()
+    assert not any(has(record, StepFlag.LOSS) for record in run.steps())
+
+
+def test_a_pipeline_stage_has_no_loss(run: Recording) -> None:
+    """Its backward begins with the gradient that the next stage has sent, of an output or of what stands for it."""
+    model, (inputs, _) = mlp(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        output = model(inputs)
+        gradient = torch.randn_like(output)
+        engine([output], [gradient])
+        optimizer.step()
+        one = model(inputs).sum()
+        torch.autograd.backward([one], [torch.tensor(0.25)])
+        optimizer.step()
+    assert not any(has(record, StepFlag.LOSS) for record in run.steps())
+    assert all(record.phase_s[BACKWARD] > 0.0 for record in run.steps())
+
+
+def penalty(loss: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """A gradient penalty, as DeepXDE's residuals and WGAN-GP's critics have them."""
+    slopes = torch.autograd.grad(loss, inputs, create_graph=True)
+    return loss + slopes[0].square().mean()
+
+
+def test_gradients_within_a_forward_are_none_of_the_training(run: Recording) -> None:
+    """With a graph, or of the data: penalties, residuals, saliency. Then the boundaries of a step are those of a plain one."""
+    model, (inputs, targets) = mlp(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    context, losses = run.session.context, []
+    assert context is not None
+    inputs.requires_grad_()
+    for index in range(5):
+        optimizer.zero_grad()
+        loss = penalty(torch.nn.functional.mse_loss(model(inputs), targets), inputs)
+        torch.autograd.grad(model(inputs).sum(), inputs)
+        for slope in torch.autograd.grad(loss_of(model, index), list(model.parameters()), create_graph=True):
+            loss = loss + slope.square().sum()
+        losses.append(loss.item())
+        assert context.recorder.trace == [], "nothing was noted"
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert [record.loss for record in run.steps()] == losses
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["inner loop", "curvature"])
+def test_beside_a_backward_grad_gives_no_loss(run: Recording, *, after: bool) -> None:
+    """First-order MAML takes gradients of the model in its forward, Sophia and AdaHessian after the backward: one loss each."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for index in range(5):
+        optimizer.zero_grad()
+        for of in (0, 1) if after else (1, 0):
+            if of:
+                torch.autograd.grad(loss_of(model, index + 50), list(model.parameters()))
+            else:
+                loss = loss_of(model, index)
+                losses.append(loss.item())
+                loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert [(record.loss, record.losses) for record in run.steps()] == list(zip(losses, itertools.repeat(1), strict=False))
+
+
+def test_the_engine_is_put_back(flight_dir: Path) -> None:
+    """And while ours is there, whoever asks it for something else, or within a backward, has torch's own."""
+    before, within = torch.autograd.Variable._execution_engine, list[Any]()
+    one = torch.ones(2, requires_grad=True)
+    one.register_hook(lambda _: within.append(torch.autograd.Variable._execution_engine.run_backward))  # type: ignore[no-untyped-call]
+    for _ in recording(flight_dir):
+        now = torch.autograd.Variable._execution_engine
+        assert isinstance(now, type(before))
+        assert now is not before
+        one.sum().backward()  # type: ignore[no-untyped-call]
+        assert within == [before.run_backward]
+    assert torch.autograd.Variable._execution_engine is before
+
+
+def test_an_error_in_the_engine_is_the_user_s(run: Recording) -> None:
+    """And the next backward is seen again."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    spent = loss_of(model)
+    spent.backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="second time"):
+        engine([spent], [torch.ones_like(spent)])
+    optimizer.zero_grad()
+    engine([loss_of(model, 3)], [torch.ones(())])
+    optimizer.step()
+    assert len(run.steps()) == 1
+    assert run.session.context is not None
+    assert run.session.context.backwards == 0
