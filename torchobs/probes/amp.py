@@ -16,6 +16,7 @@ from torchobs.probes.autocast import AutocastWatch
 from torchobs.probes.overflows import Overflows
 from torchobs.probes.patching import Patch
 from torchobs.probes.scales import Scales
+from torchobs.traceable import graph_being_made
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,7 +48,7 @@ class AmpProbe:
 
         self._host, self._scaler = host, grad_scaler.GradScaler
         self._overflows, self._scales = Overflows(host), Scales(host)
-        self._fuse = host.fuse(self.name)
+        self._fuse, self._graph_being_made = host.fuse(self.name), graph_being_made()
         self._after_step_safely = self._fuse.guard(self._after_step)
         self._after_scale_safely = self._fuse.guard(self._after_scale)
         self._after_update_safely = self._fuse.guard(self._after_update)
@@ -93,7 +94,7 @@ class AmpProbe:
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             # inside: a subclass calls its parent; a disabled scaler has no `_scale` and hands everything through
-            if self._inside or self._fuse.blown or not getattr(scaler, "_enabled", False):
+            if self._inside or self._fuse.blown or not getattr(scaler, "_enabled", False) or self._graph_being_made():
                 return original(scaler, optimizer, *args, **kwargs)
             if self._hook is None:
                 self._watch_optimizers_safely()
@@ -111,7 +112,8 @@ class AmpProbe:
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
-            self._after_scale_safely(scaler, outputs, scaled)
+            if not self._graph_being_made():
+                self._after_scale_safely(scaler, outputs, scaled)
             return scaled
 
         return scale
@@ -120,7 +122,8 @@ class AmpProbe:
         @functools.wraps(original)
         def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(scaler, *args, **kwargs)
-            self._after_update_safely(scaler)
+            if not self._graph_being_made():
+                self._after_update_safely(scaler)
             return result
 
         return update

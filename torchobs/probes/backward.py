@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.patching import Patch
 from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
+from torchobs.traceable import graph_being_made
 
 if TYPE_CHECKING:
     from torchobs.guarding import Fuse
@@ -29,12 +30,12 @@ class BackwardWatch:
         import torch
 
         original = torch.autograd.backward
-        note, tell = host.cycle.trace.append, fuse.guard(host.tell)
+        note, tell, is_made = host.cycle.trace.append, fuse.guard(host.tell), graph_being_made()
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> None:
-            if host.backwards or fuse.blown or get_ident() != host.thread:
-                return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread
+            if host.backwards or fuse.blown or get_ident() != host.thread or is_made():
+                return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread, or traced
             # in place, as in the data probe: nothing here can raise
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
             if host.by_hand is not None:

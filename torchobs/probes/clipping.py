@@ -18,7 +18,7 @@ from torchobs.afterimport import after_import, cancel
 from torchobs.flight.record import Flag
 from torchobs.probes.measuring import Measurement, from_norms
 from torchobs.probes.patching import Patch
-from torchobs.traceable import outside_of_graphs
+from torchobs.traceable import graph_being_made, outside_of_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -82,6 +82,7 @@ class ClipWatch:
         from torchobs.probes.intercept import Intercepted
 
         self._torch, self._fuse, self._intercepted = torch, fuse, Intercepted
+        self._graph_being_made = graph_being_made()
         utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
         for name, alias, watched in (
             ("_get_total_norm", "get_total_norm", self._watched_total),
@@ -138,7 +139,7 @@ class ClipWatch:
 
         @functools.wraps(original)
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-            if fuse.blown:
+            if fuse.blown or self._graph_being_made():
                 return original(tensors, norm_type, *args, **kwargs)
             tensors = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
             seen = intercept(tensors, norm_type)
@@ -218,7 +219,7 @@ class ClipWatch:
 
         @functools.wraps(original)
         def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if fuse.blown:
+            if fuse.blown or self._graph_being_made():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             seen = intercept(total_norm)
             if seen is None:

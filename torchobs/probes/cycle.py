@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from torchobs.flight.writer import FlightWriter
 
 _U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
-_LONG_TRACE = 4096
+LONG_TRACE = 4096
+"""Boundaries that are kept for the step's end. More come of an evaluation or of serving, and are taken in as they come."""
 _TRAINING = frozenset({FETCH, BACKWARD_BEGINS, STEP_BEGINS, CLOSURE_BEGINS})
 METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
@@ -166,7 +167,7 @@ class Cycle:
 
     def relieve(self) -> None:
         """Take in a trace that has become long: an evaluation without end."""
-        if len(self.trace) > _LONG_TRACE:
+        if len(self.trace) > LONG_TRACE:
             self.end_where_likely()
             self._replay()
 

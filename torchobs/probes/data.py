@@ -11,6 +11,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from torchobs.probes.cycle import LONG_TRACE
 from torchobs.probes.patching import Patch
 from torchobs.probes.starving import Starving
 from torchobs.probes.trace import EXHAUSTED, FETCH, FETCHED
@@ -49,7 +50,8 @@ class DataProbe:
 
     def _watched_next(self, original: Any) -> Any:
         fuse, host, cycle, grad_enabled = self._host.fuse(self.name), self._host, self._host.cycle, self._grad_enabled
-        note, note_argument = cycle.trace.append, cycle.arguments.append
+        trace, note, note_argument = cycle.trace, cycle.trace.append, cycle.arguments.append
+        relieve = fuse.guard(cycle.relieve)
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
@@ -57,6 +59,8 @@ class DataProbe:
                 return original(iterator)
             # in place, for a call of our own costs more than what it would do; nothing here can raise
             begun_ns = monotonic_ns()
+            if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins, which pays for no more than that
+                relieve()
             # the sampler belongs to the loader, so that it is the same in every epoch
             note_argument(id(getattr(iterator, "_index_sampler", None)))
             note(begun_ns << 4 | FETCH)

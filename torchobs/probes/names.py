@@ -17,6 +17,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from torchobs.traceable import no_hook_in_graphs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -134,10 +136,10 @@ class Built:
         self._handles: list[Any] = []
 
     def install(self, fuse: Fuse) -> None:
-        """Have torch tell. It asks these hooks nowhere in a forward pass, and ``torch.compile`` has no guard on them."""
+        """Have torch tell. A region that assigns a module or a parameter is compiled with the hooks, which do nothing there."""
         from torch.nn.modules import module
 
-        note = fuse.guard(self._note)
+        note = no_hook_in_graphs(fuse.guard(self._note))
         self._handles = [
             module.register_module_parameter_registration_hook(note),
             module.register_module_module_registration_hook(note),

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torchobs.probes.patching import Patch
 from torchobs.probes.segments import FORWARD, OTHER
 from torchobs.probes.startup import Startup
 from torchobs.probes.trace import EVAL, TRAIN
+from torchobs.traceable import outside_of_graphs
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
@@ -46,7 +46,6 @@ class PhaseProbe:
         original = torch.nn.Module.train
         note = host.fuse(self.name).guard(self._note)
 
-        @functools.wraps(original)
         def train(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002  # torch's signature
             if self._depth or get_ident() != host.thread:
                 return original(module, mode)
@@ -57,7 +56,7 @@ class PhaseProbe:
             finally:
                 self._depth = 0
 
-        self._patch = Patch(torch.nn.Module, "train", train)
+        self._patch = Patch(torch.nn.Module, "train", outside_of_graphs(original, train))
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""

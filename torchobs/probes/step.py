@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
 from torchobs.probes.byhand import ByHand
+from torchobs.probes.cycle import LONG_TRACE
 from torchobs.probes.models import ModelChanges
 from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_BEGINS
+from torchobs.traceable import graph_being_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -51,8 +53,8 @@ class StepProbe:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self._host, self._cycle = host, host.cycle
-        fuse = host.fuse(self.name)
-        self._changes = ModelChanges(host)
+        fuse, self._graph_being_made = host.fuse(self.name), graph_being_made()
+        self._changes, self._relieve = ModelChanges(host), fuse.guard(self._cycle.relieve)
         self._backward.install(host, fuse)
         host.by_hand = ByHand(host)
         self._handles = [
@@ -69,8 +71,10 @@ class StepProbe:
         self._host.by_hand = None
 
     def sample(self) -> None:
-        """Tell of another model."""
+        """Tell of another model; have a long trace taken in, for backward passes without a step (saliency maps, attacks)."""
         self._changes.sample()
+        if len(self._cycle.trace) > LONG_TRACE and self._host.at_backward is not None:
+            self._host.at_backward(self._relieve)
 
     def _plain_before(self, fuse: Fuse) -> Callable[..., None]:
         """Return the pre hook: what nearly every step needs, in place, as in the data probe; anything else is ``_before``.
@@ -78,9 +82,11 @@ class StepProbe:
         It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
         """
         host, cycle, note = self._host, self._host.cycle, self._host.cycle.trace.append
-        before, tell = fuse.guard(self._before), fuse.guard(host.tell)
+        before, tell, is_made = fuse.guard(self._before), fuse.guard(host.tell), self._graph_being_made
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            if is_made():
+                return
             now_ns, trace, key = monotonic_ns(), cycle.trace, id(optimizer)
             # metered steps go the long way, so that a change of thread is seen, too
             if key != cycle.sole or self._depth or cycle.metered or len(args) > 1 or kwargs or fuse.blown:
@@ -132,6 +138,8 @@ class StepProbe:
 
     def _after(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
+        if self._graph_being_made():  # see plain_before
+            return
         now_ns = monotonic_ns()
         self._depth -= 1
         if self._depth > 0:
