@@ -30,6 +30,7 @@ from torchobs.probes.device import DeviceValues
 from torchobs.probes.dynamo import DynamoRules
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.host import Host
+from torchobs.probes.patch_watch import PatchWatch
 from torchobs.runspan import RunSpan, of_launcher
 from torchobs.sampler import Sampler
 from torchobs.switches import Switches
@@ -120,7 +121,9 @@ class Session:
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = Commands(host, self._switches, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
-        self._slow += [("otel", self.run.sample), ("children", partial(make_way, host))]
+        self._slow += [
+            ("otel", self.run.sample), ("children", partial(make_way, host)), ("patches", PatchWatch(host).observe),
+        ]  # fmt: skip
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
         self._sampler = Sampler(host, self._samples, self._slow)

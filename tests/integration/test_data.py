@@ -16,9 +16,9 @@ import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.record import PHASE_NAMES
-from torchobs.probes.cycle import LONG_TRACE
 from torchobs.probes.pinning import PinningWatch, pageable_bytes
 from torchobs.probes.starving import Starving
+from torchobs.probes.trace import LONG_TRACE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -88,7 +88,7 @@ class AmpProbe:
                 continue
             self._patched.add(owner)
             for name in vars(owner).keys() & watched.keys():
-                self._patches.append(Patch(owner, name, watched[name](vars(owner)[name])))
+                self._patches.append(Patch(owner, name, watched[name], probe=self.name, nests=name == "step"))
 
     def _watched_step(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -29,11 +29,15 @@ class BackwardWatch:
         """Wrap ``torch.autograd.backward``."""
         import torch
 
-        original = torch.autograd.backward
+        self._host, self._fuse = host, fuse
+        self._patch = Patch(torch.autograd, "backward", self._watched, probe=fuse.probe, nests=True)
+
+    def _watched(self, original: Any) -> Any:
+        host, fuse = self._host, self._fuse
         note, tell, is_made = host.cycle.trace.append, fuse.guard(host.tell), graph_being_made()
 
         @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             if host.backwards or fuse.blown or get_ident() != host.thread or is_made():
                 return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread, or traced
             # in place, as in the data probe: nothing here can raise
@@ -55,7 +59,7 @@ class BackwardWatch:
                     if host.by_hand is not None:
                         host.by_hand.ends()
 
-        self._patch = Patch(torch.autograd, "backward", backward)
+        return backward
 
     def remove(self) -> None:
         """Restore it."""

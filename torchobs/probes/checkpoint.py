@@ -20,6 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from torchobs import catalog
 from torchobs.afterimport import after_import, cancel
 from torchobs.guarding import call
 from torchobs.probes.budget import LONG_NS, Budget
-from torchobs.probes.patching import Patch
+from torchobs.probes.patching import Patch, once
 from torchobs.probes.segments import CHECKPOINT
 from torchobs.probes.trace import FETCH, PIN, UNPIN
 
@@ -80,8 +81,8 @@ class CheckpointProbe:
         self._host, self._fuse = host, host.fuse(self.name)
         table = host.writer.table
         self._saves = {result: table.cell(catalog.CHECKPOINTS, {"result": result}) for result in catalog.SAVE_RESULTS}
-        self._replace("save", self._saver(torch.save, "torch", 1, "f"), torch, torch.serialization)
-        self._replace("load", self._loader(torch.load, "torch"), torch, torch.serialization)
+        self._replace("save", partial(self._saver, "torch", 1, "f"), torch, torch.serialization)
+        self._replace("load", partial(self._loader, "torch"), torch, torch.serialization)
         self._imports = [after_import(SAFETENSORS, self._watch_safetensors), after_import(DISTRIBUTED, self._watch_distributed)]
 
     def remove(self) -> None:
@@ -92,21 +93,22 @@ class CheckpointProbe:
         for patch in self._patches:
             patch.undo()
 
-    def _replace(self, attribute: str, replacement: Any, *owners: Any) -> None:
-        self._patches += [Patch(owner, attribute, replacement) for owner in owners]
+    def _replace(self, attribute: str, watched: Any, *owners: Any) -> None:
+        make, nests = once(watched), attribute != "load"
+        self._patches += [Patch(owner, attribute, make, probe=self.name, nests=nests) for owner in owners]
 
     def _watch_safetensors(self) -> None:
         module = sys.modules[SAFETENSORS]
-        self._replace("save_file", self._saver(module.save_file, "safetensors", 1, "filename"), module)
+        self._replace("save_file", partial(self._saver, "safetensors", 1, "filename"), module)
 
     def _watch_distributed(self) -> None:
         package = sys.modules[DISTRIBUTED]
         saver, loader = (sys.modules[f"{DISTRIBUTED}.{name}"] for name in _HIDDEN)
-        self._replace("save", self._saver(saver.save, "distributed", 9, "checkpoint_id"), package, saver)
-        self._replace("async_save", self._saver(saver.async_save, "distributed", 9, "checkpoint_id"), package, saver)
-        self._replace("load", self._loader(loader.load, "distributed"), package, loader)
+        self._replace("save", partial(self._saver, "distributed", 9, "checkpoint_id"), package, saver)
+        self._replace("async_save", partial(self._saver, "distributed", 9, "checkpoint_id"), package, saver)
+        self._replace("load", partial(self._loader, "distributed"), package, loader)
 
-    def _saver(self, original: Any, kind: str, at: int, name: str) -> Any:
+    def _saver(self, kind: str, at: int, name: str, original: Any) -> Any:
         """Wrap a function that saves to its argument number ``at``, or of that ``name``."""
         fuse, inside = self._fuse, self._inside
 
@@ -128,7 +130,7 @@ class CheckpointProbe:
 
         return save
 
-    def _loader(self, original: Any, kind: str) -> Any:
+    def _loader(self, kind: str, original: Any) -> Any:
         fuse, host = self._fuse, self._host
 
         @functools.wraps(original)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.afterimport import after_import, cancel
 from torchobs.flight.record import Flag
 from torchobs.probes.measuring import Measurement, from_norms
-from torchobs.probes.patching import Patch
+from torchobs.probes.patching import Patch, once
 from torchobs.traceable import graph_being_made, outside_of_graphs
 
 if TYPE_CHECKING:
@@ -91,12 +91,13 @@ class ClipWatch:
             original = getattr(clip, name, None)
             if original is None:
                 continue
-            wrapper = outside_of_graphs(original, watched(original))
-            self._patches.append(Patch(clip, name, wrapper))
-            if getattr(utils, alias, None) is original:
-                self._patches.append(Patch(utils, alias, wrapper))
-        by_value = outside_of_graphs(clip.clip_grad_value_, self._watched_value(clip.clip_grad_value_))
-        self._patches += [Patch(owner, "clip_grad_value_", by_value) for owner in (clip, utils)]
+            has_alias = getattr(utils, alias, None) is original
+            make = _not_compiled(watched)
+            self._patches.append(Patch(clip, name, make, probe=fuse.probe))
+            if has_alias:
+                self._patches.append(Patch(utils, alias, make, probe=fuse.probe))
+        by_value = _not_compiled(self._watched_value)
+        self._patches += [Patch(owner, "clip_grad_value_", by_value, probe=fuse.probe, nests=True) for owner in (clip, utils)]
         self._fsdp = after_import(_FSDP, fuse.guard(self._watch_fsdp))
 
     def remove(self) -> None:
@@ -288,7 +289,10 @@ class ClipWatch:
     def _watch_fsdp(self) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
-        original = FullyShardedDataParallel.clip_grad_norm_
+        watched = self._watched_fsdp
+        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", watched, probe=self._fuse.probe))
+
+    def _watched_fsdp(self, original: Any) -> Any:
         before, after = self._fuse.guard(self._before_fsdp), self._fuse.guard(self._after_fsdp)
 
         @functools.wraps(original)
@@ -298,7 +302,7 @@ class ClipWatch:
             after(made, max_norm, norm)
             return norm
 
-        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", clip_grad_norm_))
+        return clip_grad_norm_
 
     def _before_fsdp(self, module: Any, norm_type: Any) -> Clipping | None:
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
@@ -313,6 +317,10 @@ class ClipWatch:
             self._keep(made)
         self.limit = limit = float(max_norm)
         self.decide(norm, lambda value: limit < value < inf)
+
+
+def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return once(lambda original: outside_of_graphs(original, watched(original)))
 
 
 def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:

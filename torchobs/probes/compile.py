@@ -127,7 +127,7 @@ class CompileProbe:
         self._records = Follower(utils.get_compilation_metrics)
         self._breaks = Follower(lambda: breaks)
         handler = type(callback.callback_handler)
-        self._patch = Patch(handler, "install_callbacks", self._watched(handler.install_callbacks))
+        self._patch = Patch(handler, "install_callbacks", self._watched, probe=self.name)
 
     def _watched(self, original: Any) -> Any:
         begin, gather = self._fuse.guard(self._begin), self._fuse.guard(self._gather)

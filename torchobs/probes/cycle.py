@@ -24,6 +24,7 @@ from torchobs.probes.trace import (
     CLOSURE_BEGINS,
     FETCH,
     FETCHED,
+    LONG_TRACE,
     PHASE_OF,
     PIN,
     STEP_BEGINS,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from torchobs.flight.writer import FlightWriter
 
 _U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
-LONG_TRACE = 4096
-"""Boundaries that are kept for the step's end. More come of an evaluation or of serving, and are taken in as they come."""
 _TRAINING = frozenset({FETCH, BACKWARD_BEGINS, STEP_BEGINS, CLOSURE_BEGINS})
 METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""

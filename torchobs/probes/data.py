@@ -11,10 +11,9 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.cycle import LONG_TRACE
 from torchobs.probes.patching import Patch
 from torchobs.probes.starving import Starving
-from torchobs.probes.trace import EXHAUSTED, FETCH, FETCHED
+from torchobs.probes.trace import EXHAUSTED, FETCH, FETCHED, LONG_TRACE
 
 if TYPE_CHECKING:
     from torchobs.probes.host import Host
@@ -37,7 +36,7 @@ class DataProbe:
         self._host, self._grad_enabled = host, torch.is_grad_enabled
         self._starving = Starving(host)
         base = dataloader._BaseDataLoaderIter
-        self._patches = [Patch(base, "__next__", self._watched_next(base.__next__))]
+        self._patches = [Patch(base, "__next__", self._watched_next, probe=self.name, nests=True)]
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""

@@ -79,7 +79,7 @@ class LoaderProbe:
         self._look()
 
     def _watch(self, loader: Any) -> None:
-        self._patches.append(Patch(loader, "__iter__", self._watched(loader.__iter__)))
+        self._patches.append(Patch(loader, "__iter__", self._watched, probe=self.name))
 
     def _watched(self, original: Any) -> Any:
         host, fuse = self._host, self._fuse

@@ -43,8 +43,10 @@ class PhaseProbe:
         self._host = host
         self._startup, self._open, self._over = Startup(host), OpenTime(host), False
         host.cycle.timed = True
-        original = torch.nn.Module.train
-        note = host.fuse(self.name).guard(self._note)
+        self._patch = Patch(torch.nn.Module, "train", self._watched_train, probe=self.name, nests=True)
+
+    def _watched_train(self, original: Any) -> Any:
+        host, note = self._host, self._host.fuse(self.name).guard(self._note)
 
         def train(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002  # torch's signature
             if self._depth or get_ident() != host.thread:
@@ -56,7 +58,7 @@ class PhaseProbe:
             finally:
                 self._depth = 0
 
-        self._patch = Patch(torch.nn.Module, "train", outside_of_graphs(original, train))
+        return outside_of_graphs(original, train)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.host.Probe`."""

@@ -40,16 +40,17 @@ class SafePoint:
                 self._tasks.append(task)
             if self._patch is not None:
                 return
-            original = torch.autograd.backward
+            self._patch = Patch(torch.autograd, "backward", self._watched)
 
-            @functools.wraps(original)
-            def backward(*args: Any, **kwargs: Any) -> None:
-                if not self._host.backwards and get_ident() == self._host.thread and self._patch is not None:
-                    for due in self._take():
-                        due()
-                return original(*args, **kwargs)
+    def _watched(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not self._host.backwards and get_ident() == self._host.thread and self._patch is not None:
+                for due in self._take():
+                    due()
+            return original(*args, **kwargs)
 
-            self._patch = Patch(torch.autograd, "backward", backward)
+        return backward
 
     def disarm(self) -> None:
         """Forget about all of them. Idempotent."""

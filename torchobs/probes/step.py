@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torchobs.flight.record import Flag
 from torchobs.probes.backward import BackwardWatch
 from torchobs.probes.byhand import ByHand
-from torchobs.probes.cycle import LONG_TRACE
 from torchobs.probes.models import ModelChanges
-from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_BEGINS
+from torchobs.probes.trace import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, LONG_TRACE, STEP_BEGINS
 from torchobs.traceable import graph_being_made
 
 if TYPE_CHECKING:
