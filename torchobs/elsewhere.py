@@ -1,4 +1,7 @@
-"""torchobs where it does nothing: systems without POSIX locks and shared maps. ``init()`` says so once; training goes on."""
+"""torchobs where it does nothing: systems without POSIX locks and shared maps, and Python without its global interpreter lock.
+
+``init()`` says so once; training goes on.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,19 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("linux", "darwin")
 _said: list[bool] = []
+
+
+def why_here() -> str:
+    """Return why torchobs does nothing in this process; "" if it works.
+
+    What the training thread and the sampler share is ordered by the interpreter's lock alone: without it records would be torn,
+    and hooks are changed while they are walked. A free-threaded Python (3.13t, 3.14t) with the lock turned on will do.
+    """
+    if sys.platform not in SUPPORTED:
+        return f"does nothing on {sys.platform}; Linux and macOS are supported"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return "needs the GIL and does nothing in a free-threaded Python; PYTHON_GIL=1 turns the GIL on"
+    return ""
 
 
 class Session:
@@ -38,7 +54,7 @@ def init(**_: object) -> Session:
     """Say once that nothing is recorded here."""
     if not _said:
         _said.append(True)
-        logging.getLogger("torchobs").warning("torchobs: does nothing on %s; Linux and macOS are supported", sys.platform)
+        logging.getLogger("torchobs").warning("torchobs: %s; training is not affected", why_here())
     return Session()
 
 

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.afterfork import renew_in_child
 from torchobs.detect.ration import Ration
 from torchobs.flight.record import LIVE_PHASES
 from torchobs.flight.room import survive_limits
@@ -48,7 +49,9 @@ class Sampler:
     ) -> None:
         self._host, self._samples, self._slow = host, samples, slow
         host.say, host.breathe = self.say, self.breathe
-        self._stop, self._busy = threading.Event(), threading.Lock()
+        self._stop = threading.Event()
+        self._busy = threading.Lock()
+        renew_in_child(self, _stop=threading.Event, _busy=threading.Lock)
         self._own, self._ration = Fuse("sampler"), Ration()
         self._shown: dict[str, int] = {}
         self._spoken: dict[str, float] = {}

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog, identity, process, settings, values
 from torchobs._version import __version__
+from torchobs.afterfork import renew_in_child
 from torchobs.afterimport import after_import, cancel
 from torchobs.children import Children, described, make_way
 from torchobs.command import Commands
@@ -325,8 +326,6 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """Make an inherited session inert: its writer stores into private memory, its hooks do nothing."""
-    global _lock  # noqa: PLW0603  # a thread of the parent may have held it
-    _lock = threading.RLock()
     session = _current
     if session is not None and session.host is not None:
         for fuse in session.host.fuses.values():
@@ -335,3 +334,4 @@ def _after_fork() -> None:
 
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)
+renew_in_child(sys.modules[__name__], _lock=threading.RLock)

@@ -18,6 +18,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from torchobs.afterfork import renew_in_child
 from torchobs.flight.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE
 from torchobs.flight.record import ABSENT_BITS, Totals
 from torchobs.flight.series import INT_ABSENT, ValueType
@@ -36,7 +37,18 @@ class Block:
     """One value block: private words, and the two slots in the map."""
 
     __slots__ = (
-        "_generation", "_head", "_lock", "_memory", "_offset", "_pending", "_raw", "_seed", "_unstored", "totals", "used",
+        "__weakref__",
+        "_generation",
+        "_head",
+        "_lock",
+        "_memory",
+        "_offset",
+        "_pending",
+        "_raw",
+        "_seed",
+        "_unstored",
+        "totals",
+        "used",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, offset: int, seed: int) -> None:
@@ -47,6 +59,7 @@ class Block:
         self.used = 0
         self._generation = 0
         self._lock = Lock()
+        renew_in_child(self, _lock=Lock)
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._unstored = False
 

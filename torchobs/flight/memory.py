@@ -13,6 +13,7 @@ from collections import deque
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol
 
+from torchobs.afterfork import renew_in_child
 from torchobs.flight.birth import open_again
 from torchobs.flight.layout import ALIGN, HEADER_SIZE, LIVE_WORDS, Region
 
@@ -117,7 +118,7 @@ class DeferredMemory:
     lost entry of the series table hides all after it), and a slot that was stored ten times meanwhile is written once.
     """
 
-    __slots__ = ("_dirty", "_fd", "_flushing", "_private", "_shadow", "_steps_at")
+    __slots__ = ("__weakref__", "_dirty", "_fd", "_flushing", "_private", "_shadow", "_steps_at")
 
     def __init__(self, born: Born) -> None:
         self._private = memoryview(bytearray(born.map))
@@ -125,6 +126,7 @@ class DeferredMemory:
         self._steps_at = born.header.regions[Region.STEPS].offset
         self._dirty: dict[int, int] = {}
         self._flushing = Lock()
+        renew_in_child(self, _flushing=Lock)
         self._fd = open_again(born)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:

@@ -8,6 +8,7 @@ from math import inf, isfinite
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
+from torchobs.afterfork import renew_in_child
 from torchobs.catalog import Kind, Metric
 from torchobs.flight import block as words
 from torchobs.flight.block import Block
@@ -90,8 +91,22 @@ class Table:
     """
 
     __slots__ = (
-        "_at", "_blocks", "_cells", "_count", "_live_at", "_lock", "_maker", "_memory", "_offset", "_refused", "_room",
-        "_seed", "_shares", "_span", "dropped",
+        "__weakref__",
+        "_at",
+        "_blocks",
+        "_cells",
+        "_count",
+        "_live_at",
+        "_lock",
+        "_maker",
+        "_memory",
+        "_offset",
+        "_refused",
+        "_room",
+        "_seed",
+        "_shares",
+        "_span",
+        "dropped",
     )  # fmt: skip
 
     def __init__(self, memory: Memory, regions: Mapping[Region, Span], seed: int) -> None:
@@ -99,7 +114,9 @@ class Table:
         self._offset, self._room = regions[Region.SERIES].offset, regions[Region.SERIES].length
         self._live_at = regions[Region.LIVE].offset // 8
         self._at = self._count = 0
-        self._lock, self._maker = Lock(), 0
+        self._maker = 0
+        self._lock = Lock()
+        renew_in_child(self, _lock=Lock)
         self._cells: dict[tuple[Metric, Scope | None, str], Cell] = {}
         self._refused: set[int] = set()
         self._blocks: list[Block] = []

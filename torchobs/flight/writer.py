@@ -17,6 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from torchobs.afterfork import renew_in_child
 from torchobs.flight import core, lock, record
 from torchobs.flight.birth import Born, create, lock_name, new_header, relock
 from torchobs.flight.events import EventRing
@@ -58,6 +59,7 @@ class FlightWriter:
         self._held: dict[int, record.StepRecord] = {}
         self._complete_ns = time.monotonic_ns()
         self._folding = Lock()
+        renew_in_child(self, _folding=Lock)
         self.anomalies: list[record.Anomaly] = []
         self.taken: deque[tuple[record.StepRecord, bytes]] | None = None
         """Where records go as they are folded, for who wants to look at them: decoded, and as they stand in the ring"""

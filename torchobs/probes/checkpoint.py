@@ -25,6 +25,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.afterfork import renew_in_child
 from torchobs.afterimport import after_import, cancel
 from torchobs.guarding import call
 from torchobs.probes.budget import LONG_NS, Budget
@@ -72,6 +73,7 @@ class CheckpointProbe:
         self._inside = threading.local()
         self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
         self._lock = threading.RLock()  # a handler of SIGTERM may save, too, wherever it interrupts us
+        renew_in_child(self, _lock=threading.RLock)
         self._step, self._seconds, self._bytes = -1, 0.0, 0
 
     def install(self, host: Host) -> None:

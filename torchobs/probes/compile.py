@@ -19,6 +19,7 @@ from threading import Lock, get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.afterfork import renew_in_child
 from torchobs.afterimport import after_import, cancel
 from torchobs.probes.compile_ledger import Ledger, Lookups, lookups
 from torchobs.probes.compile_reasons import NEEDED
@@ -69,7 +70,9 @@ class CompileProbe:
         self._records: Follower | None = None
         self._breaks: Follower | None = None
         self._waiting: deque[tuple[bool, Any]] = deque(maxlen=_MOST_WAITING)
-        self._gathering, self._showing = Lock(), Lock()
+        self._gathering = Lock()
+        self._showing = Lock()
+        renew_in_child(self, _gathering=Lock, _showing=Lock)
         self._running: list[_Begun] = []
         self._owner: dict[str, int] = {}
         self._depth = 0

@@ -16,6 +16,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.afterfork import renew_in_child
 from torchobs.probes.budget import LONG_NS, Budget
 from torchobs.probes.trace import exhausted
 
@@ -46,6 +47,7 @@ class EpochProbe:
     def __init__(self) -> None:
         self._budget = Budget(_SPAN_EVERY_NS, _SPAN_BURST)
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
+        renew_in_child(self, _lock=RLock)
         self._latest: _Iteration | None = None
         self._around: _Iteration | None = None
         """One that was going on when the latest began, no step having ended in it yet: an evaluation may come first"""

@@ -19,6 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.afterfork import renew_in_child
 from torchobs.afterimport import after_import, cancel
 from torchobs.probes.patching import Patch
 from torchobs.probes.pinning import PinningWatch
@@ -54,6 +55,7 @@ class LoaderProbe:
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rounds = 0
         self._looking = Lock()
+        renew_in_child(self, _looking=Lock)
         self._pinning = PinningWatch()
 
     def install(self, host: Host) -> None:

@@ -7,11 +7,12 @@ found before us takes our function away: :meth:`Patch.look` finds that out, for 
 
 from __future__ import annotations
 
-import os
+import sys
 from threading import RLock
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs.afterfork import renew_in_child
 from torchobs.probes.callees import leads_to
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Patch:
     def place(self) -> str:
         """The attribute's full name."""
         owner = self.owner
-        module = "" if isinstance(owner, type(os)) else f"{getattr(owner, '__module__', '')}."
+        module = "" if isinstance(owner, type(sys)) else f"{getattr(owner, '__module__', '')}."
         return f"{module}{getattr(owner, '__qualname__', getattr(owner, '__name__', ''))}.{self.attribute}"
 
     def undo(self) -> None:
@@ -147,9 +148,4 @@ def _transplant(source: Any, target: Any) -> bool:
     return True
 
 
-def _after_fork() -> None:
-    global _mutex  # noqa: PLW0603  # a thread of the parent may have held it
-    _mutex = RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+renew_in_child(sys.modules[__name__], _mutex=RLock)

@@ -13,6 +13,7 @@ from collections import deque
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
+from torchobs.afterfork import renew_in_child
 from torchobs.probes.patching import Patch
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class SafePoint:
         self._tasks: deque[Callable[[], object]] = deque()
         self._patch: Patch | None = None
         self._arming = Lock()
+        renew_in_child(self, _arming=Lock)
         self._pid = os.getpid()
 
     def arm(self, task: Callable[[], object]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, NamedTuple
 
+from torchobs.afterfork import importing
 from torchobs.probes.gpu.visible import Board
 
 
@@ -74,7 +75,8 @@ class Library:
     """
 
     def __init__(self) -> None:
-        import pynvml
+        with importing():  # in a thread of our own
+            import pynvml
 
         self.api: Any = pynvml
         self.error: type[Exception] = pynvml.NVMLError

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs import settings
+from torchobs.afterfork import renew_in_child
 from torchobs.guarding import call
 from torchobs.probes.gpu.claims import Claims
 from torchobs.probes.gpu.fleet import Fleet, Place
@@ -28,7 +29,9 @@ class GpuProbe:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._wake, self._looked = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._looked = threading.Event()
+        renew_in_child(self, _wake=threading.Event, _looked=threading.Event)
         self._busy_since: float | None = None
         self._ending = self._silent = False
 
