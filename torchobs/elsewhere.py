@@ -10,6 +10,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+from torchobs import settings
+
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -52,7 +54,7 @@ class Session:
 
 def init(**_: object) -> Session:
     """Say once that nothing is recorded here."""
-    if not _said:
+    if not _said and settings.environment().get("LOCAL_RANK", "0") == "0":  # one of a node's ranks says it for all
         _said.append(True)
         logging.getLogger("torchobs").warning("torchobs: %s; training is not affected", why_here())
     return Session()

@@ -45,4 +45,5 @@ class Witness:
         fuse = Fuse(what)
         call(fuse, write_stacks, self._host, command.stacks_seq)
         if fuse.trips and self._host.say is not None:
-            self._host.say(what, f"{what} could not be written: {fuse.trips[0].exception} at {fuse.trips[0].location}")
+            why = f"{fuse.trips[0].exception} at {fuse.trips[0].location}"
+            self._host.say(what, f"{what} could not be written: {why}", own=True)

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.afterfork import renew_in_child
 from torchobs.detect.ration import Ration
+from torchobs.flight.place import remedy
 from torchobs.flight.record import LIVE_PHASES
 from torchobs.flight.room import survive_limits
 from torchobs.guarding import Fuse, call
 from torchobs.probes.segments import DATA, EVALUATION, FORWARD, OTHER
+from torchobs.rank_log import OWN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,6 +148,7 @@ class Sampler:
             self.say(
                 f"anomaly {first.kind}",
                 f"{first.kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}, usual is {first.baseline:.6g}",
+                own="loss" in first.kind,  # each rank has its own batches; the gradients are reduced
             )
 
     def _tell_trips(self) -> None:
@@ -184,13 +187,15 @@ class Sampler:
     def _check_name(self) -> None:
         try:
             if self._host.writer.check_name():
-                self.say("name", "the flight file was deleted; it has been made anew with all it held")
+                self.say("name", "the flight file was deleted; it has been made anew with all it held", own=True)
         except OSError as error:
-            self.say("name", f"the flight file was deleted and cannot be made anew: {error}")
+            why = f"{error.strerror or error}; {remedy(error)}"
+            what = f"the flight file was deleted and cannot be made anew at {self._host.writer.path}"
+            self.say("name", f"{what}: {why}", own=True)
 
-    def say(self, cause: str, message: str) -> None:
-        """Log a warning, at most one a minute for each cause."""
+    def say(self, cause: str, message: str, *, own: bool = False) -> None:
+        """Log a warning, at most one a minute for each cause. ``own``: it concerns this rank alone, and not all of a node."""
         now = time.monotonic()
         if now - self._spoken.get(cause, -QUIET_S) >= QUIET_S:
             self._spoken[cause] = now
-            logger.warning("torchobs: %s", message)
+            logger.warning("torchobs: %s", message, extra=OWN if own else None)

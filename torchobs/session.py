@@ -23,7 +23,7 @@ from torchobs.children import Children, described, make_way
 from torchobs.command import Commands
 from torchobs.flight.clean import clean
 from torchobs.flight.layout import Exit
-from torchobs.flight.place import control_directory, open_place
+from torchobs.flight.place import NoPlaceError, control_directory, open_place, remedy
 from torchobs.flight.writer import FlightWriter, open_writer
 from torchobs.guarding import Fuse, call, settle
 from torchobs.probes.cycle import Cycle
@@ -32,6 +32,7 @@ from torchobs.probes.dynamo import DynamoRules
 from torchobs.probes.exits import ExitProbe
 from torchobs.probes.host import Host
 from torchobs.probes.patch_watch import PatchWatch
+from torchobs.rank_log import OWN, name_nobody, name_rank
 from torchobs.runspan import RunSpan, of_launcher
 from torchobs.sampler import Sampler
 from torchobs.switches import Switches
@@ -103,15 +104,16 @@ class Session:
         return self.host.writer if self.host is not None and self.active else None
 
     def open(self, chosen: Settings, who: Identity) -> None:
-        """Create the flight file, start the sampler, install the probes. Raises ``OSError`` when there is no place or room."""
+        """Create the flight file, start the sampler, install the probes. Raises ``NoPlaceError`` if there is none."""
         self.settings, self.identity = chosen, who
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
         resource = who.described() | _versions() | of_launcher(chosen) | described()
         try:
             writer = open_writer(place, resource, chosen.file_size)
-        except OSError:
+        except OSError as error:
             os.close(place.fd)
-            raise
+            what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
+            raise NoPlaceError(what, of_one_rank=True) from error
         host = self.host = Host(chosen, writer, Cycle(writer), DeviceValues())
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
         self.run = RunSpan(chosen, writer, lambda: self.writer)
@@ -190,6 +192,7 @@ class Session:
             if self._sampler is not None:
                 self._sampler.stop()
             settle(Fuse("shutdown"), self._finish, host)
+            name_nobody(logger)
 
     def _remove_hooks(self, host: Host) -> None:
         if self._torch is not None:
@@ -245,7 +248,9 @@ def init(**overrides: object) -> Session:
             inherited._remove_hooks(inherited.host)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
             session._inherited = inherited  # noqa: SLF001  # as above
         _current = session
-        session.given = {name: values.as_text(getattr(chosen, name)) for name, value in overrides.items() if value is not None}
+        # an argument that makes no sense is None here, where the default is
+        given = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
+        session.given = {name: values.as_text(value) for name, value in given.items() if value is not None}
         call(Fuse("init"), _set_level, chosen)
         fuse = Fuse("init")
         call(fuse, _begin, session, chosen, list(problems))
@@ -270,12 +275,14 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
     if group is not None and who.launcher == "python" and chosen.rank is None:
         # ranks that a script started itself (torch.multiprocessing.spawn): no variable says so, the process group does
         who, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
+    name_rank(logger, who.rank, who.local_rank, who.world_size)
     for problem in dict.fromkeys([*problems, *more]):
         logger.warning("torchobs: %s; the default is used", problem)
     try:
         session.open(chosen, who)
-    except OSError as error:
-        logger.warning("torchobs: off, %s; training is not affected", error.strerror or error)
+    except NoPlaceError as error:
+        logger.warning("torchobs: off, %s; training is not affected", error, extra=OWN if error.of_one_rank else None)
+        name_nobody(logger)
 
 
 def shutdown() -> None:

@@ -32,7 +32,7 @@ def write_stacks(host: Host, number: int) -> None:
     event = catalog.EVENT_STACKS if refused is None else catalog.EVENT_STACKS_FAILED
     writer.event(event.name, {"cause": "asked", **(refused or {}), "evidence": done.id}, host.cycle.step)
     if refused is not None and host.say is not None:
-        host.say("stacks", f"stacks could not be written to {place.path}: {refused['detail']}")
+        host.say("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", own=True)
 
 
 def _write(host: Host, place: Place, done: Evidence) -> dict[str, str] | None:

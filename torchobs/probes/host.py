@@ -69,8 +69,10 @@ class Host:
     """The debug level in force, as an index into ``flight.control.LEVELS``"""
     span: Callable[..., None] | None = None
     """``RunSpan.write``: records a span beneath the run's, times on CLOCK_MONOTONIC"""
-    say: Callable[[str, str], None] | None = None
-    """``Sampler.say``: logs a warning, at most one a minute for each cause; for the sampler thread"""
+    say: Callable[..., None] | None = None
+    """``Sampler.say``: logs a warning, at most one a minute for each cause; for the sampler thread.
+
+    ``own=True``: it concerns this rank alone"""
     breathe: Callable[[], None] = lambda: None
     """``Sampler.breathe``: to be called now and then in what takes the sampler thread longer"""
     fuses: dict[str, Fuse] = field(default_factory=dict)
