@@ -3,9 +3,9 @@
 Nothing is changed and nothing serialised twice: the size is the file's, or how far a buffer's position moved. What is saved
 between two steps is one checkpoint, for most trainers write several files. What counts:
 
-* anything saved to a path or an open file, and
-* to memory (or a file object that is no file) from ``LEAST_BYTES`` on: Lightning saves to memory first, but so does everyone
-  who wants a copy of a random state, or sends an object to another rank.
+* state of a model or an optimizer (``saved_state``), once a step has ended: a cache of data is none, nor are initial weights;
+* saved to a path or an open file, or to memory (or a file object that is no file) from ``LEAST_BYTES`` on: Lightning saves to
+  memory first, but so does everyone who sends an object to another rank.
 
 A save inside another one is part of it. An asynchronous save takes the training thread's time while it copies, and is a
 checkpoint when it is complete. A loop that did ``from torch import save`` before ``torchobs.init()`` is not seen.
@@ -30,6 +30,7 @@ from torchobs.afterimport import after_import, cancel
 from torchobs.guarding import call
 from torchobs.probes.budget import LONG_NS, Budget
 from torchobs.probes.patching import Patch, once
+from torchobs.probes.saved_state import holds_state
 from torchobs.probes.segments import CHECKPOINT
 from torchobs.probes.trace import FETCH, PIN, UNPIN
 
@@ -43,6 +44,8 @@ LEAST_BYTES = 64 * 1024
 """What is saved to memory and is smaller is no checkpoint: a CUDA random state has 16 bytes, a CPU one 5 KB"""
 DISTRIBUTED, SAFETENSORS = "torch.distributed.checkpoint", "safetensors.torch"
 _SPAN_EVERY_NS, _SPAN_BURST = 10_000_000_000, 10
+_SAVED = ("obj", "tensors", "state_dict")
+"""The first argument's names"""
 _HIDDEN = ("state_dict_saver", "state_dict_loader")
 
 
@@ -54,6 +57,8 @@ class _Saving:
     target: Any
     begun_ns: int
     step: int
+    early: bool = False
+    """before the first step has ended"""
     position: int | None = None
     """in a file object, at the beginning"""
     in_memory: bool = False
@@ -119,7 +124,8 @@ class CheckpointProbe:
             if fuse.blown or getattr(inside, "save", False) or _calls_from_distributed():
                 return original(*args, **kwargs)
             target = args[at] if len(args) > at else kwargs.get(name)
-            saving = call(fuse, self._begin, kind, target, kwargs.get("process_group"))
+            saved = args[0] if args else next((kwargs[word] for word in _SAVED if word in kwargs), None)
+            saving = call(fuse, self._begin, kind, saved, target, kwargs.get("process_group"))
             inside.save, failed, result = True, True, None
             try:
                 result = original(*args, **kwargs)
@@ -152,9 +158,12 @@ class CheckpointProbe:
 
         return load
 
-    def _begin(self, kind: str, target: Any, group: Any) -> _Saving:
+    def _begin(self, kind: str, saved: Any, target: Any, group: Any) -> _Saving | None:
         cycle = self._host.cycle
-        saving = _Saving(kind, target, monotonic_ns(), cycle.logged_step(), group=group)
+        step = cycle.logged_step()
+        if kind != "distributed" and step != self._step and not holds_state(saved, self._trained()):
+            return None  # a cache of data, a table of results; beside a checkpoint it is a part of it
+        saving = _Saving(kind, target, monotonic_ns(), step, early=not cycle.ended, group=group)
         if kind == "torch" and not isinstance(target, (str, os.PathLike)):
             saving.position, saving.in_memory = _position(target), not _is_file(target)
         # a save to memory is known for a checkpoint by its size, afterwards; before the first step, no step's clock runs yet
@@ -162,6 +171,10 @@ class CheckpointProbe:
         if saving.pinned:
             cycle.mark(PIN, saving.begun_ns, CHECKPOINT)
         return saving
+
+    def _trained(self) -> list[Any]:
+        groups = [group for optimizer in self._host.cycle.optimizers() for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
 
     def _in_step(self) -> bool:
         cycle = self._host.cycle
@@ -192,6 +205,8 @@ class CheckpointProbe:
     def _record(
         self, saving: _Saving, now_ns: int, size: int | None, error: type[BaseException] | None, more: dict[str, object]
     ) -> None:
+        if saving.early and error is None:
+            return  # before the first step there is nothing to lose yet
         attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
         if error is not None:
             attributes["exception.type"] = f"{error.__module__}.{error.__qualname__}"
