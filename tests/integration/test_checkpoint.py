@@ -165,7 +165,7 @@ def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: R
 
 @pytest.mark.serial
 def test_a_save_before_the_first_step_starts_no_clock(run: Recording, tmp_path: Path) -> None:
-    """What is saved while the run is being set up is no checkpoint, for nothing is trained yet; the first step has none of it."""
+    """What is saved while the run is being set up is no checkpoint: nothing is trained yet. The first step has none of it."""
     torch.save(mlp().state_dict(), tmp_path / "initial.pt")
     time.sleep(NAP_S)
     train(lambda _: None)
