@@ -24,12 +24,11 @@ def __getattr__(name: str) -> Any:
     # Lazy: the exporter imports this package, too, and has no use for the trainer's side of it.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import sys
     from importlib import import_module
 
-    from torchobs.runtime.noop import SUPPORTED
+    from torchobs.runtime.noop import why_here
 
-    home = _HOMES[name] if sys.platform in SUPPORTED or name == "Settings" else "torchobs.runtime.noop"
+    home = _HOMES[name] if name == "Settings" or not why_here() else "torchobs.runtime.noop"
     value = globals()[name] = getattr(import_module(home), name)
     return value
 

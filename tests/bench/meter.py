@@ -67,12 +67,12 @@ class Meter:
 
     def inner(self) -> None:
         """Wrap what is there before."""
-        self._inner += [Patch(owner, name, self._timed(getattr(owner, name), -1)) for owner, name in _SITES]
-        self._inner += [Patch(owner, name, self._timed_measuring(getattr(owner, name))) for owner, name in _MEASURED]
+        self._inner += [Patch(owner, name, lambda original: self._timed(original, -1)) for owner, name in _SITES]
+        self._inner += [Patch(owner, name, self._timed_measuring) for owner, name in _MEASURED]
 
     def outer(self) -> None:
         """Wrap what stands there now."""
-        self._outer += [Patch(owner, name, self._timed(getattr(owner, name), 1)) for owner, name in _SITES]
+        self._outer += [Patch(owner, name, lambda original: self._timed(original, 1)) for owner, name in _SITES]
         for hooks in _HOOKS:
             for key, hook in hooks.items():
                 hooks[key] = self._timed(hook, 1)
@@ -158,7 +158,7 @@ class Floor:
     def install(self) -> None:
         """Put the hooks in place."""
         for owner, name in _SITES:
-            self._patches.append(Patch(owner, name, _empty(getattr(owner, name))))
+            self._patches.append(Patch(owner, name, _empty))
         self._handles = [
             torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None),
             torch_optimizer.register_optimizer_step_post_hook(self._record),

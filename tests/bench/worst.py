@@ -43,7 +43,7 @@ class Stretches:
                 self.found.append((before_ns - self._begun_ns, f"{where}, line {caller.f_lineno}"))
                 self._begun_ns = thread_time_ns()
 
-        self._patch = Patch(Sampler, "breathe", yield_gil)
+        self._patch = Patch(Sampler, "breathe", lambda _: yield_gil)
 
     def remove(self) -> None:
         """Restore what was wrapped."""

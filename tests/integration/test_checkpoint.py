@@ -8,6 +8,7 @@ import io
 import statistics
 import threading
 import time
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -113,6 +114,8 @@ def test_the_bytes_are_those_of_a_save_without_torchobs(flight_dir: Path, tmp_pa
     before = hashes()
     for run in recording(flight_dir):
         assert hashes() == before
+        train(lambda _: None, steps=1)
+        assert hashes() == before
         assert saved(run)["saved"] == 1
     assert hashes() == before
 
@@ -138,7 +141,7 @@ def test_what_is_saved_to_memory_is_a_checkpoint_if_it_is_large(run: Recording, 
 
     def save(step: int) -> None:
         if step == 1:
-            torch.save([torch.zeros(elements), Sleepy()], buffer)
+            torch.save([torch.nn.Parameter(torch.zeros(elements)), Sleepy()], buffer)
 
     train(save)
     assert saved(run)["saved"] == checkpoints
@@ -150,7 +153,8 @@ def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: R
     """An asynchronous save of the script's own making."""
 
     def save(step: int) -> None:
-        thread = threading.Thread(target=torch.save, args=([step, Sleepy()], tmp_path / f"{step}.pt"))
+        state = {"model": torch.zeros(step), "sleepy": Sleepy()}
+        thread = threading.Thread(target=torch.save, args=(state, tmp_path / f"{step}.pt"))
         thread.start()
         thread.join()
 
@@ -161,11 +165,11 @@ def test_a_save_in_another_thread_is_a_checkpoint_but_not_the_loop_s_time(run: R
 
 @pytest.mark.serial
 def test_a_save_before_the_first_step_starts_no_clock(run: Recording, tmp_path: Path) -> None:
-    """What is saved while the run is being set up is counted, and the first step is as long as it is."""
-    torch.save({"config": 1}, tmp_path / "config.pt")
+    """What is saved while the run is being set up is no checkpoint: nothing is trained yet. The first step has none of it."""
+    torch.save(mlp().state_dict(), tmp_path / "initial.pt")
     time.sleep(NAP_S)
     train(lambda _: None)
-    assert saved(run)["saved"] == 1
+    assert saved(run)["saved"] == 0
     assert all(record.duration_s < NAP_S for record in run.steps())
 
 
@@ -189,7 +193,7 @@ def test_a_failed_save_raises_as_ever_and_is_an_event(run: Recording, tmp_path: 
     def save(step: int) -> None:
         del step
         with pytest.raises(RuntimeError, match="does not exist"):
-            torch.save({"model": 1}, tmp_path / "no such folder" / "model.pt")
+            torch.save(mlp().state_dict(), tmp_path / "no such folder" / "model.pt")
 
     train(save, steps=2)
     found = saved(run)
@@ -322,3 +326,48 @@ def test_a_handle_kept_beyond_the_session_still_saves(flight_dir: Path, tmp_path
     kept = [torch.save for _ in recording(flight_dir)]
     kept[0]({"x": 1}, tmp_path / "x.pt")
     assert torch.load(tmp_path / "x.pt") == {"x": 1}
+
+
+def states() -> dict[str, Callable[[torch.nn.Module, torch.optim.Optimizer], Any]]:
+    """What trainers save of a model that they train."""
+    return {
+        "state_dict": lambda model, _: model.state_dict(),
+        "optimizer": lambda _, optimizer: optimizer.state_dict(),
+        "whole model": lambda model, _: model,
+        "in a dictionary": lambda model, _: {"epoch": 1, "net": dict(model.state_dict())},
+        "weights in a list": lambda model, _: [parameter.detach() for parameter in model.parameters()],
+        "copies of other precision": lambda model, _: {name: value.half() for name, value in model.state_dict().items()},
+        "copies by names of their own": lambda model, _: {str(i): p.clone() for i, p in enumerate(model.parameters())},
+        "NumPy's": lambda model, _: {name: value.numpy() for name, value in model.state_dict().items()},
+        "an object's": lambda model, _: types.SimpleNamespace(best=model.state_dict(), score=1.0),
+    }
+
+
+CACHES: dict[str, Any] = {
+    "tensors": {"images": torch.zeros(100, 3, 32), "labels": torch.zeros(100)},
+    "a list": [(torch.zeros(3, 32), index) for index in range(10)],
+    "a tensor": torch.zeros(100, 7),
+    "a table": {"losses": [1.0, 0.5], "config": {"model": "resnet", "lr": 0.1}},
+}
+
+
+@pytest.mark.parametrize("kind", states())
+def test_state_of_a_model_or_an_optimizer_is_a_checkpoint(run: Recording, tmp_path: Path, kind: str) -> None:
+    """However it is arranged, and by torch or by safetensors."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for step in range(2):
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    torch.save(states()[kind](model, optimizer), tmp_path / "state.pt")
+    assert saved(run)["saved"] == 1
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_of_data_is_no_checkpoint(run: Recording, tmp_path: Path, kind: str) -> None:
+    """Before training or amid it: a run that saves nothing else has saved nothing that it could go on from."""
+    torch.save(CACHES[kind], tmp_path / "before.pt")
+    train(lambda step: torch.save(CACHES[kind], tmp_path / f"{step}.pt"))
+    assert saved(run)["saved"] == 0
+    assert run.frames("torchobs.checkpoint") == []
+    assert checkpoint_s(run) == [0.0, 0.0, 0.0]

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchobs
 from tests import support
 from tests.training import Recording, mlp, recording
+from torchobs.flight.metrics.fold import PHASE_NAMES
+from torchobs.probes.core.boundaries import LONG_TRACE
 from torchobs.probes.data.pinned_memory_hint import PinningWatch, pageable_bytes
 from torchobs.probes.data.starvation import Starving
 
@@ -222,3 +224,50 @@ def test_training_that_waits_for_its_data_is_told(run: Recording) -> None:
     assert run.values()[("torchobs.data.starved",)] == 1
     (event,) = run.frames("torchobs.data.starved")
     assert 0.2 <= event["attrs"]["share"] <= 1
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """Batches without end, as a server's requests."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.zeros(8)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_batches_without_end_after_training_take_no_memory(run: Recording, gradients: bool) -> None:  # noqa: FBT001  # a parameter
+    """Streaming evaluation, or serving: what is noted of fetches is taken in as they come, and counts as before."""
+    assert run.session.context is not None
+    recorder, longest, fetched = run.session.context.recorder, 0, 0
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    begun = time.perf_counter()
+    with torch.set_grad_enabled(gradients):
+        for _ in DataLoader(Stream(), batch_size=None):
+            longest, fetched = max(longest, len(recorder.trace), len(recorder.arguments)), fetched + 1
+            if fetched == 3 * LONG_TRACE:
+                break
+    served = time.perf_counter() - begun
+    assert longest <= LONG_TRACE + 2
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    last = run.steps()[-1]
+    assert sum(last.phase_s) >= served, "no time is lost"
+    assert (last.phase_s[PHASE_NAMES.index("evaluation")] > 0.9 * served) is not gradients
+
+
+def test_backward_passes_without_end_after_training_take_no_memory(run: Recording) -> None:
+    """Saliency maps, attacks on a trained model: no optimizer steps any more, and nothing is fetched by a loader."""
+    assert run.session.context is not None
+    recorder, model, inputs = run.session.context.recorder, mlp(), torch.ones(1, 8, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model(inputs).sum().backward()
+    optimizer.step()
+    for _ in range(LONG_TRACE // 2 + 100):
+        model(inputs).sum().backward()
+    run.look()
+    model(inputs).sum().backward()
+    assert len(recorder.trace) < 100
+    assert len(run.steps()) == 1

@@ -54,6 +54,24 @@ SCRIPTS = {
     # how it fails
     "error": "def f():\n    1 / 0\nf()",
     "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('x') from error",
+    "backward": """
+        import torch
+        def train(x):
+            x.backward()
+        train(torch.ones(2, requires_grad=True))
+    """,
+    "chained_in_torch": """
+        import torch
+        from torch.utils.data import DataLoader
+        class Bad(torch.nn.Linear):
+            def train(self, mode=True):
+                super().train(mode)
+                [mode for mode in DataLoader([1, object()], batch_size=2)]
+        try:
+            Bad(1, 1).eval()
+        except TypeError as error:
+            torch.save(error, "/no such directory/x")
+    """,
     "generator_exit": "raise GeneratorExit",
     "syntax": "x = (\ny = 3",
     "open_string": "x = '''abc",

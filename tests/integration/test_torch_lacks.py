@@ -148,7 +148,9 @@ def surface() -> dict[str, Any]:
     replaced: dict[str, Any] = {f"{owner}.{name}": vars(owner).get(name) for owner in owners for name in names}
     optimizer = sys.modules["torch.optim.optimizer"]
     return replaced | {
-        name: dict(vars(optimizer)[name]) for name in vars(optimizer) if name.endswith("_hooks") and name[0] == "_"
+        name: dict(hooks)
+        for name, hooks in vars(optimizer).items()
+        if name.endswith("_hooks") and isinstance(hooks, dict)  # and not a module, as Dynamo imports them into what it compiles
     }
 
 

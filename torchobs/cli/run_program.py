@@ -18,7 +18,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import CodeType, TracebackType
+
+
+_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes" + os.sep, "traceable.py", "profiling.py"))
 
 
 class ProgramKind(Enum):
@@ -125,7 +129,35 @@ class _AsItsOwn:
             return
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
-        _show_once_from(trace)
+        for each in _chain(error):
+            each.__traceback__ = _without_hooks(each.__traceback__)
+        _show_once_from(_without_hooks(trace))
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return it and all that it came from, and the members of groups."""
+    found, waiting = list[BaseException](), [error]
+    while waiting:
+        each = waiting.pop()
+        if not any(each is known for known in found):
+            found.append(each)
+            members = getattr(each, "exceptions", ())  # of a BaseExceptionGroup, since Python 3.11
+            waiting += [one for one in (each.__cause__, each.__context__, *members) if isinstance(one, BaseException)]
+    return found
+
+
+def _without_hooks(trace: TracebackType | None) -> TracebackType | None:
+    """Take the frames of our hooks out of a traceback, but for one in which it was raised."""
+    kept = [each for each in _entries(trace) if each.tb_next is None or not each.tb_frame.f_code.co_filename.startswith(_HOOKS)]
+    for entry, following in zip(kept, [*kept[1:], None], strict=True) if kept else ():
+        entry.tb_next = following
+    return kept[0] if kept else None
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
 
 
 def _show_once_from(trace: TracebackType | None) -> None:

@@ -45,6 +45,5 @@ class Diagnostics:
         breaker = CircuitBreaker(what)
         call(breaker, write_stacks, self._context, command.stacks_seq)
         if breaker.trips and self._context.warn_limited is not None:
-            self._context.warn_limited(
-                what, f"{what} could not be written: {breaker.trips[0].exception} at {breaker.trips[0].location}"
-            )
+            why = f"{breaker.trips[0].exception} at {breaker.trips[0].location}"
+            self._context.warn_limited(what, f"{what} could not be written: {why}", own=True)

@@ -136,16 +136,16 @@ class Profiles:
             return
         profile = profiler.profile()
         profile.start()
-        patch = Patch(autograd_profiler.profile, "_prepare_trace", self._making_way(autograd_profiler.profile))
+        patch = Patch(autograd_profiler.profile, "_prepare_trace", self._making_way)
         first, deadline_s = self._context.recorder.ended, time.monotonic() + MOST_S
         self._run = _Run(profile, patch, steps, wanted, first, deadline_s, _resident())
         attributes = {"steps": steps, "evidence": wanted.id}
         self._context.writer.event(catalog.EVENT_PROFILE_START.name, attributes, self._context.recorder.step)
 
-    def _making_way(self, owner: Any) -> Any:
+    def _making_way(self, original: Any) -> Any:
         """Return a ``_prepare_trace`` that ends our profile first: two at once are an error in the application."""
-        original = owner._prepare_trace  # noqa: SLF001  # both ways to begin one lead through it
 
+        # both ways to begin one lead through it
         @functools.wraps(original)
         def prepare(profile: Any) -> Any:
             if self._run is not None and threading.get_ident() == self._context.thread:

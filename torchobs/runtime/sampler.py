@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.flight.files.headroom import survive_limits
+from torchobs.flight.files.location import remedy
 from torchobs.flight.metrics.fold import LIVE_PHASES
 from torchobs.probes.core.timeline import DATA, EVALUATION, FORWARD, OTHER
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call
+from torchobs.support.rank_log import OWN
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class Sampler:
         self._context, self._samples, self._slow = context, samples, slow
         context.warn_limited, context.yield_gil = self.warn_limited, self.yield_gil
         self._stop, self._busy = threading.Event(), threading.Lock()
+        renew_in_child(self, _stop=threading.Event, _busy=threading.Lock)
         self._own, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
         self._shown: dict[str, int] = {}
         self._warnings = RateLimiter(QUIET_S)
@@ -144,6 +148,7 @@ class Sampler:
             self.warn_limited(
                 f"anomaly {first.kind}",
                 f"{first.kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}, usual is {first.baseline:.6g}",
+                own="loss" in first.kind,  # each rank has its own batches; the gradients are reduced
             )
 
     def _tell_trips(self) -> None:
@@ -182,11 +187,13 @@ class Sampler:
     def _check_name(self) -> None:
         try:
             if self._context.writer.check_name():
-                self.warn_limited("name", "the flight file was deleted; it has been made anew with all it held")
+                self.warn_limited("name", "the flight file was deleted; it has been made anew with all it held", own=True)
         except OSError as error:
-            self.warn_limited("name", f"the flight file was deleted and cannot be made anew: {error}")
+            why = f"{error.strerror or error}; {remedy(error)}"
+            what = f"the flight file was deleted and cannot be made anew at {self._context.writer.path}"
+            self.warn_limited("name", f"{what}: {why}", own=True)
 
-    def warn_limited(self, cause: str, message: str) -> None:
-        """Log a warning, at most one a minute for each cause."""
+    def warn_limited(self, cause: str, message: str, *, own: bool = False) -> None:
+        """Log a warning, at most one a minute for each cause. ``own``: it concerns this rank alone, and not all of a node."""
         if self._warnings.take(time.monotonic(), cause):
-            logger.warning("torchobs: %s", message)
+            logger.warning("torchobs: %s", message, extra=OWN if own else None)

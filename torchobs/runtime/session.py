@@ -19,13 +19,14 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config import option_types, settings
 from torchobs.flight.files.cleanup import clean
-from torchobs.flight.files.location import control_directory, open_place
+from torchobs.flight.files.location import NoPlaceError, control_directory, open_place, remedy
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.identity import identity, process
 from torchobs.probes.compile.dynamo_rules import DynamoRules
 from torchobs.probes.core.context import ProbeContext
 from torchobs.probes.core.device_scalars import DeviceValues
+from torchobs.probes.core.patch_watch import PatchWatch
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.lifecycle.exits import ExitProbe
 from torchobs.runtime import spawned_ranks
@@ -35,8 +36,10 @@ from torchobs.runtime.run_span import RunSpan, of_launcher
 from torchobs.runtime.sampler import Sampler
 from torchobs.runtime.spawned_ranks import SpawnedRanks, described, hide_launcher_file, tell_of_children
 from torchobs.support import graph_safe
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.rank_log import OWN, name_nobody, name_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,15 +108,16 @@ class Session:
         return self.context.writer if self.context is not None and self.active else None
 
     def open(self, chosen: Settings, who: Identity) -> None:
-        """Create the flight file, start the sampler, install the probes. Raises ``OSError`` when there is no place or room."""
+        """Create the flight file, start the sampler, install the probes. Raises ``NoPlaceError`` if there is none."""
         self.settings, self.identity = chosen, who
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
         resource = who.described() | _versions() | of_launcher(chosen) | described()
         try:
             writer = open_writer(place, resource, chosen.file_size)
-        except OSError:
+        except OSError as error:
             os.close(place.fd)
-            raise
+            what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
+            raise NoPlaceError(what, of_one_rank=True) from error
         context = self.context = ProbeContext(chosen, writer, StepRecorder(writer), DeviceValues())
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
         self.run = RunSpan(chosen, writer, lambda: self.writer)
@@ -125,7 +129,11 @@ class Session:
         self._commands = Commands(context, self._switches, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
         self._samples.append(("children", partial(tell_of_children, context)))
-        self._slow += [("otel", self.run.sample), ("children", partial(hide_launcher_file, context))]
+        self._slow += [
+            ("otel", self.run.sample),
+            ("children", partial(hide_launcher_file, context)),
+            ("patches", PatchWatch(context).observe),
+        ]
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
         self._sampler = Sampler(context, self._samples, self._slow)
@@ -189,6 +197,7 @@ class Session:
             if self._sampler is not None:
                 self._sampler.stop()
             settle(CircuitBreaker("shutdown"), self._finish, context)
+            name_nobody(logger)
 
     def _remove_hooks(self, context: ProbeContext) -> None:
         if self._torch is not None:
@@ -246,9 +255,9 @@ def init(**overrides: object) -> Session:
             inherited._remove_hooks(inherited.context)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
             session._inherited = inherited  # noqa: SLF001  # as above
         _current = session
-        session.given = {
-            name: option_types.as_text(getattr(chosen, name)) for name, value in overrides.items() if value is not None
-        }
+        # an argument that makes no sense is None here, where the default is
+        given = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
+        session.given = {name: option_types.as_text(value) for name, value in given.items() if value is not None}
         call(CircuitBreaker("init"), _set_level, chosen)
         breaker = CircuitBreaker("init")
         call(breaker, _begin, session, chosen, list(problems))
@@ -278,12 +287,14 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
     if group is not None and who.launcher == "python" and chosen.rank is None:
         # ranks that a script started itself (torch.multiprocessing.spawn): no variable says so, the process group does
         who, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
+    name_rank(logger, who.rank, who.local_rank, who.world_size)
     for problem in dict.fromkeys([*problems, *more]):
         logger.warning("torchobs: %s; the default is used", problem)
     try:
         session.open(chosen, who)
-    except OSError as error:
-        logger.warning("torchobs: off, %s; training is not affected", error.strerror or error)
+    except NoPlaceError as error:
+        logger.warning("torchobs: off, %s; training is not affected", error, extra=OWN if error.of_one_rank else None)
+        name_nobody(logger)
 
 
 def shutdown() -> None:
@@ -334,8 +345,6 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """Make an inherited session inert: its writer stores into private memory, its hooks do nothing."""
-    global _lock  # noqa: PLW0603  # a thread of the parent may have held it
-    _lock = threading.RLock()
     session = _current
     if session is not None and session.context is not None:
         for breaker in session.context.breakers.values():
@@ -344,3 +353,4 @@ def _after_fork() -> None:
 
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)
+renew_in_child(sys.modules[__name__], _lock=threading.RLock)

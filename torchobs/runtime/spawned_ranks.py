@@ -78,9 +78,9 @@ class SpawnedRanks:
 
     def _patch_groups(self) -> None:
         """``init_process_group`` itself may have been imported by its name; what it calls at last is looked up."""
-        groups = sys.modules[GROUPS]
-        original: Any = groups._update_default_pg  # noqa: SLF001  # torch has no hook for it
+        self._patch = Patch(sys.modules[GROUPS], "_update_default_pg", self._watched)  # torch has no hook for it
 
+    def _watched(self, original: Any) -> Any:
         @functools.wraps(original)
         def update(group: Any) -> Any:
             result = original(group)
@@ -88,7 +88,7 @@ class SpawnedRanks:
                 call(self._breaker, self._become_rank)
             return result
 
-        self._patch = Patch(groups, "_update_default_pg", update)
+        return update
 
     arrived = False
     """Whether this is the child, and not its parent."""

@@ -41,3 +41,37 @@ def outside_of_graphs(original: Callable[..., Any], watched: Callable[..., Any])
         return original(*args, **kwargs) if is_compiling() else watched(*args, **kwargs)
 
     return either
+
+
+def no_hook_in_graphs(watched: Callable[..., Any]) -> Callable[..., None]:
+    """Return a hook that calls ``watched``, but does nothing inside a compiled region."""
+    import torch  # torch is optional until training begins
+
+    is_compiling = torch.compiler.is_compiling
+
+    def unless_compiling(*args: Any) -> None:
+        if not is_compiling():
+            watched(*args)
+
+    return unless_compiling
+
+
+def graph_being_made() -> Callable[[], bool]:
+    """Return a function that returns True if torch makes a graph of what is called now: ``torch.export``, ``make_fx``.
+
+    There nothing is trained, values are not to be had, and an operation of ours would become part of the user's graph. That is
+    known by the dispatch modes that are on; where there are none, as in training, it takes 40 ns.
+    """
+    import torch  # torch is optional until training begins
+
+    core: Any = torch._C  # noqa: SLF001  # there is no public way to ask
+    try:
+        count, mode_of, keys = core._len_torch_dispatch_stack, core._get_dispatch_mode, core._TorchDispatchModeKey  # noqa: SLF001
+        making = (keys.FAKE, keys.PROXY)
+    except AttributeError:  # another torch: then an operation of ours may be seen by who traces a training step
+        return lambda: False
+
+    def is_made() -> bool:
+        return count() > 0 and any(mode_of(key) is not None for key in making)
+
+    return is_made

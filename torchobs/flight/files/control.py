@@ -18,11 +18,14 @@ import contextlib
 import os
 import stat
 import struct
+import sys
 import time
 import zlib
 from dataclasses import dataclass
 from secrets import token_hex
 from threading import Lock
+
+from torchobs.support.after_fork import renew_in_child
 
 SUFFIX, TEMPORARY = ".control", ".tmp-"
 LEVELS = ("off", "basic", "advanced", "extreme")
@@ -37,6 +40,7 @@ SIZE = _BODY.size + _CRC.size
 _NO_LEVEL, _NO_PROBES = 0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _mutex = Lock()
+renew_in_child(sys.modules[__name__], _mutex=Lock)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ name gets a number. All ranks of a user try the same numbers in the same order, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -32,7 +33,23 @@ _SPARE_NAMES = 8
 
 
 class NoPlaceError(OSError):
-    """No directory for the flight file can be had; the message says what to do."""
+    """No directory for the flight file can be had; the message says what to do.
+
+    ``of_one_rank``: another rank of this node may have found one all the same.
+    """
+
+    def __init__(self, message: str, *, of_one_rank: bool = False) -> None:
+        super().__init__(message)
+        self.of_one_rank = of_one_rank
+
+
+def remedy(problem: OSError) -> str:
+    """Return what to do where a file of ours cannot be written."""
+    do = {
+        **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for this user"),
+        **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    }.get(problem.errno or 0, "make room there")
+    return f"{do}, or set TORCHOBS_DIR to a local directory of your own"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ import struct
 import sys
 from threading import RLock
 
+from torchobs.support.after_fork import renew_in_child
+
 _LINUX = sys.platform == "linux"
 # struct flock: Linux 64-bit has type, whence, start, len, pid; macOS has start, len, pid, type, whence.
 _FLOCK = struct.Struct("@hhqqi4x" if _LINUX else "@qqihh")
@@ -24,13 +26,12 @@ _mutex = RLock()
 
 
 def _forget() -> None:
-    """In a forked child: it holds no lock, and the thread that may have had the mutex is not there."""
-    global _mutex  # noqa: PLW0603  # a lock cannot be told that its holder is gone
-    _mutex = RLock()
+    """In a forked child: it holds no lock."""
     _held.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
+renew_in_child(sys.modules[__name__], _mutex=RLock)
 
 
 def _flock(kind: int) -> bytes:

@@ -20,6 +20,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.layout import ALIGN, Live, encodable
+from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -54,7 +55,7 @@ def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
 class EventRing:
     """The writing side. Any thread may append; none ever waits: who finds the ring busy leaves its frame to the holder."""
 
-    __slots__ = ("_lock", "_memory", "_offset", "_pending", "_position", "_seed", "_size", "dropped", "live_at")
+    __slots__ = ("__weakref__", "_lock", "_memory", "_offset", "_pending", "_position", "_seed", "_size", "dropped", "live_at")
 
     def __init__(self, memory: Storage, offset: int, size: int, seed: int, live_at: int) -> None:
         self._memory, self._offset, self._size, self._seed = memory, offset, size, seed
@@ -62,6 +63,7 @@ class EventRing:
         self._position = 0
         self._pending: deque[bytes] = deque()
         self._lock = Lock()
+        renew_in_child(self, _lock=Lock)
         self.dropped = 0
 
     @property

@@ -14,6 +14,7 @@ from torchobs.flight.format.series import INT_ABSENT, Scope, Series, ValueType, 
 from torchobs.flight.metrics.fold import ABSENT_BITS, WORDS
 from torchobs.flight.writer import value_block as words
 from torchobs.flight.writer.value_block import ValueBlock
+from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -90,8 +91,22 @@ class Table:
     """
 
     __slots__ = (
-        "_at", "_blocks", "_cells", "_count", "_live_at", "_lock", "_maker", "_memory", "_offset", "_refused", "_room",
-        "_seed", "_shares", "_span", "dropped",
+        "__weakref__",
+        "_at",
+        "_blocks",
+        "_cells",
+        "_count",
+        "_live_at",
+        "_lock",
+        "_maker",
+        "_memory",
+        "_offset",
+        "_refused",
+        "_room",
+        "_seed",
+        "_shares",
+        "_span",
+        "dropped",
     )  # fmt: skip
 
     def __init__(self, memory: Storage, regions: Mapping[Region, Extent], seed: int) -> None:
@@ -99,7 +114,9 @@ class Table:
         self._offset, self._room = regions[Region.SERIES].offset, regions[Region.SERIES].length
         self._live_at = regions[Region.LIVE].offset // 8
         self._at = self._count = 0
-        self._lock, self._maker = Lock(), 0
+        self._maker = 0
+        self._lock = Lock()
+        renew_in_child(self, _lock=Lock)
         self._cells: dict[tuple[Metric, Scope | None, str], Cell] = {}
         self._refused: set[int] = set()
         self._blocks: list[ValueBlock] = []

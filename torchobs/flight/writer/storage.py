@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torchobs.flight.files.create import open_again
 from torchobs.flight.format.layout import ALIGN, HEADER_SIZE, LIVE_WORDS, Region
+from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -117,7 +118,7 @@ class DeferredStorage:
     lost entry of the series table hides all after it), and a slot that was stored ten times meanwhile is written once.
     """
 
-    __slots__ = ("_dirty", "_fd", "_flushing", "_private", "_shadow", "_steps_at")
+    __slots__ = ("__weakref__", "_dirty", "_fd", "_flushing", "_private", "_shadow", "_steps_at")
 
     def __init__(self, born: CreatedFile) -> None:
         self._private = memoryview(bytearray(born.map))
@@ -125,6 +126,7 @@ class DeferredStorage:
         self._steps_at = born.header.regions[Region.STEPS].offset
         self._dirty: dict[int, int] = {}
         self._flushing = Lock()
+        renew_in_child(self, _flushing=Lock)
         self._fd = open_again(born)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:

@@ -21,6 +21,7 @@ from zlib import crc32
 from torchobs.flight.format.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE
 from torchobs.flight.format.series import INT_ABSENT, ValueType
 from torchobs.flight.metrics.fold import ABSENT_BITS, Totals
+from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +37,18 @@ class ValueBlock:
     """One value block: private words, and the two slots in the map."""
 
     __slots__ = (
-        "_generation", "_head", "_lock", "_memory", "_offset", "_pending", "_raw", "_seed", "_unstored", "totals", "used",
+        "__weakref__",
+        "_generation",
+        "_head",
+        "_lock",
+        "_memory",
+        "_offset",
+        "_pending",
+        "_raw",
+        "_seed",
+        "_unstored",
+        "totals",
+        "used",
     )  # fmt: skip
 
     def __init__(self, memory: Storage, offset: int, seed: int) -> None:
@@ -47,6 +59,7 @@ class ValueBlock:
         self.used = 0
         self._generation = 0
         self._lock = Lock()
+        renew_in_child(self, _lock=Lock)
         self._pending: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._unstored = False
 

@@ -27,6 +27,7 @@ from torchobs.flight.metrics import fold as record_fold
 from torchobs.flight.metrics.fold import CRC, PLAIN
 from torchobs.flight.writer.series_table import Table
 from torchobs.flight.writer.storage import DeferredStorage, DirectStorage, Storage
+from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,6 +61,7 @@ class FlightWriter:
         self._held: dict[int, record_fold.StepRecord] = {}
         self._complete_ns = time.monotonic_ns()
         self._folding = Lock()
+        renew_in_child(self, _folding=Lock)
         self.anomalies: list[record_fold.Anomaly] = []
         self.taken: deque[tuple[record_fold.StepRecord, bytes]] | None = None
         """Where records go as they are folded, for who wants to look at them: decoded, and as they stand in the ring"""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchobs.probes.compile.reasons import NEEDED
 from torchobs.probes.compile.records import CompileRecords, Lookups, lookups
 from torchobs.probes.core.patch import Patch
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class CompileProbe:
         self._records: Follower | None = None
         self._breaks: Follower | None = None
         self._waiting: deque[tuple[bool, Any]] = deque(maxlen=_MOST_WAITING)
-        self._gathering, self._showing = Lock(), Lock()
+        self._gathering = Lock()
+        self._showing = Lock()
+        renew_in_child(self, _gathering=Lock, _showing=Lock)
         self._running: list[_Begun] = []
         self._owner: dict[str, int] = {}
         self._depth = 0
@@ -127,7 +130,7 @@ class CompileProbe:
         self._records = Follower(utils.get_compilation_metrics)
         self._breaks = Follower(lambda: breaks)
         handler = type(callback.callback_handler)
-        self._patch = Patch(handler, "install_callbacks", self._watched(handler.install_callbacks))
+        self._patch = Patch(handler, "install_callbacks", self._watched, probe=self.name)
 
     def _watched(self, original: Any) -> Any:
         begin, gather = self._breaker.guard(self._begin), self._breaker.guard(self._gather)

@@ -27,6 +27,9 @@ PHASE_OF = (
 )  # fmt: skip
 """What the training thread is doing after each code."""
 
+LONG_TRACE = 4096
+"""Boundaries that are kept for the step's end. More come of an evaluation or of serving, and are taken in as they come."""
+
 _CODE = 15
 
 

@@ -76,8 +76,10 @@ class ProbeContext:
     """The debug level in force, as an index into ``flight.files.control.LEVELS``"""
     span: Callable[..., None] | None = None
     """``RunSpan.write``: records a span beneath the run's, times on CLOCK_MONOTONIC"""
-    warn_limited: Callable[[str, str], None] | None = None
-    """``Sampler.warn_limited``: logs a warning, at most one a minute for each cause; for the sampler thread"""
+    warn_limited: Callable[..., None] | None = None
+    """``Sampler.warn_limited``: logs a warning, at most one a minute for each cause; for the sampler thread.
+
+    ``own=True``: it concerns this rank alone"""
     yield_gil: Callable[[], None] = lambda: None
     """``Sampler.yield_gil``: to be called now and then in what takes the sampler thread longer"""
     breakers: dict[str, CircuitBreaker] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.patch import Patch
+from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,7 @@ class SafePoint:
         self._tasks: deque[Callable[[], object]] = deque()
         self._patch: Patch | None = None
         self._arming = Lock()
+        renew_in_child(self, _arming=Lock)
         self._pid = os.getpid()
 
     def arm(self, task: Callable[[], object]) -> None:
@@ -40,16 +42,17 @@ class SafePoint:
                 self._tasks.append(task)
             if self._patch is not None:
                 return
-            original = torch.autograd.backward
+            self._patch = Patch(torch.autograd, "backward", self._watched)
 
-            @functools.wraps(original)
-            def backward(*args: Any, **kwargs: Any) -> None:
-                if not self._context.backwards and get_ident() == self._context.thread and self._patch is not None:
-                    for due in self._take():
-                        due()
-                return original(*args, **kwargs)
+    def _watched(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not self._context.backwards and get_ident() == self._context.thread and self._patch is not None:
+                for due in self._take():
+                    due()
+            return original(*args, **kwargs)
 
-            self._patch = Patch(torch.autograd, "backward", backward)
+        return backward
 
     def disarm(self) -> None:
         """Forget about all of them. Idempotent."""

@@ -19,6 +19,7 @@ from torchobs.probes.core.boundaries import (
     CLOSURE_BEGINS,
     FETCH,
     FETCHED,
+    LONG_TRACE,
     PIN,
     STEP_BEGINS,
     STEP_ENDS,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
 
 _U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
-_LONG_TRACE = 4096
 _GOING_ON = frozenset({FETCH, BACKWARD_BEGINS, CLOSURE_BEGINS})
 _TRAINING = _GOING_ON | {STEP_BEGINS}
 MOST_PERTURBATIONS = 2
@@ -121,7 +121,7 @@ class StepRecorder(OpenStep):
 
     def relieve(self) -> None:
         """Take in a trace that has become long: an evaluation without end."""
-        if len(self.trace) > _LONG_TRACE:
+        if len(self.trace) > LONG_TRACE:
             self.end_where_likely()
             self._relieved, self._merged_backward = self._relieved or self._goes_on(), self._has_backward()
             self._replay()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.probes.core.boundaries import exhausted
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
+from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -44,6 +45,7 @@ class EpochProbe:
     def __init__(self) -> None:
         self._budget = span_limiter()
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
+        renew_in_child(self, _lock=RLock)
         self._latest: _Iteration | None = None
         self._around: _Iteration | None = None
         """One that was going on when the latest began, no step having ended in it yet: an evaluation may come first"""

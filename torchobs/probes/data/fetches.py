@@ -11,7 +11,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED
+from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LONG_TRACE
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.starvation import Starving
 
@@ -36,7 +36,7 @@ class DataProbe:
         self._context, self._grad_enabled = context, torch.is_grad_enabled
         self._starving = Starving(context)
         base = dataloader._BaseDataLoaderIter
-        self._patches = [Patch(base, "__next__", self._watched_next(base.__next__))]
+        self._patches = [Patch(base, "__next__", self._watched_next, probe=self.name, nests=True)]
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -54,7 +54,8 @@ class DataProbe:
             self._context.recorder,
             self._grad_enabled,
         )
-        note, note_argument = recorder.trace.append, recorder.arguments.append
+        trace, note, note_argument = recorder.trace, recorder.trace.append, recorder.arguments.append
+        relieve = breaker.guard(recorder.relieve)
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
@@ -62,6 +63,8 @@ class DataProbe:
                 return original(iterator)
             # in place, for a call of our own costs more than what it would do; nothing here can raise
             begun_ns = monotonic_ns()
+            if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins, which pays for no more than that
+                relieve()
             # the sampler belongs to the loader, so that it is the same in every epoch
             note_argument(id(getattr(iterator, "_index_sampler", None)))
             note(begun_ns << 4 | FETCH)

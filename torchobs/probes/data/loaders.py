@@ -22,6 +22,7 @@ from torchobs import catalog
 from torchobs.probes.core.boundaries import FETCH, LOADER_STARTS, STEP_ENDS
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.pinned_memory_hint import PinningWatch
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class LoaderProbe:
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rounds = 0
         self._looking = Lock()
+        renew_in_child(self, _looking=Lock)
         self._pinning = PinningWatch()
 
     def install(self, context: ProbeContext) -> None:
@@ -79,7 +81,7 @@ class LoaderProbe:
         self._look()
 
     def _watch(self, loader: Any) -> None:
-        self._patches.append(Patch(loader, "__iter__", self._watched(loader.__iter__)))
+        self._patches.append(Patch(loader, "__iter__", self._watched, probe=self.name))
 
     def _watched(self, original: Any) -> Any:
         context, breaker = self._context, self._breaker

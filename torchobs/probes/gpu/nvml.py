@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from torchobs.probes.gpu.visible_devices import Board
+from torchobs.support.after_fork import importing
 
 
 class NvmlFault(Enum):
@@ -74,7 +75,8 @@ class Library:
     """
 
     def __init__(self) -> None:
-        import pynvml
+        with importing():  # in a thread of our own
+            import pynvml
 
         self.api: Any = pynvml
         self.error: type[Exception] = pynvml.NVMLError

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torchobs.config import settings
 from torchobs.probes.gpu.monitor import GpuAssignment, GpuMonitor
 from torchobs.probes.gpu.ownership import GpuOwnership
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ class GpuProbe:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._wake, self._looked = threading.Event(), threading.Event()
+        self._wake = threading.Event()
+        self._looked = threading.Event()
+        renew_in_child(self, _wake=threading.Event, _looked=threading.Event)
         self._busy_since: float | None = None
         self._ending = self._silent = False
 

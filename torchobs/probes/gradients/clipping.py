@@ -15,9 +15,9 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.metrics.fold import StepFlag
-from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Measurement, from_norms
-from torchobs.support.graph_safe import outside_of_graphs
+from torchobs.support.graph_safe import graph_being_made, outside_of_graphs
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class ClipWatch:
         from torchobs.probes.core.capture_results import CapturedResults
 
         self._torch, self._breaker, self._intercepted = torch, breaker, CapturedResults
+        self._graph_being_made = graph_being_made()
         utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
         for name, alias, watched in (
             ("_get_total_norm", "get_total_norm", self._watched_total),
@@ -98,12 +99,15 @@ class ClipWatch:
             original = getattr(clip, name, None)
             if original is None:
                 continue
-            wrapper = outside_of_graphs(original, watched(original))
-            self._patches.append(Patch(clip, name, wrapper))
-            if getattr(utils, alias, None) is original:
-                self._patches.append(Patch(utils, alias, wrapper))
-        by_value = outside_of_graphs(clip.clip_grad_value_, self._watched_value(clip.clip_grad_value_))
-        self._patches += [Patch(owner, "clip_grad_value_", by_value) for owner in (clip, utils)]
+            has_alias = getattr(utils, alias, None) is original
+            make = _not_compiled(watched)
+            self._patches.append(Patch(clip, name, make, probe=breaker.probe))
+            if has_alias:
+                self._patches.append(Patch(utils, alias, make, probe=breaker.probe))
+        by_value = _not_compiled(self._watched_value)
+        self._patches += [
+            Patch(owner, "clip_grad_value_", by_value, probe=breaker.probe, nests=True) for owner in (clip, utils)
+        ]
         self._fsdp = after_import(_FSDP, breaker.guard(self._watch_fsdp))
 
     def remove(self) -> None:
@@ -169,7 +173,7 @@ class ClipWatch:
 
         @functools.wraps(original)
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-            if breaker.blown:
+            if breaker.blown or self._graph_being_made():
                 return original(tensors, norm_type, *args, **kwargs)
             tensors = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
             seen = intercept(tensors, norm_type)
@@ -258,7 +262,7 @@ class ClipWatch:
 
         @functools.wraps(original)
         def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if breaker.blown:
+            if breaker.blown or self._graph_being_made():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             seen = intercept(total_norm)
             if seen is None:
@@ -327,7 +331,10 @@ class ClipWatch:
     def _watch_fsdp(self) -> None:
         from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
-        original = FullyShardedDataParallel.clip_grad_norm_
+        watched = self._watched_fsdp
+        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", watched, probe=self._breaker.probe))
+
+    def _watched_fsdp(self, original: Any) -> Any:
         before, after = self._breaker.guard(self._before_fsdp), self._breaker.guard(self._after_fsdp)
 
         @functools.wraps(original)
@@ -337,7 +344,7 @@ class ClipWatch:
             after(made, max_norm, norm)
             return norm
 
-        self._patches.append(Patch(FullyShardedDataParallel, "clip_grad_norm_", clip_grad_norm_))
+        return clip_grad_norm_
 
     def _before_fsdp(self, module: Any, norm_type: Any) -> Clipping | None:
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
@@ -352,6 +359,10 @@ class ClipWatch:
             self._keep(made)
         self.limit = limit = float(max_norm)
         self.decide(norm, lambda value: limit < value < inf)
+
+
+def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return once(lambda original: outside_of_graphs(original, watched(original)))
 
 
 def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:

@@ -17,6 +17,8 @@ from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from torchobs.support.graph_safe import no_hook_in_graphs
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -135,10 +137,10 @@ class Built:
         self._handles: list[Any] = []
 
     def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
-        """Have torch tell. It asks these hooks nowhere in a forward pass, and ``torch.compile`` has no guard on them."""
+        """Have torch tell. A region that assigns a module or a parameter is compiled with the hooks, which do nothing there."""
         from torch.nn.modules import module
 
-        note = self._noting(context, breaker)
+        note = no_hook_in_graphs(self._noting(context, breaker))
         self._handles = [
             module.register_module_parameter_registration_hook(note),
             module.register_module_module_registration_hook(note),

@@ -3,9 +3,9 @@
 Nothing is changed and nothing serialised twice: the size is the file's, or how far a buffer's position moved. What is saved
 between two steps is one checkpoint, for most trainers write several files. What counts:
 
-* anything saved to a path or an open file, and
-* to memory (or a file object that is no file) from ``LEAST_BYTES`` on: Lightning saves to memory first, but so does everyone
-  who wants a copy of a random state, or sends an object to another rank.
+* state of a model or an optimizer (``saved_state``), once a step has ended: a cache of data is none, nor are initial weights;
+* saved to a path or an open file, or to memory (or a file object that is no file) from ``LEAST_BYTES`` on: Lightning saves to
+  memory first, but so does everyone who sends an object to another rank.
 
 A save inside another one is part of it. An asynchronous save takes the training thread's time while it copies, and is a
 checkpoint when it is complete. A loop that did ``from torch import save`` before ``torchobs.init()`` is not seen.
@@ -20,14 +20,17 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.boundaries import FETCH, PIN, UNPIN
-from torchobs.probes.core.patch import Patch
+from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import CHECKPOINT
+from torchobs.probes.lifecycle.saved_state import holds_state
+from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
 
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
 LEAST_BYTES = 64 * 1024
 """What is saved to memory and is smaller is no checkpoint: a CUDA random state has 16 bytes, a CPU one 5 KB"""
 DISTRIBUTED, SAFETENSORS = "torch.distributed.checkpoint", "safetensors.torch"
+_SAVED = ("obj", "tensors", "state_dict")
+"""The first argument's names"""
 _HIDDEN = ("state_dict_saver", "state_dict_loader")
 
 
@@ -51,6 +56,8 @@ class _Saving:
     target: Any
     begun_ns: int
     step: int
+    early: bool = False
+    """before the first step has ended"""
     position: int | None = None
     """in a file object, at the beginning"""
     in_memory: bool = False
@@ -70,6 +77,7 @@ class CheckpointProbe:
         self._inside = threading.local()
         self._budget = span_limiter()
         self._lock = threading.RLock()  # a handler of SIGTERM may save, too, wherever it interrupts us
+        renew_in_child(self, _lock=threading.RLock)
         self._step, self._seconds, self._bytes = -1, 0.0, 0
 
     def install(self, context: ProbeContext) -> None:
@@ -79,8 +87,8 @@ class CheckpointProbe:
         self._context, self._breaker = context, context.breaker(self.name)
         table = context.writer.table
         self._saves = {result: table.cell(catalog.CHECKPOINTS, {"result": result}) for result in catalog.SAVE_RESULTS}
-        self._replace("save", self._saver(torch.save, "torch", 1, "f"), torch, torch.serialization)
-        self._replace("load", self._loader(torch.load, "torch"), torch, torch.serialization)
+        self._replace("save", partial(self._saver, "torch", 1, "f"), torch, torch.serialization)
+        self._replace("load", partial(self._loader, "torch"), torch, torch.serialization)
         self._imports = [after_import(SAFETENSORS, self._watch_safetensors), after_import(DISTRIBUTED, self._watch_distributed)]
 
     def remove(self) -> None:
@@ -91,21 +99,22 @@ class CheckpointProbe:
         for patch in self._patches:
             patch.undo()
 
-    def _replace(self, attribute: str, replacement: Any, *owners: Any) -> None:
-        self._patches += [Patch(owner, attribute, replacement) for owner in owners]
+    def _replace(self, attribute: str, watched: Any, *owners: Any) -> None:
+        make, nests = once(watched), attribute != "load"
+        self._patches += [Patch(owner, attribute, make, probe=self.name, nests=nests) for owner in owners]
 
     def _watch_safetensors(self) -> None:
         module = sys.modules[SAFETENSORS]
-        self._replace("save_file", self._saver(module.save_file, "safetensors", 1, "filename"), module)
+        self._replace("save_file", partial(self._saver, "safetensors", 1, "filename"), module)
 
     def _watch_distributed(self) -> None:
         package = sys.modules[DISTRIBUTED]
         saver, loader = (sys.modules[f"{DISTRIBUTED}.{name}"] for name in _HIDDEN)
-        self._replace("save", self._saver(saver.save, "distributed", 9, "checkpoint_id"), package, saver)
-        self._replace("async_save", self._saver(saver.async_save, "distributed", 9, "checkpoint_id"), package, saver)
-        self._replace("load", self._loader(loader.load, "distributed"), package, loader)
+        self._replace("save", partial(self._saver, "distributed", 9, "checkpoint_id"), package, saver)
+        self._replace("async_save", partial(self._saver, "distributed", 9, "checkpoint_id"), package, saver)
+        self._replace("load", partial(self._loader, "distributed"), package, loader)
 
-    def _saver(self, original: Any, kind: str, at: int, name: str) -> Any:
+    def _saver(self, kind: str, at: int, name: str, original: Any) -> Any:
         """Wrap a function that saves to its argument number ``at``, or of that ``name``."""
         breaker, inside = self._breaker, self._inside
 
@@ -114,7 +123,8 @@ class CheckpointProbe:
             if breaker.blown or getattr(inside, "save", False) or _calls_from_distributed():
                 return original(*args, **kwargs)
             target = args[at] if len(args) > at else kwargs.get(name)
-            saving = call(breaker, self._begin, kind, target, kwargs.get("process_group"))
+            saved = args[0] if args else next((kwargs[word] for word in _SAVED if word in kwargs), None)
+            saving = call(breaker, self._begin, kind, saved, target, kwargs.get("process_group"))
             inside.save, failed, result = True, True, None
             try:
                 result = original(*args, **kwargs)
@@ -127,7 +137,7 @@ class CheckpointProbe:
 
         return save
 
-    def _loader(self, original: Any, kind: str) -> Any:
+    def _loader(self, kind: str, original: Any) -> Any:
         breaker, context = self._breaker, self._context
 
         @functools.wraps(original)
@@ -147,9 +157,12 @@ class CheckpointProbe:
 
         return load
 
-    def _begin(self, kind: str, target: Any, group: Any) -> _Saving:
+    def _begin(self, kind: str, saved: Any, target: Any, group: Any) -> _Saving | None:
         recorder = self._context.recorder
-        saving = _Saving(kind, target, monotonic_ns(), recorder.logged_step(), group=group)
+        step = recorder.logged_step()
+        if kind != "distributed" and step != self._step and not holds_state(saved, self._trained()):
+            return None  # a cache of data, a table of results; beside a checkpoint it is a part of it
+        saving = _Saving(kind, target, monotonic_ns(), step, early=not recorder.ended, group=group)
         if kind == "torch" and not isinstance(target, (str, os.PathLike)):
             saving.position, saving.in_memory = _position(target), not _is_file(target)
         # a save to memory is known for a checkpoint by its size, afterwards; before the first step, no step's clock runs yet
@@ -157,6 +170,10 @@ class CheckpointProbe:
         if saving.pinned:
             recorder.mark(PIN, saving.begun_ns, CHECKPOINT)
         return saving
+
+    def _trained(self) -> list[Any]:
+        groups = [group for optimizer in self._context.recorder.optimizers() for group in optimizer.param_groups]
+        return [parameter for group in groups for parameter in group["params"]]
 
     def _in_step(self) -> bool:
         recorder = self._context.recorder
@@ -191,6 +208,8 @@ class CheckpointProbe:
     def _record(
         self, saving: _Saving, now_ns: int, size: int | None, error: type[BaseException] | None, more: dict[str, object]
     ) -> None:
+        if saving.early and error is None:
+            return  # before the first step there is nothing to lose yet
         attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
         if error is not None:
             attributes["exception.type"] = f"{error.__module__}.{error.__qualname__}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,8 @@ class DistributedProbe:
             return
         self._ddp = DistributedDataParallel
         self._read = context.breaker(self.name).guard(self._read_ddp)
-        watched = self._watched(DistributedDataParallel.__init__, context.breaker(self.name).guard(self._note))
-        self._patch = Patch(DistributedDataParallel, "__init__", watched)
+        watched = partial(self._watched, context.breaker(self.name).guard(self._note))
+        self._patch = Patch(DistributedDataParallel, "__init__", watched, probe=self.name, nests=True)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`. Its last look is here, where no backward can be in the way."""
@@ -87,7 +88,7 @@ class DistributedProbe:
         if self._living() and self._context.at_backward is not None:
             self._context.at_backward(self._read)
 
-    def _watched(self, original: Any, note: Callable[[Any], None]) -> Any:
+    def _watched(self, note: Callable[[Any], None], original: Any) -> Any:
         @functools.wraps(original)
         def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # what it stands for
             original(model, *args, **kwargs)

@@ -44,26 +44,44 @@ class ExitProbe:
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._context, breaker = context, context.breaker(self.name)
-        before, before_thread, before_exit = sys.excepthook, threading.excepthook, sys.exit
+        self._context, self._breaker = context, context.breaker(self.name)
+        self._last = id(getattr(sys, "last_value", None))
+        self._patches = [
+            Patch(owner, name, make, probe=self.name, nests=True)
+            for owner, name, make in (
+                (sys, "excepthook", self._watched_hook),
+                (threading, "excepthook", self._watched_thread_hook),
+                (sys, "exit", self._watched_exit),
+            )
+        ]
+
+    def _watched_hook(self, before: Any) -> Any:
+        breaker = self._breaker
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             settle(breaker, self.raised, error, fatal=not hasattr(sys, "ps1"))  # with a prompt, the process goes on
             before(kind, error, trace)
 
+        return excepthook
+
+    def _watched_thread_hook(self, before: Any) -> Any:
+        breaker = self._breaker
+
         def thread_excepthook(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None and args.exc_type is not SystemExit:
                 settle(breaker, self.raised, args.exc_value, thread=args.thread.name if args.thread else "unknown")
-            before_thread(args)
+            before(args)
+
+        return thread_excepthook
+
+    def _watched_exit(self, before: Any) -> Any:
+        breaker = self._breaker
 
         def exit(status: Any = None, /) -> None:  # noqa: A001  # it stands for sys.exit
             call(breaker, self.leaves, status, sys.exc_info()[1])
-            before_exit(status)
+            before(status)
 
-        self._last = id(getattr(sys, "last_value", None))
-        self._patches = [
-            Patch(sys, "excepthook", excepthook), Patch(threading, "excepthook", thread_excepthook), Patch(sys, "exit", exit),
-        ]  # fmt: skip
+        return exit
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`: restore hooks only if they are still ours."""

@@ -103,7 +103,7 @@ class SchedulerProbe:
             patch.undo()
 
     def _watch(self, owner: type, name: str, watched: Callable[[Any], Any]) -> None:
-        self._patches.append(Patch(owner, name, watched(vars(owner)[name])))
+        self._patches.append(Patch(owner, name, watched, probe=self.name))
 
     def _patch_steps(self, owner: type) -> None:
         """Wrap the ``step`` of each class of this one's line that overrides it."""

@@ -15,6 +15,7 @@ from torchobs.probes.core.patch import Patch
 from torchobs.probes.precision.autocast import AutocastWatch
 from torchobs.probes.precision.loss_scale import Scales
 from torchobs.probes.precision.overflows import Overflows
+from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class AmpProbe:
 
         self._context, self._scaler = context, grad_scaler.GradScaler
         self._overflows, self._scales = Overflows(context), Scales(context)
-        self._breaker = context.breaker(self.name)
+        self._breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._after_step_safely = self._breaker.guard(self._after_step)
         self._after_scale_safely = self._breaker.guard(self._after_scale)
         self._after_update_safely = self._breaker.guard(self._after_update)
@@ -90,13 +91,13 @@ class AmpProbe:
                 continue
             self._patched.add(owner)
             for name in vars(owner).keys() & watched.keys():
-                self._patches.append(Patch(owner, name, watched[name](vars(owner)[name])))
+                self._patches.append(Patch(owner, name, watched[name], probe=self.name, nests=name == "step"))
 
     def _watched_step(self, original: Any) -> Any:
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             # inside: a subclass calls its parent; a disabled scaler has no `_scale` and hands everything through
-            if self._inside or self._breaker.blown or not getattr(scaler, "_enabled", False):
+            if self._inside or self._breaker.blown or not getattr(scaler, "_enabled", False) or self._graph_being_made():
                 return original(scaler, optimizer, *args, **kwargs)
             if self._hook is None:
                 self._watch_optimizers_safely()
@@ -114,7 +115,8 @@ class AmpProbe:
         @functools.wraps(original)
         def scale(scaler: Any, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
-            self._after_scale_safely(scaler, outputs, scaled)
+            if not self._graph_being_made():
+                self._after_scale_safely(scaler, outputs, scaled)
             return scaled
 
         return scale
@@ -133,7 +135,8 @@ class AmpProbe:
         @functools.wraps(original)
         def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(scaler, *args, **kwargs)
-            self._after_update_safely(scaler)
+            if not self._graph_being_made():
+                self._after_update_safely(scaler)
             return result
 
         return update

@@ -57,7 +57,10 @@ class AutocastWatch:
     def _arm(self) -> None:
         if self._patch is not None or self._over:
             return
-        original: Any = self._owner.__enter__
+        self._looks = LOOKS
+        self._patch = Patch(self._owner, "__enter__", self._watched_enter)
+
+    def _watched_enter(self, original: Any) -> Any:
         note = self._note_safely
 
         @functools.wraps(original)
@@ -66,8 +69,7 @@ class AutocastWatch:
             note(context)
             return entered
 
-        self._looks = LOOKS
-        self._patch = Patch(self._owner, "__enter__", enter)
+        return enter
 
     def _note(self, context: Any) -> None:
         self._looks -= 1

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 from torchobs.probes.core.patch import Patch
+from torchobs.support.graph_safe import graph_being_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,13 +38,23 @@ class BackwardWatch:
         """Wrap ``torch.autograd.backward`` and the engine."""
         import torch
 
-        original = torch.autograd.backward
-        trace, note, tell = context.recorder.trace, context.recorder.trace.append, breaker.guard(context.notify)
+        self._context, self._breaker = context, breaker
+        variable, kind = torch.autograd.Variable, getattr(torch._C, "_ImperativeEngine", None)
+        self._patches = [Patch(torch.autograd, "backward", self._watched, probe=breaker.probe, nests=True)]
+        if kind is not None and type(variable._execution_engine) is kind:  # another tool's stand-in is left alone
+            self._patches.append(
+                Patch(variable, "_execution_engine", lambda engine: _watched(engine, context, breaker), probe=breaker.probe)
+            )
+
+    def _watched(self, original: Any) -> Any:
+        context, breaker = self._context, self._breaker
+        trace, note = context.recorder.trace, context.recorder.trace.append
+        tell, is_made = breaker.guard(context.notify), graph_being_made()
 
         @functools.wraps(original)
-        def backward(*args: Any, **kwargs: Any) -> None:
-            if context.backwards or breaker.blown or get_ident() != context.thread:
-                return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if context.backwards or breaker.blown or get_ident() != context.thread or is_made():
+                return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread, or traced
             # in place, as in the data probe: nothing here can raise
             manual_steps = context.manual_steps
             if manual_steps is None and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
@@ -67,10 +78,7 @@ class BackwardWatch:
                     if manual_steps is not None:
                         manual_steps.ends(args, kwargs)
 
-        self._patches = [Patch(torch.autograd, "backward", backward)]
-        engine, kind = torch.autograd.Variable._execution_engine, getattr(torch._C, "_ImperativeEngine", None)
-        if kind is not None and type(engine) is kind:  # another tool's stand-in is left alone
-            self._patches.append(Patch(torch.autograd.Variable, "_execution_engine", _watched(engine, context, breaker)))
+        return backward
 
     def remove(self) -> None:
         """Restore them."""
@@ -84,10 +92,10 @@ def _watched(engine: Any, context: ProbeContext, breaker: CircuitBreaker) -> Any
     Within a backward that is seen already it is the original, so that no frame of ours stands between torch's.
     """
     plain = engine.run_backward
-    run_backward = _watched_run(plain, context, breaker)
+    run_backward, is_made = _watched_run(plain, context, breaker), graph_being_made()
 
     def found(_: object) -> Callable[..., Any]:
-        aside = context.backwards or breaker.blown or get_ident() != context.thread
+        aside = context.backwards or breaker.blown or get_ident() != context.thread or is_made()
         original: Callable[..., Any] = plain
         return original if aside else run_backward
 

@@ -55,35 +55,40 @@ class CudaGraphs:
         begins, ends, before, after = guard(self._begins), guard(self._ends), guard(self._before), guard(self._after)
         if not all(hasattr(graph, name) for name in ("capture_begin", "capture_end", "replay")):
             return
-        begin, end, replay = graph.capture_begin, graph.capture_end, graph.replay
 
-        @functools.wraps(begin)
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            begins(graph)
-            return begin(graph, *args, **kwargs)
+        def capture_begin(begin: Any) -> Any:
+            @functools.wraps(begin)
+            def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
+                begins(graph)
+                return begin(graph, *args, **kwargs)
 
-        @functools.wraps(end)
-        def capture_end(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                return end(graph, *args, **kwargs)
-            finally:
-                ends(graph)
+            return watched
 
-        @functools.wraps(replay)
-        def replayed(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            if id(graph) not in self._captured or get_ident() != self._context.thread:
-                return replay(graph, *args, **kwargs)
-            begun_ns = monotonic_ns()
-            before()
-            result = replay(graph, *args, **kwargs)
-            after(graph, begun_ns)
-            return result
+        def capture_end(end: Any) -> Any:
+            @functools.wraps(end)
+            def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return end(graph, *args, **kwargs)
+                finally:
+                    ends(graph)
 
-        self._patches = [
-            Patch(graph, "capture_begin", capture_begin),
-            Patch(graph, "capture_end", capture_end),
-            Patch(graph, "replay", replayed),
-        ]
+            return watched
+
+        def replayed(replay: Any) -> Any:
+            @functools.wraps(replay)
+            def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
+                if id(graph) not in self._captured or get_ident() != self._context.thread:
+                    return replay(graph, *args, **kwargs)
+                begun_ns = monotonic_ns()
+                before()
+                result = replay(graph, *args, **kwargs)
+                after(graph, begun_ns)
+                return result
+
+            return watched
+
+        made = (("capture_begin", capture_begin), ("capture_end", capture_end), ("replay", replayed))
+        self._patches = [Patch(graph, name, make, probe=self._breaker.probe) for name, make in made]
 
     def remove(self) -> None:
         """Restore what was there."""

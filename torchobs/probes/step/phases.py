@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import FORWARD, OTHER
 from torchobs.probes.step.goodput import OpenTime
 from torchobs.probes.step.startup import Startup
+from torchobs.support.graph_safe import outside_of_graphs
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -41,10 +41,11 @@ class PhaseProbe:
         self._context = context
         self._startup, self._open, self._over = Startup(context), OpenTime(context), False
         context.recorder.timed = True
-        original = torch.nn.Module.train
-        note = context.breaker(self.name).guard(self._note)
+        self._patch = Patch(torch.nn.Module, "train", self._watched_train, probe=self.name, nests=True)
 
-        @functools.wraps(original)
+    def _watched_train(self, original: Any) -> Any:
+        context, note = self._context, self._context.breaker(self.name).guard(self._note)
+
         def train(module: Any, mode: bool = True) -> Any:  # noqa: FBT001, FBT002  # torch's signature
             if self._depth or get_ident() != context.thread:
                 return original(module, mode)
@@ -55,7 +56,7 @@ class PhaseProbe:
             finally:
                 self._depth = 0
 
-        self._patch = Patch(torch.nn.Module, "train", train)
+        return outside_of_graphs(original, train)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""

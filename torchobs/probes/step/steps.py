@@ -15,13 +15,21 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.metrics.fold import StepFlag
-from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_BEGINS
+from torchobs.probes.core.boundaries import (
+    BACKWARD_BEGINS,
+    BACKWARD_ENDS,
+    CLOSURE_BEGINS,
+    CLOSURE_GOES_ON,
+    LONG_TRACE,
+    STEP_BEGINS,
+)
 from torchobs.probes.core.model_tracker import ModelChanges
 from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.manual_steps import ManualSteps
 from torchobs.probes.step.other_threads import OtherThreads
+from torchobs.support.graph_safe import graph_being_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,9 +66,12 @@ class StepProbe:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self._context, self._recorder = context, context.recorder
-        breaker = context.breaker(self.name)
+        breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._number_safely = context.breaker(OptimizerProbe.name).guard(number_of)
-        self._changes = ModelChanges(context.recorder.models, context.writer)
+        self._changes, self._relieve = (
+            ModelChanges(context.recorder.models, context.writer),
+            breaker.guard(self._recorder.relieve),
+        )
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker)
         self._backward.install(context, breaker)
         self._graphs.install()
@@ -81,18 +92,23 @@ class StepProbe:
         self._context.manual_steps = self._context.steps_by_hand = None
 
     def sample(self) -> None:
-        """Tell of another model, and of another thread that trains."""
+        """Tell of another model, and of another thread that trains; have a long trace taken in.
+
+        It is long after backward passes without a step: saliency maps, adversarial attacks.
+        """
         self._changes.sample()
         self._others.sample()
+        if len(self._recorder.trace) > LONG_TRACE and self._context.at_backward is not None:
+            self._context.at_backward(self._relieve)
 
-    def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:
+    def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:  # noqa: C901  # in place: a call costs 1 µs there
         """Return the pre hook: what nearly every step needs, in place, as in the data probe; anything else is ``_before``.
 
         It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
         """
         context, recorder, note = self._context, self._context.recorder, self._context.recorder.trace.append
         before, tell, waiting = breaker.guard(self._before), breaker.guard(context.notify), recorder.members.waiting
-        number_safely = self._number_safely
+        number_safely, is_made = self._number_safely, self._graph_being_made
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             key = id(optimizer)
@@ -100,6 +116,8 @@ class StepProbe:
                 waiting.discard(key)
                 if recorder.step >= context.norm_due or recorder.step == context.norm_step:
                     tell(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                return None
+            if is_made():
                 return None
             now_ns, trace = monotonic_ns(), recorder.trace
             # metered steps go the long way, so that a change of thread is seen, too
@@ -126,11 +144,11 @@ class StepProbe:
 
     def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
         """Return the post hook, of which one that was crossed off in the pre hook needs nothing."""
-        after, waiting = breaker.guard(self._after), self._recorder.members.waiting
+        after, waiting, is_made = breaker.guard(self._after), self._recorder.members.waiting, self._graph_being_made
 
         def plain_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             del args, kwargs
-            if not waiting or self._depth:
+            if (not waiting or self._depth) and not is_made():
                 after(optimizer)
 
         return plain_after

@@ -1,0 +1,209 @@
+"""Other tools replace and restore what we have replaced: nothing is lost without a word, and nothing piles up."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchobs
+from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
+from torchobs import catalog
+from torchobs.probes.core import callees, patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    """Nothing that a test has replaced stays."""
+    places: tuple[tuple[Any, str], ...] = (
+        (torch.autograd, "backward"), (torch.nn.Module, "train"), (DataLoader, "__iter__"), (sys, "excepthook"),
+        (torch, "save"),
+    )  # fmt: skip
+    before = [(owner, name, vars(owner)[name]) for owner, name in places]
+    yield
+    for owner, name, value in before:
+        setattr(owner, name, value)
+    patch._left.clear()
+
+
+def trainer() -> Callable[[int], None]:
+    """Trains one model for some steps, and on when it is called again."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    return train
+
+
+def losses(run: Recording) -> list[bool]:
+    """Which steps have a loss."""
+    return [has(record, StepFlag.LOSS) for record in run.steps()]
+
+
+def wrapped(original: Any) -> Any:
+    """What another tool puts in front."""
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+def by_closure(original: Any) -> Any:
+    """The same, without a word on what it wraps."""
+    return lambda *args, **kwargs: original(*args, **kwargs)  # noqa: PLW0108  # a wrapper is what is wanted
+
+
+class ByObject:
+    """The same as an object that can be called."""
+
+    def __init__(self, original: Any) -> None:
+        """Keep it."""
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self._original(*args, **kwargs)
+
+
+WRAPPERS: list[Callable[[Any], Any]] = [
+    wrapped, by_closure, ByObject, functools.partial, lambda original: ByObject(original).__call__,
+]  # fmt: skip
+
+
+def test_a_hook_that_another_tool_has_taken_away_is_put_back(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It restored what it had found before us; the sampler's next look says so, once, and losses come again."""
+    before = torch.autograd.backward
+    for run in recording(flight_dir):
+        train = trainer()
+        train(2)
+        ours = torch.autograd.backward
+        torch.autograd.backward = before
+        train(1)
+        run.look()
+        assert torch.autograd.backward is ours
+        train(1)
+        assert losses(run) == [True, True, False, True]
+        run.look()
+    assert torch.autograd.backward is before
+    assert [record.message for record in caplog.records if "another tool had replaced" in record.message] == [
+        "torchobs: another tool had replaced torch.autograd.backward, so that probe 'step' saw nothing of it; it does again"
+    ]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_wrapper_of_what_was_there_before_us_is_kept(flight_dir: Path, wrap: Callable[[Any], Any]) -> None:
+    """It had taken hold of the function before ``init()``: both are called from the next look on, and it stays in the end."""
+    theirs = wrap(torch.autograd.backward)
+    for run in recording(flight_dir):
+        train = trainer()
+        torch.autograd.backward = theirs
+        train(1)
+        run.look()
+        train(1)
+        assert losses(run) == [False, True]
+    assert torch.autograd.backward is theirs
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_wrapper_around_ours_is_left_alone(flight_dir: Path, wrap: Callable[[Any], Any]) -> None:
+    """Ours is still called, and seen to be."""
+    theirs = None
+    for run in recording(flight_dir):
+        torch.autograd.backward = theirs = wrap(torch.autograd.backward)
+        run.look()
+        assert torch.autograd.backward is theirs
+        trainer()(2)
+        assert losses(run) == [True, True]
+    assert torch.autograd.backward is theirs
+
+
+def test_what_cannot_be_put_back_is_told(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A function that may or may not call ours gets none of ours around it; probe, place and culprit are told, once."""
+
+    def stranger(_: object) -> Any:
+        return iter(())
+
+    for run in recording(flight_dir):
+        ours, DataLoader.__iter__ = DataLoader.__iter__, stranger  # type: ignore[method-assign]
+        run.look()
+        values = run.look()
+        assert values[catalog.PROBE_DISABLED.name, "loaders"] == 1
+        assert values[catalog.PROBE_DISABLED.name, "data"] == 0
+        (told,) = run.frames(catalog.EVENT_PROBE_DISABLED.name)
+        assert told["attrs"]["probe"] == "loaders"
+        assert told["attrs"]["location"].startswith("torch.utils.data.dataloader.DataLoader.__iter__ by tests.")
+        DataLoader.__iter__ = ours  # type: ignore[method-assign]
+        assert run.look()[catalog.PROBE_DISABLED.name, "loaders"] == 0
+    assert len([record for record in caplog.records if "DataLoader.__iter__ was replaced" in record.message]) == 1
+
+
+def test_an_excepthook_of_the_scripts_own_does_not_hide_its_exceptions(flight_dir: Path) -> None:
+    """It does not call the one that it has replaced; after shutdown it stands there again."""
+    shown: list[type[BaseException]] = []
+
+    def its_own(kind: type[BaseException], *_: object) -> None:
+        shown.append(kind)
+
+    for run in recording(flight_dir):
+        sys.excepthook = its_own
+        run.look()
+        sys.excepthook(KeyError, KeyError("x"), None)
+        assert shown == [KeyError]
+        assert [frame["attrs"]["exception.type"] for frame in run.frames(catalog.EVENT_EXCEPTION.name)] == ["builtins.KeyError"]
+    assert sys.excepthook is its_own
+
+
+def layers(function: Any) -> int:
+    """How many functions of ours calling it goes through."""
+    found = 0
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        found += code is not None and "/torchobs/probes/" in code.co_filename
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+@pytest.mark.parametrize(("owner", "name"), [(torch.autograd, "backward"), (torch.nn.Module, "train"), (torch, "save")])
+def test_sessions_under_another_tools_wrapper_leave_one_function_of_ours(flight_dir: Path, owner: Any, name: str) -> None:
+    """The tool wraps anew in each of twenty sessions; the one function that cannot be taken out works in all of them."""
+    before = vars(owner)[name]
+    for _ in range(20):
+        for run in recording(flight_dir):
+            setattr(owner, name, wrapped(vars(owner)[name]))
+            trainer()(2)
+            assert losses(run) == [True, True]
+            assert run.session.context is not None
+            mlp().eval()
+            assert len(run.session.context.recorder.trace) == 1, "told of once"
+    assert layers(torch.nn.Module.train if name == "train" else vars(owner)[name]) <= 1
+    assert callees.leads_to(vars(owner)[name], before)
+    torchobs.shutdown()
+
+
+def test_a_function_that_could_not_be_taken_out_does_nothing(flight_dir: Path) -> None:
+    """After the session it hands everything on; the tool's own restoring is followed by the next session."""
+    before = ours = torch.autograd.backward
+    for _ in recording(flight_dir):
+        ours = torch.autograd.backward
+        torch.autograd.backward = wrapped(ours)
+    trainer()(1)
+    torch.autograd.backward = ours  # the tool leaves
+    for run in recording(flight_dir):
+        trainer()(1)
+        assert losses(run) == [True]
+    assert torch.autograd.backward is before
