@@ -22,7 +22,7 @@ def warned(caplog: pytest.LogCaptureFixture, flight_dir: Path, rank: int, world_
     told: dict[str, Any] = {"rank": rank, "local_rank": rank % 4, "world_size": world_size, "run_id": "x", "total_steps": -1}
     with torchobs.init(flight_dir=flight_dir, **told) as running:
         assert running.context is not None
-        say = running.context.say
+        say = running.context.warn_limited
         assert say is not None
         say("layers", "7 of 8 layers learn nothing")
         say("memory", "memory grows", own=True)
