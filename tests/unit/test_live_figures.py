@@ -28,7 +28,7 @@ NAN, INF = math.nan, math.inf
         (figures.number, 6.5e12, "6.50e+12"),
         (figures.number, -0.5, "-0.500"),
         (figures.number, 0.0, "0"),
-        (figures.number, NAN, "nan"),
+        (figures.number, NAN, "NaN"),
         (figures.number, None, "–"),
         (figures.share, 0.004, "0.4 %"),
         (figures.share, 0.456, "46 %"),

@@ -10,17 +10,21 @@ from torchobs import catalog
 from torchobs.cli.paint import STATE_COLOURS
 from torchobs.cli.table import Column, table
 from torchobs.detect import stragglers
+from torchobs.diagnosis import health
+from torchobs.diagnosis.status import RankStatus, RunStatus, last_loss, rank_status
+from torchobs.exporter import described
 from torchobs.exporter.states import PATIENT_PHASES
 from torchobs.flight.pace import time_left_s
 from torchobs.flight.reader import Distribution
 from torchobs.postmortem import words
-from torchobs.postmortem.compare import in_order, typical_phases
+from torchobs.postmortem.compare import typical_phases
 from torchobs.postmortem.facts import values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torchobs.cli.paint import Paint
+    from torchobs.detect.stragglers import Slowness
     from torchobs.exporter.scan import Rank
     from torchobs.flight.pace import Pace
     from torchobs.flight.reader import Value
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 Values = dict[tuple[str, ...], "Value"]
 
 _CURVE_ROWS = 4
+_LEAST_FOR_WORDS = 6
+"""Lines of a run below which the table of its ranks matters more"""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
@@ -69,23 +75,63 @@ def frame(seen: Sequence[Seen], paint: Paint, screen: Screen, now: str, note: st
     lines: list[str] = []
     for number, run in enumerate(runs):
         rest = len(runs) - number - 1
-        room = max(1, (screen.height - len(lines) - 3 * rest) - (2 + (_CURVE_ROWS if curves else 0)) - (1 if number else 0))
+        slow = slownesses(run)
+        told = _verdict(run, slow, paint) if screen.height - len(lines) - 3 * rest > _LEAST_FOR_WORDS else []
+        above = len(told) + (_CURVE_ROWS if curves else 0) + (1 if number else 0)
+        room = max(1, (screen.height - len(lines) - 3 * rest) - 2 - above)
         lines += [""] if number else []
-        lines += _run(run, paint, room, screen.first, now if not number else "", curves=curves)
+        lines += [_heading(run, paint, now if not number else ""), *told, *(_curves(run, paint) if curves else [])]
+        lines += _table(run, slow, paint, room, screen.first)
     return lines[: screen.height]
 
 
-def slowdowns(seen: Sequence[Seen]) -> dict[str, float]:
-    """Return each rank's own step time over that of its peers, by incarnation (``detect.stragglers``, over the last steps)."""
-    typical = {one.rank.incarnation: in_order(typical_phases(one.steps)) for one in seen if one.steps}
-    return {name: slowness.factor for name, slowness in stragglers.compare(typical).items()}
+def slownesses(seen: Sequence[Seen]) -> dict[str, Slowness]:
+    """Return how the living ranks of a run compare, by incarnation: as the page has it; at first by their last steps."""
+    living = [one for one in seen if one.rank.up]
+    known = {
+        one.rank.incarnation: one.rank.standing.slowness
+        for one in living
+        if one.rank.standing is not None and one.rank.standing.slowness is not None
+    }
+    if len(known) == len(living):
+        return known
+    return stragglers.slowness({one.rank.incarnation: one.pace.spent for one in living if one.pace})
 
 
-def _run(run: Sequence[Seen], paint: Paint, room: int, first: int, now: str, *, curves: bool) -> Iterator[str]:
-    yield _heading(run, paint, now)
-    if curves:
-        yield from _curves(run, paint)
-    slow = slowdowns(run)
+def _verdict(run: Sequence[Seen], slow: Mapping[str, Slowness], paint: Paint) -> list[str]:
+    """Return what is worth a look, in the words that the page has for it; nothing where all is well."""
+    found = health.findings(RunStatus([_status(one, slow) for one in run], len(run), len(run)))
+    severity = found[0].severity if found else health.INFO
+    if severity == health.INFO:
+        return []
+    line = f"{health.BADGES[health.LEVELS[severity]]}: {' '.join(words.clean(one.text) for one in found)}"
+    return [paint("red" if severity == health.ERROR else "yellow", words.cut(line, paint.width))]
+
+
+def _status(one: Seen, slow: Mapping[str, Slowness]) -> RankStatus:
+    rank, values = one.rank, values_of(one.rank.view)
+    newest = next((step.loss for step in reversed(one.steps) if step.loss is not None), None)
+
+    def get(metric: catalog.Metric, *attributes: str) -> float | None:
+        return _number(values, metric, *attributes)
+
+    return rank_status(
+        get,
+        rank=rank.rank,
+        state=rank.state,
+        reason="" if rank.up else described.ending(rank),
+        up=rank.up,
+        phase=rank.view.live.phase if rank.up else None,
+        recorded=rank.view.live.steps_since_ns is not None,
+        beat_age_s=rank.beat_age_s,
+        progress_age_s=rank.progress_age_s,
+        per_s=one.speed.per_s if one.speed else None,
+        loss=last_loss(get, newest),
+        slowness=slow.get(rank.incarnation),
+    )
+
+
+def _table(run: Sequence[Seen], slow: Mapping[str, Slowness], paint: Paint, room: int, first: int) -> Iterator[str]:
     ordered = run if len(run) <= room else sorted(run, key=lambda one: _trouble(one, slow))
     fits = len(ordered) <= room
     begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
@@ -103,9 +149,10 @@ def _run(run: Sequence[Seen], paint: Paint, room: int, first: int, now: str, *, 
         )
 
 
-def _trouble(one: Seen, slow: Mapping[str, float]) -> tuple[bool, bool, float]:
+def _trouble(one: Seen, slow: Mapping[str, Slowness]) -> tuple[bool, bool, float]:
     # rounded, so that equals keep their places from look to look
-    return one.rank.state in _FINE, not _active(one), -max(1.0, round(slow.get(one.rank.incarnation, 1.0), 1))
+    own = slow.get(one.rank.incarnation)
+    return one.rank.state in _FINE, not _active(one), -max(1.0, round(own.factor, 1) if own else 1.0)
 
 
 def _heading(run: Sequence[Seen], paint: Paint, now: str) -> str:
@@ -152,7 +199,7 @@ def _curves(run: Sequence[Seen], paint: Paint) -> list[str]:
     return [*lines, ""]
 
 
-def _row(one: Seen, slow: Mapping[str, float]) -> list[str]:
+def _row(one: Seen, slow: Mapping[str, Slowness]) -> list[str]:
     rank, steps, values = one.rank, one.steps, values_of(one.rank.view)
     last = steps[-1] if steps else None
     shares = _shares(typical_phases(steps))
@@ -167,7 +214,7 @@ def _row(one: Seen, slow: Mapping[str, float]) -> list[str]:
         words.number(norm),
         *shares,
         _memory(values),
-        "-" if stretch is None else f"{stretch:.2f}×",
+        "-" if stretch is None else f"{stretch.factor:.2f}×",
         _anomalies(values),
     ]
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby
+from itertools import chain, groupby
 from math import isfinite
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.cli.paint import STATE_COLOURS
 from torchobs.cli.table import Column, bullets, flow, shares, table
+from torchobs.diagnosis.health import BADGES, LEVELS, Finding
 from torchobs.postmortem import words
 from torchobs.postmortem.compare import compare, first_failed, typical_phases
-from torchobs.postmortem.diagnosis import diagnose
+from torchobs.postmortem.diagnosis import diagnose, worst
 from torchobs.postmortem.document import device_memory, memory
 from torchobs.postmortem.finding import ERROR, WARNING
+from torchobs.postmortem.standing import run_health
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from torchobs.cli.paint import Paint
     from torchobs.postmortem.document import Options
     from torchobs.postmortem.facts import Fact, Facts
-    from torchobs.postmortem.finding import Finding
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40
@@ -78,10 +79,19 @@ def _heading(ranks: Sequence[Facts], paint: Paint) -> Iterator[str]:
 def _diagnosis(ranks: Sequence[Facts], paint: Paint) -> Iterator[str]:
     together = compare(ranks)
     yield paint("bold", "What happened")
-    findings = [*together, *_told(ranks)]
+    findings = [verdict(ranks), *together, *_told(ranks)]
     for finding in findings:
         first, *rest = bullets([finding.text], paint.width)
         yield from (paint(_COLOURS.get(finding.severity, ""), line) for line in (first, *rest))
+
+
+def verdict(ranks: Sequence[Facts]) -> Finding:
+    """Return the page's sentence on the run, and how well it is by that and by all that is found in the files."""
+    known = run_health(ranks)
+    found = [*compare(ranks), *chain.from_iterable(diagnose(facts) for facts in ranks)]
+    level = max(known.level, LEVELS[worst(found)], key=lambda level: level.value)
+    severity = next(name for name, one in LEVELS.items() if one is level)
+    return Finding(severity, "verdict", f"{BADGES[level]}. {known.headline}")
 
 
 def _told(ranks: Sequence[Facts]) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from torchobs.flight.pace import speed
 from torchobs.postmortem.compare import compare, typical_phases
 from torchobs.postmortem.diagnosis import diagnose
 from torchobs.postmortem.stall import stall
+from torchobs.postmortem.standing import run_health
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +57,7 @@ def document(ranks: Sequence[Facts], bad: Sequence[tuple[str, str]], options: Op
     """Return the report of a run's ranks; ``bad``: files that could not be read, each with the reason."""
     made = {
         "version": VERSION,
+        "health": _health(ranks),
         "findings": [_finding(finding) for finding in compare(ranks)],
         "ranks": [rank_document(facts, options) for facts in ranks],
         "unreadable": [{"file": name, "reason": why} for name, why in bad],
@@ -128,8 +130,15 @@ def device_memory(facts: Facts) -> dict[str, dict[str, float]]:
     return found
 
 
+def _health(ranks: Sequence[Facts]) -> dict[str, str] | None:
+    if not ranks:
+        return None
+    known = run_health(ranks)
+    return {"level": known.level.name.lower(), "text": known.headline}
+
+
 def _finding(finding: Finding) -> dict[str, str]:
-    return finding._asdict()
+    return {"severity": finding.severity, "kind": finding.kind, "text": finding.text}
 
 
 def _stall(found: Stall | None) -> dict[str, Any] | None:

@@ -1,15 +1,7 @@
-"""One thing to say about a run."""
+"""One thing to say about a run (``diagnosis.health``)."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 
-ERROR, WARNING, INFO = "error", "warning", "info"
-
-
-class Finding(NamedTuple):
-    """A sentence, for a person; ``kind`` names what it is about, for a program, and does not change between versions."""
-
-    severity: str
-    kind: str
-    text: str
+__all__ = ["ERROR", "INFO", "WARNING", "Finding"]

@@ -7,6 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.diagnosis.health import LEAST_NOTABLE
 from torchobs.flight.norms import LEAST_NORM_EXCESS
 from torchobs.postmortem import words
 from torchobs.postmortem.facts import model_begins
@@ -180,7 +181,8 @@ def _spikes(facts: Facts) -> Iterator[Finding]:
         note = _rate_note(facts.steps, _index(facts.steps, first.step))
         known = "" if note == told_of_rate else note
         told_of_rate = note
-        yield Finding(WARNING, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
+        severity = WARNING if count >= LEAST_NOTABLE[kind] else INFO
+        yield Finding(severity, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
     count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         then = "and recovered" if _recovered(facts, count) else "and whether it recovered is not in this part of the file"

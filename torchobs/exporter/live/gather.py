@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs.diagnosis.status import Newest, newest
 from torchobs.exporter.live import happenings
 from torchobs.exporter.live.history import KEPT, Curve, History, curve
 from torchobs.exporter.tracked import HOSTILE
@@ -48,6 +50,8 @@ class Details(NamedTuple):
     events: Mapping[str, tuple[Happening, ...]]
     """oldest first"""
     took_s: float = 0.0
+    newest: Mapping[str, Newest] = MappingProxyType({})
+    """the last loss and gradient norm as they were, finite or not"""
 
 
 NOTHING = Details({}, {}, {})
@@ -58,7 +62,7 @@ class Gatherer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._paces: dict[str, tuple[object, Pace | None]] = {}
+        self._paces: dict[str, tuple[object, Pace | None, Newest]] = {}
         self._events: dict[str, tuple[int, tuple[Happening, ...]]] = {}
         self._histories: dict[str, tuple[History, Curves]] = {}
 
@@ -72,10 +76,11 @@ class Gatherer:
             self._look(scan, rank, limit, focused=rank.incarnation in chosen)
         self._look_at_events(scan, sorted(snapshot.ranks, key=lambda rank: (rank.incarnation not in chosen, rank.up)))
         return Details(
-            {incarnation: found for incarnation, (_, found) in self._paces.items() if found},
+            {incarnation: found for incarnation, (_, found, _) in self._paces.items() if found},
             {incarnation: curves for incarnation, (_, curves) in self._histories.items()},
             {incarnation: events for incarnation, (_, events) in self._events.items()},
             self._clock() - began,
+            {incarnation: last for incarnation, (_, _, last) in self._paces.items()},
         )
 
     def _forget(self, served: set[str], focused: list[str]) -> None:
@@ -91,11 +96,12 @@ class Gatherer:
             return
         try:
             with scan.flight_file(rank.incarnation) as file:
-                self._paces[rank.incarnation] = core, pace(file.latest(LATEST if focused else limit))
+                records = file.latest(LATEST if focused else limit)
+                self._paces[rank.incarnation] = core, pace(records), newest(records)
                 if focused:
                     self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
         except HOSTILE:
-            self._paces.setdefault(rank.incarnation, (core, None))  # gone, or garbage now: what was seen stays
+            self._paces.setdefault(rank.incarnation, (core, None, Newest()))  # gone, or garbage now: what was seen stays
 
     def _follow(self, incarnation: str, file: FlightFile) -> tuple[History, Curves]:
         history = self._histories[incarnation][0] if incarnation in self._histories else History()

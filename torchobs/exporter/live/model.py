@@ -6,10 +6,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf, isnan
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchobs import catalog
-from torchobs.detect import stragglers
+from torchobs.diagnosis.status import NOTHING_NEW, Newest, last_grad_norm, last_loss
 from torchobs.exporter import described, labels
 from torchobs.exporter.incarnations import DIGITS
 from torchobs.exporter.live import happenings
@@ -35,8 +36,6 @@ MOST_RUNS = 50
 MOST_EVIDENCE = 50
 LATELY_S = 600.0
 """The window of the alert on anomalies"""
-LEAST_STEPS = 8
-"""Steps that a rank's pace must be of before it is compared."""
 
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 LAYER_SORTS = ("model", "name", "gradient", "weights", "update")
@@ -52,7 +51,7 @@ METRICS = (
     catalog.MEMORY_TIME_TO_LIMIT, catalog.MEMORY_GROWTH_PER_STEP, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
-    catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS,
+    catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
 )  # fmt: skip
 """What is read of a rank."""
 
@@ -115,6 +114,8 @@ class Row:
     """anomalies of the last ten minutes, by kind, as far as events tell of them"""
     recorded: bool = True
     """whether its steps are: nobody has switched that off"""
+    newest: Newest = NOTHING_NEW
+    """the last loss and norm in its records"""
 
     @property
     def up(self) -> bool:
@@ -125,6 +126,16 @@ class Row:
     def steps(self) -> int:
         """Steps done."""
         return int(self.readings.get(catalog.STEPS) or 0)
+
+    @property
+    def loss(self) -> float | None:
+        """The last loss, finite or not."""
+        return last_loss(self.readings.get, self.newest.loss)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The last gradient norm that was measured, finite or not."""
+        return last_grad_norm(self.readings.get, self.newest.grad_norm)
 
     @property
     def speed(self) -> Pace | None:
@@ -198,22 +209,14 @@ class Modeller:
         return tuple(self._run(ranks, details) for ranks in shown)
 
     def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
-        paces = {
-            rank.incarnation: found
-            for rank in ranks
-            if rank.up and (found := details.paces.get(rank.incarnation)) and found.steps >= LEAST_STEPS
-        }
-        phases = {incarnation: found.phases_s for incarnation, found in paces.items()}
-        asides = {incarnation: found.aside_s for incarnation, found in paces.items()}
-        slow = stragglers.compare(stragglers.without_asides(phases, asides))
         world_size = max(_resource(rank, "world_size") for rank in ranks)
         here = max(_resource(rank, "local_world_size") for rank in ranks) or world_size
-        rows = tuple(self._row(rank, details, slow.get(rank.incarnation)) for rank in ranks)
+        rows = tuple(self._row(rank, details) for rank in ranks)
         return Run(
             ranks[0].job_name, ranks[0].run_id, rows, expected=max(here, len(ranks)), world_size=max(world_size, len(ranks))
         )
 
-    def _row(self, rank: Rank, details: Details, slowness: Slowness | None) -> Row:
+    def _row(self, rank: Rank, details: Details) -> Row:
         readings = self._reader.read(rank)
         memory, limit = _memory(readings)
         return Row(
@@ -226,12 +229,13 @@ class Modeller:
             progress_age_s=rank.progress_age_s,
             readings=readings,
             pace=details.paces.get(rank.incarnation),
-            slowness=slowness,
+            slowness=rank.standing.slowness if rank.standing else None,
             anomalies=tuple(kind for (kind,), value in readings.of(catalog.ANOMALY_ACTIVE).items() if value),
             memory=memory,
             memory_share=limit,
             lately=_lately(details.events.get(rank.incarnation, ()), time.time()),
             recorded=rank.view.live.steps_since_ns is not None,
+            newest=details.newest.get(rank.incarnation, NOTHING_NEW),
         )
 
 
@@ -322,15 +326,16 @@ def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
         "worst": lambda row: -round(trouble(row), 1),
         "step": lambda row: row.steps,
         "time": lambda row: -(row.pace.step_s if row.pace else -1.0),
-        "loss": lambda row: _descending(row.readings.get(catalog.LOSS)),
-        "norm": lambda row: _descending(row.readings.get(catalog.GRAD_NORM)),
+        "loss": lambda row: _descending(row.loss),
+        "norm": lambda row: _descending(row.grad_norm),
         "memory": lambda row: _descending(row.memory),
     }
     return sorted(rows, key=keys[sort]) if sort in keys else list(rows)
 
 
 def _descending(value: float | None) -> float:
-    return float("inf") if value is None else -value
+    """Return what sorts the greatest first; NaN, by which nothing is sorted, before all, and what is missing last."""
+    return inf if value is None else -inf if isnan(value) else -value
 
 
 def _place(members: Sequence[Rank]) -> tuple[bool, int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,6 @@ from torchobs.exporter.live import charts, figures
 from torchobs.exporter.live.html import EMPTY, Html, exact, joined, named, tag
 from torchobs.exporter.live.links import link, table
 from torchobs.exporter.live.model import PER_PAGE
-from torchobs.exporter.live.sentence import SLOW
 from torchobs.exporter.states import PATIENT_PHASES
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ def _row(model: Model, row: Row) -> Html:
         _number(figures.count, step),
         _number(figures.seconds, row.pace.step_s if row.pace else None),
         tag("td", charts.phases(row.pace.shares) if row.pace else figures.NONE, class_="phases"),
-        tag("td", _slowdown(row), class_="n slow" if slow and slow.factor >= SLOW else "n"),
-        _number(figures.number, row.readings.get(catalog.LOSS)),
-        _number(figures.number, row.readings.get(catalog.GRAD_NORM)),
+        tag("td", _slowdown(row), class_="n slow" if slow and slow.is_slow else "n"),
+        _number(figures.number, row.loss),
+        _number(figures.number, row.grad_norm),
         tag("td", _memory(row), class_="n"),
         tag("td", _seen(row), class_="n"),
     ]
@@ -99,7 +99,7 @@ def _slowdown(row: Row) -> Html:
     if slow is None or not row.up:
         return tag("span", figures.NONE)
     words = exact(f"{slow.factor:.2f}×", slow.factor)
-    return joined([words, f" {PHASES[slow.phase]}"]) if slow.factor >= SLOW else words
+    return joined([words, f" {PHASES[slow.phase]}"]) if slow.is_slow else words
 
 
 def _memory(row: Row) -> Html:
@@ -130,8 +130,8 @@ def _all(rows: Iterable[Row]) -> Html:
         tag("td", figures.seconds(median(pace.step_s for pace in paces)) if paces else figures.NONE, class_="n"),
         tag("td", charts.phases(mean) if mean else figures.NONE, class_="phases"),
         tag("td", ""),
-        tag("td", _extent(figures.number, [row.readings.get(catalog.LOSS) for row in every]), class_="n"),
-        tag("td", _extent(figures.number, [row.readings.get(catalog.GRAD_NORM) for row in every]), class_="n"),
+        tag("td", _extent(figures.number, [row.loss for row in every]), class_="n"),
+        tag("td", _extent(figures.number, [row.grad_norm for row in every]), class_="n"),
         tag("td", figures.size(sum(memory)) if memory else figures.NONE, class_="n"),
         tag("td", ""),
     ]
@@ -140,10 +140,10 @@ def _all(rows: Iterable[Row]) -> Html:
 
 def _extent(shown: Callable[[float | None], str], values: Iterable[float | None]) -> str:
     there = [value for value in values if value is not None]
-    if not there:
-        return figures.NONE
-    least, greatest = shown(min(there)), shown(max(there))
-    return least if least == greatest else f"{least} – {greatest}"
+    finite = [value for value in there if isfinite(value)]
+    odd = dict.fromkeys(shown(value) for value in there if not isfinite(value))
+    ends = dict.fromkeys([shown(min(finite)), shown(max(finite))]) if finite else ()
+    return ", ".join([*([" – ".join(ends)] if ends else []), *odd]) or figures.NONE
 
 
 def _key(phase: str) -> Html:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from torchobs.catalog import GRAD_NORM, LOSS, Severity
+from torchobs.diagnosis.health import BADGES
 from torchobs.exporter.live import charts, figures, panels, ranktable
 from torchobs.exporter.live.html import EMPTY, Html, exact, joined, named, tag, text
 from torchobs.exporter.live.links import link, table
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from torchobs.exporter.live.history import Curve
     from torchobs.exporter.live.model import Layer, Model
 
-LEVELS = {Severity.INFO: ("good", "✓", "All well"), Severity.WARNING: ("notice", "▲", "Worth a look"),
-          Severity.ERROR: ("bad", "✕", "Trouble")}  # fmt: skip
+LEVELS = {level: (*mark, BADGES[level]) for level, mark in
+          ((Severity.INFO, ("good", "✓")), (Severity.WARNING, ("notice", "▲")), (Severity.ERROR, ("bad", "✕")))}  # fmt: skip
 
 
 _MOST_NAMED = 4
@@ -32,7 +33,7 @@ def rendered(model: Model) -> dict[str, Html]:
 
 def title(model: Model) -> str:
     """Return the document's title: what a tab in the background shows."""
-    mark = LEVELS[health(model.run).level][1]
+    mark = LEVELS[health(model.run, model.runs).level][1]
     return f"{mark} {model.run.job_name[:80]} – torchobs" if model.run else "torchobs exporter"
 
 
@@ -44,7 +45,7 @@ def heading(model: Model) -> Html:
 
 
 def _health(model: Model) -> Html:
-    told = MISSING if model.run is None and model.choice.run else health(model.run)
+    told = MISSING if model.run is None and model.choice.run else health(model.run, model.runs)
     level, mark, word = LEVELS[told.level] if model.run else ("quiet", "…", "Waiting")
     return joined(
         [
@@ -70,13 +71,13 @@ def _curves(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    loss, found = focus.readings.get(LOSS), model.curves
+    found = model.curves
     old_loss, old_norm = (found.read and focus.readings.get(metric) is not None for metric in (LOSS, GRAD_NORM))
     loss_chart = charts.sparkline(found.loss, "Loss", figures.number, stale=old_loss)
     norm_chart = charts.sparkline(found.norm, "Gradient norm", figures.number, stale=old_norm)
     cards = [
-        _card("Loss", exact(figures.number(loss), loss), loss_chart),
-        _card("Gradient norm", _last(found.norm, figures.number), norm_chart),
+        _card("Loss", exact(figures.number(focus.loss), focus.loss), loss_chart),
+        _card("Gradient norm", exact(figures.number(focus.grad_norm), focus.grad_norm), norm_chart),
         _card("Step time", _last(found.time, figures.seconds), charts.sparkline(found.time, "Step time", figures.seconds)),
     ]
     return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])

@@ -1,0 +1,1 @@
+"""What there is to say of a run: one judgement and one narrator for the page, `top`, `inspect` and `torchobs run`."""
