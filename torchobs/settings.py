@@ -119,8 +119,22 @@ class Settings:
         _Spec(values.BOOLEAN, ("TORCHOBS_EXPORTER",), "Whether `init()` starts this node's exporter (not in Kubernetes)."),
     ] = False
     exporter_address: Annotated[
-        Address, _Spec(values.ADDRESS, ("TORCHOBS_EXPORTER_ADDRESS",), "Where that exporter listens.")
-    ] = EXPORTER_ADDRESS
+        Address | None,
+        _Spec(
+            values.ADDRESS,
+            ("TORCHOBS_EXPORTER_ADDRESS",),
+            "Where that exporter listens, and nowhere else.",
+            f"{EXPORTER_ADDRESS}, or the next free port",
+        ),
+    ] = None
+    summary: Annotated[
+        bool,
+        _Spec(
+            values.BOOLEAN,
+            ("TORCHOBS_SUMMARY",),
+            "Whether `torchobs run` says on a terminal where the live page is, and at the end what became of the run.",
+        ),
+    ] = True
     job_name: Annotated[
         str | None,
         _Spec(

@@ -29,6 +29,7 @@ from torchobs.exporter.live.sections import PARTS
 from torchobs.exporter.scan import Scanner, Snapshot
 from torchobs.exporter.watch import Watch
 from torchobs.flight import evidence
+from torchobs.flight.layout import Exit
 from torchobs.flight.reader import FlightFile
 from torchobs.flight.table import CORE
 from torchobs.flight.writer import FlightWriter
@@ -236,6 +237,22 @@ def test_an_exporter_that_ends_does_not_wait_for_who_watches(flight_dir: Path) -
         assert stream.until("end") == {"gone": True}
         stopping.join()
         assert time.monotonic() - began < 5
+
+
+def test_who_watches_to_the_end_is_told_that_all_is_over(flight_dir: Path) -> None:
+    """An exporter that leaves because the ranks have ended is nothing that is wrong."""
+    writer = live_rank(flight_dir)
+    train(writer, [1, 2])
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter, Stream(exporter) as stream:
+        writer.exit(Exit.FINISHED, 0)
+        writer.close()
+        while "Finished:" not in str(stream.until("parts").get("health")):
+            pass
+        assert exporter.fleets[-1].viewers == 1
+        stopping = threading.Thread(target=exporter.stop)
+        stopping.start()
+        assert stream.until("end") == {"gone": True, "done": True}
+        stopping.join()
 
 
 async def nothing() -> list[dict[str, object]]:

@@ -8,6 +8,8 @@ import pytest
 from torchobs.catalog import Severity
 from torchobs.exporter.live import figures
 from torchobs.exporter.live.charts import alternative, sparkline, stacked
+from torchobs.exporter.live.event_groups import KEPT as KEPT_EVENTS
+from torchobs.exporter.live.event_groups import RankEvents, log_of
 from torchobs.exporter.live.happenings import Happening, of_ring, together
 from torchobs.exporter.live.history import BUCKETS, KEPT, Values, curve, heights
 from torchobs.exporter.live.html import Html, exact, joined, named, tag, text
@@ -197,6 +199,42 @@ def test_what_all_ranks_say_is_said_once() -> None:
     assert [(one.at_s, one.ranks, one.title) for one in told] == [
         (100.0, ("0", "1"), "Run start"), (99.0, ("0",), "Epoch"), (20.0, ("0",), "Run start")
     ]  # fmt: skip
+
+
+def spike(at_s: float, rank: str = "0", number: int = 1) -> Happening:
+    """An anomaly that tells of so many."""
+    return Happening(at_s, (rank,), int(at_s), Severity.WARNING, "Anomaly", f"value {at_s}", "loss_spike", number)
+
+
+def test_many_events_of_a_kind_are_one_line_and_the_first_cause_stays() -> None:
+    """A thousand spikes after one worker's death: the death is the first, and the spikes say how many they were since when."""
+    died = Happening(50.0, ("0",), 49, Severity.ERROR, "Data worker died", "pid 3")
+    began = Happening(1.0, ("0",), None, Severity.INFO, "Run start", "")
+    found = RankEvents().add([began, died])
+    for second in range(100, 1_100):
+        found = found.add([spike(float(second))])
+    assert len(found.newest) == KEPT_EVENTS
+    log = log_of([found])
+    assert log.cause == died
+    (line,) = log.lines
+    assert (line.number, line.event.at_s, line.first and line.first.at_s) == (1_000, 1_099.0, 100.0)
+
+
+def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
+    """And what several ranks tell alike is counted as often as it happened to each."""
+    few = RankEvents().add([spike(1.0), spike(2.0), spike(3.0)])
+    assert [(line.event.at_s, line.number, line.first) for line in log_of([few]).lines] == [
+        (3.0, 1, None), (2.0, 1, None), (1.0, 1, None)
+    ]  # fmt: skip
+    many = [RankEvents().add([spike(at_s, rank, 4), spike(at_s + 9, rank)]) for rank, at_s in (("0", 1.0), ("1", 1.2))]
+    (line,) = log_of(many).lines
+    assert (line.number, set(line.event.ranks), line.event.at_s) == (5, {"0", "1"}, 10.2)
+
+
+def test_names_without_end_are_told_one_by_one() -> None:
+    """An application's events may have any: what is kept of them is bounded."""
+    found = RankEvents().add(Happening(float(n), ("0",), n, Severity.INFO, f"mine {n}", "") for n in range(5_000))
+    assert (len(found.newest), len(found.tallies)) == (KEPT_EVENTS, 64)
 
 
 def test_html_is_a_string() -> None:

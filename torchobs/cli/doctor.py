@@ -80,7 +80,7 @@ def examine(*, training: bool) -> Iterator[Check]:
     yield checks.directory(flight_dir, runtime_dir)
     path = find_existing(flight_dir, runtime_dir)
     yield checks.space(path, chosen.file_size)
-    yield checks.exporter(path, str(chosen.exporter_address))
+    yield checks.exporter(path, str(chosen.exporter_address or settings.EXPORTER_ADDRESS))
     yield checks.shared_memory()
     yield checks.cgroup()
     yield checks.clock()

@@ -48,7 +48,9 @@ def _exporter() -> Serve:
     logs.configure(level="info", form="logfmt")
     environ = settings.environment()
     known = (*config.OPTIONS, *options.OPTIONS)
-    given = {option.field: (environ[option.variable],) for option in known if option.variable in environ}
+    given: dict[str, tuple[str, ...]] = {
+        option.field: (environ[option.variable],) for option in known if option.variable in environ
+    }
     misspelt = config.unknown_variables(environ, (*known, *logs.OPTIONS))
     if any(config.PROTECTION in hint for hint in misspelt):
         given.setdefault("web_config_file", ("",))
@@ -56,7 +58,8 @@ def _exporter() -> Serve:
     problems = (*misspelt, *push_problems)
 
     def run(flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[Fleet], bool]) -> None:
-        here = {"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}
+        here: dict[str, tuple[str, ...]] = {"mode": ("node",), "flight_dir": (flight_dir,)}
+        here |= {"listen": (address,)} if address else {}
         chosen = replace(config.parse(given | here, environ.get("XDG_RUNTIME_DIR"), problems), push=push)
         serve(chosen, announce=announce, finished=finished)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from torchobs import guarding, settings, values
 from torchobs.cli import program
+from torchobs.cli.summary import Summary
 from torchobs.process import exit_status
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Run a training script, or a module, as Python would, with torchobs watching it. The script is not changed; its arguments, exit
 status, signals, input and output are its own. One exporter per node serves what is seen on http://127.0.0.1:10960 (if the port
-is taken the next one; the flight directory's exporter.json says which) and leaves after the last training."""
+is taken the next one; the flight directory's exporter.json says which) and leaves after the last training. On a terminal rank 0
+says where the live page is and, at the end, what became of the run (--quiet: neither)."""
 
 _EXAMPLES = """\
 examples:
@@ -52,12 +54,13 @@ def main(arguments: Sequence[str], begin: Callable[..., object] | None = None) -
     """
     options, what = _parse(list(arguments))
     program.enter(what)
-    fuse = guarding.Fuse("run")
+    fuse, summary = guarding.Fuse("run"), Summary(quiet=options.quiet)
     guarding.call(fuse, begin or _init, **_overrides(options))
     for trip in fuse.trips:
         logging.getLogger("torchobs").warning(
             "torchobs could not start (%s at %s): the script runs without it", trip.exception, trip.location
         )
+    guarding.call(guarding.Fuse("summary"), _say_address, summary)
     try:
         program.execute(what)
     except SystemExit as leaving:
@@ -76,7 +79,7 @@ def split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 _WITH_VALUE = ("--dir", "--level", "--address")
-_OPTIONS = (*_WITH_VALUE, "--no-exporter", "--help", "-m")
+_OPTIONS = (*_WITH_VALUE, "--no-exporter", "--quiet", "--help", "-m")
 
 
 def parser() -> _Parser:
@@ -87,8 +90,12 @@ def parser() -> _Parser:
     )  # fmt: skip
     made.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
     made.add_argument(
-        "--address", type=_checked(values.ADDRESS), metavar="HOST:PORT", help="where that exporter listens (127.0.0.1:10960)"
+        "--address",
+        type=_checked(values.ADDRESS),
+        metavar="HOST:PORT",
+        help="where that exporter listens, and nowhere else (127.0.0.1:10960, or the next free port)",
     )
+    made.add_argument("--quiet", action="store_true", help="say nothing on the terminal at the start and at the end")
     made.add_argument("--dir", metavar="DIR", help="directory of the flight files (the best that the machine offers)")
     made.add_argument("--level", type=_checked(values.LEVEL), help=f"how much is watched: {values.LEVEL.allowed} (basic)")
     return made
@@ -142,6 +149,12 @@ def _init(**overrides: object) -> object:
     import torchobs
 
     return torchobs.init(**overrides)
+
+
+def _say_address(summary: Summary) -> None:
+    from torchobs import session
+
+    summary.begin(session.current())
 
 
 def _note_exit(status: int) -> None:

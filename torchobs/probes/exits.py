@@ -88,7 +88,7 @@ class ExitProbe:
         if id(error) != self._told:
             self._told = id(error)
             attributes = describe(error) | ({"thread": thread} if thread else {})
-            host.writer.event(catalog.EVENT_EXCEPTION.name, attributes, host.cycle.step)
+            host.writer.event(catalog.EVENT_EXCEPTION.name, attributes, _last_step(host))
         if fatal:
             self._fatal = (Exit.INTERRUPTED, INTERRUPTED) if isinstance(error, KeyboardInterrupt) else (Exit.EXCEPTION, 1)
             host.writer.exit(*self._fatal)
@@ -123,3 +123,9 @@ class ExitProbe:
         if noted is not None and (left is None or left[1] != noted[1]):
             return noted
         return left or (Exit.FINISHED, 0)
+
+
+def _last_step(host: Host) -> int:
+    """Return the number of the last step that was complete: the one that the cycle will write at the rank's end, included."""
+    cycle = host.cycle
+    return cycle.ended + (cycle.likely_end is not None and not cycle.direct)

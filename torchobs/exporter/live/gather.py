@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.diagnosis.status import Newest, newest
 from torchobs.exporter.live import happenings
+from torchobs.exporter.live.event_groups import NOTHING as NO_EVENTS
 from torchobs.exporter.live.history import KEPT, Curve, History, curve
 from torchobs.exporter.tracked import HOSTILE
 from torchobs.flight.pace import RECORDS as LATEST
@@ -16,7 +18,7 @@ from torchobs.flight.pace import Pace, pace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torchobs.exporter.live.happenings import Happening
+    from torchobs.exporter.live.event_groups import RankEvents
     from torchobs.exporter.scan import Rank, Snapshot
     from torchobs.exporter.watch import Scan
     from torchobs.flight.reader import FlightFile
@@ -28,7 +30,6 @@ are not looked at closely have a pace over fewer steps."""
 EVENTS_S = 0.2
 """Time that a look may spend on event rings, of which one takes up to 5 ms; those left over are next look's."""
 
-MOST_EVENTS = 200
 MOST_HISTORIES = 16
 
 
@@ -47,8 +48,7 @@ class Details(NamedTuple):
 
     paces: Mapping[str, Pace]
     curves: Mapping[str, Curves]
-    events: Mapping[str, tuple[Happening, ...]]
-    """oldest first"""
+    events: Mapping[str, RankEvents]
     took_s: float = 0.0
     newest: Mapping[str, Newest] = MappingProxyType({})
     """the last loss and gradient norm as they were, finite or not"""
@@ -63,7 +63,7 @@ class Gatherer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._paces: dict[str, tuple[object, Pace | None, Newest]] = {}
-        self._events: dict[str, tuple[int, tuple[Happening, ...]]] = {}
+        self._events: dict[str, tuple[int, int, RankEvents]] = {}
         self._histories: dict[str, tuple[History, Curves]] = {}
 
     def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
@@ -78,7 +78,7 @@ class Gatherer:
         return Details(
             {incarnation: found for incarnation, (_, found, _) in self._paces.items() if found},
             {incarnation: curves for incarnation, (_, curves) in self._histories.items()},
-            {incarnation: events for incarnation, (_, events) in self._events.items()},
+            {incarnation: events for incarnation, (_, _, events) in self._events.items()},
             self._clock() - began,
             {incarnation: last for incarnation, (_, _, last) in self._paces.items()},
         )
@@ -113,14 +113,14 @@ class Gatherer:
     def _look_at_events(self, scan: Scan, ranks: Iterable[Rank]) -> None:
         deadline = self._clock() + EVENTS_S
         for rank in ranks:
-            known, head = self._events.get(rank.incarnation), rank.view.live.event_head
-            if known is not None and known[0] == head:
+            head = rank.view.live.event_head
+            known, upto, events = self._events.get(rank.incarnation, (-1, -1, NO_EVENTS))
+            if known == head:
                 continue
             if self._clock() > deadline:
                 return
-            try:
-                with scan.flight_file(rank.incarnation) as file:
-                    told = happenings.of_ring(rank.view.header, rank.rank, file.events())
-            except HOSTILE:
-                told = list(known[1]) if known else []
-            self._events[rank.incarnation] = head, tuple(told[-MOST_EVENTS:])
+            with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:
+                new = [(at, frame) for at, frame in file.events() if at > upto]
+                events = events.add(happenings.of_ring(rank.view.header, rank.rank, new))
+                upto = max((at for at, _ in new), default=upto)
+            self._events[rank.incarnation] = head, upto, events

@@ -13,7 +13,7 @@ from torchobs import catalog
 from torchobs.diagnosis.status import NOTHING_NEW, Newest, last_grad_norm, last_loss
 from torchobs.exporter import described, labels
 from torchobs.exporter.incarnations import DIGITS
-from torchobs.exporter.live import happenings
+from torchobs.exporter.live import event_groups
 from torchobs.exporter.live.gather import Curves
 from torchobs.exporter.live.readings import Reader
 from torchobs.flight.pace import time_left_s
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PER_PAGE = 50
-MOST_EVENTS = 100
 MOST_RUNS = 50
 MOST_EVIDENCE = 50
 LATELY_S = 600.0
@@ -185,8 +184,7 @@ class Model:
     """those shown: one page, as sorted"""
     pages: int
     curves: Curves
-    events: tuple[Happening, ...]
-    """newest first"""
+    events: event_groups.Log
     layers: tuple[Layer, ...]
     evidence: tuple[Evidence, ...]
     """the newest first"""
@@ -233,7 +231,7 @@ class Modeller:
             anomalies=tuple(kind for (kind,), value in readings.of(catalog.ANOMALY_ACTIVE).items() if value),
             memory=memory,
             memory_share=limit,
-            lately=_lately(details.events.get(rank.incarnation, ()), time.time()),
+            lately=_lately(details.events.get(rank.incarnation, event_groups.NOTHING).newest, time.time()),
             recorded=rank.view.live.steps_since_ns is not None,
             newest=details.newest.get(rank.incarnation, NOTHING_NEW),
         )
@@ -266,7 +264,7 @@ def model(
         rows=tuple(ordered[first : first + PER_PAGE]),
         pages=pages,
         curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
-        events=_events(rows, details),
+        events=event_groups.log_of(details.events.get(row.incarnation, event_groups.NOTHING) for row in rows),
         layers=_layers(focus.readings, choice.layers) if focus else (),
         evidence=tuple(islice(_left_by(run, evidence), MOST_EVIDENCE)),
         total_steps=total or None,
@@ -358,11 +356,6 @@ def _memory(readings: Readings) -> tuple[float | None, float | None]:
         shares = [value / limits[device] for device, value in allocated.items() if limits.get(device)]
         return sum(allocated.values()), max(shares, default=None)
     return readings.get(catalog.MEMORY_HOST_RSS), max(readings.of(catalog.MEMORY_HOST_UTILIZATION).values(), default=None)
-
-
-def _events(rows: Iterable[Row], details: Details) -> tuple[Happening, ...]:
-    told = [event for row in rows for event in details.events.get(row.incarnation, ())[-MOST_EVENTS:]]
-    return tuple(happenings.together(sorted(told, key=lambda event: event.at_s, reverse=True))[:MOST_EVENTS])
 
 
 def _left_by(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[Evidence]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torchobs.catalog import GRAD_NORM, LOSS, Severity
 from torchobs.diagnosis.health import BADGES
 from torchobs.exporter.live import charts, figures, panels, ranktable
+from torchobs.exporter.live.event_groups import Line
 from torchobs.exporter.live.html import EMPTY, Html, exact, joined, named, tag, text
 from torchobs.exporter.live.links import link, table
 from torchobs.exporter.live.model import Choice
@@ -96,20 +97,31 @@ def _ranks(model: Model) -> Html:
 
 
 def _events(model: Model) -> Html:
-    if not model.events:
+    log = model.events
+    if not log.lines:
         return joined([tag("h2", "Events"), tag("p", "None yet.", class_="none")])
     head = [tag("th", word, scope="col", class_=kind or None) for word, kind in
             (("when", ""), ("rank", "n"), ("step", "n"), ("what", ""))]  # fmt: skip
-    rows = []
-    for event in model.events:
-        level, mark, word = LEVELS[event.severity]
-        sign = EMPTY if event.severity is Severity.INFO else tag("span", f"{mark} ", role="img", aria_label=f"{word}: ")
-        step = figures.NONE if event.step is None else figures.count(event.step)
-        told = tag("td", sign, tag("b", named(event.title)), " ", tag("span", event.text), class_=f"what {level}")
-        rows.append(tag("tr", tag("td", _when(model.now_s, event.at_s)), tag("td", named(_who(event.ranks)), class_="n"),
-                        tag("td", step, class_="n"), told))  # fmt: skip
-    caption = f"{len(rows):,}, the newest first, with this machine’s time"
+    rows = [_event(model, line) for line in log.lines]
+    if log.cause is not None and len(log.lines) > 1:
+        rows.insert(0, _event(model, Line(log.cause), "First: "))
+    caption = f"{len(log.lines):,}, the newest first, many of a kind as one, with this machine’s time"
     return joined([tag("h2", "Events"), table("Events", caption, head, rows)])
+
+
+def _event(model: Model, line: Line, before: str = "") -> Html:
+    event = line.event
+    level, mark, word = LEVELS[event.severity]
+    sign = EMPTY if event.severity is Severity.INFO else tag("span", f"{mark} ", role="img", aria_label=f"{word}: ")
+    step = figures.NONE if event.step is None else figures.count(event.step)
+    told: list[str] = [before, sign, tag("b", named(event.title))]
+    if line.first is not None:
+        since = "" if line.first.step is None else f" in step {figures.count(line.first.step)}"
+        told += [tag("span", f" ×{line.number:,}", class_="times"), " since ", _when(model.now_s, line.first.at_s)]
+        told += [f"{since}, last:"]
+    what = tag("td", *told, " ", tag("span", event.text), class_=f"what {level}")
+    when, who = tag("td", _when(model.now_s, event.at_s)), tag("td", named(_who(event.ranks)), class_="n")
+    return tag("tr", when, who, tag("td", step, class_="n"), what, class_="first" if before else None)
 
 
 def _who(ranks: Sequence[str]) -> str:
