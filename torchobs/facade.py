@@ -62,7 +62,7 @@ def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int
         tokens: tokens trained on since the last call, on this rank.
         samples: samples, likewise.
         total_steps: steps that this process will take (going on from a checkpoint: those to come); once is enough.
-        scalars: other numbers by name; each is a gauge, the first 64 names count. What is no number is left out.
+        scalars: other numbers by name; each is a gauge and a curve, the first 64 names count. What is no number is left out.
     """
     if not _is_compiling():
         _call("log", _log, loss, tokens, samples, total_steps, scalars)
@@ -146,9 +146,9 @@ def _log_scalar(host: Host, name: str, value: Any) -> None:
     if not host.scalars.has_room(name):
         return
     if number is None:
-        host.device.take(value, partial(host.scalars.set, name))
+        host.device.take(value, partial(host.scalars.set, name, host.cycle.ended))
     else:
-        host.scalars.set(name, number)
+        host.scalars.set(name, host.cycle.ended, number)
 
 
 def _is_elsewhere(value: Any) -> bool:

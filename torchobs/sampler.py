@@ -93,6 +93,7 @@ class Sampler:
         host, writer = self._host, self._host.writer
         host.device.poll()
         host.scalars.set_left()
+        self._keep_scalars(last=last)
         phase, since_ns = host.cycle.phase()
         if phase in _OF_EVALUATION and host.evaluating_since_ns:
             phase, since_ns = EVALUATION, host.evaluating_since_ns
@@ -126,6 +127,11 @@ class Sampler:
         if time.monotonic() - self.breathed >= STRETCH_S and not self._stop.is_set():
             time.sleep(BREATH_S)
             self.breathed = time.monotonic()
+
+    def _keep_scalars(self, *, last: bool) -> None:
+        points = self._host.scalars.points(time.monotonic(), last=last)
+        if points is not None:
+            self._host.writer.event(catalog.EVENT_SCALARS.name, points, self._host.cycle.step)
 
     def _tell_anomalies(self) -> None:
         writer = self._host.writer

@@ -238,6 +238,7 @@ def test_the_last_loss_is_told_as_it_was() -> None:
     for value, said in ((math.nan, "NaN"), (math.inf, "Inf"), (2.0, "2.313")):
         told = health(run(replace(row(0, "finished", reason="finished"), newest=Newest(value))))
         assert f"last loss {said}." in told.text
+        assert told.level is (Severity.INFO if math.isfinite(value) else Severity.ERROR)
 
 
 def test_a_run_that_failed_beside_this_one_is_worth_a_look() -> None:

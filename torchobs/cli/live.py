@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torchobs.cli.paint import Paint
     from torchobs.detect.stragglers import Slowness
+    from torchobs.diagnosis.scalars import Point
     from torchobs.exporter.scan import Rank
     from torchobs.flight.pace import Pace
     from torchobs.flight.reader import Value
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 Values = dict[tuple[str, ...], "Value"]
 
 _CURVE_ROWS = 4
+_MOST_SCALARS = 4
 _LEAST_FOR_WORDS = 6
 """Lines of a run below which the table of its ranks matters more"""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
@@ -50,6 +53,7 @@ class Seen(NamedTuple):
     rank: Rank
     steps: Sequence[Step]
     pace: Pace | None = None
+    scalars: Mapping[str, tuple[Point, ...]] = MappingProxyType({})
 
     @property
     def speed(self) -> Pace | None:
@@ -71,13 +75,13 @@ def frame(seen: Sequence[Seen], paint: Paint, screen: Screen, now: str, note: st
     if not runs:
         return [words.cut(line, paint.width) for line in (f"torchobs top  {now}", note)][: screen.height]
     used = len(runs) * 2 + (len(runs) - 1)
-    curves = screen.height - used - len(seen) >= 0 or screen.height >= used + _CURVE_ROWS * len(runs) + 3 * len(runs)
+    curves = screen.height - used - len(seen) >= 0 or screen.height >= used + sum(map(_curve_rows, runs)) + 3 * len(runs)
     lines: list[str] = []
     for number, run in enumerate(runs):
         rest = len(runs) - number - 1
         slow = slownesses(run)
         told = _verdict(run, slow, paint) if screen.height - len(lines) - 3 * rest > _LEAST_FOR_WORDS else []
-        above = len(told) + (_CURVE_ROWS if curves else 0) + (1 if number else 0)
+        above = len(told) + (_curve_rows(run) if curves else 0) + (1 if number else 0)
         room = max(1, (screen.height - len(lines) - 3 * rest) - 2 - above)
         lines += [""] if number else []
         lines += [_heading(run, paint, now if not number else ""), *told, *(_curves(run, paint) if curves else [])]
@@ -196,7 +200,18 @@ def _curves(run: Sequence[Seen], paint: Paint) -> list[str]:
         room = paint.width - 22
         line = f"{name:<9} {words.pad(say(last), 9, right=True)}  {words.sparkline(values, room, ascii_only=not paint.unicode)}"
         lines.append(paint("cyan", line.rstrip()))
-    return [*lines, ""]
+    return [*lines, *(_logged(name, points, paint) for name, points in list(first.scalars.items())[:_MOST_SCALARS]), ""]
+
+
+def _logged(name: str, points: Sequence[Point], paint: Paint) -> str:
+    bars = words.sparkline([point.value for point in points], paint.width - 22, ascii_only=not paint.unicode)
+    last = words.pad(words.number(points[-1].value), 9, right=True)
+    return paint("cyan", f"{words.pad(words.clean(name), 9)} {last}  {bars}".rstrip())
+
+
+def _curve_rows(run: Sequence[Seen]) -> int:
+    first = next((one for one in run if one.steps), run[0])
+    return _CURVE_ROWS + len(list(first.scalars)[:_MOST_SCALARS])
 
 
 def _row(one: Seen, slow: Mapping[str, Slowness]) -> list[str]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torchobs.cli.paint import Paint
+    from torchobs.diagnosis.scalars import Point
     from torchobs.postmortem.document import Options
     from torchobs.postmortem.facts import Fact, Facts
 
@@ -190,7 +191,14 @@ def _course(facts: Facts, paint: Paint) -> list[str]:
     )
     lines = [_curve(name, values, paint) for name, values in kinds if any(value is not None for value in values)]
     span = f"steps {facts.steps[0].step:,} to {facts.steps[-1].step:,}" if facts.steps else ""
-    return [*lines, f"{'':<9}  {span}"] if len(facts.steps) > 1 and lines else []
+    course = [*lines, f"{'':<9}  {span}"] if len(facts.steps) > 1 and lines else []
+    return [*course, *(_logged(name, points, paint) for name, points in facts.scalars.items())]
+
+
+def _logged(name: str, points: Sequence[Point], paint: Paint) -> str:
+    """Return a scalar that the script logged, over all its points, which may be older than the steps above."""
+    line = _curve(words.pad(words.clean(name), 9), [point.value for point in points], paint)
+    return words.cut(f"{line}, last {words.number(points[-1].value)} in step {points[-1].step:,}", paint.width)
 
 
 def _curve(name: str, values: Sequence[float | None], paint: Paint) -> str:

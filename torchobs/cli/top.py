@@ -13,6 +13,7 @@ from torchobs.cli import arguments
 from torchobs.cli.live import Screen, Seen, frame
 from torchobs.cli.paint import paint_for, size_of, tolerant
 from torchobs.cli.screen import QUIT, Terminal
+from torchobs.diagnosis import scalars
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.scan import Scanner
 from torchobs.exporter.states import FADED_AFTER_S
@@ -75,14 +76,17 @@ def look(scanner: Scanner) -> tuple[list[Seen], str]:
     """Return every rank with its last steps, and what to say if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
-    return [_seen(scanner, rank, limit) for rank in snapshot.ranks], _note(snapshot)
+    shown = {(rank.job_name, rank.run_id): rank.incarnation for rank in reversed(snapshot.ranks)}.values()
+    return [_seen(scanner, rank, limit, logged=rank.incarnation in shown) for rank in snapshot.ranks], _note(snapshot)
 
 
-def _seen(scanner: Scanner, rank: Rank, limit: int) -> Seen:
+def _seen(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> Seen:
+    """Return a rank's look; ``logged``: with what its script logs, which only a run's first rank shows."""
     try:
         with scanner.flight_file(rank.incarnation) as file:
             records = file.steps(limit)
-            return Seen(rank, steps_of(records, file.header), pace(records))
+            found = scalars.curves(frame for _, frame in file.events()) if logged else {}
+            return Seen(rank, steps_of(records, file.header), pace(records), found)
     except HOSTILE:
         return Seen(rank, ())  # it is going, or was replaced: the next look says what is there
 

@@ -6,6 +6,7 @@ The live page, ``torchobs top``, ``torchobs inspect`` and the summary of ``torch
 from __future__ import annotations
 
 from collections import Counter
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
@@ -120,6 +121,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
         text = f"{_many(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
         yield Finding(WARNING, "ranks_missing", text)
     yield from _anomalies(ranks)
+    yield from _lost(ranks)
     yield from _past(ranks)
     yield from _unmoved(ranks)
     yield from _given_up(ranks)
@@ -167,6 +169,13 @@ def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         if affected:
             severity = ERROR if catalog.ANOMALY_SEVERITY[kind] is Severity.ERROR else WARNING
             yield Finding(severity, kind, f"{_ANOMALIES[kind]}{_where(affected, ranks)}.")
+
+
+def _lost(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Of what ended with such a loss nothing is left to be used, in whatever order it ended."""
+    lost = [rank for rank in ranks if rank.loss is not None and not isfinite(rank.loss)]
+    if lost and not any(rank.up for rank in ranks):
+        yield Finding(ERROR, "nonfinite_loss", f"The loss was not finite at the end{_where(lost, ranks)}.")
 
 
 def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

@@ -93,6 +93,7 @@ def rank_document(facts: Facts, options: Options) -> dict[str, Any]:
         "speed": speed(facts.pace),
         "steps": [_step(step) for step in shown_steps if options.steps],
         "events": [_event(fact) for fact in shown_events if options.events],
+        "scalars": {name: [point._asdict() for point in points] for name, points in facts.scalars.items()},
         "goodput": facts.by_attribute(catalog.GOODPUT_TIME),
         "phases": facts.by_attribute(catalog.STEP_PHASE_TIME),
         "typical_phases": typical_phases(facts.steps),

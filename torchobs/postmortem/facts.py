@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.catalog import Metric
+    from torchobs.diagnosis.scalars import Point
     from torchobs.exporter.states import Memory
     from torchobs.flight.evidence import Evidence
     from torchobs.flight.layout import Header
@@ -114,6 +115,8 @@ class Facts:
     """by the series' name and the values of its attributes"""
     pace: Pace | None = None
     """of its latest steps"""
+    scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+    """what the script logged by name"""
     left: tuple[Evidence, ...] = ()
     """files with something in them that it left beside its flight file"""
     copied: bool = False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
+from torchobs.diagnosis import scalars
 from torchobs.exporter import labels, states
 from torchobs.exporter.described import last_memory
 from torchobs.exporter.incarnations import Claim, resolve
@@ -189,6 +190,7 @@ def _facts(tracked: Tracked, source: str, limit: int | None) -> Facts:
     state, why = (tracked.state, "") if up else states.ending(live.exit_reason, live.exit_code, memory)
     steps = steps_of(records, header)
     phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
+    frames = list(tracked.file.events())
     return Facts(
         source=words.clean(source),
         problems=problems,
@@ -203,7 +205,8 @@ def _facts(tracked: Tracked, source: str, limit: int | None) -> Facts:
         phase=phase,
         phase_begun_s=begun_s,
         steps=steps,
-        events=events_of(tracked.file.events(), header),
+        events=events_of(((at, one) for at, one in frames if one.get("name") != catalog.EVENT_SCALARS.name), header),
+        scalars=scalars.curves(one for _, one in frames),
         values=values,
         pace=pace(records),
         partial=bool(problems),

@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs.diagnosis import scalars
 from torchobs.diagnosis.status import Newest, newest
 from torchobs.exporter.live import happenings
 from torchobs.exporter.live.event_groups import NOTHING as NO_EVENTS
@@ -52,6 +53,8 @@ class Details(NamedTuple):
     took_s: float = 0.0
     newest: Mapping[str, Newest] = MappingProxyType({})
     """the last loss and gradient norm as they were, finite or not"""
+    scalars: Mapping[str, scalars.Curves] = MappingProxyType({})
+    """what the script logs by name"""
 
 
 NOTHING = Details({}, {}, {})
@@ -64,6 +67,7 @@ class Gatherer:
         self._clock = clock
         self._paces: dict[str, tuple[object, Pace | None, Newest]] = {}
         self._events: dict[str, tuple[int, int, RankEvents]] = {}
+        self._scalars: dict[str, scalars.Curves] = {}
         self._histories: dict[str, tuple[History, Curves]] = {}
 
     def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
@@ -81,10 +85,16 @@ class Gatherer:
             {incarnation: events for incarnation, (_, _, events) in self._events.items()},
             self._clock() - began,
             {incarnation: last for incarnation, (_, _, last) in self._paces.items()},
+            dict(self._scalars),
         )
 
     def _forget(self, served: set[str], focused: list[str]) -> None:
-        for cache, kept in ((self._paces, served), (self._events, served), (self._histories, {*focused} & served)):
+        for cache, kept in (
+            (self._paces, served),
+            (self._events, served),
+            (self._scalars, served),
+            (self._histories, {*focused} & served),
+        ):
             for gone in cache.keys() - kept:
                 del cache[gone]
 
@@ -123,4 +133,6 @@ class Gatherer:
                 new = [(at, frame) for at, frame in file.events() if at > upto]
                 events = events.add(happenings.of_ring(rank.view.header, rank.rank, new))
                 upto = max((at for at, _ in new), default=upto)
+                logged = scalars.curves((frame for _, frame in new), self._scalars.get(rank.incarnation))
+                self._scalars[rank.incarnation] = logged
             self._events[rank.incarnation] = head, upto, events

@@ -70,6 +70,8 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> Happening | 
     name, at_ns, attributes = fields.get("name"), fields.get("t"), fields.get("attrs")
     if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(at_ns, int):
         return None
+    if name == catalog.EVENT_SCALARS.name:  # shown as curves
+        return None
     known = _EVENTS.get(name)
     step = fields.get("step")
     return Happening(

@@ -15,6 +15,7 @@ from torchobs.exporter import described, labels
 from torchobs.exporter.incarnations import DIGITS
 from torchobs.exporter.live import event_groups
 from torchobs.exporter.live.gather import Curves
+from torchobs.exporter.live.history import curve
 from torchobs.exporter.live.readings import Reader
 from torchobs.flight.pace import time_left_s
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torchobs.detect.stragglers import Slowness
     from torchobs.exporter.live.gather import Details
     from torchobs.exporter.live.happenings import Happening
+    from torchobs.exporter.live.history import Curve
     from torchobs.exporter.live.readings import Readings
     from torchobs.exporter.scan import Rank, Snapshot
     from torchobs.flight.pace import Pace
@@ -50,7 +52,7 @@ METRICS = (
     catalog.MEMORY_TIME_TO_LIMIT, catalog.MEMORY_GROWTH_PER_STEP, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
-    catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
+    catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
 )  # fmt: skip
 """What is read of a rank."""
 
@@ -184,6 +186,8 @@ class Model:
     """those shown: one page, as sorted"""
     pages: int
     curves: Curves
+    scalars: Mapping[str, Curve | None]
+    """of the chosen rank, by name"""
     events: event_groups.Log
     layers: tuple[Layer, ...]
     evidence: tuple[Evidence, ...]
@@ -264,6 +268,7 @@ def model(
         rows=tuple(ordered[first : first + PER_PAGE]),
         pages=pages,
         curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
+        scalars={name: curve(points) for name, points in details.scalars.get(focus.incarnation, {}).items()} if focus else {},
         events=event_groups.log_of(details.events.get(row.incarnation, event_groups.NOTHING) for row in rows),
         layers=_layers(focus.readings, choice.layers) if focus else (),
         evidence=tuple(islice(_left_by(run, evidence), MOST_EVIDENCE)),

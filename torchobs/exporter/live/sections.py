@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from torchobs.catalog import GRAD_NORM, LOSS, Severity
+from torchobs.catalog import GRAD_NORM, LOSS, SCALAR_VALUE, Severity
 from torchobs.diagnosis.health import BADGES
 from torchobs.exporter.live import charts, figures, panels, ranktable
 from torchobs.exporter.live.event_groups import Line
@@ -25,6 +25,7 @@ LEVELS = {level: (*mark, BADGES[level]) for level, mark in
 
 
 _MOST_NAMED = 4
+_LONGEST_NAME = 40
 
 
 def rendered(model: Model) -> dict[str, Html]:
@@ -81,7 +82,15 @@ def _curves(model: Model) -> Html:
         _card("Gradient norm", exact(figures.number(focus.grad_norm), focus.grad_norm), norm_chart),
         _card("Step time", _last(found.time, figures.seconds), charts.sparkline(found.time, "Step time", figures.seconds)),
     ]
+    cards += [_logged(model, name) for name in model.scalars]
     return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])
+
+
+def _logged(model: Model, name: str) -> Html:
+    """Return the card of a scalar that the script logs: its last value, and its course since the run began."""
+    last = model.focus.readings.get(SCALAR_VALUE, name) if model.focus else None
+    drawn = charts.sparkline(model.scalars[name], name[:_LONGEST_NAME], figures.number, stale=True)
+    return _card(named(name[:_LONGEST_NAME]), exact(figures.number(last), last), drawn)
 
 
 def _last(found: Curve | None, shown: Callable[[float], str]) -> Html:
