@@ -40,6 +40,10 @@ def row(  # each is what some test is about
 ) -> Row:
     """A rank 12,400 steps into its training, or as a test wants it."""
     values: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
+    readings: dict[str, dict[tuple[str, ...], float]] = {
+        f"torchobs.{name}": {(): value} for name, value in values.items() if value is not None
+    }
+    readings["torchobs.anomaly.active"] = {(kind,): 1.0 for kind in anomalies}
     return Row(
         rank=str(rank),
         incarnation=f"{rank:032x}",
@@ -48,7 +52,7 @@ def row(  # each is what some test is about
         phase=None if reason else phase,
         beat_age_s=age_s,
         progress_age_s=None if reason else age_s,
-        readings=Readings({f"torchobs.{name}": {(): value} for name, value in values.items() if value is not None}),
+        readings=Readings(readings),
         pace=None if reason else PACE,
         slowness=slow,
         anomalies=anomalies,

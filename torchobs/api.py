@@ -48,7 +48,7 @@ def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int
         tokens: tokens trained on since the last call, on this rank.
         samples: samples, likewise.
         total_steps: steps that this process will take (going on from a checkpoint: those to come); once is enough.
-        scalars: other numbers by name; each is a gauge, the first 64 names count. What is no number is left out.
+        scalars: other numbers by name; each is a gauge and a curve, the first 64 names count. What is no number is left out.
     """
     if not graph_safe.is_compiling():
         _call("log", _log, loss, tokens, samples, total_steps, scalars)
@@ -132,9 +132,9 @@ def _log_scalar(context: ProbeContext, name: str, value: Any) -> None:
     if not context.scalars.has_room(name):
         return
     if number is None:
-        context.device.take(value, partial(context.scalars.set, name))
+        context.device.take(value, partial(context.scalars.set, name, context.recorder.ended))
     else:
-        context.scalars.set(name, number)
+        context.scalars.set(name, context.recorder.ended, number)
 
 
 def _is_elsewhere(value: Any) -> bool:

@@ -1105,6 +1105,16 @@ EVENT_MODEL = Event(
         Attribute("trainable", "of which trained"),
     ),
 )
+EVENT_SCALARS = Event(
+    "torchobs.scalars",
+    "Points of the curves of what torchobs.log() is given by name, for the page, top, inspect and the API.",
+    Severity.INFO,
+    (
+        Attribute("names", "of the scalars"),
+        Attribute("steps", "after which each was logged"),
+        Attribute("values", "what was logged"),
+    ),
+)
 EVENT_MODEL_CHANGE = Event(
     "torchobs.model_change",
     "Training goes on with parameters never trained before (the next fold, the next trial), and baselines begin anew.",

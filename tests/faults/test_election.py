@@ -38,7 +38,7 @@ class Stepped(election.Election):
 def serve(flight_dir, address, *, announce, finished):
     announce(address)
     while pause("serving") != "stop":
-        if finished(SimpleNamespace(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0)):
+        if finished(SimpleNamespace(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0, viewers=0)):
             return
 
 directory_fd = election.open_directory(sys.argv[1])

@@ -174,6 +174,7 @@ def test_the_training_summary_counts_as_the_metrics_do(flight_dir: Path, web: Ca
     assert found["explosions"] == found["vanishing"] == {"count": 0, "per_step": 0.0}
     assert [rank["steps"] for rank in found["ranks"]] == [3, 2]
     assert web.get("/debug/summary")["anomalies_active"][0]["kind"] == "nonfinite_loss"
+    assert "NaN" in {rank["loss"] for rank in web.get("/ranks")["ranks"]}  # and not the last finite one
     for writer in writers:
         writer.close()
 

@@ -31,6 +31,8 @@ class Ended(NamedTuple):
     exceptions: list[dict[str, Any]]
     end: dict[str, Any]
     error: str
+    raised_after: list[int]
+    steps: int
 
 
 def run(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
@@ -49,7 +51,10 @@ def run(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
     assert "secret" not in repr(events), "no values, no source text"
     exceptions = [event["attrs"] for event in events if event["name"] == "torchobs.exception"]
     end = [event["attrs"] for event in events if event["name"] == "torchobs.run.end"]
-    return Ended(child.returncode, view.live.exit_reason, view.live.exit_code, exceptions, end[-1] if end else {}, child.stderr)
+    after = [event["step"] for event in events if event["name"] == "torchobs.exception"]
+    steps = next((int(value) for series, value in view.points if series.name == "torchobs.steps"), 0)  # type: ignore[arg-type]
+    left = view.live.exit_reason, view.live.exit_code
+    return Ended(child.returncode, *left, exceptions, end[-1] if end else {}, child.stderr, after, steps)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,26 @@ def test_a_chain_is_told_with_its_root(tmp_path: Path, flight_dir: Path) -> None
     assert told["cause.type"] == "builtins.KeyError"
     assert told["cause.location"].endswith("train.py:6 in deep")
     assert (ended.reason, ended.end) == (Exit.EXCEPTION, {"reason": "exception", "code": 1})
+
+
+BY_HAND = """
+import torch, torchobs
+torchobs.init()
+weight = torch.zeros(4, requires_grad=True)
+for step in range(1, 21):
+    (weight * torch.ones(4)).sum().add(1).pow(2).backward()
+    with torch.no_grad():
+        weight -= 0.01 * weight.grad
+    weight.grad = None
+    if step == 20:
+        raise ValueError
+"""
+
+
+def test_an_exception_is_of_the_step_after_which_it_came(tmp_path: Path, flight_dir: Path) -> None:
+    """A step by hand is written when the next one begins, or at the end: it was complete all the same."""
+    ended = run(tmp_path, flight_dir, BY_HAND)
+    assert (ended.reason, ended.raised_after, ended.steps) == (Exit.EXCEPTION, [20], 20)
 
 
 def test_an_error_in_a_library_names_the_user_s_line(tmp_path: Path, flight_dir: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 import torchobs
-from tests.support import clean_environment, free_port, wait_until
+from tests.support import clean_environment, wait_until
+from torchobs.exporter.config import PORT
 from torchobs.node import announcement, election
 from torchobs.node.announcement import Announcement
 from torchobs.node.daemonize import NAME
@@ -247,14 +248,26 @@ def test_ranks_that_start_together_have_one_exporter(
     assert "Traceback" not in log(flight_dir)
 
 
-def test_a_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_dir: Path) -> None:
-    """The next one is taken, and announced."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        trainer(f"127.0.0.1:{port}")
+def test_the_default_port_that_is_taken_is_not_the_end(trainer: Trainer, flight_dir: Path) -> None:
+    """The next one is taken, announced, and said to be another one."""
+    with ExitStack() as taken:
+        with suppress(OSError):  # another program has it
+            taken.enter_context(socket.create_server(("127.0.0.1", PORT)))
+        trainer("")
         found = announced(flight_dir)
-        assert found.address != f"127.0.0.1:{port}"
+        assert int(found.address.rpartition(":")[2]) > PORT
         wait_until(lambda: ups(found) == {"0": 1.0})
+        assert f"127.0.0.1:{PORT} is taken by another program: listening on {found.address}" in log(flight_dir)
+
+
+def test_an_address_that_was_asked_for_and_is_taken_is_an_error(trainer: Trainer, flight_dir: Path) -> None:
+    """Whoever gives one looks there: the training goes on, and says that no exporter does."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        child = trainer(address, stderr=subprocess.PIPE)
+        rest = child.communicate("\n", timeout=20)[1]
+    assert f"no exporter: it cannot listen on {address}: Address already in use; the training goes on" in rest
+    assert not (flight_dir / announcement.NAME).exists()
 
 
 def someone_else() -> tuple[str, dict[str, object]]:
@@ -278,17 +291,16 @@ def someone_else() -> tuple[str, dict[str, object]]:
 
 
 def test_two_users_on_one_machine_are_both_served(trainer: Trainer, flight_dir: Path) -> None:
-    """The same address wanted by two users' jobs: each has its own exporter, which shows no other's ranks."""
+    """The default address wanted by two users' jobs: each has its own exporter, which shows no other's ranks."""
     theirs = flight_dir.with_name(f"{flight_dir.name}-theirs")
     theirs.mkdir(0o700)
     python, options = someone_else()
-    port = free_port()
     try:
         if options:
             os.chown(theirs, NOBODY, NOBODY)
-        trainer(f"127.0.0.1:{port}")
+        trainer("")
         mine = announced(flight_dir)
-        trainer(f"127.0.0.1:{port}", rank=1, at=theirs, python=python, **options)
+        trainer("", rank=1, at=theirs, python=python, **options)
         other = announced(theirs)
         assert mine.address != other.address
         assert psutil.Process(other.pid).uids().real == (NOBODY if options else os.getuid())

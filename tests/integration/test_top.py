@@ -26,8 +26,7 @@ from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
 from torchobs.cli import top
 from torchobs.cli.terminal_style import TerminalStyle
-from torchobs.cli.top_view import RankView, Screen, frame, slowdowns
-from torchobs.diagnosis.rank_report import Step
+from torchobs.cli.top_view import RankView, Screen, frame, slownesses
 from torchobs.flight.format.layout import HEADER_SIZE, Live
 from torchobs.flight.metrics.fold import LIVE_PHASES
 
@@ -238,17 +237,20 @@ def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
     """Its own step time is twice its peers'; each of these has one peer that is as fast, and one that is not."""
     files = ranks(tmp_path, 3)
     seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
-    slow = [step._replace(phase_s={**step.phase_s, "data": 0.0850}) for step in seen[1].steps]
-    found = slowdowns([seen[0], seen[1]._replace(steps=slow), seen[2]])
-    assert [round(found[one.rank.incarnation], 2) for one in seen] == [0.67, 2.0, 0.67]
+    found = slownesses([seen[0], slowed(seen[1], 0, 0.0750), seen[2]])
+    assert [round(found[one.rank.incarnation].factor, 2) for one in seen] == [0.67, 2.0, 0.67]
+    lines = frame([seen[0], slowed(seen[1], 0, 0.0750), seen[2]], TerminalStyle(140), Screen(40), "12:00:00")
+    assert "Worth a look: Rank 1 is 2.0 times slower than the others in data." in lines[1]
     assert [one.pace.per_s for one in seen if one.pace] == pytest.approx([10.0] * len(seen))
     for file in files:
         file.release()
 
 
-def slowed(one: RankView, by_s: float) -> list[Step]:
-    """The same steps, with a forward pass that takes so much longer."""
-    return [step._replace(phase_s={**step.phase_s, "forward": 0.1 + by_s}) for step in one.steps]
+def slowed(one: RankView, phase: int, by_s: float) -> RankView:
+    """The same rank, whose steps take so much longer in a phase."""
+    assert one.pace is not None
+    times = [seconds + by_s * (index == phase) for index, seconds in enumerate(one.pace.phases_s)]
+    return one._replace(pace=one.pace._replace(phases_s=tuple(times)))
 
 
 def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:
     files = ranks(tmp_path, 12)
     seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
     for turn in (5, 7):
-        uneven = [one._replace(steps=slowed(one, 1e-4 * (turn * at % 12))) for at, one in enumerate(seen)]
+        uneven = [slowed(one, 1, 1e-4 * (turn * at % 12)) for at, one in enumerate(seen)]
         lines = frame(uneven, TerminalStyle(100), Screen(10), "12:00:00")
         shown = [line.split()[0] for line in lines if line[:4].strip().isdigit()]
         assert len(shown) >= 3

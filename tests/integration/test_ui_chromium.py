@@ -16,7 +16,7 @@ from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui import data, sse
 from torchobs.flight.files import location
-from torchobs.flight.format.layout import MIN_SIZE
+from torchobs.flight.format.layout import MIN_SIZE, Exit
 from torchobs.flight.writer.series_table import CORE
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.ranks import state
@@ -134,6 +134,23 @@ def test_it_says_when_the_exporter_is_gone_and_comes_back_by_itself(
     with Service(config, listen=first.address):
         wait_until(lambda: is_live(tab), timeout_s=20)
     assert len(ranks) == 2
+
+
+def test_it_says_that_the_run_has_ended_and_keeps_its_last_state(browser: Browser, flight_dir: Path) -> None:
+    """An exporter that leaves after the last rank is no error: nothing is red, and what was shown stays."""
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 8))
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
+        tab = browser.tab(f"http://{exporter.address}/")
+        wait_until(lambda: is_live(tab))
+        writer.exit(Exit.FINISHED, 0)
+        writer.close()
+        wait_until(lambda: "Finished: 1 rank, 7 steps" in text_of(tab, ".sentence"))
+    wait_until(lambda: "The run has ended" in text_of(tab, "#link"))
+    assert tab.run("document.getElementById('link').dataset.state") == "still"
+    time.sleep(2.0)  # in which a page that took this for an error would have asked again
+    assert "The run has ended" in text_of(tab, "#link")
+    assert "Finished: 1 rank, 7 steps" in text_of(tab, ".sentence")
 
 
 def test_it_rests_when_told_to_and_when_nobody_sees_it(browser: Browser, exporter: Service, ranks: list[FlightWriter]) -> None:

@@ -28,6 +28,7 @@ from torchobs.exporter.ui.sparkline_data import KEPT
 from torchobs.exporter.ui.sse import Feed
 from torchobs.exporter.ui.view_model import Choice
 from torchobs.flight.files import artifacts
+from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.reader import FlightFile
 from torchobs.flight.writer.series_table import CORE
 from torchobs.flight.writer.writer import FlightWriter
@@ -83,9 +84,10 @@ def test_a_loss_that_is_not_finite_any_more_is_not_shown_as_if_it_were(writer: F
     """Long after the last finite one has left the ring it is told as what it is, and the chart does not say "yet"."""
     for first in range(4, KEPT + 104, 100):
         train(writer, range(first, first + 100), loss=math.nan)
-    wait_until(lambda: "step 4,203, last finite loss 0.333" in exporter.page("/"))
+    wait_until(lambda: "step 4,203, loss NaN" in exporter.page("/"))
     page = Parsed(exporter.page("/")).text
-    assert "0.333No finite value lately." in page
+    assert "LossNaNNo finite value lately." in page
+    assert "0.333" not in page
     assert "The loss is not finite" in page
 
 
@@ -235,6 +237,22 @@ def test_an_exporter_that_ends_does_not_wait_for_who_watches(flight_dir: Path) -
         assert stream.until("end") == {"gone": True}
         stopping.join()
         assert time.monotonic() - began < 5
+
+
+def test_who_watches_to_the_end_is_told_that_all_is_over(flight_dir: Path) -> None:
+    """An exporter that leaves because the ranks have ended is nothing that is wrong."""
+    writer = live_rank(flight_dir)
+    train(writer, [1, 2])
+    with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter, Stream(exporter) as stream:
+        writer.exit(Exit.FINISHED, 0)
+        writer.close()
+        while "Finished:" not in str(stream.until("parts").get("health")):
+            pass
+        assert exporter.fleets[-1].viewers == 1
+        stopping = threading.Thread(target=exporter.stop)
+        stopping.start()
+        assert stream.until("end") == {"gone": True, "done": True}
+        stopping.join()
 
 
 async def nothing() -> list[dict[str, object]]:

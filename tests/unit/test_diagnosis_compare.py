@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from tests.diagnosis_files import PHASES, START_S, fact, facts, step, steps
 from torchobs import catalog
-from torchobs.diagnosis.compare import compare, first_failed, slowest
+from torchobs.diagnosis.compare import compare, first_failed
 from torchobs.diagnosis.rank_report import RankReport
+from torchobs.flight.metrics.throughput import Throughput
 
 
 def rank(number: int, *, phases: dict[str, float] | None = None, count: int = 100, **given: object) -> RankReport:
     """One of four ranks."""
     history = [step(n, phase_s=phases or PHASES) for n in range(1, count + 1)]
+    given = {"pace": pace_of(phases or PHASES), **given}
     return facts(history, resource={"rank": number, "local_world_size": 2, "world_size": 2}, **given)  # type: ignore[arg-type]
+
+
+def pace_of(phases: dict[str, float]) -> Throughput:
+    """As long as such steps take."""
+    times = tuple(phases.get(phase, 0.0) for phase in catalog.PHASES)
+    return Throughput(100, sum(times), sum(times), times, 0.0, 10.0, 10.0, None, None)
 
 
 def told(*ranks: RankReport) -> dict[str, str]:
@@ -29,14 +37,16 @@ def test_the_rank_whose_own_phases_are_longest_is_the_slowest() -> None:
     slow = {**PHASES, "data": 0.21}
     waits = {**PHASES, "backward": 0.25}
     text = told(rank(0, phases=waits), rank(1, phases=slow))["slowest_rank"]
-    assert text == "Rank 1 was the slowest: data took it 210 ms a step, and the others 10 ms, who waited."
+    assert text == (
+        "Rank 1 was 3.0 times slower than the others in data. It took 210 ms a step for data, and the others 10 ms, who waited."
+    )
 
 
 def test_small_differences_have_no_slowest_rank() -> None:
     """Somebody is always last: by less than a tenth of a step it is noise."""
-    assert slowest({"0": PHASES, "1": {**PHASES, "data": 0.0149}}) is None
-    assert slowest({"0": {"data": 1e-4, "forward": 1e-3}, "1": {"data": 1e-3, "forward": 1e-3}}) is None
-    assert slowest({"0": PHASES}) is None
+    assert "slowest_rank" not in told(rank(0), rank(1, phases={**PHASES, "data": 0.0149}))
+    short = {"data": 1e-4, "forward": 1e-3}, {"data": 1e-3, "forward": 1e-3}
+    assert "slowest_rank" not in told(*(rank(number, phases=phases) for number, phases in enumerate(short)))
 
 
 def test_the_first_to_fail_is_told_when_times_are_exact() -> None:

@@ -316,17 +316,19 @@ def test_what_is_lost_since_the_last_checkpoint_is_told() -> None:
     assert told(saved)["checkpoint_age"] == (
         "The last checkpoint was complete 2.95 s before the end: 30 steps must be done again."
     )
+    late = facts(steps(100), values={catalog.CHECKPOINT_TIMESTAMP: START_S + 10.0377})
+    assert told(late)["checkpoint_age"] == "The last checkpoint was complete at the end: no step must be done again."
     assert "all of its 10 min 0 s" in told(facts(steps(100), last_s=START_S + 600))["no_checkpoint"]
 
 
 def test_steps_that_became_slow_name_the_phase() -> None:
-    """Not the ring's few odd ones: the last ten."""
+    """For ten seconds at least, whatever the steps' number: ten steps of a second are as good as a thousand of 10 ms."""
     slow = {"data": 0.21, "forward": 0.02, "backward": 0.05, "optimizer": 0.01, "other": 0.01}
-    history = [*steps(90), *(step(n, duration_s=0.3, phase_s=slow) for n in range(91, 101))]
+    history = [*steps(600), *(step(n, duration_s=0.3, phase_s=slow) for n in range(601, 635))]
     assert told(facts(history))["slowdown"] == (
-        "Its last 10 steps took 300 ms each, usual was 100 ms; 100 % of the difference is data."
+        "Its last 34 steps (10.2 s) took 300 ms each, usual was 100 ms; 100 % of the difference is data."
     )
-    assert "slowdown" not in told(facts([*steps(95), *(step(n, duration_s=0.3, phase_s=slow) for n in range(96, 100))]))
+    assert "slowdown" not in told(facts(history[:-10]))
 
 
 def test_waiting_for_data_is_told_from_a_fifth_of_the_time_on() -> None:
@@ -336,7 +338,9 @@ def test_waiting_for_data_is_told_from_a_fifth_of_the_time_on() -> None:
         (catalog.STEP_PHASE_TIME, "forward"): 70.0,
         catalog.DATA_BATCHES_READY: 0.0,
     }
-    assert told(facts(steps(100), values=values))["data"].startswith("It waited for data 30 % of its steps' time. Its workers")
+    assert told(facts(steps(100), values=values))["data"].startswith(
+        "Training waited for its data: 30 % of the time of its steps. Its workers"
+    )
     assert "data" not in told(facts(steps(100), values={**values, (catalog.STEP_PHASE_TIME, "data"): 10.0}))
 
 

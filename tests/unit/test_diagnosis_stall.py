@@ -9,7 +9,7 @@ import pytest
 from tests.diagnosis_files import START_S, fact, facts, steps
 from torchobs import catalog
 from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.json_report import Options, rank_document
 from torchobs.diagnosis.rank_report import RankReport, last_phase
 from torchobs.diagnosis.stall import stall

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchobs.node.lifetime import Departure
+from torchobs.node.lifetime import WATCHED_S, Departure
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +11,7 @@ class Fleet:
     alive: int
     last_scrape_age_s: float | None
     unscraped_final: int
+    viewers: int = 0
 
 
 class Clock:
@@ -74,3 +75,16 @@ def test_a_restarted_rank_ends_the_wait() -> None:
 def test_files_that_were_cleaned_away_are_not_waited_for() -> None:
     """No rank, nothing to scrape."""
     assert Departure(60.0, Clock())(Fleet(ranks=0, alive=0, last_scrape_age_s=None, unscraped_final=0))
+
+
+def test_it_stays_for_who_looks_at_the_page_of_a_run_that_has_ended() -> None:
+    """To be read, and not for ever; what was scraped is no reason to leave meanwhile."""
+    clock = Clock()
+    departure = Departure(60.0, clock)
+    watched = Fleet(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0, viewers=1)
+    assert not departure(watched)
+    clock.now += WATCHED_S - 1
+    assert not departure(watched)
+    assert departure(Fleet(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0))
+    clock.now += 1
+    assert departure(watched)

@@ -38,6 +38,7 @@ GOOD: list[tuple[str, str, str, object]] = [
     ("TORCHOBS_EXPORTER_ADDRESS", "localhost:0", "exporter_address", Address("localhost", 0)),
     ("TORCHOBS_EXPORTER_ADDRESS", ":9090", "exporter_address", Address("", 9090)),
     ("TORCHOBS_EXPORTER_ADDRESS", "[::1]:10960", "exporter_address", Address("::1", 10960)),
+    ("TORCHOBS_SUMMARY", "off", "summary", False),
     ("TORCHOBS_JOB_NAME", " gpt ", "job_name", "gpt"),
     ("OTEL_SERVICE_NAME", "gpt", "job_name", "gpt"),
     ("TORCHOBS_RUN_ID", "run-7", "run_id", "run-7"),

@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from torchobs.catalog import Severity
-from torchobs.exporter.ui import formatting
+from torchobs.diagnosis import quantities
 from torchobs.exporter.ui.charts import alternative, sparkline, stacked
+from torchobs.exporter.ui.event_groups import KEPT as KEPT_EVENTS
+from torchobs.exporter.ui.event_groups import RankEvents, log_of
 from torchobs.exporter.ui.events import EventRow, grouped, of_ring
 from torchobs.exporter.ui.html import Html, exact, joined, named, tag, text
 from torchobs.exporter.ui.sparkline_data import BUCKETS, KEPT, RecentValues, curve, heights
@@ -21,32 +23,32 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize(
     ("shown", "value", "said"),
     [
-        (formatting.number, 2.3131313, "2.313"),
-        (formatting.number, 12_400.0, "12,400"),
-        (formatting.number, 1234.5678, "1,235"),
-        (formatting.number, 3.21e-5, "3.21e-05"),
-        (formatting.number, 6.5e12, "6.50e+12"),
-        (formatting.number, -0.5, "-0.500"),
-        (formatting.number, 0.0, "0"),
-        (formatting.number, NAN, "nan"),
-        (formatting.number, None, "–"),
-        (formatting.share, 0.004, "0.4 %"),
-        (formatting.share, 0.456, "46 %"),
-        (formatting.size, 512.0, "512 B"),
-        (formatting.size, 451_936_256.0, "431 MiB"),
-        (formatting.size, 85e9, "79.2 GiB"),
-        (formatting.size, 1.09e12, "0.99 TiB"),
-        (formatting.seconds, 0.0123, "12.3 ms"),
-        (formatting.seconds, 1.5204, "1.52 s"),
-        (formatting.seconds, 3e-5, "30.0 µs"),
-        (formatting.seconds, 0.0, "0 s"),
-        (formatting.span, 40.9, "40 s"),
-        (formatting.span, 200.0, "3 min 20 s"),
-        (formatting.span, 7_500.0, "2 h 5 min"),
-        (formatting.span, 4 * 86_400.0 + 3 * 3_600, "4 d 3 h"),
-        (formatting.span, -3.0, "0 s"),
-        (formatting.rate, 1.9, "1.90/s"),
-        (formatting.count, 1_234_567.0, "1,234,567"),
+        (quantities.number, 2.3131313, "2.313"),
+        (quantities.number, 12_400.0, "12,400"),
+        (quantities.number, 1234.5678, "1,235"),
+        (quantities.number, 3.21e-5, "3.21e-05"),
+        (quantities.number, 6.5e12, "6.50e+12"),
+        (quantities.number, -0.5, "-0.500"),
+        (quantities.number, 0.0, "0"),
+        (quantities.number, NAN, "NaN"),
+        (quantities.number, None, "–"),
+        (quantities.share, 0.004, "0.4 %"),
+        (quantities.share, 0.456, "46 %"),
+        (quantities.size, 512.0, "512 B"),
+        (quantities.size, 451_936_256.0, "431 MiB"),
+        (quantities.size, 85e9, "79.2 GiB"),
+        (quantities.size, 1.09e12, "0.99 TiB"),
+        (quantities.seconds, 0.0123, "12.3 ms"),
+        (quantities.seconds, 1.5204, "1.52 s"),
+        (quantities.seconds, 3e-5, "30.0 µs"),
+        (quantities.seconds, 0.0, "0 s"),
+        (quantities.span, 40.9, "40 s"),
+        (quantities.span, 200.0, "3 min 20 s"),
+        (quantities.span, 7_500.0, "2 h 5 min"),
+        (quantities.span, 4 * 86_400.0 + 3 * 3_600, "4 d 3 h"),
+        (quantities.span, -3.0, "0 s"),
+        (quantities.rate, 1.9, "1.90/s"),
+        (quantities.count, 1_234_567.0, "1,234,567"),
     ],
 )
 def test_a_number_is_said_as_people_say_it(shown: Callable[[float | None], str], value: float | None, said: str) -> None:
@@ -87,11 +89,11 @@ def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
     found = curve([(1, 1.0), (2, NAN), (3, 2.0), (4, -INF)])
     assert found is not None
     assert (found.nonfinite, found.last, [point is None for point in heights(found)]) == (2, 2.0, [False, True, False, True])
-    drawn = sparkline(found, "Loss", formatting.number)
+    drawn = sparkline(found, "Loss", quantities.number)
     assert drawn.count('class="line"') == 2
     assert drawn.count('class="odd"') == 2
     assert "2 not finite" in drawn
-    assert alternative(found, "Loss", formatting.number) == (
+    assert alternative(found, "Loss", quantities.number) == (
         "Loss from step 1 to 4: from 1 to 2, least 1, greatest 2, 2 values not finite"
     )
 
@@ -100,7 +102,7 @@ def test_what_is_not_finite_is_counted_and_leaves_a_gap() -> None:
 def test_a_curve_of_nothing_is_none(values: list[tuple[int, float]]) -> None:
     """And the page says so."""
     assert curve(values) is None
-    assert "No value yet" in sparkline(curve(values), "Loss", formatting.number)
+    assert "No value yet" in sparkline(curve(values), "Loss", quantities.number)
 
 
 def test_a_spike_does_not_flatten_the_curve() -> None:
@@ -197,6 +199,42 @@ def test_what_all_ranks_say_is_said_once() -> None:
     assert [(one.at_s, one.ranks, one.title) for one in told] == [
         (100.0, ("0", "1"), "Run start"), (99.0, ("0",), "Epoch"), (20.0, ("0",), "Run start")
     ]  # fmt: skip
+
+
+def spike(at_s: float, rank: str = "0", number: int = 1) -> EventRow:
+    """An anomaly that tells of so many."""
+    return EventRow(at_s, (rank,), int(at_s), Severity.WARNING, "Anomaly", f"value {at_s}", "loss_spike", number)
+
+
+def test_many_events_of_a_kind_are_one_line_and_the_first_cause_stays() -> None:
+    """A thousand spikes after one worker's death: the death is the first, and the spikes say how many they were since when."""
+    died = EventRow(50.0, ("0",), 49, Severity.ERROR, "Data worker died", "pid 3")
+    began = EventRow(1.0, ("0",), None, Severity.INFO, "Run start", "")
+    found = RankEvents().add([began, died])
+    for second in range(100, 1_100):
+        found = found.add([spike(float(second))])
+    assert len(found.newest) == KEPT_EVENTS
+    log = log_of([found])
+    assert log.cause == died
+    (line,) = log.lines
+    assert (line.number, line.event.at_s, line.first and line.first.at_s) == (1_000, 1_099.0, 100.0)
+
+
+def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
+    """And what several ranks tell alike is counted as often as it happened to each."""
+    few = RankEvents().add([spike(1.0), spike(2.0), spike(3.0)])
+    assert [(line.event.at_s, line.number, line.first) for line in log_of([few]).lines] == [
+        (3.0, 1, None), (2.0, 1, None), (1.0, 1, None)
+    ]  # fmt: skip
+    many = [RankEvents().add([spike(at_s, rank, 4), spike(at_s + 9, rank)]) for rank, at_s in (("0", 1.0), ("1", 1.2))]
+    (line,) = log_of(many).lines
+    assert (line.number, set(line.event.ranks), line.event.at_s) == (5, {"0", "1"}, 10.2)
+
+
+def test_names_without_end_are_told_one_by_one() -> None:
+    """An application's events may have any: what is kept of them is bounded."""
+    found = RankEvents().add(EventRow(float(n), ("0",), n, Severity.INFO, f"mine {n}", "") for n in range(5_000))
+    assert (len(found.newest), len(found.tallies)) == (KEPT_EVENTS, 64)
 
 
 def test_html_is_a_string() -> None:

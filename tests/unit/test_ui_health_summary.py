@@ -1,5 +1,6 @@
 """The run's health in a sentence, case by case."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from tests.ui import row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.detect.stragglers import Slowness
-from torchobs.exporter.ui.health_summary import SLOW, health
+from torchobs.detect.stragglers import SLOW, Slowness
+from torchobs.diagnosis.status import Newest
+from torchobs.exporter.ui.health_summary import health
 from torchobs.exporter.ui.view_model import Row
 from torchobs.ranks.metric_values import Readings
 
@@ -68,7 +70,7 @@ def but(*others: Row) -> list[Row]:
         (
             [replace(row(0), recorded=False)],
             "Not recorded: 1 of 1 rank alive, step 12,400, loss 2.313. Rank 0 does not record steps: switched off.",
-            Severity.INFO,
+            Severity.WARNING,
         ),
         (
             [row(0, "unresponsive", age_s=12)],
@@ -92,7 +94,7 @@ def but(*others: Row) -> list[Row]:
         ),
         (
             but(row(0, anomalies=("nonfinite_loss",)), row(1, anomalies=("nonfinite_loss",))),
-            training(8).replace("loss", "last finite loss") + "The loss is not finite on ranks 0 and 1.",
+            training(8).replace("2.313", "NaN") + "The loss is not finite on ranks 0 and 1.",
             Severity.ERROR,
         ),
         (
@@ -165,7 +167,7 @@ def test_a_run_that_ended_after_a_divergence_was_not_all_well() -> None:
 
 def test_a_loss_that_is_not_finite_is_not_told_as_the_last_finite_one() -> None:
     """What is shown is that of the first rank that has any: another rank's trouble is not its own."""
-    assert ", step 12,400, last finite loss 2.313, 1.90 steps/s." in health(run(row(0, anomalies=("nonfinite_loss",)))).text
+    assert ", step 12,400, loss NaN, 1.90 steps/s." in health(run(row(0, anomalies=("nonfinite_loss",)))).text
     assert ", step 12,400, loss 2.313, " in health(run(row(0), row(1, anomalies=("nonfinite_loss",)))).text
 
 
@@ -208,3 +210,54 @@ def test_training_that_waits_for_its_data_is_worth_a_look() -> None:
     told = health(run(reading(row(0), "torchobs.data.starved", {(): 1.0}), row(1)))
     assert told.text.endswith("Training waits for its data on rank 0.")
     assert told.level is Severity.WARNING
+
+
+def waiting(known: Row, data_s: float, rest_s: float) -> Row:
+    """A rank whose steps took so long in all."""
+    return reading(known, "torchobs.step.phase.time", {("data",): data_s, ("forward",): rest_s})
+
+
+def test_a_run_that_waited_for_its_data_was_not_all_well() -> None:
+    """The rank's own verdict is of a minute, and ends with it: a short run, and one that is over, go by their totals."""
+    over = health(run(waiting(row(0, "finished", reason="finished"), 83.0, 17.0)))
+    assert over.text.endswith("Training waited for its data: 83 % of the time of its steps.")
+    assert over.level is Severity.WARNING
+    short = health(run(waiting(row(0), 16.6, 3.4)))
+    assert short.text.endswith("Training waits for its data: 83 % of the time of its steps.")
+    judged = reading(waiting(row(0), 83.0, 17.0), "torchobs.data.starved", {(): 0.0})
+    assert health(run(judged)).level is Severity.INFO
+
+
+def test_a_few_seconds_of_waiting_are_no_finding() -> None:
+    """A single step that starts the workers: nobody needs a warning for it."""
+    assert health(run(waiting(row(0, "finished", reason="finished"), 4.0, 4.0))).level is Severity.INFO
+
+
+def test_the_last_loss_is_told_as_it_was() -> None:
+    """Infinite, or NaN where a rank that is gone left one in its last record; in another order no NaN is in between."""
+    for value, said in ((math.nan, "NaN"), (math.inf, "Inf"), (2.0, "2.313")):
+        told = health(run(replace(row(0, "finished", reason="finished"), newest=Newest(value))))
+        assert f"last loss {said}." in told.text
+        assert told.level is (Severity.INFO if math.isfinite(value) else Severity.ERROR)
+
+
+def test_a_run_that_failed_beside_this_one_is_worth_a_look() -> None:
+    """The headline is what a tab in the background shows."""
+    well = run(row(0))
+    failed = replace(run(row(0, "failed", reason="exception")), run_id="run-2")
+    told = health(well, [well, failed])
+    assert told.text.endswith("Another run here is in trouble: gpt run-2.")
+    assert told.level is Severity.WARNING
+    assert health(well, [well]).level is Severity.INFO
+
+
+def test_a_probe_that_failed_is_told() -> None:
+    """What is not watched cannot be well."""
+    told = health(run(reading(row(0), "torchobs.probe.disabled", {("loss",): 1.0, ("data",): 0.0})))
+    assert (told.text.endswith("Not watched, because the probe failed: loss."), told.level) == (True, Severity.WARNING)
+
+
+def test_an_interrupted_run_was_not_lost() -> None:
+    """Somebody pressed Ctrl-C."""
+    told = health(run(row(0, "failed", reason="interrupted", age_s=3), row(1, "failed", reason="interrupted", age_s=3)))
+    assert told.text.endswith("Ranks 0 and 1 were interrupted 3 s ago.")

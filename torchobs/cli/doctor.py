@@ -80,7 +80,7 @@ def examine(*, training: bool) -> Iterator[Check]:
     yield doctor_checks.directory(flight_dir, runtime_dir)
     path = find_existing(flight_dir, runtime_dir)
     yield doctor_checks.space(path, chosen.file_size)
-    yield doctor_checks.exporter(path, str(chosen.exporter_address))
+    yield doctor_checks.exporter(path, str(chosen.exporter_address or settings.EXPORTER_ADDRESS))
     yield doctor_checks.shared_memory()
     yield doctor_checks.cgroup()
     yield doctor_checks.clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby
+from itertools import chain, groupby
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -12,17 +12,18 @@ from torchobs.cli.table import Column, bullets, flow, shares, table
 from torchobs.cli.terminal_style import STATE_COLOURS
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.compare import compare, first_failed, typical_phases
-from torchobs.diagnosis.diagnosis import diagnose
-from torchobs.diagnosis.finding import ERROR, WARNING
+from torchobs.diagnosis.diagnosis import diagnose, worst
+from torchobs.diagnosis.health import BADGES, ERROR, LEVELS, WARNING, Finding
 from torchobs.diagnosis.json_report import device_memory, memory
+from torchobs.diagnosis.standing import run_health
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torchobs.cli.terminal_style import TerminalStyle
-    from torchobs.diagnosis.finding import Finding
     from torchobs.diagnosis.json_report import Options
     from torchobs.diagnosis.rank_report import Fact, RankReport
+    from torchobs.diagnosis.scalars import Point
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40
@@ -80,10 +81,19 @@ def _heading(ranks: Sequence[RankReport], paint: TerminalStyle) -> Iterator[str]
 def _diagnosis(ranks: Sequence[RankReport], paint: TerminalStyle) -> Iterator[str]:
     together = compare(ranks)
     yield paint("bold", "What happened")
-    findings = [*together, *_told(ranks)]
+    findings = [verdict(ranks), *together, *_told(ranks)]
     for finding in findings:
         first, *rest = bullets([finding.text], paint.width)
         yield from (paint(_COLOURS.get(finding.severity, ""), line) for line in (first, *rest))
+
+
+def verdict(ranks: Sequence[RankReport]) -> Finding:
+    """Return the page's sentence on the run, and how well it is by that and by all that is found in the files."""
+    known = run_health(ranks)
+    found = [*compare(ranks), *chain.from_iterable(diagnose(facts) for facts in ranks)]
+    level = max(known.level, LEVELS[worst(found)], key=lambda level: level.value)
+    severity = next(name for name, one in LEVELS.items() if one is level)
+    return Finding(severity, "verdict", f"{BADGES[level]}. {known.headline}")
 
 
 def _told(ranks: Sequence[RankReport]) -> Iterator[Finding]:
@@ -184,7 +194,14 @@ def _course(facts: RankReport, paint: TerminalStyle) -> list[str]:
     )
     lines = [_curve(name, values, paint) for name, values in kinds if any(value is not None for value in values)]
     span = f"steps {facts.steps[0].step:,} to {facts.steps[-1].step:,}" if facts.steps else ""
-    return [*lines, f"{'':<9}  {span}"] if len(facts.steps) > 1 and lines else []
+    course = [*lines, f"{'':<9}  {span}"] if len(facts.steps) > 1 and lines else []
+    return [*course, *(_logged(name, points, paint) for name, points in facts.scalars.items())]
+
+
+def _logged(name: str, points: Sequence[Point], paint: TerminalStyle) -> str:
+    """Return a scalar that the script logged, over all its points, which may be older than the steps above."""
+    line = _curve(text_format.pad(text_format.clean(name), 9), [point.value for point in points], paint)
+    return text_format.cut(f"{line}, last {text_format.number(points[-1].value)} in step {points[-1].step:,}", paint.width)
 
 
 def _curve(name: str, values: Sequence[float | None], paint: TerminalStyle) -> str:

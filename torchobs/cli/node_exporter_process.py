@@ -48,7 +48,9 @@ def _exporter() -> Serve:
     def run(
         flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ExporterStatus], bool]
     ) -> None:
-        chosen = config.parse({"mode": ("node",), "flight_dir": (flight_dir,), "listen": (address,)}, environ)
+        given: dict[str, tuple[str, ...]] = {"mode": ("node",), "flight_dir": (flight_dir,)}
+        given |= {"listen": (address,)} if address else {}
+        chosen = config.parse(given, environ)
         log_format.configure(chosen.log_level, chosen.log_format)
         serve(chosen, announce=announce, finished=finished)
 

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments, run_program
+from torchobs.cli.summary import Summary
 from torchobs.config import option_types, settings
 from torchobs.identity.process import exit_status
 from torchobs.support import error_guard
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Run a training script, or a module, as Python would, with torchobs watching it. The script is not changed; its arguments, exit
 status, signals, input and output are its own. One exporter per node serves what is seen on http://127.0.0.1:10960 (if the port
-is taken the next one; the flight directory's exporter.json says which) and leaves after the last training."""
+is taken the next one; the flight directory's exporter.json says which) and leaves after the last training. On a terminal rank 0
+says where the live page is and, at the end, what became of the run (--quiet: neither)."""
 
 _EXAMPLES = """\
 examples:
@@ -50,12 +52,13 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
     """
     options, what = _parse(list(given))
     run_program.enter(what)
-    breaker = error_guard.CircuitBreaker("run")
+    breaker, summary = error_guard.CircuitBreaker("run"), Summary(quiet=options.quiet)
     error_guard.call(breaker, begin or _init, **_overrides(options))
     for trip in breaker.trips:
         logging.getLogger("torchobs").warning(
             "torchobs could not start (%s at %s): the script runs without it", trip.exception, trip.location
         )
+    error_guard.call(error_guard.CircuitBreaker("summary"), _say_address, summary)
     try:
         run_program.execute(what)
     except SystemExit as leaving:
@@ -78,7 +81,7 @@ _VALUED = (
     arguments.DIRECTORY,
     settings.named("level")._replace(flag="--level"),
 )
-_OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--help", "-m")
+_OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--quiet", "--help", "-m")
 
 
 def parser() -> arguments.Parser:
@@ -86,6 +89,7 @@ def parser() -> arguments.Parser:
     usage = "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]"
     made = arguments.parser("run", usage, _DESCRIPTION, _EXAMPLES, _Parser)
     made.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
+    made.add_argument("--quiet", action="store_true", help="say nothing on the terminal at the start and at the end")
     for option in _VALUED:
         arguments.add(made, option)
     return made
@@ -131,6 +135,12 @@ def _init(**overrides: object) -> object:
     import torchobs
 
     return torchobs.init(**overrides)
+
+
+def _say_address(summary: Summary) -> None:
+    from torchobs.runtime import session
+
+    summary.begin(session.current())
 
 
 def _note_exit(status: int) -> None:

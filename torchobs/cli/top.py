@@ -14,7 +14,7 @@ from torchobs.cli.terminal_style import paint_for, size_of, tolerant
 from torchobs.cli.top_view import RankView, Screen, frame
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
-from torchobs.diagnosis import text_format
+from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import steps_of
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
@@ -79,14 +79,17 @@ def look(scanner: Scanner) -> tuple[list[RankView], str]:
     """Return every rank with its last steps, and what to say if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
-    return [_seen(scanner, rank, limit) for rank in snapshot.ranks], _note(snapshot)
+    shown = {(rank.job_name, rank.run_id): rank.incarnation for rank in reversed(snapshot.ranks)}.values()
+    return [_seen(scanner, rank, limit, logged=rank.incarnation in shown) for rank in snapshot.ranks], _note(snapshot)
 
 
-def _seen(scanner: Scanner, rank: Rank, limit: int) -> RankView:
+def _seen(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankView:
+    """Return a rank's look; ``logged``: with what its script logs, which only a run's first rank shows."""
     try:
         with scanner.flight_file(rank.incarnation) as file:
             records = file.steps(limit)
-            return RankView(rank, steps_of(records, file.header), pace(records))
+            found = scalars.curves(frame for _, frame in file.events()) if logged else {}
+            return RankView(rank, steps_of(records, file.header), pace(records), found)
     except HOSTILE:
         return RankView(rank, ())  # it is going, or was replaced: the next look says what is there
 

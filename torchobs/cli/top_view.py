@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.cli.table import Column, table
 from torchobs.cli.terminal_style import STATE_COLOURS
 from torchobs.detect import stragglers
-from torchobs.diagnosis import text_format
-from torchobs.diagnosis.compare import in_order, typical_phases
+from torchobs.diagnosis import health, text_format
+from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.rank_report import values_of
+from torchobs.diagnosis.status import RankStatus, RunStatus, last_loss, rank_status
+from torchobs.exporter import exporter_metrics
 from torchobs.flight.metrics.throughput import time_left_s
 from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks.state import PATIENT_PHASES
@@ -21,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torchobs.cli.terminal_style import TerminalStyle
+    from torchobs.detect.stragglers import Slowness
     from torchobs.diagnosis.rank_report import Step
+    from torchobs.diagnosis.scalars import Point
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.flight.reader.reader import Value
     from torchobs.ranks.scanner import Rank
@@ -29,6 +34,9 @@ if TYPE_CHECKING:
 Values = dict[tuple[str, ...], "Value"]
 
 _CURVE_ROWS = 4
+_MOST_SCALARS = 4
+_LEAST_FOR_WORDS = 6
+"""Lines of a run below which the table of its ranks matters more"""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
@@ -44,6 +52,7 @@ class RankView(NamedTuple):
     rank: Rank
     steps: Sequence[Step]
     pace: Throughput | None = None
+    scalars: Mapping[str, tuple[Point, ...]] = MappingProxyType({})
 
     @property
     def speed(self) -> Throughput | None:
@@ -65,27 +74,67 @@ def frame(seen: Sequence[RankView], paint: TerminalStyle, screen: Screen, now: s
     if not runs:
         return [text_format.cut(line, paint.width) for line in (f"torchobs top  {now}", note)][: screen.height]
     used = len(runs) * 2 + (len(runs) - 1)
-    curves = screen.height - used - len(seen) >= 0 or screen.height >= used + _CURVE_ROWS * len(runs) + 3 * len(runs)
+    curves = screen.height - used - len(seen) >= 0 or screen.height >= used + sum(map(_curve_rows, runs)) + 3 * len(runs)
     lines: list[str] = []
     for number, run in enumerate(runs):
         rest = len(runs) - number - 1
-        room = max(1, (screen.height - len(lines) - 3 * rest) - (2 + (_CURVE_ROWS if curves else 0)) - (1 if number else 0))
+        slow = slownesses(run)
+        told = _verdict(run, slow, paint) if screen.height - len(lines) - 3 * rest > _LEAST_FOR_WORDS else []
+        above = len(told) + (_curve_rows(run) if curves else 0) + (1 if number else 0)
+        room = max(1, (screen.height - len(lines) - 3 * rest) - 2 - above)
         lines += [""] if number else []
-        lines += _run(run, paint, room, screen.first, now if not number else "", curves=curves)
+        lines += [_heading(run, paint, now if not number else ""), *told, *(_curves(run, paint) if curves else [])]
+        lines += _table(run, slow, paint, room, screen.first)
     return lines[: screen.height]
 
 
-def slowdowns(seen: Sequence[RankView]) -> dict[str, float]:
-    """Return each rank's own step time over that of its peers, by incarnation (``detect.stragglers``, over the last steps)."""
-    typical = {one.rank.incarnation: in_order(typical_phases(one.steps)) for one in seen if one.steps}
-    return {name: slowness.factor for name, slowness in stragglers.compare(typical).items()}
+def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
+    """Return how the living ranks of a run compare, by incarnation: as the page has it; at first by their last steps."""
+    living = [one for one in seen if one.rank.up]
+    known = {
+        one.rank.incarnation: one.rank.standing.slowness
+        for one in living
+        if one.rank.standing is not None and one.rank.standing.slowness is not None
+    }
+    if len(known) == len(living):
+        return known
+    return stragglers.slowness({one.rank.incarnation: one.pace.spent for one in living if one.pace})
 
 
-def _run(run: Sequence[RankView], paint: TerminalStyle, room: int, first: int, now: str, *, curves: bool) -> Iterator[str]:
-    yield _heading(run, paint, now)
-    if curves:
-        yield from _curves(run, paint)
-    slow = slowdowns(run)
+def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], paint: TerminalStyle) -> list[str]:
+    """Return what is worth a look, in the words that the page has for it; nothing where all is well."""
+    found = health.findings(RunStatus([_status(one, slow) for one in run], len(run), len(run)))
+    severity = found[0].severity if found else health.INFO
+    if severity == health.INFO:
+        return []
+    line = f"{health.BADGES[health.LEVELS[severity]]}: {' '.join(text_format.clean(one.text) for one in found)}"
+    return [paint("red" if severity == health.ERROR else "yellow", text_format.cut(line, paint.width))]
+
+
+def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
+    rank, values = one.rank, values_of(one.rank.view)
+    newest = next((step.loss for step in reversed(one.steps) if step.loss is not None), None)
+
+    def get(metric: catalog.Metric, *attributes: str) -> float | None:
+        return _number(values, metric, *attributes)
+
+    return rank_status(
+        get,
+        rank=rank.rank,
+        state=rank.state,
+        reason="" if rank.up else exporter_metrics.ending(rank),
+        up=rank.up,
+        phase=rank.view.live.phase if rank.up else None,
+        recorded=rank.view.live.steps_since_ns is not None,
+        beat_age_s=rank.beat_age_s,
+        progress_age_s=rank.progress_age_s,
+        per_s=one.speed.per_s if one.speed else None,
+        loss=last_loss(get, newest),
+        slowness=slow.get(rank.incarnation),
+    )
+
+
+def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], paint: TerminalStyle, room: int, first: int) -> Iterator[str]:
     ordered = run if len(run) <= room else sorted(run, key=lambda one: _trouble(one, slow))
     fits = len(ordered) <= room
     begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
@@ -104,9 +153,10 @@ def _run(run: Sequence[RankView], paint: TerminalStyle, room: int, first: int, n
         )
 
 
-def _trouble(one: RankView, slow: Mapping[str, float]) -> tuple[bool, bool, float]:
+def _trouble(one: RankView, slow: Mapping[str, Slowness]) -> tuple[bool, bool, float]:
     # rounded, so that equals keep their places from look to look
-    return one.rank.state in _FINE, not _active(one), -max(1.0, round(slow.get(one.rank.incarnation, 1.0), 1))
+    own = slow.get(one.rank.incarnation)
+    return one.rank.state in _FINE, not _active(one), -max(1.0, round(own.factor, 1) if own else 1.0)
 
 
 def _heading(run: Sequence[RankView], paint: TerminalStyle, now: str) -> str:
@@ -151,10 +201,21 @@ def _curves(run: Sequence[RankView], paint: TerminalStyle) -> list[str]:
         curve = text_format.sparkline(values, room, ascii_only=not paint.unicode)
         line = f"{name:<9} {text_format.pad(say(last), 9, right=True)}  {curve}"
         lines.append(paint("cyan", line.rstrip()))
-    return [*lines, ""]
+    return [*lines, *(_logged(name, points, paint) for name, points in list(first.scalars.items())[:_MOST_SCALARS]), ""]
 
 
-def _row(one: RankView, slow: Mapping[str, float]) -> list[str]:
+def _logged(name: str, points: Sequence[Point], paint: TerminalStyle) -> str:
+    bars = text_format.sparkline([point.value for point in points], paint.width - 22, ascii_only=not paint.unicode)
+    last = text_format.pad(text_format.number(points[-1].value), 9, right=True)
+    return paint("cyan", f"{text_format.pad(text_format.clean(name), 9)} {last}  {bars}".rstrip())
+
+
+def _curve_rows(run: Sequence[RankView]) -> int:
+    first = next((one for one in run if one.steps), run[0])
+    return _CURVE_ROWS + len(list(first.scalars)[:_MOST_SCALARS])
+
+
+def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
     rank, steps, values = one.rank, one.steps, values_of(one.rank.view)
     last = steps[-1] if steps else None
     shares = _shares(typical_phases(steps))
@@ -169,7 +230,7 @@ def _row(one: RankView, slow: Mapping[str, float]) -> list[str]:
         text_format.number(norm),
         *shares,
         _memory(values),
-        "-" if stretch is None else f"{stretch:.2f}×",
+        "-" if stretch is None else f"{stretch.factor:.2f}×",
         _anomalies(values),
     ]
 

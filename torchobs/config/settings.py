@@ -40,7 +40,8 @@ class Settings:
     control_dir: Path | None = None
     file_size: int = 1024**2
     exporter: bool = False
-    exporter_address: Address = EXPORTER_ADDRESS
+    exporter_address: Address | None = None
+    summary: bool = True
     job_name: str | None = None
     run_id: str | None = None
     rank: int | None = None
@@ -80,7 +81,13 @@ OPTIONS = (
         "false", ("TORCHOBS_EXPORTER",),
     ),
     Option(
-        "exporter_address", kinds.ADDRESS, "Where that exporter listens.", "127.0.0.1:10960", ("TORCHOBS_EXPORTER_ADDRESS",),
+        "exporter_address", kinds.ADDRESS, "Where that exporter listens, and nowhere else.",
+        "127.0.0.1:10960, or the next free port", ("TORCHOBS_EXPORTER_ADDRESS",),
+    ),
+    Option(
+        "summary", kinds.BOOLEAN,
+        "Whether `torchobs run` says on a terminal where the live page is, and at the end what became of the run.",
+        "true", ("TORCHOBS_SUMMARY",),
     ),
     Option(
         "job_name", kinds.TEXT, "Label `job_name` of every series.",

@@ -16,6 +16,15 @@ ENDS = 0.10
 WINDOW_S = 60.0
 """Long enough for the start of an epoch's workers to be what it is in the whole."""
 LEAST_STEPS = 10
+LEAST_TRAINED_S = 10.0
+"""Below, a run's total says what its first step did: that one starts the workers, for which nobody needs a warning."""
+
+
+def waiting_share(data_s: float, trained_s: float) -> float | None:
+    """Return the share of the steps' time that was spent waiting, over a whole run; ``None`` where it is no finding."""
+    if trained_s < LEAST_TRAINED_S or data_s < BEGINS * trained_s:
+        return None
+    return data_s / trained_s
 
 
 class Waited(NamedTuple):

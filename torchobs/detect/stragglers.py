@@ -13,6 +13,7 @@ much of theirs is taken out first.
 from __future__ import annotations
 
 from bisect import bisect_left
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -22,6 +23,23 @@ _LATE = (0, 1, 3)
 """Indexes of data, forward and optimizer."""
 
 LEAST_RANKS = 2
+LEAST_STEPS = 8
+"""Steps over which a rank is compared at least: fewer say more of one step than of the rank."""
+SLOW = 1.2
+"""The factor from which on a rank is called slow. A fifth longer than its peers costs the run a sixth of its speed."""
+LEAST_EXCESS_S = 0.005
+"""And by so much a step: the interpreter's threads take turns of 5 ms, which no rank of 1 ms a step can be blamed for."""
+
+
+class Spent(NamedTuple):
+    """What a rank's steps took lately, from its counters or from its records."""
+
+    steps: int
+    """over which the means are"""
+    phases_s: Sequence[float]
+    """mean seconds of a step in each of ``catalog.PHASES``"""
+    aside_s: float
+    """mean seconds per step of evaluation, checkpoints and compilation beside it"""
 
 
 class Slowness(NamedTuple):
@@ -31,6 +49,30 @@ class Slowness(NamedTuple):
     """its own step time over theirs, both without waiting; 1 = as fast as they are"""
     phase: int
     """index of the phase in which it loses most"""
+    own_s: float = inf
+    """its mean seconds per step in that phase"""
+    others_s: float = 0.0
+    """the median of its peers there"""
+    excess_s: Sequence[float] = ()
+    """seconds per step above the median of its peers, in each phase"""
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether that is worth a word."""
+        return self.factor >= SLOW and self.own_s - self.others_s >= LEAST_EXCESS_S
+
+
+def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
+    """Return each rank's slowness among those with enough steps: the one judgement that every view and metric shows."""
+    enough = {rank: own for rank, own in spent.items() if own.steps >= LEAST_STEPS}
+    times = {rank: own.phases_s for rank, own in enough.items()}
+    return compare(without_asides(times, {rank: own.aside_s for rank, own in enough.items()}))
+
+
+def slowest(found: Mapping[str, Slowness]) -> str | None:
+    """Return the rank that the others wait for most; ``None`` if none is slow."""
+    slow = [rank for rank, own in found.items() if own.is_slow]
+    return max(slow, key=lambda rank: found[rank].factor, default=None)
 
 
 def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
@@ -74,7 +116,8 @@ def _slowness(own: Sequence[float], columns: Sequence[Sequence[float]], totals: 
     wait = max(-value for value in above)
     without_waiting = whole - min(max(late, 0.0), max(wait, 0.0))
     phase = max(_LATE if late > 0 else range(len(above)), key=above.__getitem__)
-    return Slowness(total / without_waiting if without_waiting > 0 else 1.0, phase)
+    factor = total / without_waiting if without_waiting > 0 else 1.0
+    return Slowness(factor, phase, own[phase], usual[phase], tuple(above))
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect import stragglers
-from torchobs.diagnosis import text_format
+from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.exit_cause import main_exceptions
-from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.standing import statuses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torchobs.diagnosis.rank_report import RankReport, Step
-
-SLOW = 1.2
-"""The factor from which on a rank is called slow."""
 
 RECENT = 200
 _BEAT_S = 0.5
 """A rank that vanished gave its last sign of life up to that long before."""
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
-_LEAST_EXCESS_S = 0.005
-
-
-class Slowest(NamedTuple):
-    """The rank whose own part of a step takes longest, as far beyond the others' that they wait for it. Seconds."""
-
-    rank: str
-    phase: str
-    own_s: float
-    others_s: float
-    """the median of the others in that phase"""
 
 
 def compare(ranks: Sequence[RankReport]) -> list[Finding]:
@@ -41,28 +27,6 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
     if len(ranks) < 2:  # noqa: PLR2004  # one has nobody to be compared with
         return []
     return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *_slowest(ranks)]
-
-
-def slowest(typical: Mapping[str, Mapping[str, float]]) -> Slowest | None:
-    """Return the rank that the others wait for, given each rank's usual seconds by phase; ``None`` if there is none.
-
-    By :mod:`torchobs.detect.stragglers`, as the live page has it: from 1.2 times the others' step on, and 5 ms, which is noise
-    where threads take turns.
-    """
-    found = stragglers.compare({rank: in_order(phases) for rank, phases in typical.items()})
-    if not found:
-        return None
-    rank = max(found, key=lambda name: found[name].factor)
-    phase = catalog.PHASES[found[rank].phase]
-    own_s = typical[rank].get(phase, 0.0)
-    others_s = median([phases.get(phase, 0.0) for name, phases in typical.items() if name != rank])
-    slow = found[rank].factor >= SLOW and own_s - others_s >= _LEAST_EXCESS_S
-    return Slowest(rank, phase, own_s, others_s) if slow else None
-
-
-def in_order(phases: Mapping[str, float]) -> list[float]:
-    """Return the seconds of ``catalog.PHASES``, in their order."""
-    return [phases.get(phase, 0.0) for phase in catalog.PHASES]
 
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
@@ -153,11 +117,15 @@ def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def _slowest(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    found = slowest({facts.rank: typical_phases(facts.steps) for facts in ranks if facts.steps})
-    if found is not None:
-        own, others = text_format.duration(found.own_s), text_format.duration(found.others_s)
-        text = f"Rank {found.rank} was the slowest: {found.phase} took it {own} a step, and the others {others}, who waited."
-        yield Finding(WARNING, "slowest_rank", text)
+    known = statuses(ranks)
+    for told in health.slowest(known):
+        worst = max((one.slowness for one in known if one.slowness), key=lambda found: found.factor)
+        phase, own, others = (
+            catalog.PHASES[worst.phase],
+            text_format.duration(worst.own_s),
+            text_format.duration(worst.others_s),
+        )
+        yield told._replace(text=f"{told.text} It took {own} a step for {phase}, and the others {others}, who waited.")
 
 
 def _few(names: Sequence[str], most: int = 8) -> list[str]:

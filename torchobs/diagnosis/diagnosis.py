@@ -6,7 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from torchobs.diagnosis.exit_cause import ending
-from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
 

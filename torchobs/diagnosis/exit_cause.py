@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.diagnosis.stall import stalled
 from torchobs.ranks import state
 

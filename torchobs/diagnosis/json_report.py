@@ -11,13 +11,14 @@ from torchobs import catalog
 from torchobs.diagnosis.compare import compare, typical_phases
 from torchobs.diagnosis.diagnosis import diagnose
 from torchobs.diagnosis.stall import stall
+from torchobs.diagnosis.standing import run_health
 from torchobs.flight.format.event_ring import plain
 from torchobs.flight.metrics.throughput import speed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torchobs.diagnosis.finding import Finding
+    from torchobs.diagnosis.health import Finding
     from torchobs.diagnosis.rank_report import Fact, RankReport, Step
     from torchobs.diagnosis.stall import Stall
 
@@ -56,6 +57,7 @@ def document(ranks: Sequence[RankReport], bad: Sequence[tuple[str, str]], option
     """Return the report of a run's ranks; ``bad``: files that could not be read, each with the reason."""
     made = {
         "version": VERSION,
+        "health": _health(ranks),
         "findings": [_finding(finding) for finding in compare(ranks)],
         "ranks": [rank_document(facts, options) for facts in ranks],
         "unreadable": [{"file": name, "reason": why} for name, why in bad],
@@ -91,6 +93,7 @@ def rank_document(facts: RankReport, options: Options) -> dict[str, Any]:
         "speed": speed(facts.pace),
         "steps": [_step(step) for step in shown_steps if options.steps],
         "events": [_event(fact) for fact in shown_events if options.events],
+        "scalars": {name: [point._asdict() for point in points] for name, points in facts.scalars.items()},
         "goodput": facts.by_attribute(catalog.GOODPUT_TIME),
         "phases": facts.by_attribute(catalog.STEP_PHASE_TIME),
         "typical_phases": typical_phases(facts.steps),
@@ -128,8 +131,15 @@ def device_memory(facts: RankReport) -> dict[str, dict[str, float]]:
     return found
 
 
+def _health(ranks: Sequence[RankReport]) -> dict[str, str] | None:
+    if not ranks:
+        return None
+    known = run_health(ranks)
+    return {"level": known.level.name.lower(), "text": known.headline}
+
+
 def _finding(finding: Finding) -> dict[str, str]:
-    return finding._asdict()
+    return {"severity": finding.severity, "kind": finding.kind, "text": finding.text}
 
 
 def _stall(found: Stall | None) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.diagnosis import text_format
+from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
 from torchobs.flight.files import artifacts
 from torchobs.flight.files.create import file_name
@@ -191,6 +191,7 @@ def _facts(tracked: RankFile, source: str, limit: int | None) -> RankReport:
     state, why = (tracked.state, "") if up else rank_state.ending(live.exit_reason, live.exit_code, memory)
     steps = steps_of(records, header)
     phase, begun_s = last_phase(live.phase, None if begun_ns is None else header.wall_s(begun_ns), steps)
+    frames = list(tracked.file.events())
     return RankReport(
         source=text_format.clean(source),
         problems=problems,
@@ -205,7 +206,8 @@ def _facts(tracked: RankFile, source: str, limit: int | None) -> RankReport:
         phase=phase,
         phase_begun_s=begun_s,
         steps=steps,
-        events=events_of(tracked.file.events(), header),
+        events=events_of(((at, one) for at, one in frames if one.get("name") != catalog.EVENT_SCALARS.name), header),
+        scalars=scalars.curves(one for _, one in frames),
         values=values,
         pace=pace(records),
         partial=bool(problems),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
 from torchobs.diagnosis.rank_report import model_begins
 from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
 
@@ -208,7 +208,8 @@ def _spikes(facts: RankReport) -> Iterator[Finding]:
         note = _rate_note(facts.steps, _index(facts.steps, first.step))
         known = "" if note == told_of_rate else note
         told_of_rate = note
-        yield Finding(WARNING, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
+        severity = WARNING if count >= LEAST_NOTABLE[kind] else INFO
+        yield Finding(severity, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
     count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         then = "and recovered" if _recovered(facts, count) else "and whether it recovered is not in this part of the file"

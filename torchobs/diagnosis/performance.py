@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from operator import itemgetter
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.diagnosis import text_format
-from torchobs.diagnosis.finding import INFO, WARNING, Finding
+from torchobs.detect import slow_steps
+from torchobs.diagnosis import health, text_format
+from torchobs.diagnosis.health import INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import model_begins
 from torchobs.diagnosis.stall import LEAST_S
+from torchobs.diagnosis.standing import status
 from torchobs.ranks import state
 
 if TYPE_CHECKING:
@@ -21,15 +23,13 @@ if TYPE_CHECKING:
 
 _FIRST = 3
 """Steps that make workers and caches."""
-_LAST = 10
 _LEAST_EARLIER = 16
-_SLOWER = 2.0
-"""Half of that is what a busy machine, longer sequences or a garbage collection make of ten steps."""
-_LEAST_EXCESS_S = 0.005
-"""The interpreter's threads take turns of 5 ms."""
-_MUCH_WAITING = 0.2
 _LEAST_LOSS_S = 60.0
 _PLACES = 3
+_LONGEST_S = 1e9
+"""Longer is forged."""
+_AT_ONCE_S = 0.5
+"""As often a rank gives a sign of life."""
 
 
 def pace(facts: RankReport) -> Iterator[Finding]:
@@ -59,7 +59,13 @@ def _unsaved(facts: RankReport) -> Iterator[Finding]:
         return
     later = sum(step.end_s > saved_s for step in facts.steps)
     more = "" if later < len(facts.steps) and not facts.partial else " or more"
-    text = f"The last checkpoint was complete {text_format.duration(facts.last_s - saved_s)} before the end"
+    # the two clocks are read apart, and the sampler's last sign of life may be older than a save right at the end
+    age_s = facts.last_s - saved_s
+    when = f"{text_format.duration(age_s)} before the end" if age_s >= _AT_ONCE_S else "at the end"
+    if not later and not more:
+        yield Finding(INFO, "checkpoint_age", f"The last checkpoint was complete {when}: no step must be done again.")
+        return
+    text = f"The last checkpoint was complete {when}"
     yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.several(later, 'step')}{more} must be done again.")
 
 
@@ -88,15 +94,16 @@ def _own_s(step: Step) -> float:
 def _slowed(facts: RankReport) -> Iterator[Finding]:
     """Yield that the last steps were slow, and which phase it was."""
     latest = facts.steps[model_begins(facts.steps, len(facts.steps)) :]
-    timed = [step for step in latest if step.duration_s is not None]
-    earlier, last = timed[:-_LAST], timed[-_LAST:]
-    if len(earlier) < _LEAST_EARLIER or not facts.newest_is_here:
+    timed = [step for step in latest if step.duration_s is not None and 0 <= step.duration_s < _LONGEST_S][_FIRST:]
+    begin = slow_steps.slowed_from([step.duration_s or 0.0 for step in timed]) if facts.newest_is_here else None
+    if begin is None:
         return
-    usual_s, now_s = (median([step.duration_s or 0.0 for step in steps]) for steps in (earlier, last))
-    if now_s < max(_SLOWER * usual_s, usual_s + _LEAST_EXCESS_S):
-        return
-    phase, excess_s = _grown_phase(earlier, last)
-    text = f"Its last {_LAST} steps took {text_format.duration(now_s)} each, usual was {text_format.duration(usual_s)}"
+    earlier, late = timed[:begin], timed[begin:]
+    usual_s, now_s = (fmean(step.duration_s or 0.0 for step in steps) for steps in (earlier, late))
+    phase, excess_s = _grown_phase(earlier, late)
+    took = text_format.duration(sum(step.duration_s or 0.0 for step in late))
+    now, usual = text_format.duration(now_s), text_format.duration(usual_s)
+    text = f"Its last {len(late):,} steps ({took}) took {now} each, usual was {usual}"
     yield Finding(
         WARNING,
         "slowdown",
@@ -104,23 +111,21 @@ def _slowed(facts: RankReport) -> Iterator[Finding]:
     )
 
 
-def _grown_phase(earlier: Sequence[Step], last: Sequence[Step]) -> tuple[str, float]:
+def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, float]:
     def typical(steps: Sequence[Step], phase: str) -> float:
-        return median([step.phase_s.get(phase, 0.0) for step in steps])
+        return fmean(step.phase_s.get(phase, 0.0) for step in steps)
 
-    excess = {phase: typical(last, phase) - typical(earlier, phase) for phase in catalog.PHASES}
+    excess = {phase: typical(late, phase) - typical(earlier, phase) for phase in catalog.PHASES}
     phase = max(excess, key=lambda name: excess[name])
     return phase, excess[phase]
 
 
 def _waited(facts: RankReport) -> Iterator[Finding]:
-    times = facts.by_attribute(catalog.STEP_PHASE_TIME)
-    total = sum(times.values())
-    if total <= 0 or times.get("data", 0.0) < _MUCH_WAITING * total:
-        return
-    ready = facts.value(catalog.DATA_BATCHES_READY)
-    hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
-    yield Finding(WARNING, "data", f"It waited for data {text_format.percent(times['data'] / total)} of its steps' time.{hint}")
+    """Yield that training waited for its data, with what its workers had ready."""
+    for told in health.waiting([status(facts)]):
+        ready = facts.value(catalog.DATA_BATCHES_READY)
+        hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
+        yield told._replace(text=told.text + hint)
 
 
 def _grew(facts: RankReport) -> Iterator[Finding]:
@@ -168,9 +173,7 @@ def _changed(facts: RankReport) -> Iterator[Finding]:
 
 def _unseen(facts: RankReport) -> Iterator[Finding]:
     """Yield what of this is blind: probes that are off, items that did not fit."""
-    off = sorted(name for name, value in facts.by_attribute(catalog.PROBE_DISABLED).items() if value)
-    if off:
-        yield Finding(WARNING, "probes_off", f"Not watched, because the probe failed: {', '.join(off)}.")
+    yield from health.probes_off([status(facts)])
     dropped = {what: int(count) for what, count in facts.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:
         items = ", ".join(f"{count:,} {what}s" for what, count in dropped.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.catalog import Metric
+    from torchobs.diagnosis.scalars import Point
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.flight.format.layout import Header
     from torchobs.flight.metrics.fold import StepRecord
@@ -118,6 +119,8 @@ class RankReport:
     """by the series' name and the values of its attributes"""
     pace: Throughput | None = None
     """of its latest steps"""
+    scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+    """what the script logged by name"""
     left: tuple[ArtifactName, ...] = ()
     """files with something in them that it left beside its flight file"""
     copied: bool = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.finding import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.reader.reader import Distribution
 from torchobs.ranks import state

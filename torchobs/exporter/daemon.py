@@ -60,15 +60,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The ranks as the exporter sees them, for whoever decides when it has done its duty."""
+    """The ranks as the exporter sees them, for whoever decides when it has done its duty (``node.lifetime.ExporterStatus``)."""
 
     ranks: int
-    """that are served"""
-    alive: int  # whose process is there
+    alive: int
     last_scrape_age_s: float | None
-    """None: nobody has scraped yet"""
     unscraped_final: int
-    """ranks that have ended and whose last state was in no scrape yet"""
+    viewers: int = 0
 
 
 def serve(
@@ -280,7 +278,7 @@ class _Service:
     def _listener(self, address: Address | UnixAddress) -> socket.socket:
         if isinstance(address, UnixAddress):
             return bind_unix(Path(address.path))
-        return bind(address) if self._config.mode == "sidecar" else bind_near(address)
+        return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
 
     async def _serve(
         self, bound: socket.socket, address: Address | UnixAddress | None = None, *, commands: bool = False
@@ -305,6 +303,8 @@ class _Service:
             _log.info("listening on %s", address, extra={"cause": address})
             return
         actual = Address(address.host, bound.getsockname()[1])
+        if address.port not in {0, actual.port}:
+            _log.warning("%s is taken by another program: listening on %s", address, actual)
         _log.info("listening on %s", actual, extra={"cause": actual})
         self._address = self._address or str(actual)
         self._tell_address()
@@ -328,6 +328,7 @@ class _Service:
             alive=sum(rank.up for rank in ranks),
             last_scrape_age_s=None if last_s is None else time.monotonic() - last_s,
             unscraped_final=sum(not self._scrapers.got(number) for number in ended),
+            viewers=self._site.live.viewers,
         )
 
     async def _drain(self) -> None:
@@ -369,7 +370,7 @@ class _Service:
     async def _close(self) -> None:
         if self._targets is not None:
             self._targets.remove()
-        self._site.live.close()
+        self._site.live.close(done=self._done and {rank.up for rank in self._watch.latest.ranks} == {False})
         if self._push is not None:
             self._push.close()
         for door in self._doors:

@@ -9,6 +9,7 @@ session of its own, with no descriptor but its log.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -46,6 +47,9 @@ _BOOT = (
 )
 _SHELL_TIMEOUT_S = 5.0
 
+_told_taken: set[str] = set()
+"""Addresses: the sampler asks for an exporter again and again"""
+
 GRACE_S = 90.0
 """How long a last state waits for a scraper: longer than Prometheus' default scrape interval, a minute."""
 
@@ -54,7 +58,8 @@ def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s:
     """See to it that the flight directory has an exporter; what prevents that is logged, and never raised.
 
     To be called after this rank's flight file was published (``election``). It costs the trainer some 3 ms; the exporter
-    listens within a second, on ``address`` (``host:port``) or the next free port, and says so in ``exporter.json``.
+    listens within a second and says where in ``exporter.json``: on ``address`` (``host:port``) or nowhere, and if that is "" on
+    the default address or, if that is taken, on the next free port.
     """
     environ = settings.environment()
     if "KUBERNETES_SERVICE_HOST" in environ or Path(KUBERNETES_MOUNT).is_dir():
@@ -63,7 +68,7 @@ def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s:
     try:
         directory_fd = open_directory(flight_dir)
         try:
-            if not is_decided(directory_fd):
+            if not is_decided(directory_fd) and _is_free(address, directory_fd, log):
                 _start(os.path.abspath(flight_dir), directory_fd, address, grace_s, environ, log)
         finally:
             os.close(directory_fd)
@@ -89,6 +94,29 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
     Not LD_PRELOAD and CUDA_INJECTION64_PATH (a profiler of the training), not PYTHON*, not what describes one rank or one job.
     """
     return {name: value for name, value in environ.items() if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)}
+
+
+def _is_free(address: str, directory_fd: int, log: logging.Logger) -> bool:
+    """Return True if an exporter can listen there; else say once why not: its own log is not where somebody looks first."""
+    problem = _why_not(address) if address else None
+    if problem is None or is_decided(directory_fd):  # by the exporter that another rank has started just now
+        return problem is None
+    if address not in _told_taken:
+        _told_taken.add(address)
+        log.warning("no exporter: it cannot listen on %s: %s; the training goes on", address, problem.strerror or problem)
+    return False
+
+
+def _why_not(address: str) -> OSError | None:
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind((host.strip("[]"), int(port)))  # and not listened on: two ranks that ask at once are in nobody's way
+    except OSError as problem:
+        return problem
+    return None
 
 
 def _start(

@@ -15,6 +15,9 @@ from torchobs.node.election import Election, anyone_alive
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+WATCHED_S = 900.0
+"""How long an exporter stays for who looks at the page of a run that has ended: to read it, and not for ever."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -36,6 +39,10 @@ class ExporterStatus(Protocol):
     @property
     def unscraped_final(self) -> int:
         """Dead ranks whose last state was in no scrape yet."""
+
+    @property
+    def viewers(self) -> int:
+        """Browsers that show the live page now; a tab in the background is none."""
 
 
 class Serve(Protocol):
@@ -75,6 +82,8 @@ class Departure:
         now = self._clock()
         if self._alone_since is None:
             self._alone_since = now
+        if fleet.viewers and now - self._alone_since < WATCHED_S:
+            return False
         if not fleet.unscraped_final:
             return True
         silent_s = now - self._alone_since

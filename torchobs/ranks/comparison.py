@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import deque
 from itertools import groupby
 from math import sqrt
-from statistics import median
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect import stragglers
+from torchobs.detect.stragglers import Spent
 from torchobs.ranks import labels
 from torchobs.ranks.metric_values import Reader
 from torchobs.ranks.snapshot import RankStanding, RunSummary
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["RankComparator", "RankStanding", "RunSummary", "whole_norm"]
 
 LEAST_STEPS = 16
-"""Steps over which a rank is compared: fewer say more of one step than of the rank."""
+"""Steps between two looks at the counters over which a rank is compared."""
 WINDOW_NS = 30_000_000_000
 """And at least this long, so that a rank at 1 ms a step is not judged by 16 ms."""
 _PHASE_KEYS = [(phase,) for phase in catalog.PHASES]
@@ -85,12 +85,14 @@ class _Past:
         while len(marks) > 2 and steps - marks[1][1] >= LEAST_STEPS and now_ns - marks[1][0] >= WINDOW_NS:  # noqa: PLR2004  # the oldest, the newest
             marks.popleft()
 
-    def per_step_s(self) -> tuple[float, ...] | None:
-        """Return the mean seconds of a step in each phase and, last, of what was done beside it; or ``None``."""
+    def spent(self) -> Spent | None:
+        """Return what the steps between the oldest and the newest look took; ``None``: they are too few."""
         (_, first, before), (_, last, after) = self._marks[0], self._marks[-1]
-        if last - first < LEAST_STEPS:
+        steps = last - first
+        if steps < LEAST_STEPS:
             return None
-        return tuple(max(0.0, now - then) / (last - first) for now, then in zip(after, before, strict=True))
+        *phases_s, aside_s = (max(0.0, now - then) / steps for now, then in zip(after, before, strict=True))
+        return Spent(steps, phases_s, aside_s)
 
 
 def _is_counted(rank: Rank) -> bool:
@@ -102,28 +104,14 @@ def _standings(living: Mapping[str, Readings], pasts: Mapping[str, _Past], count
     if len(living) < stragglers.LEAST_RANKS:
         return {}
     furthest = max((_steps(readings) for incarnation, readings in living.items() if incarnation in counted), default=0)
-    spent = {incarnation: found for incarnation in living if (found := pasts[incarnation].per_step_s()) is not None}
-    times = stragglers.without_asides(
-        {incarnation: found[:-1] for incarnation, found in spent.items()},
-        {incarnation: found[-1] for incarnation, found in spent.items()},
-    )
-    slow = stragglers.compare(times)
+    spent = {incarnation: found for incarnation in living if (found := pasts[incarnation].spent()) is not None}
+    slow = stragglers.slowness(spent)
     return {
         incarnation: RankStanding(
             behind=furthest - _steps(readings) if incarnation in counted else None,
-            slowdown=slow[incarnation].factor if incarnation in slow else None,
-            excess_s=_excess(incarnation, times) if incarnation in slow else {},
+            slowness=slow.get(incarnation),
         )
         for incarnation, readings in living.items()
-    }
-
-
-def _excess(incarnation: str, times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    own, others = times[incarnation], [found for other, found in times.items() if other != incarnation]
-    return {
-        phase: own[index] - median(found[index] for found in others)
-        for index, phase in enumerate(catalog.PHASES)
-        if phase in catalog.OWN_PHASES
     }
 
 

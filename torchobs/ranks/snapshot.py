@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchobs import catalog
+from torchobs.detect.stragglers import Slowness
 from torchobs.flight.reader.reader import View
 from torchobs.ranks.exemplars import Shown
 
@@ -19,10 +20,19 @@ class RankStanding(NamedTuple):
 
     behind: int | None
     """steps by which the one that has done most is ahead; None: not all of its own were recorded"""
-    slowdown: float | None
-    """its step time over that of its peers, both without waiting (``detect.stragglers``); None: too few steps yet"""
-    excess_s: Mapping[str, float]
-    """seconds per step above the median of its peers, by ``catalog.OWN_PHASES``; empty where there is no slowdown"""
+    slowness: Slowness | None
+    """by ``detect.stragglers``, which the page and the commands show as well; None: too few steps yet"""
+
+    @property
+    def slowdown(self) -> float | None:
+        """Its step time over that of its peers, both without waiting."""
+        return self.slowness.factor if self.slowness else None
+
+    @property
+    def excess_s(self) -> Mapping[str, float]:
+        """Seconds per step above the median of its peers, by ``catalog.OWN_PHASES``; empty where there is no slowdown."""
+        excess = self.slowness.excess_s if self.slowness else ()
+        return {phase: own_s for phase, own_s in zip(catalog.PHASES, excess, strict=False) if phase in catalog.OWN_PHASES}
 
 
 class RunSummary(NamedTuple):

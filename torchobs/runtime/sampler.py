@@ -98,6 +98,7 @@ class Sampler:
         context, writer = self._context, self._context.writer
         context.device.poll()
         context.scalars.set_left()
+        self._keep_scalars(last=last)
         phase, since_ns = context.recorder.phase()
         if phase in _OF_EVALUATION and context.evaluating_since_ns:
             phase, since_ns = EVALUATION, context.evaluating_since_ns
@@ -131,6 +132,11 @@ class Sampler:
         if time.monotonic() - self.breathed >= STRETCH_S and not self._stop.is_set():
             time.sleep(BREATH_S)
             self.breathed = time.monotonic()
+
+    def _keep_scalars(self, *, last: bool) -> None:
+        points = self._context.scalars.points(time.monotonic(), last=last)
+        if points is not None:
+            self._context.writer.event(catalog.EVENT_SCALARS.name, points, self._context.recorder.step)
 
     def _tell_anomalies(self) -> None:
         writer = self._context.writer

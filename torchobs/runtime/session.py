@@ -164,7 +164,8 @@ class Session:
         from torchobs.node.launch import ensure_exporter
 
         if self.context is not None:
-            ensure_exporter(str(Path(self.context.writer.path).parent), str(self.settings.exporter_address), logger)
+            address = self.settings.exporter_address
+            ensure_exporter(str(Path(self.context.writer.path).parent), "" if address is None else str(address), logger)
 
     def _install_torch_probes(self) -> None:
         """Install what needs torch, now or at the end of its import."""

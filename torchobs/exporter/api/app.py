@@ -58,7 +58,8 @@ class Api:
         self._thread = ThreadPoolExecutor(1, "api")
         self._handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
             "status": self._status, "ranks": self._ranks, "debugSummary": self._debug_summary,
-            "trainingSummary": self._training_summary, "events": self._events, "steps": self._steps, "layers": self._layers,
+            "trainingSummary": self._training_summary, "events": self._events, "steps": self._steps,
+            "layers": self._layers, "scalars": self._scalars,
             "listEvidence": self._evidence, "getEvidence": self._download, "level": self._level, "probes": self._probes,
             "clear": self._clear, "profile": self._profile, "stacks": self._stacks, "openapi": self._openapi,
         }  # fmt: skip
@@ -160,6 +161,12 @@ class Api:
         params.only(request)
         rank = params.one_rank(await self._watch.fresh(), request.path_params["rank"])
         return _json({**serializers.named(rank), "layers": serializers.layers(rank)})
+
+    async def _scalars(self, request: Request) -> Response:
+        params.only(request)
+        rank = params.one_rank(await self._watch.fresh(), request.path_params["rank"])
+        nothing: dict[str, Any] = {"scalars": []}
+        return _json({**serializers.named(rank), **await self._read(rank, history.logged, nothing)})
 
     async def _evidence(self, request: Request) -> Response:
         params.only(request)

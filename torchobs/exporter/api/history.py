@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.diagnosis import scalars
 from torchobs.exporter.api.problems import bad
 from torchobs.exporter.api.serializers import instant, named, wall_ns
 from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
@@ -88,6 +89,12 @@ def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
         "speed": speed(pace(records)),
         "steps": [_step(record, late.get(record.step, ()), rank) for record in ended],
     }
+
+
+def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
+    """Return the curves of what the script logs by name, oldest point first."""
+    found = scalars.curves(fields for _, fields in file.events())
+    return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in found.items()]}
 
 
 def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank) -> Dated:

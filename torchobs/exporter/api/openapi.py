@@ -123,6 +123,8 @@ SCHEMAS: dict[str, Schema] = {
         skipped={"type": "boolean", "description": "whether the loss scaler skipped the optimizer"},
     ),
     "Layers": _object(**_NAMED, layers=_list(_object(layer=_TEXT, values=_map(_NUMBER)))),
+    "Scalars": _object(**_NAMED, scalars=_list(_ref("Scalar"))),
+    "Scalar": _object(name=_TEXT, points=_list(_object(step=_COUNT, value=_NUMBER))),
     "EvidenceList": _object(evidence=_list(_ref("Evidence"))),
     "Evidence": _object(
         id=_LINK["properties"]["id"],
@@ -190,6 +192,9 @@ PATHS: dict[str, dict[str, Operation]] = {
         )
     },
     "/ranks/{rank}/layers": {"get": Operation("layers", "A rank's values by layer.", "Layers", refusals=(404, 409))},
+    "/ranks/{rank}/scalars": {
+        "get": Operation("scalars", "What a rank logs by name, as curves, oldest first.", "Scalars", refusals=(404, 409))
+    },
     "/events": {
         "get": Operation("events", "Events of all ranks, or one, newest first.", "Events", query=_EVENT_QUERY, refusals=(404,))
     },

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.flight.files.control import LEVELS
 from torchobs.flight.reader.reader import Distribution
 
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
 _VALUES = (
-    ("steps", catalog.STEPS), ("loss", catalog.LOSS), ("gradient_norm", catalog.GRAD_NORM),
-    ("tokens", catalog.TOKENS), ("samples", catalog.SAMPLES), ("total_steps", catalog.STEPS_PLANNED),
+    ("steps", catalog.STEPS), ("tokens", catalog.TOKENS), ("samples", catalog.SAMPLES), ("total_steps", catalog.STEPS_PLANNED),
 )  # fmt: skip
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike")
 _LAYER = "layer"
@@ -58,6 +58,8 @@ def rank_view(rank: Rank) -> dict[str, Any]:
         "progress_age_s": rank.progress_age_s,
         "learning_rate": _learning_rate(rank),
         **{name: values.get(metric.name) for name, metric in _VALUES},
+        "loss": last_loss(lambda metric, *key: _value(rank, metric, key)),
+        "gradient_norm": last_grad_norm(lambda metric, *key: _value(rank, metric, key)),
     }
 
 
@@ -130,6 +132,14 @@ def _active(rank: Rank) -> list[str]:
 def _plain(rank: Rank) -> dict[str, float]:
     points = (point for point in rank.view.points if not point.series.attributes)
     return {point.series.name: point.value for point in points if not isinstance(point.value, Distribution)}
+
+
+def _value(rank: Rank, metric: catalog.Metric, key: tuple[str, ...]) -> float | None:
+    """Return the number of a series by the values of its attributes, as the file has it, of a dead rank as well."""
+    for series, value in rank.view.points:
+        if series.name == metric.name and tuple(str(of) for _, of in series.attributes) == key:
+            return None if isinstance(value, Distribution) else value
+    return None
 
 
 def _learning_rate(rank: Rank) -> float | None:

@@ -66,7 +66,8 @@ class Trace:
             self._next = position + 1
             kind, span_id = frame.get("k"), frame.get("span_id")
             if kind == "event":
-                self._add_event(frame)
+                if frame.get("name") != catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
+                    self._add_event(frame)
             elif not isinstance(span_id, str):
                 continue
             elif span_id == self._run_id:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs.catalog import PHASES
-from torchobs.exporter.ui import formatting
+from torchobs.diagnosis import quantities
 from torchobs.exporter.ui.html import EMPTY, Html, joined, tag, unseen
 from torchobs.exporter.ui.sparkline_data import heights
 
@@ -59,9 +59,9 @@ def phases(shares: Sequence[float]) -> Html:
 
 def _bar(parts: Sequence[tuple[str, float]]) -> Html:
     largest = max(parts, key=lambda part: part[1])
-    words = ", ".join(f"{name} {formatting.share(part)}" for name, part in parts if part >= _LEAST_NAMED)
+    words = ", ".join(f"{name} {quantities.share(part)}" for name, part in parts if part >= _LEAST_NAMED)
     svg = stacked(parts)
-    return joined([svg, tag("span", f"{largest[0]} {formatting.share(largest[1])}", aria_hidden="true"), unseen(words)])
+    return joined([svg, tag("span", f"{largest[0]} {quantities.share(largest[1])}", aria_hidden="true"), unseen(words)])
 
 
 def stacked(parts: Iterable[tuple[str, float]]) -> Html:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs.diagnosis import scalars
+from torchobs.diagnosis.status import Newest, newest
 from torchobs.exporter.ui import events as page_events
+from torchobs.exporter.ui.event_groups import NOTHING as NO_EVENTS
 from torchobs.exporter.ui.sparkline_data import KEPT, Curve, RankHistory, curve
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
@@ -15,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torchobs.exporter.snapshot_cache import Scan
-    from torchobs.exporter.ui.events import EventRow
+    from torchobs.exporter.ui.event_groups import RankEvents
     from torchobs.flight.reader.reader import FlightFile
     from torchobs.ranks.scanner import Rank, Snapshot
 
@@ -26,7 +31,6 @@ are not looked at closely have a pace over fewer steps."""
 EVENTS_S = 0.2
 """Time that a look may spend on event rings, of which one takes up to 5 ms; those left over are next look's."""
 
-MOST_EVENTS = 200
 MOST_HISTORIES = 16
 
 
@@ -45,9 +49,12 @@ class Details(NamedTuple):
 
     paces: Mapping[str, Throughput]
     curves: Mapping[str, Curves]
-    events: Mapping[str, tuple[EventRow, ...]]
-    """oldest first"""
+    events: Mapping[str, RankEvents]
     took_s: float = 0.0
+    newest: Mapping[str, Newest] = MappingProxyType({})
+    """the last loss and gradient norm as they were, finite or not"""
+    scalars: Mapping[str, scalars.Curves] = MappingProxyType({})
+    """what the script logs by name"""
 
 
 NOTHING = Details({}, {}, {})
@@ -58,8 +65,9 @@ class PageData:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._paces: dict[str, tuple[object, Throughput | None]] = {}
-        self._events: dict[str, tuple[int, tuple[EventRow, ...]]] = {}
+        self._paces: dict[str, tuple[object, Throughput | None, Newest]] = {}
+        self._events: dict[str, tuple[int, int, RankEvents]] = {}
+        self._scalars: dict[str, scalars.Curves] = {}
         self._histories: dict[str, tuple[RankHistory, Curves]] = {}
 
     def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
@@ -72,14 +80,21 @@ class PageData:
             self._look(scan, rank, limit, focused=rank.incarnation in chosen)
         self._look_at_events(scan, sorted(snapshot.ranks, key=lambda rank: (rank.incarnation not in chosen, rank.up)))
         return Details(
-            {incarnation: found for incarnation, (_, found) in self._paces.items() if found},
+            {incarnation: found for incarnation, (_, found, _) in self._paces.items() if found},
             {incarnation: curves for incarnation, (_, curves) in self._histories.items()},
-            {incarnation: events for incarnation, (_, events) in self._events.items()},
+            {incarnation: events for incarnation, (_, _, events) in self._events.items()},
             self._clock() - began,
+            {incarnation: last for incarnation, (_, _, last) in self._paces.items()},
+            dict(self._scalars),
         )
 
     def _forget(self, served: set[str], focused: list[str]) -> None:
-        for cache, kept in ((self._paces, served), (self._events, served), (self._histories, {*focused} & served)):
+        for cache, kept in (
+            (self._paces, served),
+            (self._events, served),
+            (self._scalars, served),
+            (self._histories, {*focused} & served),
+        ):
             for gone in cache.keys() - kept:
                 del cache[gone]
 
@@ -91,11 +106,12 @@ class PageData:
             return
         try:
             with scan.flight_file(rank.incarnation) as file:
-                self._paces[rank.incarnation] = core, pace(file.latest(LATEST if focused else limit))
+                records = file.latest(LATEST if focused else limit)
+                self._paces[rank.incarnation] = core, pace(records), newest(records)
                 if focused:
                     self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
         except HOSTILE:
-            self._paces.setdefault(rank.incarnation, (core, None))  # gone, or garbage now: what was seen stays
+            self._paces.setdefault(rank.incarnation, (core, None, Newest()))  # gone, or garbage now: what was seen stays
 
     def _follow(self, incarnation: str, file: FlightFile) -> tuple[RankHistory, Curves]:
         history = self._histories[incarnation][0] if incarnation in self._histories else RankHistory()
@@ -107,14 +123,16 @@ class PageData:
     def _look_at_events(self, scan: Scan, ranks: Iterable[Rank]) -> None:
         deadline = self._clock() + EVENTS_S
         for rank in ranks:
-            known, head = self._events.get(rank.incarnation), rank.view.live.event_head
-            if known is not None and known[0] == head:
+            head = rank.view.live.event_head
+            known, upto, events = self._events.get(rank.incarnation, (-1, -1, NO_EVENTS))
+            if known == head:
                 continue
             if self._clock() > deadline:
                 return
-            try:
-                with scan.flight_file(rank.incarnation) as file:
-                    told = page_events.of_ring(rank.view.header, rank.rank, file.events())
-            except HOSTILE:
-                told = list(known[1]) if known else []
-            self._events[rank.incarnation] = head, tuple(told[-MOST_EVENTS:])
+            with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:
+                new = [(at, frame) for at, frame in file.events() if at > upto]
+                events = events.add(page_events.of_ring(rank.view.header, rank.rank, new))
+                upto = max((at for at, _ in new), default=upto)
+                logged = scalars.curves((frame for _, frame in new), self._scalars.get(rank.incarnation))
+                self._scalars[rank.incarnation] = logged
+            self._events[rank.incarnation] = head, upto, events

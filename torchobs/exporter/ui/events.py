@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.exporter.ui import formatting
+from torchobs.diagnosis import quantities
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | N
     name, at_ns, attributes = fields.get("name"), fields.get("t"), fields.get("attrs")
     if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(at_ns, int):
         return None
+    if name == catalog.EVENT_SCALARS.name:  # shown as curves
+        return None
     known = _EVENTS.get(name)
     step = fields.get("step")
     return EventRow(
@@ -109,7 +111,7 @@ def _span(rank: str, fields: Mapping[str, Any]) -> EventRow | None:
         return None
     if not abs(ended_ns) < _FAR_S * 1e9 > abs(begun_ns):
         return None
-    took = formatting.took(max((ended_ns - begun_ns) / 1e9, 0.0))
+    took = quantities.took(max((ended_ns - begun_ns) / 1e9, 0.0))
     text = _text(fields.get("attrs"))
     return EventRow(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {took}" + (f" · {text}" if text else ""))
 
@@ -123,5 +125,5 @@ def _text(attributes: object) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, float) and isfinite(value):
-        return formatting.number(value)
+        return quantities.number(value)
     return ", ".join(map(_value, value[:8])) if isinstance(value, list) else labels.text(value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.exporter.ui import charts, formatting
+from torchobs.diagnosis import quantities
+from torchobs.exporter.ui import charts
 from torchobs.exporter.ui.html import EMPTY, Html, exact, joined, named, tag
 
 if TYPE_CHECKING:
@@ -32,15 +33,15 @@ def _figure(name: str, value: Html, more: Html = EMPTY) -> Html:
 
 def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
     total, steps = model.total_steps, model.run.steps if model.run else 0
-    bar = joined([charts.meter(steps / total), f"{formatting.share(min(steps / total, 1.0))} of {total:,}"]) if total else EMPTY
+    bar = joined([charts.meter(steps / total), f"{quantities.share(min(steps / total, 1.0))} of {total:,}"]) if total else EMPTY
     yield "Step", exact(f"{steps:,}", steps), bar
     if model.left_s is not None:
-        yield "Time left", tag("span", formatting.span(model.left_s)), tag("span", _at_what_speed(focus))
+        yield "Time left", tag("span", quantities.span(model.left_s)), tag("span", _at_what_speed(focus))
     yield from _speed(focus)
     goodput = focus.readings.of(catalog.GOODPUT_TIME)
     if sum(goodput.values()):
         productive = goodput.get(("productive",), 0.0) / sum(goodput.values())
-        yield "Goodput", exact(formatting.share(productive), productive), tag("span", "of the time since the start")
+        yield "Goodput", exact(quantities.share(productive), productive), tag("span", "of the time since the start")
     yield from _rate(focus.readings)
 
 
@@ -54,9 +55,9 @@ def _speed(focus: Row) -> Iterator[tuple[str, Html, Html]]:
     if pace is None:
         return
     work = ((pace.tokens_per_s, "tokens"), (pace.samples_per_s, "samples"))
-    parts = [joined([exact(formatting.rate(value, what), value), " on this rank, over its "]) for value, what in work if value]
-    over = tag("span", f"{'' if parts else 'over its '}last {pace.steps:,} steps ({formatting.took(pace.window_s)})")
-    yield "Speed", exact(formatting.rate(pace.per_s, "steps"), pace.per_s), joined([*parts[:1], over])
+    parts = [joined([exact(quantities.rate(value, what), value), " on this rank, over its "]) for value, what in work if value]
+    over = tag("span", f"{'' if parts else 'over its '}last {pace.steps:,} steps ({quantities.took(pace.window_s)})")
+    yield "Speed", exact(quantities.rate(pace.per_s, "steps"), pace.per_s), joined([*parts[:1], over])
 
 
 def _rate(readings: Readings) -> Iterator[tuple[str, Html, Html]]:
@@ -64,7 +65,7 @@ def _rate(readings: Readings) -> Iterator[tuple[str, Html, Html]]:
     if rates:
         first = rates.get(("0",), next(iter(rates.values())))
         groups = f"first of {len(rates)} groups" if len(rates) > 1 else ""
-        yield "Learning rate", exact(formatting.number(first), first), tag("span", groups)
+        yield "Learning rate", exact(quantities.number(first), first), tag("span", groups)
 
 
 def details(model: Model) -> Html:
@@ -100,7 +101,7 @@ def _goodput(readings: Readings) -> Html:
     bar = charts.stacked([(f"goodput-{name}", times[name] / whole) for name in order if name in _GOODPUT])
     lines = [
         (name, joined([charts.stacked([(f"goodput-{name}", 1.0)]) if name in _GOODPUT else EMPTY,
-                       exact(formatting.took(times[name]), times[name]), f" ({formatting.share(times[name] / whole)})"]))
+                       exact(quantities.took(times[name]), times[name]), f" ({quantities.share(times[name] / whole)})"]))
         for name in order
     ]  # fmt: skip
     return joined([bar, tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in lines), class_="keyed")])
@@ -116,25 +117,25 @@ def _memory(readings: Readings) -> Iterator[Line]:
         for word, metric in (("in use", catalog.MEMORY_DEVICE_ALLOCATED), ("peak", catalog.MEMORY_DEVICE_PEAK)):
             value = readings.get(metric, *device)
             if value is not None:
-                yield f"{device[0]} {word}", exact(formatting.size(value), value)
+                yield f"{device[0]} {word}", exact(quantities.size(value), value)
     for word, metric in (("process", catalog.MEMORY_HOST_RSS), ("its workers", catalog.MEMORY_HOST_CHILDREN_RSS)):
         value = readings.get(metric)
         if value:
-            yield word, exact(formatting.size(value), value)
+            yield word, exact(quantities.size(value), value)
     working_set = readings.get(catalog.CGROUP_MEMORY_WORKING_SET)
     if working_set is not None:
         yield "container", _of(working_set, readings.get(catalog.CGROUP_MEMORY_LIMIT))
     for (limit,), part in readings.of(catalog.MEMORY_HOST_UTILIZATION).items():
-        yield f"{limit} full", joined([charts.meter(part), exact(formatting.share(part), part)])
+        yield f"{limit} full", joined([charts.meter(part), exact(quantities.share(part), part)])
     for (space,), left_s in readings.of(catalog.MEMORY_TIME_TO_LIMIT).items():
-        yield f"{space} memory full in", exact(formatting.span(left_s), left_s)
+        yield f"{space} memory full in", exact(quantities.span(left_s), left_s)
 
 
 def _of(value: float, limit: float | None) -> Html:
     if not limit:
-        return exact(formatting.size(value), value)
+        return exact(quantities.size(value), value)
     return joined(
-        [charts.meter(value / limit), exact(formatting.size(value), value), " of ", exact(formatting.size(limit), limit)]
+        [charts.meter(value / limit), exact(quantities.size(value), value), " of ", exact(quantities.size(limit), limit)]
     )
 
 
@@ -144,7 +145,7 @@ def _amp(readings: Readings) -> Iterator[Line]:
         yield "autocast", tag("span", ", ".join(kinds))
     scales = readings.of(catalog.AMP_SCALE)
     for (scaler,), scale in scales.items():
-        yield "loss scale" if len(scales) == 1 else f"loss scale {scaler}", exact(formatting.number(scale), scale)
+        yield "loss scale" if len(scales) == 1 else f"loss scale {scaler}", exact(quantities.number(scale), scale)
     if scales:
         yield from _counts(readings, (("steps skipped", catalog.AMP_STEPS_SKIPPED), ("in a row now", catalog.AMP_SKIP_STREAK)))
 
@@ -154,18 +155,18 @@ def _compile(readings: Readings) -> Iterator[Line]:
     if not times and not readings.get(catalog.COMPILE_IN_PROGRESS):
         return
     yield "now", tag("span", "compiling" if readings.get(catalog.COMPILE_IN_PROGRESS) else "idle")
-    yield "time spent", exact(formatting.took(times), times)
+    yield "time spent", exact(quantities.took(times), times)
     first, again = (int(readings.get(catalog.COMPILE_COMPILATIONS, cause) or 0) for cause in ("first", "recompile"))
     yield "compilations", tag("span", f"{first:,}, and {again:,} again")
     breaks = sum(readings.of(catalog.COMPILE_GRAPH_BREAKS).values())
     failures = sum(readings.of(catalog.COMPILE_FAILURES).values())
-    yield "graph breaks", exact(formatting.count(breaks), breaks)
+    yield "graph breaks", exact(quantities.count(breaks), breaks)
     if failures:
-        yield "given up", exact(formatting.count(failures), failures)
+        yield "given up", exact(quantities.count(failures), failures)
     hits = sum(value for (_, result), value in readings.of(catalog.COMPILE_CACHE_LOOKUPS).items() if result == "hit")
     lookups = sum(readings.of(catalog.COMPILE_CACHE_LOOKUPS).values())
     if lookups:
-        yield "cache hits", tag("span", f"{formatting.count(hits)} of {formatting.count(lookups)}")
+        yield "cache hits", tag("span", f"{quantities.count(hits)} of {quantities.count(lookups)}")
 
 
 def _saved(readings: Readings, now_s: float) -> Iterator[Line]:
@@ -173,19 +174,19 @@ def _saved(readings: Readings, now_s: float) -> Iterator[Line]:
     if saved or failed:
         yield (
             "checkpoints",
-            joined([exact(formatting.count(saved), saved), f", {formatting.count(failed)} failed" if failed else ""]),
+            joined([exact(quantities.count(saved), saved), f", {quantities.count(failed)} failed" if failed else ""]),
         )
     at_s, size = readings.get(catalog.CHECKPOINT_TIMESTAMP), readings.get(catalog.CHECKPOINT_SIZE)
     if at_s:
-        yield "last one", tag("span", f"{formatting.span(now_s - at_s)} ago" + (f", {formatting.size(size)}" if size else ""))
+        yield "last one", tag("span", f"{quantities.span(now_s - at_s)} ago" + (f", {quantities.size(size)}" if size else ""))
     yield from _counts(readings, (("steps clipped", catalog.GRAD_CLIPPED_STEPS), ("not finite", catalog.GRAD_NONFINITE_STEPS)))
     for (kind,), value in readings.of(catalog.ANOMALIES).items():
         if value:
-            yield kind.replace("_", " "), exact(f"{formatting.count(value)} so far", value)
+            yield kind.replace("_", " "), exact(f"{quantities.count(value)} so far", value)
 
 
 def _counts(readings: Readings, wanted: Sequence[tuple[str, Metric]]) -> Iterator[Line]:
     for word, metric in wanted:
         value = readings.get(metric)
         if value is not None:
-            yield word, exact(formatting.count(value), value)
+            yield word, exact(quantities.count(value), value)

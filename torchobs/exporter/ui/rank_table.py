@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import isfinite
 from statistics import median
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog import PHASES
-from torchobs.exporter.ui import charts, formatting
-from torchobs.exporter.ui.health_summary import SLOW
+from torchobs.diagnosis import quantities
+from torchobs.exporter.ui import charts
 from torchobs.exporter.ui.html import EMPTY, Html, exact, joined, named, tag
 from torchobs.exporter.ui.urls import link, table
 from torchobs.exporter.ui.view_model import PER_PAGE
@@ -56,7 +57,7 @@ def _caption(model: Model, count: int) -> str:
     order = {"worst": "the worst first", "rank": "in their order", "step": "the least advanced first"}
     sorted_by = order.get(model.choice.sort, "the highest first")
     if model.pages == 1:
-        return f"{formatting.count(count)} on this node, {sorted_by}"
+        return f"{quantities.count(count)} on this node, {sorted_by}"
     first = (model.choice.page - 1) * PER_PAGE
     return f"{first + 1:,}–{first + len(model.rows):,} of {count:,} on this node, {sorted_by}"
 
@@ -68,12 +69,12 @@ def _row(model: Model, row: Row) -> Html:
     slow = row.slowness
     cells = [
         tag("td", state(row)),
-        _number(formatting.count, step),
-        _number(formatting.seconds, row.pace.step_s if row.pace else None),
-        tag("td", charts.phases(row.pace.shares) if row.pace else formatting.NONE, class_="phases"),
-        tag("td", _slowdown(row), class_="n slow" if slow and slow.factor >= SLOW else "n"),
-        _number(formatting.number, row.readings.get(catalog.LOSS)),
-        _number(formatting.number, row.readings.get(catalog.GRAD_NORM)),
+        _number(quantities.count, step),
+        _number(quantities.seconds, row.pace.step_s if row.pace else None),
+        tag("td", charts.phases(row.pace.shares) if row.pace else quantities.NONE, class_="phases"),
+        tag("td", _slowdown(row), class_="n slow" if slow and slow.is_slow else "n"),
+        _number(quantities.number, row.loss),
+        _number(quantities.number, row.grad_norm),
         tag("td", _memory(row), class_="n"),
         tag("td", _seen(row), class_="n"),
     ]
@@ -97,23 +98,23 @@ def _number(shown: Callable[[float | None], str], value: float | None) -> Html:
 def _slowdown(row: Row) -> Html:
     slow = row.slowness
     if slow is None or not row.up:
-        return tag("span", formatting.NONE)
+        return tag("span", quantities.NONE)
     words = exact(f"{slow.factor:.2f}×", slow.factor)
-    return joined([words, f" {PHASES[slow.phase]}"]) if slow.factor >= SLOW else words
+    return joined([words, f" {PHASES[slow.phase]}"]) if slow.is_slow else words
 
 
 def _memory(row: Row) -> Html:
-    part = "" if row.memory_share is None else f" ({formatting.share(row.memory_share)})"
-    return joined([exact(formatting.size(row.memory), row.memory), part if row.memory is not None else ""])
+    part = "" if row.memory_share is None else f" ({quantities.share(row.memory_share)})"
+    return joined([exact(quantities.size(row.memory), row.memory), part if row.memory is not None else ""])
 
 
 def _seen(row: Row) -> str:
     if not row.up:
-        return f"ended {formatting.span(row.beat_age_s)} ago"
+        return f"ended {quantities.span(row.beat_age_s)} ago"
     age_s = row.progress_age_s or 0.0
     if not row.steps:
-        return f"none for {formatting.span(age_s)}"
-    return "now" if age_s < 1.5 else f"{formatting.span(age_s)} ago"  # noqa: PLR2004  # every second there is a new page
+        return f"none for {quantities.span(age_s)}"
+    return "now" if age_s < 1.5 else f"{quantities.span(age_s)} ago"  # noqa: PLR2004  # every second there is a new page
 
 
 def _all(rows: Iterable[Row]) -> Html:
@@ -126,13 +127,13 @@ def _all(rows: Iterable[Row]) -> Html:
     memory = [row.memory for row in every if row.memory is not None]
     cells = [
         tag("td", states),
-        tag("td", _extent(formatting.count, [row.steps for row in every]), class_="n"),
-        tag("td", formatting.seconds(median(pace.step_s for pace in paces)) if paces else formatting.NONE, class_="n"),
-        tag("td", charts.phases(mean) if mean else formatting.NONE, class_="phases"),
+        tag("td", _extent(quantities.count, [row.steps for row in every]), class_="n"),
+        tag("td", quantities.seconds(median(pace.step_s for pace in paces)) if paces else quantities.NONE, class_="n"),
+        tag("td", charts.phases(mean) if mean else quantities.NONE, class_="phases"),
         tag("td", ""),
-        tag("td", _extent(formatting.number, [row.readings.get(catalog.LOSS) for row in every]), class_="n"),
-        tag("td", _extent(formatting.number, [row.readings.get(catalog.GRAD_NORM) for row in every]), class_="n"),
-        tag("td", formatting.size(sum(memory)) if memory else formatting.NONE, class_="n"),
+        tag("td", _extent(quantities.number, [row.loss for row in every]), class_="n"),
+        tag("td", _extent(quantities.number, [row.grad_norm for row in every]), class_="n"),
+        tag("td", quantities.size(sum(memory)) if memory else quantities.NONE, class_="n"),
         tag("td", ""),
     ]
     return tag("tr", tag("th", "all", scope="row", class_="n"), *cells)
@@ -140,10 +141,10 @@ def _all(rows: Iterable[Row]) -> Html:
 
 def _extent(shown: Callable[[float | None], str], values: Iterable[float | None]) -> str:
     there = [value for value in values if value is not None]
-    if not there:
-        return formatting.NONE
-    least, greatest = shown(min(there)), shown(max(there))
-    return least if least == greatest else f"{least} – {greatest}"
+    finite = [value for value in there if isfinite(value)]
+    odd = dict.fromkeys(shown(value) for value in there if not isfinite(value))
+    ends = dict.fromkeys([shown(min(finite)), shown(max(finite))]) if finite else ()
+    return ", ".join([*([" – ".join(ends)] if ends else []), *odd]) or quantities.NONE
 
 
 def _key(phase: str) -> Html:

@@ -48,10 +48,15 @@ class LivePage:
             Route(SCRIPT_PATH, _guarded(_script)),
         ]
 
-    def close(self) -> None:
-        """End all streams, so that the server need not wait for them."""
+    @property
+    def viewers(self) -> int:
+        """How many watch."""
+        return self._feed.viewers if self._feed is not None else 0
+
+    def close(self, *, done: bool = False) -> None:
+        """End all streams, so that the server need not wait for them. ``done``: because the ranks have ended."""
         if self._feed is not None:
-            self._feed.close()
+            self._feed.close(done=done)
 
     def _feeding(self) -> Feed:
         if self._feed is None:

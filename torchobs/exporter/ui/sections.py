@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from torchobs.catalog import GRAD_NORM, LOSS, Severity
-from torchobs.exporter.ui import charts, formatting, panels, rank_table
+from torchobs.catalog import GRAD_NORM, LOSS, SCALAR_VALUE, Severity
+from torchobs.diagnosis import quantities
+from torchobs.diagnosis.health import BADGES
+from torchobs.exporter.ui import charts, panels, rank_table
+from torchobs.exporter.ui.event_groups import Line
 from torchobs.exporter.ui.health_summary import MISSING, health
 from torchobs.exporter.ui.html import EMPTY, Html, exact, joined, named, tag, text
 from torchobs.exporter.ui.urls import link, table
@@ -18,11 +21,12 @@ if TYPE_CHECKING:
     from torchobs.exporter.ui.sparkline_data import Curve
     from torchobs.exporter.ui.view_model import LayerRow, Model
 
-LEVELS = {Severity.INFO: ("good", "✓", "All well"), Severity.WARNING: ("notice", "▲", "Worth a look"),
-          Severity.ERROR: ("bad", "✕", "Trouble")}  # fmt: skip
+LEVELS = {level: (*mark, BADGES[level]) for level, mark in
+          ((Severity.INFO, ("good", "✓")), (Severity.WARNING, ("notice", "▲")), (Severity.ERROR, ("bad", "✕")))}  # fmt: skip
 
 
 _MOST_NAMED = 4
+_LONGEST_NAME = 40
 
 
 def rendered(model: Model) -> dict[str, Html]:
@@ -32,7 +36,7 @@ def rendered(model: Model) -> dict[str, Html]:
 
 def title(model: Model) -> str:
     """Return the document's title: what a tab in the background shows."""
-    mark = LEVELS[health(model.run).level][1]
+    mark = LEVELS[health(model.run, model.runs).level][1]
     return f"{mark} {model.run.job_name[:80]} – torchobs" if model.run else "torchobs exporter"
 
 
@@ -44,7 +48,7 @@ def heading(model: Model) -> Html:
 
 
 def _health(model: Model) -> Html:
-    told = MISSING if model.run is None and model.choice.run else health(model.run)
+    told = MISSING if model.run is None and model.choice.run else health(model.run, model.runs)
     level, mark, word = LEVELS[told.level] if model.run else ("quiet", "…", "Waiting")
     return joined(
         [
@@ -70,22 +74,30 @@ def _curves(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    loss, found = focus.readings.get(LOSS), model.curves
+    found = model.curves
     old_loss, old_norm = (found.read and focus.readings.get(metric) is not None for metric in (LOSS, GRAD_NORM))
-    loss_chart = charts.sparkline(found.loss, "Loss", formatting.number, stale=old_loss)
-    norm_chart = charts.sparkline(found.norm, "Gradient norm", formatting.number, stale=old_norm)
+    loss_chart = charts.sparkline(found.loss, "Loss", quantities.number, stale=old_loss)
+    norm_chart = charts.sparkline(found.norm, "Gradient norm", quantities.number, stale=old_norm)
     cards = [
-        _card("Loss", exact(formatting.number(loss), loss), loss_chart),
-        _card("Gradient norm", _last(found.norm, formatting.number), norm_chart),
+        _card("Loss", exact(quantities.number(focus.loss), focus.loss), loss_chart),
+        _card("Gradient norm", exact(quantities.number(focus.grad_norm), focus.grad_norm), norm_chart),
         _card(
-            "Step time", _last(found.time, formatting.seconds), charts.sparkline(found.time, "Step time", formatting.seconds)
+            "Step time", _last(found.time, quantities.seconds), charts.sparkline(found.time, "Step time", quantities.seconds)
         ),
     ]
+    cards += [_logged(model, name) for name in model.scalars]
     return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])
 
 
+def _logged(model: Model, name: str) -> Html:
+    """Return the card of a scalar that the script logs: its last value, and its course since the run began."""
+    last = model.focus.readings.get(SCALAR_VALUE, name) if model.focus else None
+    drawn = charts.sparkline(model.scalars[name], name[:_LONGEST_NAME], quantities.number, stale=True)
+    return _card(named(name[:_LONGEST_NAME]), exact(quantities.number(last), last), drawn)
+
+
 def _last(found: Curve | None, shown: Callable[[float], str]) -> Html:
-    return exact(shown(found.last), found.last) if found else tag("span", formatting.NONE)
+    return exact(shown(found.last), found.last) if found else tag("span", quantities.NONE)
 
 
 def _card(name: str, value: Html, chart: Html) -> Html:
@@ -97,20 +109,31 @@ def _ranks(model: Model) -> Html:
 
 
 def _events(model: Model) -> Html:
-    if not model.events:
+    log = model.events
+    if not log.lines:
         return joined([tag("h2", "Events"), tag("p", "None yet.", class_="none")])
     head = [tag("th", word, scope="col", class_=kind or None) for word, kind in
             (("when", ""), ("rank", "n"), ("step", "n"), ("what", ""))]  # fmt: skip
-    rows = []
-    for event in model.events:
-        level, mark, word = LEVELS[event.severity]
-        sign = EMPTY if event.severity is Severity.INFO else tag("span", f"{mark} ", role="img", aria_label=f"{word}: ")
-        step = formatting.NONE if event.step is None else formatting.count(event.step)
-        told = tag("td", sign, tag("b", named(event.title)), " ", tag("span", event.text), class_=f"what {level}")
-        rows.append(tag("tr", tag("td", _when(model.now_s, event.at_s)), tag("td", named(_who(event.ranks)), class_="n"),
-                        tag("td", step, class_="n"), told))  # fmt: skip
-    caption = f"{len(rows):,}, the newest first, with this machine’s time"
+    rows = [_event(model, line) for line in log.lines]
+    if log.cause is not None and len(log.lines) > 1:
+        rows.insert(0, _event(model, Line(log.cause), "First: "))
+    caption = f"{len(log.lines):,}, the newest first, many of a kind as one, with this machine’s time"
     return joined([tag("h2", "Events"), table("Events", caption, head, rows)])
+
+
+def _event(model: Model, line: Line, before: str = "") -> Html:
+    event = line.event
+    level, mark, word = LEVELS[event.severity]
+    sign = EMPTY if event.severity is Severity.INFO else tag("span", f"{mark} ", role="img", aria_label=f"{word}: ")
+    step = quantities.NONE if event.step is None else quantities.count(event.step)
+    told: list[str] = [before, sign, tag("b", named(event.title))]
+    if line.first is not None:
+        since = "" if line.first.step is None else f" in step {quantities.count(line.first.step)}"
+        told += [tag("span", f" ×{line.number:,}", class_="times"), " since ", _when(model.now_s, line.first.at_s)]
+        told += [f"{since}, last:"]
+    what = tag("td", *told, " ", tag("span", event.text), class_=f"what {level}")
+    when, who = tag("td", _when(model.now_s, event.at_s)), tag("td", named(_who(event.ranks)), class_="n")
+    return tag("tr", when, who, tag("td", step, class_="n"), what, class_="first" if before else None)
 
 
 def _who(ranks: Sequence[str]) -> str:
@@ -132,7 +155,7 @@ def _evidence(model: Model) -> Html:
         tag("tr", tag("td", tag("time", one.time[:19].replace("T", " "), datetime=one.time)),
             tag("td", named(one.rank), class_="n"),
             tag("td", tag("a", one.kind.replace("_", " "), href=f".{one.href}")),
-            tag("td", exact(formatting.size(one.size_bytes), one.size_bytes), class_="n"))
+            tag("td", exact(quantities.size(one.size_bytes), one.size_bytes), class_="n"))
         for one in model.evidence
     ]  # fmt: skip
     return joined([tag("h2", "Evidence"), table("Evidence", f"{len(rows):,}, the newest first, in UTC", head, rows)])
@@ -172,7 +195,7 @@ def _of(layer: LayerRow, column: str) -> float | None:
 
 
 def _norm(value: float | None) -> Html:
-    return tag("td", exact(formatting.number(value), value), class_="n")
+    return tag("td", exact(quantities.number(value), value), class_="n")
 
 
 PARTS: dict[str, tuple[str, Callable[[Model], Html]]] = {

@@ -61,7 +61,7 @@ class Feed:
         self._viewers: dict[object, Choice] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._rest: asyncio.TimerHandle | None = None
-        self.closed = False
+        self.closed = self._done = False
 
     @property
     def full(self) -> bool:
@@ -94,13 +94,18 @@ class Feed:
                     yield _event("same", {})
                 if self._frame is frame:
                     await changed.wait()
-            yield _event("end", {"gone": self.closed})
+            yield _event("end", {"gone": self.closed} | ({"done": True} if self._done else {}))
         finally:
             del self._viewers[viewer]
 
-    def close(self) -> None:
-        """End all streams."""
-        self.closed = True
+    @property
+    def viewers(self) -> int:
+        """How many watch."""
+        return len(self._viewers)
+
+    def close(self, *, done: bool = False) -> None:
+        """End all streams. ``done``: because the ranks have ended, which a viewer is told."""
+        self.closed, self._done = True, done
         self._wake()
         self._thread.shutdown(wait=False)
 

@@ -6,13 +6,15 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf, isnan
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchobs import catalog
-from torchobs.detect import stragglers
+from torchobs.diagnosis.status import NOTHING_NEW, Newest, last_grad_norm, last_loss
 from torchobs.exporter import exporter_metrics
-from torchobs.exporter.ui import events as page_events
+from torchobs.exporter.ui import event_groups
 from torchobs.exporter.ui.data import Curves
+from torchobs.exporter.ui.sparkline_data import curve
 from torchobs.flight.metrics.throughput import time_left_s
 from torchobs.ranks import labels
 from torchobs.ranks.incarnations import DIGITS
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torchobs.detect.stragglers import Slowness
     from torchobs.exporter.ui.data import Details
     from torchobs.exporter.ui.events import EventRow
+    from torchobs.exporter.ui.sparkline_data import Curve
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.ranks.metric_values import Readings
     from torchobs.ranks.scanner import Rank, Snapshot
@@ -31,13 +34,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PER_PAGE = 50
-MOST_EVENTS = 100
 MOST_RUNS = 50
 MOST_EVIDENCE = 50
 LATELY_S = 600.0
 """The window of the alert on anomalies"""
-LEAST_STEPS = 8
-"""Steps that a rank's pace must be of before it is compared."""
 
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 LAYER_SORTS = ("model", "name", "gradient", "weights", "update")
@@ -53,7 +53,7 @@ METRICS = (
     catalog.MEMORY_TIME_TO_LIMIT, catalog.MEMORY_GROWTH_PER_STEP, catalog.CGROUP_MEMORY_WORKING_SET,
     catalog.CGROUP_MEMORY_LIMIT, catalog.CHECKPOINTS, catalog.CHECKPOINT_TIMESTAMP, catalog.CHECKPOINT_SIZE,
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
-    catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS,
+    catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
 )  # fmt: skip
 """What is read of a rank."""
 
@@ -116,6 +116,8 @@ class Row:
     """anomalies of the last ten minutes, by kind, as far as events tell of them"""
     recorded: bool = True
     """whether its steps are: nobody has switched that off"""
+    newest: Newest = NOTHING_NEW
+    """the last loss and norm in its records"""
 
     @property
     def up(self) -> bool:
@@ -126,6 +128,16 @@ class Row:
     def steps(self) -> int:
         """Steps done."""
         return int(self.readings.get(catalog.STEPS) or 0)
+
+    @property
+    def loss(self) -> float | None:
+        """The last loss, finite or not."""
+        return last_loss(self.readings.get, self.newest.loss)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The last gradient norm that was measured, finite or not."""
+        return last_grad_norm(self.readings.get, self.newest.grad_norm)
 
     @property
     def speed(self) -> Throughput | None:
@@ -175,8 +187,9 @@ class Model:
     """those shown: one page, as sorted"""
     pages: int
     curves: Curves
-    events: tuple[EventRow, ...]
-    """newest first"""
+    scalars: Mapping[str, Curve | None]
+    """of the chosen rank, by name"""
+    events: event_groups.Log
     layers: tuple[LayerRow, ...]
     evidence: tuple[ArtifactLink, ...]
     """the newest first"""
@@ -199,22 +212,14 @@ class Modeller:
         return tuple(self._run(ranks, details) for ranks in shown)
 
     def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
-        paces = {
-            rank.incarnation: found
-            for rank in ranks
-            if rank.up and (found := details.paces.get(rank.incarnation)) and found.steps >= LEAST_STEPS
-        }
-        phases = {incarnation: found.phases_s for incarnation, found in paces.items()}
-        asides = {incarnation: found.aside_s for incarnation, found in paces.items()}
-        slow = stragglers.compare(stragglers.without_asides(phases, asides))
         world_size = max(_resource(rank, "world_size") for rank in ranks)
         here = max(_resource(rank, "local_world_size") for rank in ranks) or world_size
-        rows = tuple(self._row(rank, details, slow.get(rank.incarnation)) for rank in ranks)
+        rows = tuple(self._row(rank, details) for rank in ranks)
         return Run(
             ranks[0].job_name, ranks[0].run_id, rows, expected=max(here, len(ranks)), world_size=max(world_size, len(ranks))
         )
 
-    def _row(self, rank: Rank, details: Details, slowness: Slowness | None) -> Row:
+    def _row(self, rank: Rank, details: Details) -> Row:
         readings = self._reader.read(rank)
         memory, limit = _memory(readings)
         return Row(
@@ -227,12 +232,13 @@ class Modeller:
             progress_age_s=rank.progress_age_s,
             readings=readings,
             pace=details.paces.get(rank.incarnation),
-            slowness=slowness,
+            slowness=rank.standing.slowness if rank.standing else None,
             anomalies=tuple(kind for (kind,), value in readings.of(catalog.ANOMALY_ACTIVE).items() if value),
             memory=memory,
             memory_share=limit,
-            lately=_lately(details.events.get(rank.incarnation, ()), time.time()),
+            lately=_lately(details.events.get(rank.incarnation, event_groups.NOTHING).newest, time.time()),
             recorded=rank.view.live.steps_since_ns is not None,
+            newest=details.newest.get(rank.incarnation, NOTHING_NEW),
         )
 
 
@@ -263,7 +269,8 @@ def model(
         rows=tuple(ordered[first : first + PER_PAGE]),
         pages=pages,
         curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
-        events=_events(rows, details),
+        scalars={name: curve(points) for name, points in details.scalars.get(focus.incarnation, {}).items()} if focus else {},
+        events=event_groups.log_of(details.events.get(row.incarnation, event_groups.NOTHING) for row in rows),
         layers=_layers(focus.readings, choice.layers) if focus else (),
         evidence=tuple(islice(_left_by(run, evidence), MOST_EVIDENCE)),
         total_steps=total or None,
@@ -323,15 +330,16 @@ def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
         "worst": lambda row: -round(trouble(row), 1),
         "step": lambda row: row.steps,
         "time": lambda row: -(row.pace.step_s if row.pace else -1.0),
-        "loss": lambda row: _descending(row.readings.get(catalog.LOSS)),
-        "norm": lambda row: _descending(row.readings.get(catalog.GRAD_NORM)),
+        "loss": lambda row: _descending(row.loss),
+        "norm": lambda row: _descending(row.grad_norm),
         "memory": lambda row: _descending(row.memory),
     }
     return sorted(rows, key=keys[sort]) if sort in keys else list(rows)
 
 
 def _descending(value: float | None) -> float:
-    return float("inf") if value is None else -value
+    """Return what sorts the greatest first; NaN, by which nothing is sorted, before all, and what is missing last."""
+    return inf if value is None else -inf if isnan(value) else -value
 
 
 def _place(members: Sequence[Rank]) -> tuple[bool, int, str]:
@@ -354,11 +362,6 @@ def _memory(readings: Readings) -> tuple[float | None, float | None]:
         shares = [value / limits[device] for device, value in allocated.items() if limits.get(device)]
         return sum(allocated.values()), max(shares, default=None)
     return readings.get(catalog.MEMORY_HOST_RSS), max(readings.of(catalog.MEMORY_HOST_UTILIZATION).values(), default=None)
-
-
-def _events(rows: Iterable[Row], details: Details) -> tuple[EventRow, ...]:
-    told = [event for row in rows for event in details.events.get(row.incarnation, ())[-MOST_EVENTS:]]
-    return tuple(page_events.grouped(sorted(told, key=lambda event: event.at_s, reverse=True))[:MOST_EVENTS])
 
 
 def _left_by(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
+from torchobs.detect.stragglers import Spent
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ class Throughput(NamedTuple):
         """Each phase's share of the step; they add up to 1."""
         whole = sum(self.phases_s)
         return tuple(part / whole if whole > 0 else 0.0 for part in self.phases_s)
+
+    @property
+    def spent(self) -> Spent:
+        """What a rank is compared with its peers by."""
+        return Spent(self.steps, self.phases_s, self.aside_s)
 
 
 def pace(records: Sequence[StepRecord]) -> Throughput | None:

@@ -106,7 +106,7 @@ class ExitProbe:
         if id(error) != self._told:
             self._told = id(error)
             attributes = describe(error) | ({"thread": thread} if thread else {})
-            context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.step)
+            context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, _last_step(context))
         if fatal:
             self._fatal = (Exit.INTERRUPTED, INTERRUPTED) if isinstance(error, KeyboardInterrupt) else (Exit.EXCEPTION, 1)
             context.writer.exit(*self._fatal)
@@ -141,3 +141,9 @@ class ExitProbe:
         if noted is not None and (left is None or left[1] != noted[1]):
             return noted
         return left or (Exit.FINISHED, 0)
+
+
+def _last_step(context: ProbeContext) -> int:
+    """Return the number of the last step that was complete: the one that the cycle will write at the rank's end, included."""
+    recorder = context.recorder
+    return recorder.ended + (recorder.likely_end is not None and not recorder.direct)

@@ -3,7 +3,7 @@
 (() => {
   const STALE_MS = 5000, FIRST_WAIT_MS = 1000, LONGEST_WAIT_MS = 10000;
   const link = document.getElementById("link"), pause = document.getElementById("pause");
-  let source = null, retry = 0, wait = FIRST_WAIT_MS, heard = Date.now(), paused = false, words = "";
+  let source = null, retry = 0, wait = FIRST_WAIT_MS, heard = Date.now(), paused = false, over = false, words = "";
 
   // In place, so that focus, selection and scroll positions stay where they are.
   function morph(old, fresh) {
@@ -55,6 +55,7 @@
   function news(event) {
     heard = Date.now();
     wait = FIRST_WAIT_MS;
+    over = false;
     say("live", "Live");
     return JSON.parse(event.data);
   }
@@ -66,21 +67,23 @@
     source.addEventListener("parts", (event) => show(news(event)));
     source.addEventListener("same", news);
     source.addEventListener("end", (event) => {
-      const { gone, full } = JSON.parse(event.data);
+      const { gone, full, done } = JSON.parse(event.data);
       if (full) say("still", "Too many are watching; trying again");
-      if (gone) say("gone", "The exporter has ended; trying again");
-      later(full ? LONGEST_WAIT_MS : gone ? FIRST_WAIT_MS : 0);
+      // Nothing is wrong: all ranks have ended, and so has what watched them. What is shown stays; another run may come.
+      if (done) { over = true; say("still", "The run has ended and its exporter has left; this is its last state"); }
+      else if (gone) say("gone", "The exporter has ended; trying again");
+      later(full || done ? LONGEST_WAIT_MS : gone ? FIRST_WAIT_MS : 0);
     });
     source.addEventListener("error", () => {
-      say("gone", "The exporter does not answer; trying again");
-      later(wait);
+      if (!over) say("gone", "The exporter does not answer; trying again");
+      later(over ? LONGEST_WAIT_MS : wait);
       wait = Math.min(2 * wait, LONGEST_WAIT_MS);
     });
   }
 
   setInterval(() => {
     const quiet = Date.now() - heard, since = `(last news ${Math.round(quiet / 1000)} s ago)`;
-    if (paused || document.hidden || quiet < STALE_MS) return;
+    if (paused || over || document.hidden || quiet < STALE_MS) return;
     if (link.dataset.state === "live") say("gone", "No news from the exporter", since);
     else say(link.dataset.state, words, since);
   }, 1000);

@@ -1,8 +1,8 @@
-"""Numbers as a person reads them. Nothing here is exact: the page has the exact value beside each."""
+"""Numbers as a person reads them in a sentence or a table cell. Nothing here is exact."""
 
 from __future__ import annotations
 
-from math import isfinite
+from math import isfinite, isnan
 
 from torchobs.flight.metrics.throughput import in_figures
 
@@ -14,9 +14,11 @@ NONE = "–"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return a number with some significant digits: ``2.313``, ``12,400``, ``3.2e-05``."""
-    if value is None or not isfinite(value):
-        return NONE if value is None else str(value)
+    """Return a number with some significant digits: ``2.313``, ``12,400``, ``3.2e-05``; ``NaN`` and ``Inf`` by their names."""
+    if value is None:
+        return NONE
+    if not isfinite(value):
+        return "NaN" if isnan(value) else "Inf" if value > 0 else "-Inf"
     if value == int(value) and abs(value) < _PLAIN_MOST:
         return f"{int(value):,}"
     if _PLAIN_LEAST <= abs(value) < _PLAIN_MOST:

@@ -1,0 +1,119 @@
+"""What ``torchobs run`` says on a terminal: where the live page is, and at the end what ``torchobs inspect`` would say first.
+
+Only where a person reads it, on rank 0, and to standard error: the script's own streams and its exit status stay its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shlex
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.support import error_guard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torchobs.diagnosis.rank_report import RankReport
+    from torchobs.runtime.session import Session
+
+_STDERR = 2
+_MOST_FINDINGS = 3
+_PATIENCE_S = 20.0
+_LOOK_S = 0.1
+_LEAST_NAMED = 0.01
+
+
+class _Watched(NamedTuple):
+    """The run that this process is a part of, and whether this node has an exporter."""
+
+    directory: str
+    run_id: str
+    pid: int
+    exporter: bool
+
+
+class Summary:
+    """The two times that something is said. To be made before torchobs begins, so that the end is told after everything."""
+
+    def __init__(self, *, quiet: bool, write: Callable[[str], None] | None = None) -> None:
+        self._quiet, self._write = quiet, write or _to_terminal
+        self._watched: _Watched | None = None
+        # handlers run last in, first out: this one after the session's, and after all of the script's
+        atexit.register(error_guard.call, error_guard.CircuitBreaker("summary"), self.end)
+
+    def begin(self, session: Session | None) -> None:
+        """Say where the live page is, as soon as that is known."""
+        writer = session.writer if session is not None else None
+        if session is None or writer is None or session.identity is None or session.identity.rank:
+            return
+        if self._quiet or not session.settings.summary or not os.isatty(_STDERR):
+            return
+        directory = str(Path(writer.path).parent)
+        self._watched = _Watched(directory, session.identity.run_id, os.getpid(), session.settings.exporter)
+        if session.settings.exporter:
+            threading.Thread(target=self._say_address, name="torchobs-address", daemon=True).start()
+
+    def end(self) -> None:
+        """Say what became of the run, once everything has ended."""
+        watched, self._watched = self._watched, None
+        if watched is None or watched.pid != os.getpid():  # a forked child
+            return
+        from torchobs.cli.inspect import choose
+
+        chosen = choose([Path(watched.directory)], watched.run_id)
+        more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
+        self._tell([*told(chosen.ranks), f"more: {more}"])
+
+    def _say_address(self) -> None:
+        error_guard.call(error_guard.CircuitBreaker("summary"), self._wait_for_address)
+
+    def _wait_for_address(self) -> None:
+        from torchobs.node import announcement, election
+
+        until = time.monotonic() + _PATIENCE_S
+        while self._watched is not None and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                directory_fd = election.open_directory(self._watched.directory)
+                try:
+                    found = announcement.read(directory_fd)
+                finally:
+                    os.close(directory_fd)
+                if found is not None:
+                    self._tell([f"this run is shown live on {found.url}"])
+                    return
+            time.sleep(_LOOK_S)
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        self._write("".join(f"torchobs: {line}\n" for line in lines))
+
+
+def told(ranks: Sequence[RankReport]) -> list[str]:
+    """Return the run in a few lines: how well it is, how it ended, what was found worst, where the time went."""
+    from torchobs import catalog
+    from torchobs.cli.inspect_view import shown_in_full, verdict
+    from torchobs.cli.table import shares
+    from torchobs.diagnosis.compare import compare
+    from torchobs.diagnosis.diagnosis import diagnose
+    from torchobs.diagnosis.health import INFO
+
+    (full,) = shown_in_full(ranks)
+    ended, *rest = diagnose(full)
+    worst = [finding.text for finding in [*compare(ranks), *rest] if finding.severity != INFO][:_MOST_FINDINGS]
+    times = full.by_attribute(catalog.GOODPUT_TIME)
+    whole = sum(times.values())
+    large = {name: seconds for name, seconds in times.items() if whole and seconds >= _LEAST_NAMED * whole}
+    went = ", ".join(shares(large, sys.maxsize, whole)).replace("  ", ", ")
+    return [verdict(ranks).text, ended.text, *worst, *([f"time: {went}"] if went else [])]
+
+
+def _to_terminal(text: str) -> None:
+    """Write it in one piece, past ``sys.stderr``, which the script may have replaced or closed."""
+    with contextlib.suppress(OSError):
+        os.write(_STDERR, text.encode(errors="replace"))

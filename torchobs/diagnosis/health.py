@@ -1,0 +1,263 @@
+"""A run's health in a sentence or two, and the findings that it is made of. Pure: a status in, words out.
+
+The live page, ``torchobs top``, ``torchobs inspect`` and the summary of ``torchobs run`` say these words and no others of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import isfinite
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs import catalog
+from torchobs.catalog import PHASES, Severity
+from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
+from torchobs.diagnosis import quantities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torchobs.diagnosis.status import RankStatus, RunStatus
+
+ERROR, WARNING, INFO = "error", "warning", "info"
+LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
+BADGES = {Severity.INFO: "All well", Severity.WARNING: "Worth a look", Severity.ERROR: "Trouble"}
+
+_MOST_NAMED = 4
+_AT_WORK = {"evaluation": "Evaluating", "checkpoint": "Saving a checkpoint", "compile": "Compiling", "idle": "Idle"}
+_ENDINGS = {
+    "exception": "failed {ago} ago with an exception",
+    "exit_code": "failed {ago} ago with an exit status",
+    "interrupted": "was interrupted {ago} ago",
+    "out_of_memory": "was lost {ago} ago, likely out of memory",
+}
+_ANOMALIES = {
+    "nonfinite_loss": "The loss is not finite",
+    "nonfinite_gradient": "Gradients are not finite",
+    "gradient_explosion": "Gradients explode",
+    "loss_spike": "The loss has jumped",
+    "gradient_vanishing": "Gradients vanish",
+}
+_PAST = {
+    "nonfinite_loss": ("loss that was not finite", "losses that were not finite"),
+    "nonfinite_gradient": ("gradient that was not finite", "gradients that were not finite"),
+    "gradient_explosion": ("gradient explosion", "gradient explosions"),
+    "loss_spike": ("loss spike", "loss spikes"),
+    "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
+}
+LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
+"""From how many on what is over is worth a look, as for the alert; of the other kinds it is one"""
+
+
+class Finding(NamedTuple):
+    """One thing to say about a run, for a person; ``kind`` names what it is about, for a program, and does not change."""
+
+    severity: str
+    kind: str
+    text: str
+    gist: str = ""
+    """the same without figures that change all the time, where it has such"""
+
+
+class Health(NamedTuple):
+    """What to say, and how loudly."""
+
+    level: Severity
+    text: str
+    gist: str
+    """the same without figures that change all the time: what a screen reader is to say when it changes"""
+    headline: str = ""
+    """its first sentence"""
+
+
+def health(run: RunStatus) -> Health:
+    """Return the sentence on a run."""
+    head = headline(run)
+    found = [head, *findings(run)]
+    level = max((LEVELS[one.severity] for one in found), key=lambda level: level.value)
+    return Health(level, " ".join(one.text for one in found), " ".join(one.gist or one.text for one in found), head.text)
+
+
+def findings(run: RunStatus) -> list[Finding]:
+    """Return what is worth a word of a run, the worst first."""
+    return sorted(_findings(run.ranks, run.expected), key=lambda one: -LEVELS[one.severity].value)
+
+
+def headline(run: RunStatus) -> Finding:
+    """Return what the run is at, or how it is over: ranks, step, loss, speed."""
+    up = [rank for rank in run.ranks if rank.up]
+    if not up:
+        done = all(rank.state == "finished" for rank in run.ranks)
+        word, ranks = ("Finished" if done else "Ended"), _many(len(run.ranks), "rank")
+        parts = [ranks, _many(run.steps, "step"), _loss(run, "last loss")]
+        return Finding(INFO, "headline", f"{word}: {_listed(parts)}.", f"{word}.")
+    alive = [rank for rank in up if rank.state != "unresponsive"]
+    word = _activity(run, alive) if any(rank.recorded for rank in alive) else "Not recorded" if alive else "Not responding"
+    here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
+    ranks = f"{len(alive):,} of {_many(run.expected, 'rank')} alive{here}"
+    speeds = [rank.per_s for rank in alive if rank.per_s]
+    speed = f"{quantities.rate(min(speeds)).removesuffix('/s')} steps/s" if speeds and run.steps else ""
+    step = f"step {run.steps:,}" if run.steps else "no step yet"
+    text = f"{word}: {_listed([ranks, step, _loss(run, 'loss'), speed])}."
+    return Finding(INFO, "headline", text, f"{word}, {ranks}.")
+
+
+def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
+    phase, _ = Counter(rank.phase for rank in alive).most_common(1)[0]
+    return _AT_WORK.get(phase or "", "Training" if run.steps else "Starting")
+
+
+def _loss(run: RunStatus, word: str) -> str:
+    told = next((rank.loss for rank in run.ranks if rank.loss is not None), None)
+    return "" if told is None else f"{word} {quantities.number(told)}"
+
+
+def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
+    yield from _deaths(ranks)
+    yield from _silences(ranks)
+    yield from _unrecorded(ranks)
+    missing = expected - len(ranks)
+    if missing > 0:
+        text = f"{_many(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
+        yield Finding(WARNING, "ranks_missing", text)
+    yield from _anomalies(ranks)
+    yield from _lost(ranks)
+    yield from _past(ranks)
+    yield from _unmoved(ranks)
+    yield from _given_up(ranks)
+    yield from waiting(ranks)
+    yield from slowest(ranks)
+    yield from probes_off(ranks)
+
+
+def _deaths(ranks: Iterable[RankStatus]) -> Iterator[Finding]:
+    by_reason: dict[str, list[RankStatus]] = {}
+    for rank in ranks:
+        if rank.state in {"lost", "failed"}:
+            by_reason.setdefault(rank.reason, []).append(rank)
+    for reason, dead in by_reason.items():
+        who, ago = _ranks(dead), quantities.span(min(rank.beat_age_s for rank in dead))
+        how = _ENDINGS.get(reason, "was lost {ago} ago")
+        how = how if len(dead) == 1 else how.replace("was ", "were ")
+        yield Finding(ERROR, "ended", f"{who} {how.format(ago=ago)}.", f"{who} {how.replace(' {ago} ago', '')}.")
+
+
+def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    hung = [rank for rank in ranks if rank.state == "hung"]
+    if hung:
+        who, since = _ranks(hung), quantities.span(max(rank.progress_age_s or 0.0 for rank in hung))
+        verb = "hangs" if len(hung) == 1 else "hang"
+        yield Finding(ERROR, "hung", f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
+    mute = [rank for rank in ranks if rank.state == "unresponsive"]
+    if mute:
+        who, since = _ranks(mute), quantities.span(max(rank.beat_age_s for rank in mute))
+        verb = "does not respond" if len(mute) == 1 else "do not respond"
+        yield Finding(ERROR, "unresponsive", f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
+
+
+def _unrecorded(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Nothing can be said to be well of steps that nobody has seen."""
+    off = [rank for rank in ranks if rank.up and not rank.recorded]
+    if off:
+        verb = "does" if len(off) == 1 else "do"
+        yield Finding(WARNING, "unrecorded", f"{_ranks(off)} {verb} not record steps: switched off.")
+
+
+def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    for kind in catalog.ANOMALY_KINDS:
+        affected = [rank for rank in ranks if rank.up and kind in rank.anomalies]
+        if affected:
+            severity = ERROR if catalog.ANOMALY_SEVERITY[kind] is Severity.ERROR else WARNING
+            yield Finding(severity, kind, f"{_ANOMALIES[kind]}{_where(affected, ranks)}.")
+
+
+def _lost(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Of what ended with such a loss nothing is left to be used, in whatever order it ended."""
+    lost = [rank for rank in ranks if rank.loss is not None and not isfinite(rank.loss)]
+    if lost and not any(rank.up for rank in ranks):
+        yield Finding(ERROR, "nonfinite_loss", f"The loss was not finite at the end{_where(lost, ranks)}.")
+
+
+def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """What there was, for who comes when it is over; a run that goes on may have recovered from it, after a while."""
+    ended = not any(rank.up for rank in ranks)
+    active = {kind for rank in ranks if rank.up for kind in rank.anomalies}
+    seen = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in _PAST}
+    if any(rank.scaled for rank in ranks):
+        del seen["nonfinite_gradient"]  # the loss scaler at work
+    seen = {kind: number for kind, number in seen.items() if number and kind not in active}
+    if not seen:
+        return
+    what = [f"{number:,} {_PAST[kind][number > 1]}" for kind, number in seen.items()]
+    lately = {kind: max((rank.lately.get(kind, 0) for rank in ranks), default=0) for kind in seen}
+    notable = any(number >= LEAST_NOTABLE.get(kind, 1) for kind, number in (seen if ended else lately).items())
+    word = "There have been" if ended else "Lately:" if notable else "Earlier:"
+    listed = f"{', '.join(what[:-1])} and {what[-1]}" if len(what) > 1 else what[0]
+    yield Finding(WARNING if notable else INFO, "past_anomalies", f"{word} {listed}.", f"{word} anomalies.")
+
+
+def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Whether or not the run has ended: what it has learned is the less for it."""
+    layers = max((rank.unmoved_layers for rank in ranks), default=0)
+    if layers:
+        text = f"{_many(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing: hardly any gradient reaches them."
+        text = text.replace("reaches them", "reaches it") if layers == 1 else text
+        yield Finding(WARNING, "unmoved_layers", text)
+
+
+def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """A function that was recompiled up to torch's limit; its events say where, and which guard failed."""
+    functions = max((rank.given_up for rank in ranks), default=0)
+    if functions:
+        text = f"torch.compile has given {_many(functions, 'function')} up, recompiled again and again."
+        yield Finding(WARNING, "compile_failure", text)
+
+
+def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield that training waits for its data, or did to its end."""
+    there = [rank for rank in ranks if rank.up] or ranks
+    starved = [rank for rank in there if rank.waiting is not None]
+    if starved:
+        verb = "waits" if starved[0].up else "waited"
+        most = max(rank.waiting or 0.0 for rank in starved)
+        share = f": {quantities.share(most)} of the time of its steps" if most else ""
+        gist = f"Training {verb} for its data{_where(starved, there)}"
+        yield Finding(WARNING, "data", f"{gist}{share}.", f"{gist}.")
+
+
+def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield which rank the others wait for."""
+    there = [rank for rank in ranks if rank.up] or ranks
+    slow = [rank for rank in there if rank.slowness and rank.slowness.is_slow]
+    worst = max(slow, key=lambda rank: rank.slowness.factor if rank.slowness else 0.0, default=None)
+    if worst is not None and worst.slowness is not None:
+        verb, phase = "is" if worst.up else "was", PHASES[worst.slowness.phase]
+        text = f"Rank {worst.rank} {verb} {worst.slowness.factor:.1f} times slower than the others in {phase}."
+        yield Finding(WARNING, "slowest_rank", text, f"Rank {worst.rank} {verb} slower than the others in {phase}.")
+
+
+def probes_off(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
+    """Yield what is not watched, because watching it failed."""
+    off = sorted({probe for rank in ranks for probe in rank.probes_off})
+    if off:
+        yield Finding(WARNING, "probes_off", f"Not watched, because the probe failed: {', '.join(off)}.")
+
+
+def _where(affected: Sequence[RankStatus], ranks: Sequence[RankStatus]) -> str:
+    return "" if len(affected) == (sum(rank.up for rank in ranks) or len(ranks)) else f" on {_ranks(affected).lower()}"
+
+
+def _ranks(ranks: Sequence[RankStatus]) -> str:
+    names = [rank.rank for rank in ranks[:_MOST_NAMED]]
+    more = len(ranks) - len(names)
+    if len(ranks) == 1:
+        return f"Rank {names[0]}"
+    return f"Ranks {', '.join(names)} and {more} more" if more else f"Ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

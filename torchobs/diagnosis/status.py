@@ -1,0 +1,178 @@
+"""What the narrator needs to know of a run: plain values, taken from a snapshot, a flight file or a look of ``top``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torchobs import catalog
+from torchobs.config.settings import PROBES
+from torchobs.detect import starvation
+from torchobs.flight.metrics.fold import StepFlag
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torchobs.catalog import Metric
+    from torchobs.detect.stragglers import Slowness
+    from torchobs.flight.metrics.fold import StepRecord
+
+
+class Get(Protocol):
+    """Looks a value of a rank up."""
+
+    def __call__(self, metric: Metric, /, *attributes: str) -> float | None:
+        """Return the number of a series; ``None``: there is none."""
+
+
+class Newest(NamedTuple):
+    """The last delivered loss and gradient norm among some records, finite or not; ``None``: they have none."""
+
+    loss: float | None = None
+    grad_norm: float | None = None
+
+
+NOTHING_NEW = Newest()
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank. Times in seconds."""
+
+    rank: str
+    state: str
+    """one of ``catalog.RANK_STATES``"""
+    reason: str
+    """one of ``catalog.EXIT_REASONS``; empty while it is there"""
+    up: bool
+    phase: str | None
+    """what it is at now"""
+    recorded: bool
+    """whether its steps are: nobody has switched that off"""
+    beat_age_s: float
+    progress_age_s: float | None
+    steps: int
+    loss: float | None
+    """the last one, finite or not"""
+    per_s: float | None
+    """steps a second while it trains"""
+    anomalies: tuple[str, ...] = ()
+    """kinds that are active now"""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """anomalies since the start, by kind"""
+    lately: Mapping[str, int] = field(default_factory=dict)
+    """of the last ten minutes, as far as events tell of them"""
+    scaled: bool = False
+    """a loss scaler has skipped steps: gradients that are not finite are its work"""
+    unmoved_layers: int = 0
+    given_up: int = 0
+    """functions that torch.compile does not compile any more"""
+    waiting: float | None = None
+    """share of the steps' time that went into waiting for data, where that is too much"""
+    slowness: Slowness | None = None
+    probes_off: tuple[str, ...] = ()
+    """that failed"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """The ranks of one run."""
+
+    ranks: Sequence[RankStatus]
+    expected: int
+    """ranks that there should be here"""
+    world_size: int
+
+    @property
+    def steps(self) -> int:
+        """Steps that all its ranks have done, whoever is ahead."""
+        return max((rank.steps for rank in self.ranks), default=0)
+
+
+def newest(records: Iterable[StepRecord]) -> Newest:
+    """Return what was delivered for the latest steps; a device may deliver an earlier one's after a later one's."""
+    loss = norm = (0, -1, 0.0)
+    for record in records:
+        if record.flags & StepFlag.LOSS:
+            loss = max(loss, (record.step, record.seq, record.loss), key=lambda found: found[:2])
+        if record.flags & StepFlag.GRAD_NORM:
+            norm = max(norm, (record.step, record.seq, record.grad_norm), key=lambda found: found[:2])
+    return Newest(*(found[2] if found[1] >= 0 else None for found in (loss, norm)))
+
+
+def last_loss(get: Get, known: float | None = None) -> float | None:
+    """Return the last loss. The metric holds the last finite one (``flight.metrics.fold``); an active anomaly says so.
+
+    ``known``: the newest in the records, where these were read; it tells NaN from infinity.
+    """
+    return _last(get, catalog.LOSS, "nonfinite_loss", known)
+
+
+def last_grad_norm(get: Get, known: float | None = None) -> float | None:
+    """Return the last measured gradient norm as it was, likewise."""
+    return _last(get, catalog.GRAD_NORM, "nonfinite_gradient", known)
+
+
+def _last(get: Get, metric: Metric, anomaly: str, known: float | None) -> float | None:
+    if known is not None and not isfinite(known):
+        return known
+    return nan if known is None and get(catalog.ANOMALY_ACTIVE, anomaly) else get(metric)
+
+
+def waiting_share(get: Get, *, up: bool) -> float | None:
+    """Return the share of the steps' time in which training waits for its data; ``None`` where that is not too much.
+
+    Of a living rank its own verdict on the last minute counts (``starvation.Starvation``), as soon as there is one; before,
+    and of one that has ended, the totals.
+    """
+    phases = {phase: get(catalog.STEP_PHASE_TIME, phase) or 0.0 for phase in catalog.PHASES}
+    trained_s = sum(phases.values())
+    verdict = get(catalog.DATA_STARVED) if up else None
+    if verdict:
+        return phases["data"] / trained_s if trained_s > 0 else 0.0
+    if verdict is not None and trained_s >= starvation.WINDOW_S:
+        return None
+    return starvation.waiting_share(phases["data"], trained_s)
+
+
+def rank_status(  # noqa: PLR0913  # the fields that are not read by ``get``
+    get: Get,
+    *,
+    rank: str,
+    state: str,
+    reason: str,
+    up: bool,
+    phase: str | None,
+    recorded: bool,
+    beat_age_s: float,
+    progress_age_s: float | None,
+    per_s: float | None,
+    loss: float | None,
+    slowness: Slowness | None = None,
+    lately: Mapping[str, int] | None = None,
+    steps: int | None = None,
+) -> RankStatus:
+    """Return a rank's status; ``get`` looks its values up. ``loss``: the last one, as :func:`last_loss` has it."""
+    return RankStatus(
+        rank=rank,
+        state=state,
+        reason=reason,
+        up=up,
+        phase=phase,
+        recorded=recorded,
+        beat_age_s=beat_age_s,
+        progress_age_s=progress_age_s,
+        steps=int(get(catalog.STEPS) or 0) if steps is None else steps,
+        loss=loss,
+        per_s=per_s,
+        anomalies=tuple(kind for kind in catalog.ANOMALY_KINDS if get(catalog.ANOMALY_ACTIVE, kind)),
+        counted={kind: int(get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS},
+        lately=lately or {},
+        scaled=bool(get(catalog.AMP_STEPS_SKIPPED)),
+        unmoved_layers=int(get(catalog.GRAD_UNMOVED_LAYERS) or 0),
+        given_up=int(get(catalog.COMPILE_FAILURES, "recompile_limit") or 0),
+        waiting=waiting_share(get, up=up),
+        slowness=slowness,
+        probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
+    )
