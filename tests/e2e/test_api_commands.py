@@ -49,7 +49,7 @@ def ranks(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_pat
     def rank(number: int) -> Rank:
         argv, log = (sys.executable, "-m", "tests.stuck_rank", str(flight_dir), str(number)), tmp_path / f"rank-{number}.log"
         with log.open("w") as out:
-            return Rank(start(*argv, stdin=subprocess.PIPE, stdout=out, env=environ, cwd=ROOT), log)
+            return Rank(start(*argv, torch=True, stdin=subprocess.PIPE, stdout=out, env=environ, cwd=ROOT), log)
 
     return [rank(0), rank(1)]
 

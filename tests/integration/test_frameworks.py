@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port
 from torchobs.flight import reader
 from torchobs.flight.record import Kind, StepRecord
@@ -60,7 +61,7 @@ def seen(flight_dir: Path) -> list[Seen]:
 def start(*arguments: str, flight_dir: Path, **environ: str) -> subprocess.Popen[str]:
     """Python with these arguments, its threads and the measured steps fixed."""
     fixed = {"OMP_NUM_THREADS": "1", "TORCHOBS_GRAD_INTERVAL": "1", "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
+    return Python(
         [sys.executable, *arguments], env=clean_environment() | fixed | environ,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -46,7 +46,7 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict
 def dying(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, how: str, **options: object) -> subprocess.Popen[str]:
     """Start the training that dies."""
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return start(sys.executable, ROOT / "tests" / "scripts" / "dying.py", how, env=environ, **options)
+    return start(sys.executable, ROOT / "tests" / "scripts" / "dying.py", how, torch=True, env=environ, **options)
 
 
 def test_a_run_that_diverged_and_raised(
