@@ -12,8 +12,9 @@ TORCH ?= 2.13.0+cpu
 PROGRAMS := $(CURDIR)/.cache/debian
 # For two cores: half of its time a test waits for a program or a timer.
 WORKERS ?= 3
-# Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills, 100,000 steps and half an hour of ranks.
+# Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.
 SHARE ?= 1
+MINUTES ?= 30
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
@@ -35,9 +36,8 @@ test: setup test-tools lint ## Everything that must hold for a change to land: l
 	$(BIN)/python -m tests.bench.overhead --blocks 1 --gate
 	tests/wheel.sh $(VENV)
 
-test-long: setup test-tools ## What only time finds, of which `make test` does a twentieth; SHARE=0.1 does a tenth
+test-long: setup test-tools soak ## What only time finds, of which `make test` does a twentieth; SHARE=0.1 does a tenth, MINUTES=3 of its half hour
 	$(BIN)/pytest -m long --share $(SHARE)
-	$(BIN)/python -m tests.bench.soak --minutes $$(awk 'BEGIN { print 30 * $(SHARE) }')
 
 lint: setup ## Style, types, direction of imports, generated files
 	$(BIN)/ruff check
@@ -62,7 +62,7 @@ scale: setup test-tools ## A thousand ranks, their exporters and a real Promethe
 	$(BIN)/python -m tests.bench.scale
 
 soak: setup ## Half an hour of ranks that start, die and come back: the exporter does not grow
-	$(BIN)/python -m tests.bench.soak --minutes 30
+	$(BIN)/python -m tests.bench.soak --minutes $(MINUTES)
 
 wheel-test: setup ## Build sdist and wheel, and test what the installed wheel could lack
 	tests/wheel.sh $(VENV)
