@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -243,10 +244,13 @@ def _forked_twice() -> int:
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:
+        first = os.getpid()
         pid = os.fork()
         if pid:
             os.write(writing, _LENGTH.pack(pid))
             os._exit(0)
+        while os.getppid() == first:  # it is about to end, and the program is to see its true parent
+            time.sleep(0.0005)
         os.close(reading)
         os.close(writing)
         return 0
