@@ -12,12 +12,15 @@ TORCH ?= 2.13.0+cpu
 PROGRAMS := $(CURDIR)/.cache/debian
 # For two cores: half of its time a test waits for a program or a timer.
 WORKERS ?= 3
+# Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.
+SHARE ?= 1
+MINUTES ?= 30
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test lint docs bench gpu scale soak wheel-test test-tools kube-test clean
+.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -27,11 +30,14 @@ setup: $(VENV)/.installed ## Make .venv with torch (CPU), torchobs and everythin
 demo: setup ## Train a small GPT on two ranks and watch it live
 	$(BIN)/python -m examples.demo
 
-test: setup test-tools lint ## Everything that CI runs: lint, all tests, the wheel
-	tests/pytest.sh $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
-	tests/pytest.sh $(BIN)/pytest -m serial
+test: setup test-tools lint ## Everything that must hold for a change to land: lint, all tests, the wheel
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
+	$(BIN)/pytest -m serial
 	$(BIN)/python -m tests.bench.overhead --blocks 1 --gate
 	tests/wheel.sh $(VENV)
+
+test-long: setup test-tools soak ## What only time finds, of which `make test` does a twentieth; SHARE=0.1 does a tenth, MINUTES=3 of its half hour
+	$(BIN)/pytest -m long --share $(SHARE)
 
 lint: setup ## Style, types, direction of imports, generated files
 	$(BIN)/ruff check
@@ -56,9 +62,9 @@ scale: setup test-tools ## A thousand ranks, their exporters and a real Promethe
 	$(BIN)/python -m tests.bench.scale
 
 soak: setup ## Half an hour of ranks that start, die and come back: the exporter does not grow
-	$(BIN)/python -m tests.bench.soak --minutes 30
+	$(BIN)/python -m tests.bench.soak --minutes $(MINUTES)
 
-wheel-test: setup ## Build sdist and wheel, run the unit tests against the installed wheel
+wheel-test: setup ## Build sdist and wheel, and test what the installed wheel could lack
 	tests/wheel.sh $(VENV)
 
 kube-test: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import support
+from tests import fork_server, support
 
 if TYPE_CHECKING:
     from tests.training import Recording
@@ -22,12 +23,17 @@ pytest_plugins = ["pytester", "tests.scanners", "tests.skips"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Golden files are written by the tests that compare with them."""
+    """Golden files are written by the tests that compare with them; how often a long test repeats depends on the occasion."""
     parser.addoption("--update-golden", action="store_true", help="write the golden files again instead of comparing with them")
+    parser.addoption("--share", type=float, default=0.05, help="of the repetitions of tests marked `long` [%(default)s]")
 
 
 def pytest_configure() -> None:
-    """Take Ctrl-C as programs in a terminal do, and so children: `make test &` in a script leaves it ignored."""
+    """Take Ctrl-C as programs in a terminal do, and so children: `make test &` in a script leaves it ignored.
+
+    Tests compute little: more threads than one would only spin beside other tests. It is read when torch is imported.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,6 +59,13 @@ def checkout() -> Path:
     if not (support.ROOT / "pyproject.toml").is_file():
         pytest.skip(support.NEEDS_CHECKOUT)
     return support.ROOT
+
+
+@pytest.fixture
+def share_of(pytestconfig: pytest.Config) -> Callable[[int], int]:
+    """How many of so many repetitions to do: all of them with `make test-long`."""
+    share = float(pytestconfig.getoption("--share"))
+    return lambda repetitions: max(1, math.ceil(repetitions * share))
 
 
 @pytest.fixture
@@ -94,14 +107,16 @@ def run(flight_dir: Path) -> Iterator[Recording]:
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start a program that is killed when the test ends, if it has not ended by then.
 
-    Output goes to `<tmp_path>/<number>.log` unless the caller says otherwise: an unread pipe would block the program.
+    Output goes to `<tmp_path>/<number>.log` unless the caller says otherwise: an unread pipe would block the program. With
+    `torch=True` it is a Python program that trains, and is spared the imports (`tests/fork_server.py`).
     """
     children: list[subprocess.Popen[str]] = []
 
-    def run(*argv: str | Path, **options: object) -> subprocess.Popen[str]:
+    def run(*argv: str | Path, torch: bool = False, **options: object) -> subprocess.Popen[str]:
+        popen: type[subprocess.Popen[str]] = fork_server.Python if torch else subprocess.Popen
         with (tmp_path / f"{len(children)}.log").open("w") as log:
             given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "text": True, **options}
-            child: subprocess.Popen[str] = subprocess.Popen(argv, **given)  # type: ignore[call-overload]
+            child: subprocess.Popen[str] = popen(argv, **given)  # type: ignore[call-overload]
         children.append(child)
         return child
 

@@ -18,6 +18,7 @@ from tests.support import wait_until
 pytestmark = pytest.mark.timeout(200)  # the demo itself may take nearly two minutes
 
 STEPS = 80  # a baseline for the loss, then the learning rate is blown up at step 48
+FEW = 20
 MARK = "DEMO_OF_THIS_TEST"
 
 
@@ -87,8 +88,8 @@ def run_to_its_end(demo: Demo, disturb: Callable[[], object] = lambda: None, tim
 
 
 def test_without_prometheus_it_says_what_is_missing_and_shows_the_run(start_demo: Callable[..., Demo]) -> None:
-    """Exit code 0, every step of both ranks, the blown-up learning rate noticed, and how to get what was missing."""
-    demo = start_demo("--steps", str(STEPS), path=str(Path(sys.executable).parent))
+    """Exit code 0, every step of both ranks, and how to get what was missing."""
+    demo = start_demo("--steps", str(FEW), path=str(Path(sys.executable).parent))
     said = run_to_its_end(demo)
 
     assert demo.process.returncode == 0, said
@@ -96,18 +97,18 @@ def test_without_prometheus_it_says_what_is_missing_and_shows_the_run(start_demo
     assert "apt-get install prometheus" in said
     assert re.search(r"metrics +http://127\.0\.0\.1:\d+/metrics", said)
     for rank in (0, 1):
-        assert f"rank {rank}: finished after {STEPS} steps, last loss" in said
-    assert re.search(r"anomalies: .*loss_spike \d+", said)
+        assert f"rank {rank}: finished after {FEW} steps, last loss" in said
     assert "firing" not in said
 
 
 def test_with_prometheus_the_shipped_alert_fires(start_demo: Callable[..., Demo], program: Callable[[str], str]) -> None:
-    """The real rules in a real Prometheus: the learning rate that is blown up makes an alert fire before the end."""
+    """The blown-up learning rate is noticed, and by the real rules in a real Prometheus an alert fires before the end."""
     program("prometheus")
     demo = start_demo("--steps", str(STEPS))
     said = run_to_its_end(demo)
 
     assert demo.process.returncode == 0, said
+    assert re.search(r"anomalies: .*loss_spike \d+", said)
     assert re.search(r"alerts +http://127\.0\.0\.1:\d+/alerts", said)
     assert re.search(r"alert \w+: firing after \d+ s", said)
 

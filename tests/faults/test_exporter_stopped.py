@@ -27,7 +27,9 @@ ANSWER_S = 5.0
 @pytest.fixture
 def rank(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> subprocess.Popen[str]:
     """A training with everything on, a step every 10 ms."""
-    return start(sys.executable, "-m", "tests.stuck_rank", str(flight_dir), stdin=subprocess.PIPE, env=clean_environment())
+    return start(
+        sys.executable, "-m", "tests.stuck_rank", str(flight_dir), torch=True, stdin=subprocess.PIPE, env=clean_environment()
+    )
 
 
 def values(page: str) -> dict[tuple[str, str], float]:

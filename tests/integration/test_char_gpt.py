@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from examples.char_gpt import Options, batches, learning_rate_share
+from tests import fork_server
 
 PHASES = ["data", "forward", "backward", "optimizer"]
 TINY = [
@@ -32,7 +32,7 @@ def run(checkout: Path, tmp_path: Path) -> Run:
         timings.unlink(missing_ok=True)
         start = [*launcher, str(ranks)] if ranks > 1 else [sys.executable, "-W", "error"]
         argv = [*start, str(script), *TINY, "--timings", str(timings), *options]
-        ended = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        ended = fork_server.run(argv, capture_output=True, text=True, timeout=100, cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout, [json.loads(line) for line in timings.read_text().splitlines()]
 

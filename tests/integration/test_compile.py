@@ -142,9 +142,12 @@ def test_breaks_are_not_lost_by_a_reset(run: Recording) -> None:
 @pytest.mark.serial
 def test_the_stages_are_the_time_that_it_took(run: Recording) -> None:
     """By our own clock around the calls; with a backend that sleeps, that part is the backend's."""
+    slept: list[float] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        begun = time.perf_counter()
         time.sleep(0.5)
+        slept.append(time.perf_counter() - begun)
         return graph.forward
 
     model = mlp()
@@ -152,8 +155,8 @@ def test_the_stages_are_the_time_that_it_took(run: Recording) -> None:
     torch.compile(model, backend=backend)(torch.ones(4, 8))
     elapsed = time.perf_counter() - begun
     stages = counted(series(run), catalog.COMPILE_TIME)
-    assert sum(stages.values()) == pytest.approx(elapsed, rel=0.1)
-    assert stages["aot"] == pytest.approx(0.5, rel=0.1)
+    assert 0.9 * elapsed <= sum(stages.values()) <= elapsed
+    assert slept[0] <= stages["aot"] < 2 * slept[0]
     assert set(stages) == {"dynamo", "aot"}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from tests import fork_server
 from tests.support import ROOT, clean_environment
 from torchobs.cli import inspect
 
@@ -49,7 +49,7 @@ def test_a_storm_and_a_graph_break_are_told_with_place_and_cause(
     script.write_text(SCRIPT)
     environ = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", str(script)]
-    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    ran = fork_server.run(command, env=environ, capture_output=True, text=True, check=True)
     assert f"torch.compile has recompiled forward ({script}:11) 4 times" in ran.stderr
     assert "Remedy: " in ran.stderr
     assert inspect.main([str(flight_dir), "--json"]) == 0

@@ -41,7 +41,9 @@ def train(start: Any, flight_dir: Path, way: str, order: str) -> list[Ended]:
         }
         environment = {**support.clean_environment(), **place, "TORCHOBS_DIR": str(flight_dir), "OMP_NUM_THREADS": "1"}
         command = (sys.executable, "-m", "tests.distributed_rank", way, order)
-        ranks.append(start(*command, env=environment, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        ranks.append(
+            start(*command, torch=True, env=environment, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
     outputs = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     said = [json.loads(out.splitlines()[-1]) for out, _ in outputs]

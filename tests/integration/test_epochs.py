@@ -165,7 +165,6 @@ def test_an_evaluation_amid_an_epoch_is_none_whenever_one_looks(flight_dir: Path
     assert spans == [{"epoch": 1, "steps": BATCHES}]
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("announced", [True, False])
 def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     """With ``eval()`` and ``train()``, or with gradients disabled alone: as long as it was."""
@@ -185,7 +184,6 @@ def test_an_evaluation_is_a_span(run: Recording, *, announced: bool) -> None:
     assert least - 1e-6 <= values[("torchobs.goodput.time", "evaluation")] <= most + 1e-6
 
 
-@pytest.mark.serial
 def test_an_evaluation_left_early_ends_there(run: Recording) -> None:
     """A few batches of the validation data, and on with the training."""
     loop, training = Loop(), loader()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import torchobs
-from tests import support
+from tests import fork_server, support
 from tests.training import loss_of, mlp, recording
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
@@ -40,7 +39,7 @@ def run(tmp_path: Path, flight_dir: Path, script: str, *command: str) -> Ended:
     (tmp_path / "train.py").write_text(script)
     environment = {**support.clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(support.ROOT)}
     argv = command or (sys.executable, "train.py")
-    child = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    child = fork_server.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     (path,) = flight_dir.glob("*.flight")
     file = reader.open_path(os.fspath(path))
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import support
+from tests import fork_server, support
 
 RANKS = 2
 LAYOUTS = ("fsdp", "hsdp", "tensor parallel", "fsdp1", "fsdp1 original")
@@ -98,7 +98,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     directory = tmp_path_factory.mktemp("ranks")
     argv, environ = (sys.executable, "-c", PROGRAM), support.clean_environment()
     ranks = [
-        subprocess.Popen(
+        fork_server.Python(
             [*argv, str(rank), str(directory), *LAYOUTS], cwd=support.ROOT, env=environ, stdout=subprocess.PIPE, text=True
         )
         for rank in range(RANKS)

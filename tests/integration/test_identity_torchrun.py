@@ -2,12 +2,11 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests import support
+from tests import fork_server, support
 
 # Rank 1 fails once, when both have reported, so that torchrun restarts them. Neither imports torch: what torchrun sets is
 # all that is asked here.
@@ -34,7 +33,7 @@ def _launch(folder: Path, *options: str) -> list[dict[str, Any]]:
     script = folder / "train.py"
     script.write_text(RANK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    subprocess.run(
+    fork_server.run(
         [*torchrun, "--monitor-interval=0.05", *options, str(script), str(folder)],
         env=support.clean_environment() | {"PYTHONPATH": str(support.ROOT)},
         check=True,

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from tests import fork_server
 from tests.support import clean_environment, free_port, wait_until
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
@@ -137,9 +138,9 @@ def test_torchrun_starts_it_on_every_rank(environ: dict[str, str], flight_dir: P
     """`torchrun --no-python torchobs run train.py`: two ranks of one run, one exporter, torchrun's own verdict on a failure."""
     (tmp_path / "train.py").write_text(TRAIN)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
+    done = fork_server.run(
         [*torchrun, "--no-python", *RUN, "train.py", "5", "0", "4"],
-        cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=100,
+        cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.stdout == "trained\ntrained\n"
     assert done.returncode == 1
@@ -191,7 +192,7 @@ def test_data_loader_workers_find_what_main_defines(environ: dict[str, str], fli
     """Dataset, items and collate function of the script itself, in workers of every kind; none of them becomes a rank."""
     (tmp_path / "train.py").write_text(LOADER)
     argv = [*RUN, "--no-exporter", "train.py"]
-    done = subprocess.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    done = fork_server.run(argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
     expected = "".join(f"{method} [0, 1, 4, 9]\n" for method in ("spawn", "forkserver", "fork"))
     assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
     assert len(files(flight_dir)) == 1

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests import support
 from tests.exporters import Service
+from tests.fork_server import Python
 from torchobs.exporter.config import ExporterConfig
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def test_a_rank_that_uses_everything_has_at_most_three_hundred_series(flight_dir
     (tmp_path / "train.py").write_text(TRAINING)
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), "train.py"]
     with (
-        subprocess.Popen(
+        Python(
             command, cwd=tmp_path, env=support.clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as rank,
         Service(ExporterConfig(flight_dir=str(flight_dir))) as exporter,

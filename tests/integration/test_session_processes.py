@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchobs
-from tests import support
+from tests import fork_server, support
 from tests.training import Recording, mlp, train
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
@@ -106,7 +105,7 @@ for index in range(3):
 def test_how_a_rank_ends(flight_dir: Path, end: str, status: int, reason: int | None) -> None:
     """In order, by an exception, or without a word; steps are never lost, and no value of the exception is kept."""
     script = SCRIPT.format(path=[str(support.ROOT)], directory=str(flight_dir), end=end)
-    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    child = fork_server.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert child.returncode == status, child.stderr
     (path,) = flight_dir.glob("*.flight")
     file = reader.open_path(str(path))
@@ -145,7 +144,7 @@ def test_ranks_that_a_script_spawns_itself_are_ranks(flight_dir: Path, tmp_path:
     """``torch.multiprocessing.spawn``: each is known by its process group, of one run; importing the script starts none."""
     script = tmp_path / "spawned.py"
     script.write_text(SPAWNED.format(path=[str(support.ROOT)], directory=str(flight_dir), store=tmp_path / "store"))
-    child = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=110)
+    child = fork_server.run([sys.executable, str(script)], capture_output=True, text=True, timeout=110)
     assert child.returncode == 0, child.stderr
     found = []
     for path in flight_dir.glob("*.flight"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import fork_server
 from tests.support import clean_environment
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
@@ -53,7 +54,7 @@ def test_ranks_of_multiprocessing_are_seen_without_their_help(method: str, tmp_p
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torchobs", "run", "--no-exporter", "--dir", str(flight_dir), str(script), method]
     place = str(tmp_path / "rendezvous")
-    done = subprocess.run([*command, place], env=clean_environment(), capture_output=True, text=True, check=False, timeout=110)
+    done = fork_server.run([*command, place], env=clean_environment(), capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == ("[2]\n" if method == "spawn" else "[2]\n[0, 0]\n")
     assert sorted(map(told, flight_dir.glob("*.flight"))) == [(0, 2, 3, Exit.FINISHED), (1, 2, 3, Exit.FINISHED)]

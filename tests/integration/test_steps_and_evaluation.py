@@ -24,7 +24,6 @@ def nap(seconds: float) -> float:
     return time.perf_counter() - begun
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("how", ["eval and no_grad", "no_grad", "only another loader"])
 def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recording, how: str) -> None:
     """An evaluation of 0.2 s between steps of some ms: it is counted as evaluation, and no step got slower."""
@@ -63,7 +62,6 @@ def test_evaluation_between_steps_is_neither_a_step_nor_a_slow_step(run: Recordi
     assert sum(napped_s) * (1 - 1e-6) <= evaluation_s <= took_s - sum(record.duration_s for record in steps[5:])
 
 
-@pytest.mark.serial
 def test_evaluation_without_a_loader(run: Recording) -> None:
     """NanoGPT's way: batches by a function, estimate_loss() between eval() and train()."""
     model = mlp()
@@ -114,7 +112,6 @@ def test_batches_prefetched_for_an_accumulation_are_data(run: Recording) -> None
     assert all(record.phase_s[0] > 0 for record in steps)
 
 
-@pytest.mark.serial
 def test_a_loader_inside_an_iterable_dataset_is_fetched_once(run: Recording) -> None:
     """Nested loaders: only the outermost fetch is waiting for data."""
     napped_s = list[float]()

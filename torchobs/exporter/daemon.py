@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.pipeline import PushPipeline
 
 TICK_S = 1.0
-RETRY_BIND_S = 5.0
-FLUSH_S = 10.0
+RETRY_BIND_S, FLUSH_S = 5.0, 10.0
 """How long a node's exporter that has done its duty waits for the receiver of the push."""
 
 _log = logging.getLogger(__name__)

@@ -1,0 +1,357 @@
+"""Interpreters with torch in them, forked from one that has imported it: a test's training saves three seconds of CPU.
+
+`Python` is a `subprocess.Popen` for commands that begin with this interpreter or with a script of its environment, and `run` is
+`subprocess.run`. The child is forked from a server that each process of the tests starts when it first needs one. The child is
+a child of the test as any other, with the streams, the environment, the folder and the arguments that it was given. It differs
+from a new interpreter in this: `torch` and `torch._dynamo` have been imported, torch computes on `OMP_NUM_THREADS` threads
+(default 1), and `/proc/self/cmdline` is the server's. A test that is about any of these, or about how an interpreter starts,
+uses `subprocess`, and so do options that are not known here. `torch.distributed.run` gets a server of its own for its workers.
+
+Only Linux can hand a grandchild to the process that asked for it; elsewhere all of this is `subprocess`.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import ctypes
+import fcntl
+import gc
+import inspect
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ("torch", "torch._dynamo", "torch.distributed.run")
+"""What a training imports in any case: an optimizer's first step imports `torch._dynamo`."""
+_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_LENGTH = struct.Struct("!I")
+_PLAIN = {"preexec_fn": None, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1}
+"""Arguments of `Popen._execute_child` that only a new process can have otherwise."""
+_READ_AT_THE_START = ("PYTHON", "LD_", "TORCH_LOGS", "TORCHDYNAMO", "TORCHINDUCTOR", "OMP_", "MKL_", "KMP_")
+"""Variables that an interpreter or torch reads once, when it starts: other ones than the tests' own need a new interpreter."""
+_HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS"}
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from tests import fork_server; del sys.path[:2]; fork_server.serve()"
+_SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Command:
+    """What the child is to be: `how` is `-c`, `-m` or empty for a script, `what` its code, module or path."""
+
+    how: str
+    what: str
+    arguments: list[str]
+    unbuffered: bool = False
+    strict: bool = False  # -W error
+    cwd: str | None = None
+    environ: dict[str, str] = field(default_factory=dict)
+    new_session: bool = False
+    descriptors: list[int] = field(default_factory=list)  # the numbers that the child knows the given ones by
+
+
+def _understood(argv: list[str], environ: Mapping[str, str]) -> _Command | None:
+    """Return the command if it is one that a forked interpreter can be, else None."""
+    if _start_of(environ) != _start_of(os.environ):
+        return None
+    program, given = argv[0], argv[1:]
+    if program != sys.executable:
+        script = shutil.which(program, path=environ.get("PATH", ""))
+        known = script is not None and Path(script).parent == Path(sys.executable).parent and _is_ours(script)
+        return _Command("", str(script), given) if known else None
+    unbuffered = given[:1] == ["-u"]
+    given = given[unbuffered:]
+    strict = given[:2] == ["-W", "error"]
+    given = given[2 * strict :]
+    if len(given) > 1 and given[0] in {"-c", "-m"}:
+        return _Command(given[0], given[1], given[2:], unbuffered, strict)
+    if given and given[0].endswith(".py"):
+        return _Command("", given[0], given[1:], unbuffered, strict)
+    return None
+
+
+def _start_of(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in environ.items() if name.startswith(_READ_AT_THE_START) and name not in _HANDLED}
+
+
+def _is_ours(script: str) -> bool:
+    with open(script, "rb") as file:  # noqa: PTH123  # the first line of what may be a large binary
+        return file.readline(4096).strip() == f"#!{sys.executable}".encode()
+
+
+class Python(subprocess.Popen[Any]):
+    """A `Popen` for this interpreter's programs; see the module."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        bound = _SIGNATURE.bind(self, *arguments).arguments
+        given = bound["args"]
+        argv = [os.fsdecode(one) for one in given] if isinstance(given, (list, tuple)) else []
+        environ = {os.fsdecode(name): os.fsdecode(value) for name, value in (bound["env"] or os.environ).items()}
+        plain = sys.platform != "linux" or any(bound.get(name, value) != value for name, value in _PLAIN.items())
+        command = None if plain or not argv else _understood(argv, environ)
+        if command is None:
+            super()._execute_child(*arguments)  # type: ignore[misc]
+            return
+        command.environ, command.new_session = environ, bound["start_new_session"]
+        command.cwd = os.path.realpath(bound["cwd"] or ".")
+        if not os.path.isdir(command.cwd):  # noqa: PTH112
+            raise FileNotFoundError(command.cwd)
+        streams = [bound[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        held = [number if stream == -1 else stream for number, stream in enumerate(streams)]
+        command.descriptors = [0, 1, 2, *bound["pass_fds"]]
+        self.pid = _server().fork(command, [*held, *bound["pass_fds"]])
+        self._child_created = True
+        pipes = (bound[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def run(
+    argv: Any, *, capture_output: bool = False, timeout: float | None = None, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` with a forked interpreter."""
+    given = options.pop("input", None)
+    if given is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Python(argv, **options) as process:
+        try:
+            out, err = process.communicate(given, timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done: subprocess.CompletedProcess[Any] = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+class _Server:
+    """The side of whoever asks; the server ends when the connection does."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection, self._pid = connection, pid
+        self._lock = threading.Lock()
+
+    def fork(self, command: _Command, descriptors: list[int]) -> int:
+        """Return the process id of a child of this process that runs `command`."""
+        message = json.dumps(asdict(command)).encode()
+        with self._lock:
+            _be_subreaper(yes=True)  # the child's parent, a child of the server's, is gone at once: it is given to us
+            try:
+                packed = array.array("i", descriptors)
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)]
+                self._connection.sendmsg([_LENGTH.pack(len(message))], ancillary)
+                self._connection.sendall(message)
+                return int(_LENGTH.unpack(_exactly(self._connection, _LENGTH.size))[0])
+            finally:
+                _be_subreaper(yes=False)
+
+    def end(self) -> None:
+        """Let it go."""
+        self._connection.close()
+        os.waitpid(self._pid, 0)
+
+
+_current: dict[int, _Server] = {}
+"""The server of this process, by its id: a fork's is not its own."""
+
+
+def _server() -> _Server:
+    pid = os.getpid()
+    if pid not in _current:
+        ours, theirs = socket.socketpair()
+        # a fork has none of the threads of their pools
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        with theirs:
+            argv = [sys.executable, "-c", _START, str(Path(__file__).resolve().parent.parent)]
+            process = subprocess.Popen(argv, env=environ, stdin=theirs.fileno())
+        process.returncode = 0  # `end` waits for it
+        _current[pid] = server = _Server(ours, process.pid)
+        atexit.register(lambda: server.end() if os.getpid() == pid else None)
+    return _current[pid]
+
+
+def _be_subreaper(*, yes: bool) -> None:
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- the server's side
+
+
+def serve() -> None:
+    """Serve whoever has started this process, over its standard input; in a child, be the program that was asked for."""
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' affair, which end this
+    for name in PRELOADED:
+        __import__(name)
+    threads = os.listdir("/proc/self/task")  # noqa: PTH208
+    assert len(threads) == 1, f"what is imported has started threads, which no fork would have: {threads}"
+    serve_and_become(connection)
+
+
+def serve_and_become(connection: socket.socket) -> None:
+    """Fork a child for every request, which returns from here with the program's end; the server itself does not return."""
+    gc.freeze()  # so that a collection in a child copies none of it
+    while True:
+        try:
+            first, ancillary, _, _ = connection.recvmsg(_LENGTH.size, socket.CMSG_SPACE(64 * 4))
+            message = _exactly(connection, _LENGTH.unpack(first + _exactly(connection, _LENGTH.size - len(first)))[0])
+        except (EOFError, OSError):
+            os._exit(0)
+        descriptors = array.array("i")
+        for _, _, packed in ancillary:
+            descriptors.frombytes(packed)
+        pid = _forked_twice()
+        if pid == 0:
+            connection.close()
+            _become(_Command(**json.loads(message)), list(descriptors))
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        try:
+            connection.sendall(_LENGTH.pack(pid))
+        except OSError:
+            os._exit(0)
+
+
+def _forked_twice() -> int:
+    """Return 0 in a grandchild, which has been given to the nearest subreaper, and its process id here."""
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        first = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.write(writing, _LENGTH.pack(pid))
+            os._exit(0)
+        while os.getppid() == first:  # it is about to end, and the program is to see its true parent
+            time.sleep(0.0005)
+        os.close(reading)
+        os.close(writing)
+        return 0
+    os.waitpid(between, 0)
+    pid = int(_LENGTH.unpack(os.read(reading, _LENGTH.size))[0])
+    os.close(reading)
+    os.close(writing)
+    return pid
+
+
+def _become(command: _Command, descriptors: list[int]) -> None:
+    """Make this process what a new interpreter with that command line would be, and run it to its end."""
+    if command.new_session:
+        os.setsid()
+    _take_descriptors(descriptors, command.descriptors)
+    os.environ.clear()
+    os.environ.update(command.environ)
+    os.chdir(command.cwd or "/")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    unbuffered = command.unbuffered or bool(command.environ.get("PYTHONUNBUFFERED"))
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        line_buffered = number == 2 or (number == 1 and os.isatty(number))
+        errors = "backslashreplace" if number == 2 else None
+        stream = open(number, "w" if number else "r", 1 if line_buffered else -1, closefd=False, errors=errors)  # noqa: SIM115
+        if unbuffered and number:
+            stream.reconfigure(write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    import torch
+
+    torch.set_num_threads(int(command.environ.get("OMP_NUM_THREADS", "1")))
+    if command.what == "torch.distributed.run":
+        _serve_the_workers()
+    _execute(command)
+
+
+def _take_descriptors(given: list[int], wanted: list[int]) -> None:
+    """Give the descriptors the numbers that they are wanted by."""
+    above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(*wanted, *given) + 1) for one in given]
+    for one in given:
+        os.close(one)
+    for one, number in zip(above, wanted, strict=True):
+        os.dup2(one, number, inheritable=True)
+        os.close(one)
+
+
+def _serve_the_workers() -> None:
+    """Let what this process, a launcher, starts be forked, too: from a copy of it, made before it has any thread."""
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):  # whoever reads the launcher's output waits for its end, not for the server's
+            os.dup2(null, number)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        serve_and_become(theirs)
+        raise SystemExit  # a worker has come to its end
+    theirs.close()
+    _current[os.getpid()] = _Server(ours, pid)
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    vars(subprocess_handler)["Popen"] = Python
+
+
+def _execute(command: _Command) -> None:
+    sys.argv = ["-c" if command.how == "-c" else command.what, *command.arguments]
+    options = [*(["-u"] * command.unbuffered), *(["-W", "error"] * command.strict), *filter(None, [command.how])]
+    sys.orig_argv = [sys.executable, *options, command.what, *command.arguments]
+    first = {"-c": "", "-m": command.cwd or ""}.get(command.how, str(Path(command.what).resolve().parent))
+    sys.path[:0] = [first, *filter(None, command.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if command.strict:
+        warnings.simplefilter("error")
+    names = sys.modules["__main__"].__dict__
+    names.clear()
+    names |= {"__name__": "__main__", "__builtins__": sys.modules["builtins"], "__doc__": None, "__package__": None}
+    names |= {"__loader__": None, "__spec__": None, "__annotations__": {}}
+    for module in ("tests.fork_server", "tests"):
+        del sys.modules[module]
+    try:
+        if command.how == "-m":
+            runpy._run_module_as_main(command.what)  # type: ignore[attr-defined]  # as the interpreter itself does
+        elif command.how == "-c":
+            exec(compile(command.what, "<string>", "exec"), names)  # noqa: S102
+        else:
+            path = os.path.abspath(command.what)  # noqa: PTH100  # as the interpreter does it
+            names |= {"__file__": path, "__cached__": None}
+            exec(compile(Path(path).read_bytes(), path, "exec"), names)  # noqa: S102
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001  # told as the interpreter would, without frames of ours
+        _tell(error)
+
+
+def _tell(error: BaseException) -> None:
+    """Do what an interpreter does about an exception that nobody has caught."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in {__file__, "<frozen runpy>", runpy.__file__}:
+        traceback = traceback.tb_next
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    if isinstance(error, KeyboardInterrupt):  # whoever waits for it is to see that a signal has ended it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        atexit.register(os.kill, os.getpid(), signal.SIGINT)
+    raise SystemExit(1) from None

@@ -1,0 +1,57 @@
+"""What an installed wheel could lack: `python -m tests.wheel CHECKOUT`, with the Python that the wheel is installed for.
+
+The wheel has the checkout's files, byte for byte and no others, so that the checkout's tests are tests of it, too. Left to be
+shown is what the files alone do not: that every module is imported from there, and that the entry points load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import torchobs
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a package by their path inside it, but for what Python and editors make of them."""
+    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def missing_or_other(checkout: Path, installed: Path) -> list[str]:
+    """Files that only one of the two has, or that differ."""
+    ours, theirs = contents(checkout), contents(installed)
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+
+
+def modules() -> list[str]:
+    """Every module that an import has no effect of."""
+    found = pkgutil.walk_packages(torchobs.__path__, "torchobs.")
+    return [one.name for one in found if not one.name.endswith("__main__")]
+
+
+def main(checkout: Path) -> str:
+    """Return what is wrong, empty if nothing is."""
+    installed = Path(torchobs.__file__).parent
+    if not installed.is_relative_to(sys.prefix):
+        return f"torchobs is imported from {installed}, which is not the installed wheel"
+    if different := missing_or_other(checkout / "torchobs", installed):
+        return f"the wheel lacks, or has otherwise than the checkout: {different}"
+    names = modules()
+    for name in names:
+        importlib.import_module(name)
+    declared = list(distribution("torchobs").entry_points)
+    for point in declared:
+        point.load()
+    licenses = distribution("torchobs").metadata.get_all("License-File") or []
+    if len(declared) < 2 or licenses != ["LICENSE"]:
+        return f"entry points {declared}, licenses {licenses}"
+    print(f"the wheel: {len(names)} modules, {len(declared)} entry points")  # noqa: T201  # for who looks at the log
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])) or 0)
