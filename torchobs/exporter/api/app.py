@@ -190,7 +190,7 @@ class Api:
 
     async def _say_why(self, identifier: str) -> None:
         """Raise ``Problem`` if the rank that was asked for that evidence has said that there will be none."""
-        incarnation = await self._run(self._desk.whose, identifier)
+        incarnation = await self._run(self._desk.owner_of, identifier)
         for rank in (await self._watch.fresh()).ranks:
             if rank.incarnation == incarnation:
                 said = artifact_errors.find(await self._read(rank, history.events, []), identifier)

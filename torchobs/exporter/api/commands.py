@@ -114,7 +114,7 @@ class CommandService:
         """Return True if :meth:`look` has anything to do."""
         return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._told) for rank in snapshot.ranks)
 
-    def whose(self, identifier: str) -> str | None:
+    def owner_of(self, identifier: str) -> str | None:
         """Return the incarnation of the rank that was asked for that evidence, if that was lately, and here."""
         return self._asked.get(identifier)
 

@@ -290,4 +290,4 @@ _MEANING = {
 def _family(base: type) -> list[type]:
     """Return all classes that inherit from it."""
     children: list[type] = base.__subclasses__()
-    return [heir for child in children for heir in (child, *_family(child))]
+    return [successor for child in children for successor in (child, *_family(child))]
