@@ -56,7 +56,8 @@ expected has got a page with that 0, and only then at what it has counted: `incr
 (What has counted before the exporter saw the rank is shown as it is.)
 
 **Shared** series are facts of the container or the machine, the same for all ranks in it. They have `job_name` and `run_id`,
-but no `rank`, and stand on the page once: from the first rank of the run that lives. So `sum()` does not count them per rank.
+but no `rank`, and stand on the page once, from the first rank of the run that lives, so that `sum()` does not count them per
+rank. (Pushed over OTLP they are each rank's, as its resource is.)
 
 **After the rank's end** a series is *kept* (the dead rank shows its last value until the exporter's grace is over), or it
 *ends* at once.

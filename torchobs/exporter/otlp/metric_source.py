@@ -72,6 +72,8 @@ class Source:
         seen: set[PushedSeries] = set()
         has_just_ended, self._up = self._up and not up, up
         for series, value in (*points, *self._as_series(said)):
+            if id(series) not in self._streams and _is_quiet(series, value):
+                continue  # what it counts first is exact all the same: a point says since when it counts
             stream = self._stream(series)
             if stream is None or stream in seen:
                 continue
@@ -137,6 +139,12 @@ def _is_forged(series: Series) -> bool:
     if known in COMMON_METRICS:  # names that an application has from OpenTelemetry, as we have
         return series.scope is None
     return known in EXPORTER_S or series.scope is not None
+
+
+def _is_quiet(series: Series, value: Value) -> bool:
+    """Return True if a series says nothing yet (:class:`~torchobs.catalog.Metric`)."""
+    known = BY_NAME.get(series.name) if series.scope is None else None
+    return known is not None and known.quiet is not None and value == known.quiet
 
 
 def _survives(series: Series) -> bool:
