@@ -167,9 +167,9 @@ def test_a_number_that_is_given_overrides_it(
     monkeypatch.setattr(memory_budget, "derived", lambda _: 36_000)
     config = ExporterConfig(flight_dir=str(flight_dir), series_limit_total=given)
     limits: list[int] = []
-    monkeypatch.setattr(daemon, "Pages", lambda _, most: limits.append(most))
+    monkeypatch.setattr(daemon, "PageCache", lambda _, most: limits.append(most))
     monkeypatch.setattr(daemon, "Scanner", lambda _, series_limit: limits.append(series_limit))
-    monkeypatch.setattr(daemon, "Watch", lambda _: None)
+    monkeypatch.setattr(daemon, "SnapshotCache", lambda _: None)
     monkeypatch.setattr(daemon, "Site", Stopped)
     with pytest.raises(StopIteration):
         daemon.serve(config)

@@ -19,8 +19,11 @@ from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.metrics.fold import RecordKind
 from torchobs.probes.core.device_scalars import DeviceValues
+from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
+from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.step import backward, steps
 from torchobs.probes.step.loss import LossProbe
 from torchobs.runtime.profiler import Profiles
 
@@ -64,8 +67,10 @@ class Late:
 
 
 @pytest.fixture
-def late(flight_dir: Path, request: pytest.FixtureRequest) -> Iterator[Late]:
-    """See the class; the level may be the fixture's parameter."""
+def late(flight_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    """See the class; the level may be the fixture's parameter. Its tensors are fakes, beside which nothing is recorded else."""
+    for hooks in (amp, backward, clipping, steps):
+        monkeypatch.setattr(hooks, "graph_being_made", lambda: lambda: False)
     level = getattr(request, "param", "basic")
     for run in recording(flight_dir, disable_probes="gradients,loss,amp", level=level):
         found = Late(run)

@@ -86,7 +86,7 @@ WRAPPERS: list[Callable[[Any], Any]] = [
 
 
 def test_a_hook_that_another_tool_has_taken_away_is_put_back(flight_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It restored what it had found before us; the sampler's next look says so, once, and losses come again."""
+    """It restored what it had found before us; the sampler's next look says so, once; no loss is missing."""
     before = torch.autograd.backward
     for run in recording(flight_dir):
         train = trainer()
@@ -97,7 +97,7 @@ def test_a_hook_that_another_tool_has_taken_away_is_put_back(flight_dir: Path, c
         run.look()
         assert torch.autograd.backward is ours
         train(1)
-        assert losses(run) == [True, True, False, True]
+        assert losses(run) == [True] * 4  # the engine tells of backward passes meanwhile
         run.look()
     assert torch.autograd.backward is before
     assert [record.message for record in caplog.records if "another tool had replaced" in record.message] == [
@@ -115,7 +115,7 @@ def test_a_wrapper_of_what_was_there_before_us_is_kept(flight_dir: Path, wrap: C
         train(1)
         run.look()
         train(1)
-        assert losses(run) == [False, True]
+        assert losses(run) == [True, True]  # the engine tells of the first
     assert torch.autograd.backward is theirs
 
 

@@ -125,6 +125,8 @@ class ProbeContext:
     """Told of the outermost backwards, while there may be steps by hand"""
     steps_by_hand: Callable[[], ManualSteps | None] | None = None
     """Called when a backward begins that may be the second one since a step; returns who is to be told of it"""
+    returned: set[int] = field(default_factory=set)
+    """Boundaries at which a backward pass ended that left its gradients to the caller, and none in parameters"""
     takes_loss: Callable[[Any, Any, bool], None] | None = None
     """Called with the tensors and the given gradients of the outermost backward, and whether it accumulates its gradients"""
     clipped_by_hand: Callable[[Any, int], object] | None = None

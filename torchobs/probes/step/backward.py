@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
 """Positions among the arguments of the engine's ``run_backward``"""
+_MOST_RETURNED = 1024
 
 
 class BackwardWatch:
@@ -127,7 +128,12 @@ def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: Circ
             return plain(*args, **kwargs)
         finally:
             context.backwards = 0
-            note(monotonic_ns() << 4 | (CLOSURE_GOES_ON if context.in_closure else BACKWARD_ENDS))
+            ended = monotonic_ns() << 4 | (CLOSURE_GOES_ON if context.in_closure else BACKWARD_ENDS)
+            note(ended)
+            if not accumulates:
+                if len(context.returned) >= _MOST_RETURNED:
+                    context.returned.clear()
+                context.returned.add(ended)
             if accumulates and context.in_closure:
                 tell(context.after_closure_backward)
             elif manual_steps is not None:

@@ -112,9 +112,8 @@ class CudaGraphs:
             self._noted.append(None)
             del trace[begun.traced :]
 
-    def _note_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        loss = args[0] if args else kwargs.get("tensors")
-        if getattr(loss, "numel", lambda: 0)() == 1:
+    def _note_loss(self, loss: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        if gradients is None and accumulates and getattr(loss, "numel", lambda: 0)() == 1:
             self._losses.append(ref(loss))
 
     def _begins(self, graph: object) -> None:

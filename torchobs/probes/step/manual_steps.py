@@ -99,7 +99,8 @@ class ManualSteps:
         It is not watched where as many of them were nothing special in the step before: an accumulation.
         """
         recorder = self._context.recorder
-        if not any(stamp & 15 == BACKWARD_ENDS for stamp in reversed(recorder.trace)):
+        returned = self._context.returned
+        if not any(stamp & 15 == BACKWARD_ENDS and stamp not in returned for stamp in reversed(recorder.trace)):
             return None
         recorder.end_pass()
         if recorder.direct or self._context.in_closure:
@@ -191,7 +192,7 @@ class ManualSteps:
     def _end_before(self, recorder: StepRecorder) -> None:
         """The gradient of an unwatched backward is gone: that may have been the end of a step."""
         for index in range(len(recorder.trace) - 2, -1, -1):
-            if recorder.trace[index] & 15 == BACKWARD_ENDS:
+            if recorder.trace[index] & 15 == BACKWARD_ENDS and recorder.trace[index] not in self._context.returned:
                 named = sum(stamp & 15 in ARGUED for stamp in recorder.trace[: index + 1])
                 recorder.likely_end = index + 1, named
                 recorder.end_where_likely(perturbed=False)
