@@ -38,4 +38,4 @@ export TORCHOBS_DIR="$work/flight" PATH="$work/full/bin:$PATH"
 PYTHONPATH=$PWD torchobs run --no-exporter tests/scripts/loops.py low_rank > "$work/trained" || { cat "$work/trained"; exit 1; }
 torchobs inspect | grep -q 'rank' || { echo "torchobs inspect says nothing about the rank"; exit 1; }
 unset TORCHOBS_DIR
-"$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . tests/unit/test_{house,settings,integrations}.py
+"$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . tests/unit/test_{conventions,settings,integrations}.py

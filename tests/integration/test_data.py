@@ -127,7 +127,7 @@ def test_a_plain_iterator_is_waited_for_where_the_script_says_so(run: Recording)
             yield batch
 
     waited = train(batches())
-    assert data_time(run) == pytest.approx(waited, rel=0.05, abs=0.002)
+    assert 4 * FETCH_S <= data_time(run) <= waited  # by the script's own words it lies within
 
 
 def test_workers_are_counted_and_their_start_is_timed_once_where_they_persist(run: Recording) -> None:
