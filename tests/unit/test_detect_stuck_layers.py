@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchobs.detect.stuck_layers import LASTING_LOOKS, LASTING_STEPS, Judge, LayerSample, StuckLayers
+from torchobs.detect.stuck_layers import LASTING_LOOKS, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers
 
 
 def moving(part: float) -> LayerSample:
@@ -20,7 +20,7 @@ NOTHING = StuckLayers((), (), ())
 
 def judged(layers: Callable[[int], dict[str, LayerSample]], looks: int = 6, every: int = 50) -> StuckLayers:
     """What is said at the last of so many looks, so many steps apart."""
-    judge = Judge()
+    judge = StuckLayerDetector()
     return [judge.judge(look * every, layers(look)) for look in range(1, looks + 1)][-1]
 
 
@@ -68,7 +68,7 @@ def test_an_optimizer_that_goes_by_signs_is_not_judged_by_size() -> None:
 
 def test_only_what_is_in_doubt_is_worth_a_look_every_second() -> None:
     """A part that is not used is no doubt; a layer that is lost for now is one."""
-    doubts, judge = [], Judge()
+    doubts, judge = [], StuckLayerDetector()
     for step, seen in enumerate((ZERO, LOST, ZERO, UNFED, USUAL)):
         judge.judge(step, {"a": seen, "b": USUAL})
         doubts.append(judge.doubts)

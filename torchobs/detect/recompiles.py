@@ -18,11 +18,11 @@ _MOST = 256
 class Recompiles:
     """The recompilations of each function, by any name of it."""
 
-    __slots__ = ("_times", "_told")
+    __slots__ = ("_report_limit", "_times")
 
     def __init__(self) -> None:
         self._times: dict[str, deque[float]] = {}
-        self._told = RateLimiter(QUIET_S)
+        self._report_limit = RateLimiter(QUIET_S)
 
     def note(self, function: str, now_s: float) -> int:
         """Add one; return how many there were within ten minutes if that is a storm to be told now, else 0.
@@ -35,7 +35,7 @@ class Recompiles:
         times.append(now_s)
         while times[0] < now_s - WINDOW_S:
             times.popleft()
-        return len(times) if len(times) >= STORM and self._told.take(now_s, function) else 0
+        return len(times) if len(times) >= STORM and self._report_limit.take(now_s, function) else 0
 
     def _forget_oldest(self) -> None:
         oldest = min(self._times, key=lambda function: self._times[function][-1])

@@ -27,7 +27,7 @@ def waiting_share(data_s: float, trained_s: float) -> float | None:
     return data_s / trained_s
 
 
-class Waited(NamedTuple):
+class DataCounters(NamedTuple):
     """What a rank's counters say at a moment."""
 
     now_s: float
@@ -40,23 +40,23 @@ class Waited(NamedTuple):
 class Starvation:
     """Judges one window after the other."""
 
-    __slots__ = ("_from", "share", "starved")
+    __slots__ = ("_window_start", "share", "starved")
 
     def __init__(self) -> None:
-        self._from: Waited | None = None
+        self._window_start: DataCounters | None = None
         self.share = 0.0
         """of the last window"""
         self.starved = False
 
-    def judge(self, seen: Waited) -> bool:
+    def judge(self, seen: DataCounters) -> bool:
         """Take what the counters say now; tell whether a window was judged just now."""
-        start = self._from
+        start = self._window_start
         if start is None:
-            self._from = seen
+            self._window_start = seen
             return False
         if seen.now_s - start.now_s < WINDOW_S or seen.steps - start.steps < LEAST_STEPS:
             return False
         trained_s = seen.trained_s - start.trained_s
-        self._from, self.share = seen, (seen.data_s - start.data_s) / trained_s if trained_s > 0 else 0.0
+        self._window_start, self.share = seen, (seen.data_s - start.data_s) / trained_s if trained_s > 0 else 0.0
         self.starved = self.share >= (ENDS if self.starved else BEGINS)
         return True

@@ -63,7 +63,7 @@ class _Low(NamedTuple):
     part: float
 
 
-class Judge:
+class StuckLayerDetector:
     """Judges look after look."""
 
     def __init__(self) -> None:

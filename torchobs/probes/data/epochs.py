@@ -47,7 +47,7 @@ class EpochProbe:
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
         renew_in_child(self, _lock=RLock)
         self._latest: _Iteration | None = None
-        self._around: _Iteration | None = None
+        self._enclosing: _Iteration | None = None
         """One that was going on when the latest began, no step having ended in it yet: an evaluation may come first"""
         self._epoch: _Iteration | None = None
         self._number = 0
@@ -73,8 +73,8 @@ class EpochProbe:
             if self._epoch is not None and self._is_exhausted(self._epoch):
                 self._epoch.gone.append(self._context.recorder.ended)
             pending = self._latest
-            if self._around is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
-                self._around = pending
+            if self._enclosing is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
+                self._enclosing = pending
             recorder, gone = self._context.recorder, list[int]()
             known = weakref.ref(iterator, lambda _: gone.append(recorder.ended))
             self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, gone)
@@ -97,9 +97,9 @@ class EpochProbe:
         if latest is None or self._context.recorder.ended <= latest.step:
             self._latest = latest
             return
-        around, self._around = self._around, None
-        if around is not None and (not around.gone or around.gone[0] > latest.step):
-            latest = around
+        enclosing, self._enclosing = self._enclosing, None
+        if enclosing is not None and (not enclosing.gone or enclosing.gone[0] > latest.step):
+            latest = enclosing
         loader = latest.loader()  # that of `for batch in DataLoader(...)` may be gone
         known = epoch is not None and loader is not None and epoch.loader() is loader
         if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LONG_TRACE
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.data.starvation import Starving
+from torchobs.probes.data.starvation import StarvationWatch
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -34,7 +34,7 @@ class DataProbe:
         from torch.utils.data import dataloader
 
         self._context, self._grad_enabled = context, torch.is_grad_enabled
-        self._starving = Starving(context)
+        self._starvation = StarvationWatch(context)
         base = dataloader._BaseDataLoaderIter
         self._patches = [Patch(base, "__next__", self._watched_next, probe=self.name, nests=True)]
 
@@ -45,7 +45,7 @@ class DataProbe:
 
     def sample(self) -> None:
         """Judge how long was waited."""
-        self._starving.sample()
+        self._starvation.sample()
 
     def _watched_next(self, original: Any) -> Any:
         breaker, context, recorder, grad_enabled = (

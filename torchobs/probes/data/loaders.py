@@ -54,8 +54,8 @@ class LoaderProbe:
         self._fresh: deque[_Pool] = deque()
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rounds = 0
-        self._looking = Lock()
-        renew_in_child(self, _looking=Lock)
+        self._checking = Lock()
+        renew_in_child(self, _checking=Lock)
         self._pinning = PinningWatch()
 
     def install(self, context: ProbeContext) -> None:
@@ -78,7 +78,7 @@ class LoaderProbe:
             patch.undo()
         self._pinning.remove()
         self.sample()  # what ended the run may be a worker's death a moment ago
-        self._look()
+        self._check_workers()
 
     def _watch(self, loader: Any) -> None:
         self._patches.append(Patch(loader, "__iter__", self._watched, probe=self.name))
@@ -122,26 +122,26 @@ class LoaderProbe:
         self._set(catalog.DATA_BATCHES_READY, {}, ready)
         self._rounds += 1
         if not self._rounds % _ROUNDS:
-            self._look()
+            self._check_workers()
 
     def observe(self) -> None:
         """Have a batch looked at."""
         self._pinning.observe()
 
-    def _look(self) -> None:
+    def _check_workers(self) -> None:
         """Count the workers, and those that died."""
-        if self._pools and self._looking.acquire(blocking=False):
+        if self._pools and self._checking.acquire(blocking=False):
             try:
                 self._count()
             finally:
-                self._looking.release()
+                self._checking.release()
 
     def _count(self) -> None:
         configured = alive = 0
         for pool in self._pools:
             iterator = pool.iterator()
             leaving = iterator is None or iterator._shutdown
-            self._bury(pool, leaving=leaving)
+            self._remove_exited(pool, leaving=leaving)
             if iterator is not None and not leaving:
                 alive += len(pool.workers)
                 configured += iterator._num_workers
@@ -149,14 +149,14 @@ class LoaderProbe:
         self._set(catalog.DATA_WORKERS, {"state": "configured"}, configured)
         self._set(catalog.DATA_WORKERS, {"state": "alive"}, alive)
 
-    def _bury(self, pool: _Pool, *, leaving: bool) -> None:
+    def _remove_exited(self, pool: _Pool, *, leaving: bool) -> None:
         for worker in list(pool.workers):
             code = exit_code(worker)
             if code is not None:
                 pool.workers.remove(worker)
-                self._tell(worker.pid, code, leaving=leaving)
+                self._report_exit(worker.pid, code, leaving=leaving)
 
-    def _tell(self, pid: int, code: int, *, leaving: bool) -> None:
+    def _report_exit(self, pid: int, code: int, *, leaving: bool) -> None:
         """A worker has ended. A loader that shuts down terminates those that take too long; other signals are not its own."""
         if code == 0 or (leaving and code == -signal.SIGTERM):
             return

@@ -32,7 +32,7 @@ class PinningWatch:
     def __init__(self) -> None:
         self._iterator: weakref.ref[Any] | None = None
         self._armed: weakref.ref[Any] | None = None
-        self._told = False
+        self._reported = False
 
     def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         """Stand by."""
@@ -51,7 +51,7 @@ class PinningWatch:
             self._iterator = weakref.ref(iterator)
 
     def observe(self) -> None:
-        """Ask for a look at the next batch, if a CUDA device is in use."""
+        """Ask for a inspect_batch at the next batch, if a CUDA device is in use."""
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         iterator = self._iterator() if self._iterator is not None else None
         if cuda is not None and cuda.is_initialized() and iterator is not None:
@@ -63,23 +63,23 @@ class PinningWatch:
             return
         self._armed = known = weakref.ref(iterator)  # held, it would outlive its last reference, and its workers with it
 
-        def look() -> Any:
+        def inspect_batch() -> Any:
             fetching: Any = known()
             vars(fetching).pop("_next_data", None)
             batch = type(fetching)._next_data(fetching)
-            call(self._breaker, self._look, batch)
+            call(self._breaker, self._inspect, batch)
             return batch
 
-        iterator._next_data = look
+        iterator._next_data = inspect_batch
 
-    def _look(self, batch: Any) -> None:
+    def _inspect(self, batch: Any) -> None:
         cell = self._context.writer.table.cell(catalog.DATA_UNPINNED_BATCHES, {})
         size = pageable_bytes(batch)
         if size <= LEAST_BYTES or cell is None:
             return
         cell.add(1)
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             self._context.writer.event(catalog.EVENT_UNPINNED.name, {"size": size}, self._context.recorder.step)
 
 

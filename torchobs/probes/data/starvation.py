@@ -6,7 +6,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.starvation import Starvation, Waited
+from torchobs.detect.starvation import DataCounters, Starvation
 from torchobs.flight.metrics.fold import Word
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _PHASES = slice(Word.PHASE_TIME, Word.PHASE_TIME + len(catalog.PHASES))
 _DATA = Word.PHASE_TIME + catalog.PHASES.index("data")
 
 
-class Starving:
+class StarvationWatch:
     """For the sampler thread."""
 
     def __init__(self, context: ProbeContext, clock: Callable[[], float] = monotonic) -> None:
@@ -30,7 +30,7 @@ class Starving:
     def sample(self) -> None:
         """Look at the counters; show and tell what they say."""
         totals, before = self._context.writer.table.core.totals, self._judge.starved
-        seen = Waited(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
+        seen = DataCounters(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
         if not self._judge.judge(seen):
             return
         if self._cell is not None:

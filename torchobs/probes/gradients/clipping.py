@@ -37,7 +37,7 @@ _L2 = 2.0
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _EACH_NS = 500_000_000
 """Norms of single tensors are shown, not recorded: two a second are enough, unless the interval is the user's"""
-_BELIEVED = 64
+_TRUSTED_STEPS = 64
 """Steps for which the one optimizer is believed to have as many gradients as were clipped the last time"""
 _SUSPICIOUS = 1e-15
 """Below, squares may have been lost (``norms.TINY``)"""
@@ -89,7 +89,7 @@ class ClipWatch:
 
         from torchobs.probes.core.capture_results import CapturedResults
 
-        self._torch, self._breaker, self._intercepted = torch, breaker, CapturedResults
+        self._torch, self._breaker, self._captured_results = torch, breaker, CapturedResults
         self._graph_being_made = graph_being_made()
         utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
         for name, alias, watched in (
@@ -125,7 +125,7 @@ class ClipWatch:
         seen = self._seen
         for index in range(len(seen) - 1, -1, -1):
             if count(optimizer, seen[index].grads) == seen[index].grads:
-                self._covered = id(optimizer), seen[index].grads, self._context.recorder.step + _BELIEVED
+                self._covered = id(optimizer), seen[index].grads, self._context.recorder.step + _TRUSTED_STEPS
                 self._seen = [other for other in seen if other.grads != seen[index].grads]
                 return seen[index]
         return None
@@ -194,7 +194,7 @@ class ClipWatch:
             now_ns = monotonic_ns()
             due = now_ns >= self._each_ns
             self._each_ns = now_ns + _EACH_NS if due else self._each_ns
-        return self._intercepted(self._torch._foreach_norm) if due and self._are_plain(tensors) else None
+        return self._captured_results(self._torch._foreach_norm) if due and self._are_plain(tensors) else None
 
     def _are_plain(self, tensors: Iterable[Any]) -> bool:
         tensor_type = self._torch.Tensor
@@ -210,7 +210,7 @@ class ClipWatch:
             self._measure_shards(tensors, made)
         elif norm.is_cpu:
             made.total = norm.item()
-            if seen is None and self._is_believed(made):
+            if seen is None and self._is_trusted(made):
                 # as the optimizer's hook would do it, at a tenth of the cost
                 self._noted, self._noted_in = made.total, self._context.recorder.step
                 self._context.recorder.add_norm(made.total, 1.0, within_step=True)
@@ -234,7 +234,7 @@ class ClipWatch:
     def _clipping(self, gradients: list[Any]) -> Clipping:
         return Clipping(len(gradients), first=id(gradients[0]), scaling=self._context.scalings)
 
-    def _is_believed(self, made: Clipping) -> bool:
+    def _is_trusted(self, made: Clipping) -> bool:
         """Return True if this is for sure the norm of all that the one optimizer is about to use."""
         recorder, (optimizer, grads, until) = self._context.recorder, self._covered
         fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until and not self._context.scaled
@@ -278,7 +278,7 @@ class ClipWatch:
     def _intercept_clamp(self, total: Any) -> CapturedResults | None:
         """A distributed total is added up inside, by the user's own call: the coefficient made of it is complete."""
         distributed = isinstance(total, self._torch.Tensor) and type(total) is not self._torch.Tensor
-        return self._intercepted(self._torch.clamp) if distributed else None
+        return self._captured_results(self._torch.clamp) if distributed else None
 
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
         self.limit = limit = float(max_norm)

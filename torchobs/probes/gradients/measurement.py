@@ -39,10 +39,10 @@ class Timing(NamedTuple):
 class Devices:
     """What measuring on devices needs: where the numbers arrive, and how long it took, for who wants to know."""
 
-    __slots__ = ("cuda", "landings", "timings")
+    __slots__ = ("copies", "cuda", "timings")
 
     def __init__(self, cuda: Device) -> None:
-        self.cuda, self.landings = cuda, PendingCopies(cuda)
+        self.cuda, self.copies = cuda, PendingCopies(cuda)
         self.timings: deque[Timing] = deque(maxlen=_MOST_TIMED)
 
     def take_ns(self) -> int:
@@ -147,7 +147,7 @@ def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) 
         if devices.cuda.capturing():
             return None
         same = len({norm.dtype for norm in norms}) == 1
-        numbers = devices.landings.send(torch.stack(norms if same else [norm.double() for norm in norms]))
+        numbers = devices.copies.send(torch.stack(norms if same else [norm.double() for norm in norms]))
     made.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
     return made
 
@@ -191,7 +191,7 @@ def _send(
         more.append(scale.to(vector.device, non_blocking=True))
     if more:
         vector = torch.cat([vector, *(number.reshape(1).double() for number in more)])
-    numbers = devices.landings.send(vector)
+    numbers = devices.copies.send(vector)
     devices.timings.append(Timing(begun, devices.cuda.event()))
     return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
 
@@ -203,5 +203,5 @@ def scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | Non
     with devices.cuda.on(scale.device):
         if devices.cuda.capturing():
             return None
-        made.arriving.append(Arriving(devices.landings.send(scale.reshape(1)), [], [], scaled=True))
+        made.arriving.append(Arriving(devices.copies.send(scale.reshape(1)), [], [], scaled=True))
     return made

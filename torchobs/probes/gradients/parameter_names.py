@@ -38,8 +38,8 @@ class ParameterNames:
     """Names by parameter. For the sampler thread, but :meth:`watch`. ``yield_gil`` as of the sampler's."""
 
     def __init__(self, yield_gil: Callable[[], None]) -> None:
-        self.built = Built()
-        self._breathe = yield_gil
+        self.built_modules = BuiltModules()
+        self._yield_gil = yield_gil
         self._names: dict[int, tuple[ref[Any], str]] = {}
         self._taken: dict[str, ref[Any]] = {}
         self._roots: list[_Root] = []
@@ -70,7 +70,7 @@ class ParameterNames:
         parameters = list(parameters)
         self._walk(parameters)
         if any(self.get(parameter) is None for parameter in parameters):
-            self._add_roots(roots(self.built.modules()))
+            self._add_roots(roots(self.built_modules.modules()))
             self._walk(parameters)
         missing = [parameter for parameter in parameters if self.get(parameter) is None]
         if not missing or self._scans >= MAX_SCANS:
@@ -82,7 +82,7 @@ class ParameterNames:
             return False
         self._last_s = time_s
         self._scans += 1
-        self._add_roots(roots(all_modules(self._breathe)))
+        self._add_roots(roots(all_modules(self._yield_gil)))
         self._walk(missing)
         return True
 
@@ -123,13 +123,13 @@ class ParameterNames:
         try:
             while chunk := list(islice(parameters, _CHUNK // 20)):
                 found += [(name, parameter) for name, parameter in chunk if id(parameter) in wanted]
-                self._breathe()
+                self._yield_gil()
         except RuntimeError:  # a dictionary changed size
             return []
         return found
 
 
-class Built:
+class BuiltModules:
     """Modules that were given a parameter or a child since the hooks came."""
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Built:
         """Have torch tell. A region that assigns a module or a parameter is compiled with the hooks, which do nothing there."""
         from torch.nn.modules import module
 
-        note = no_hook_in_graphs(self._noting(context, breaker))
+        note = no_hook_in_graphs(self._registration_hook(context, breaker))
         self._handles = [
             module.register_module_parameter_registration_hook(note),
             module.register_module_module_registration_hook(note),
@@ -156,7 +156,7 @@ class Built:
         """Return those that live. From any thread."""
         return [module for known in list(self._modules.values()) if (module := known()) is not None]
 
-    def _noting(self, context: ProbeContext, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
+    def _registration_hook(self, context: ProbeContext, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
         """Return the hook: for a known module one look, and nothing that can raise.
 
         FSDP1 with ``use_orig_params`` gives every module its parameters anew, twice in each step.

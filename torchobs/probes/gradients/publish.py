@@ -26,13 +26,13 @@ _LAYERS_NAMED = 8
 _SUSPECTED = 16
 
 
-class Findings:
+class GradientPublisher:
     """Measured steps, until they are shown."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context, table = context, context.writer.table
         self.layers = Layers(table, 0, context.yield_gil)
-        self._unmoved, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
+        self._stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
         self.suspects: frozenset[int] = frozenset()
         """Parameters whose gradient was not finite lately: a device counts their elements"""
         self._suspected = 0
@@ -69,7 +69,7 @@ class Findings:
         self._begin_model()
         if not self.layers.show(parts, step, now=now):
             return
-        self._unmoved.look(parts, step, now=now)
+        self._stuck_layers.check(parts, step, now=now)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
         for metric, limit in (
@@ -84,7 +84,7 @@ class Findings:
         if self._model != changes:
             self._model = changes
             self.layers.begin_model()
-            self._unmoved.begin()
+            self._stuck_layers.begin()
 
     def _receive(self) -> None:
         last = self._context.recorder.step
@@ -95,12 +95,12 @@ class Findings:
             del self._steps[step]
             self._latest = (step, parts)
             if any(part.faults for part in parts):
-                self._tell_faults(step, parts)
+                self._report_faults(step, parts)
             elif self._suspected:
                 self._suspected -= 1
                 self.suspects = self.suspects if self._suspected else frozenset()
 
-    def _tell_faults(self, step: int, parts: list[Measurement]) -> None:
+    def _report_faults(self, step: int, parts: list[Measurement]) -> None:
         """Count the elements that are not finite, and say whose they are: at once, then at most once a minute."""
         faults = [fault for part in parts for fault in part.faults]
         elements = sum(fault.nans + fault.infinities for fault in faults)

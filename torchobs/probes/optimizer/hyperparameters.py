@@ -98,7 +98,7 @@ class OptimizerProbe:
         del closure
         context, recorder = self._context, self._context.recorder
         if self._first() is not optimizer or recorder.models.changes != self._changes:
-            self._line_up(optimizer)
+            self._order_optimizers(optimizer)
         rate = optimizer.param_groups[0].get("lr")
         number = number_of(rate)
         if number is not None and id(optimizer) == recorder.rated and not recorder.values.flags & StepFlag.LEARNING_RATE:
@@ -121,9 +121,9 @@ class OptimizerProbe:
         if id(optimizer) != outer and not container.knows(optimizer):
             container.add(optimizer)
         if outer == self._context.recorder.rated and container.first is not None and container.first() is optimizer:
-            self._take_instead(optimizer.param_groups[0].get("lr"))
+            self._replace_rate(optimizer.param_groups[0].get("lr"))
 
-    def _take_instead(self, rate: Any) -> None:
+    def _replace_rate(self, rate: Any) -> None:
         """This is the rate of the step in progress, not what was read before."""
         number, values = number_of(rate), self._context.recorder.values
         values.flags &= ~StepFlag.LEARNING_RATE
@@ -133,17 +133,17 @@ class OptimizerProbe:
         elif rate is not None and monotonic_ns() >= self._device_due_ns:
             self._take_from_device()
 
-    def _line_up(self, optimizer: torch.optim.Optimizer) -> None:
+    def _order_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
         """Give it a place, if it has none, and find out whose is the first."""
         models, living = self._context.recorder.models, [known for known, _ in self._optimizers.living()]
         if models.changes != self._changes:
             self._changes, living = models.changes, []
         if not any(known is optimizer for known in living):
             living = _with(optimizer, living)[:MAX_GROUPS]
-            lined_up: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
+            ordered: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
             for one in living:
-                lined_up.of(one)
-            self._optimizers = lined_up
+                ordered.of(one)
+            self._optimizers = ordered
         self._first, self._context.recorder.rated = ref(living[0]), id(living[0])
 
     def _take_from_device(self) -> None:

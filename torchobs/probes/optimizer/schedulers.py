@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_KNOWN = 64
 IDLE_STEPS = 100
 """Training steps after which an optimizer that its scheduler counts for should have stepped"""
-IDLE_TELLS = 3
+IDLE_CALLS = 3
 """Times that other optimizers were seen to step by then"""
 UNUSED_EPOCHS = 2
 """Whole epochs after which a scheduler should have been stepped. One would do for a loop that steps it after each, which may
@@ -44,19 +44,19 @@ class _Scheduler:
     """What is known of one scheduler."""
 
     __slots__ = (
-        "early", "epoch", "idle_told", "inner", "made_at", "name", "optimizer", "ref", "relieved", "stepped", "steps", "tells",
-        "unused_told",
+        "early", "epoch", "idle_reported", "inner", "made_at", "name", "optimizer", "optimizer_calls", "ref", "stepped",
+        "steps", "superseded", "unused_reported",
     )  # fmt: skip
 
-    def __init__(self, name: str, made_at: int, epoch: int, tells: int) -> None:
-        self.name, self.made_at, self.epoch, self.tells = name, made_at, epoch, tells
+    def __init__(self, name: str, made_at: int, epoch: int, optimizer_calls: int) -> None:
+        self.name, self.made_at, self.epoch, self.optimizer_calls = name, made_at, epoch, optimizer_calls
         self.steps = 0
         self.ref: weakref.ref[Any] | None = None
         self.optimizer: weakref.ref[Any] | None = None
         self.stepped = False
         """whether its optimizer was seen to step"""
-        self.early = self.inner = self.relieved = self.idle_told = self.unused_told = False
-        """early: its optimizer had not been called when it was first stepped; inner: another one steps it; relieved: another
+        self.early = self.inner = self.superseded = self.idle_reported = self.unused_reported = False
+        """early: its optimizer had not been called when it was first stepped; inner: another one steps it; superseded: another
         one of its optimizer's is stepped, a warm-up, say, and it may wait for its turn"""
 
 
@@ -72,7 +72,7 @@ class SchedulerProbe:
         self._outer = 0
         """id of the scheduler whose own ``step`` is running"""
         self._ended = False
-        self._steps = self._shown = self._tells = 0
+        self._steps = self._shown = self._optimizer_calls = 0
         self._known: dict[int, _Scheduler] = {}
         self._gone: list[_Scheduler] = []
         self._misuses: list[tuple[str, _Scheduler]] = []
@@ -160,7 +160,7 @@ class SchedulerProbe:
             state = self._state_of(part)
             if state is not None:
                 state.inner = True
-        self._context.norm_due = 0  # to be told of its optimizer's first step
+        self._context.norm_due = 0  # to be used of its optimizer's first step
 
     def _note_step(self, scheduler: Any) -> None:
         if self._within == _MAKING:
@@ -182,7 +182,7 @@ class SchedulerProbe:
         self._scheduled.add(optimizer)
         for other in list(self._known.values()):
             if other.optimizer is not None and other.optimizer() is optimizer:
-                other.relieved = True
+                other.superseded = True
 
     def _state_of(self, scheduler: object) -> _Scheduler | None:
         state = self._known.get(id(scheduler))
@@ -197,12 +197,12 @@ class SchedulerProbe:
                 table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
         if len(self._known) >= MAX_KNOWN:
             return None
-        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._context.epochs, self._tells)
+        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._context.epochs, self._optimizer_calls)
         key, optimizer = id(scheduler), getattr(scheduler, "optimizer", None)
         state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
         if optimizer is not None:
             state.optimizer = weakref.ref(optimizer)
-            state.stepped, state.relieved = optimizer in self._stepping, optimizer in self._scheduled
+            state.stepped, state.superseded = optimizer in self._stepping, optimizer in self._scheduled
         self._known[key] = state
         return state
 
@@ -218,7 +218,7 @@ class SchedulerProbe:
         warns of an order that is right.
         """
         del closure
-        self._tells += 1
+        self._optimizer_calls += 1
         if optimizer in self._stepping:
             return
         self._stepping.add(optimizer)
@@ -237,7 +237,7 @@ class SchedulerProbe:
             self._steps_cell.add(fresh)
             self._shown += fresh
         while self._misuses:
-            self._tell(*self._misuses.pop(0))
+            self._report(*self._misuses.pop(0))
 
     def observe(self) -> None:
         """Judge the schedulers that there are, and those that are gone."""
@@ -251,14 +251,14 @@ class SchedulerProbe:
         done = self._context.recorder.step - state.made_at
         if state.inner:
             return
-        if not (state.steps or state.relieved or state.unused_told) and state.stepped and self._is_late(state, over=over):
-            state.unused_told = True
+        if not (state.steps or state.superseded or state.unused_reported) and state.stepped and self._is_late(state, over=over):
+            state.unused_reported = True
             self._misuses.append(("never_stepped", state))
         optimizer = state.optimizer() if state.optimizer is not None else None
         called = optimizer is None or getattr(optimizer, "_opt_called", False) or state.stepped
-        told = self._tells - state.tells >= IDLE_TELLS
-        if state.steps and not called and done >= IDLE_STEPS and told and not state.idle_told:
-            state.idle_told = True
+        used = self._optimizer_calls - state.optimizer_calls >= IDLE_CALLS
+        if state.steps and not called and done >= IDLE_STEPS and used and not state.idle_reported:
+            state.idle_reported = True
             self._misuses.append(("idle_optimizer", state))
 
     def _is_late(self, state: _Scheduler, *, over: bool) -> bool:
@@ -268,7 +268,7 @@ class SchedulerProbe:
             return done >= UNUSED_RUN_STEPS or begun > UNUSED_RUN_EPOCHS
         return done >= UNUSED_STEPS or begun > UNUSED_EPOCHS
 
-    def _tell(self, kind: str, state: _Scheduler) -> None:
+    def _report(self, kind: str, state: _Scheduler) -> None:
         context = self._context
         cell = context.writer.table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
         if cell is not None:
@@ -290,4 +290,4 @@ _MEANING = {
 def _family(base: type) -> list[type]:
     """Return all classes that inherit from it."""
     children: list[type] = base.__subclasses__()
-    return [heir for child in children for heir in (child, *_family(child))]
+    return [descendant for child in children for descendant in (child, *_family(child))]

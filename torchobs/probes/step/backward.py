@@ -49,7 +49,7 @@ class BackwardWatch:
     def _watched(self, original: Any) -> Any:
         context, breaker = self._context, self._breaker
         trace, note = context.recorder.trace, context.recorder.trace.append
-        tell, is_made = breaker.guard(context.notify), graph_being_made()
+        notify, is_made = breaker.guard(context.notify), graph_being_made()
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class BackwardWatch:
                 context.backwards = 0
                 if context.in_closure:
                     note(monotonic_ns() << 4 | CLOSURE_GOES_ON)
-                    tell(context.after_closure_backward)
+                    notify(context.after_closure_backward)
                 else:
                     note(monotonic_ns() << 4 | BACKWARD_ENDS)
                     if manual_steps is not None:
@@ -95,9 +95,9 @@ def _watched(engine: Any, context: ProbeContext, breaker: CircuitBreaker) -> Any
     run_backward, is_made = _watched_run(plain, context, breaker), graph_being_made()
 
     def found(_: object) -> Callable[..., Any]:
-        aside = context.backwards or breaker.blown or get_ident() != context.thread or is_made()
+        bypass = context.backwards or breaker.blown or get_ident() != context.thread or is_made()
         original: Callable[..., Any] = plain
-        return original if aside else run_backward
+        return original if bypass else run_backward
 
     kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
     return kind()
@@ -106,7 +106,7 @@ def _watched(engine: Any, context: ProbeContext, breaker: CircuitBreaker) -> Any
 def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: CircuitBreaker) -> Callable[..., Any]:
     """Return the engine's ``run_backward`` for who has not come through ``torch.autograd.backward``."""
     trace, note = context.recorder.trace, context.recorder.trace.append
-    tell, trains = breaker.guard(context.notify), breaker.guard(_trains)
+    notify, trains = breaker.guard(context.notify), breaker.guard(_trains)
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         # autograd.grad gives it by name
@@ -129,7 +129,7 @@ def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: Circ
             context.backwards = 0
             note(monotonic_ns() << 4 | (CLOSURE_GOES_ON if context.in_closure else BACKWARD_ENDS))
             if accumulates and context.in_closure:
-                tell(context.after_closure_backward)
+                notify(context.after_closure_backward)
             elif manual_steps is not None:
                 manual_steps.ends((tensors,), {})
 

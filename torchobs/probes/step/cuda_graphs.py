@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 
-class _Begun(NamedTuple):
+class _CaptureStart(NamedTuple):
     """What there was when a capture began."""
 
     graph: int
@@ -40,7 +40,7 @@ class CudaGraphs:
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         self._context, self._breaker = context, breaker
         self._patches: list[Patch] = []
-        self._begun: _Begun | None = None
+        self._capture: _CaptureStart | None = None
         self._noted: list[ref[Any] | None] = []
         self._captured: dict[int, tuple[ref[Any], list[ref[Any] | None]]] = {}
         self._losses: list[ref[Any]] = []
@@ -52,7 +52,12 @@ class CudaGraphs:
 
         graph: Any = getattr(torch.cuda, "CUDAGraph", None)
         guard = self._breaker.guard
-        begins, ends, before, after = guard(self._begins), guard(self._ends), guard(self._before), guard(self._after)
+        begins, ends, before, after = (
+            guard(self._capture_begins),
+            guard(self._capture_ends),
+            guard(self._before_replay),
+            guard(self._after_replay),
+        )
         if not all(hasattr(graph, name) for name in ("capture_begin", "capture_end", "replay")):
             return
 
@@ -98,7 +103,7 @@ class CudaGraphs:
     @property
     def capturing(self) -> bool:
         """Whether the training thread captures a graph."""
-        return self._begun is not None
+        return self._capture is not None
 
     def note_step(self, optimizer: object) -> None:
         """An optimizer steps during the capture."""
@@ -107,7 +112,7 @@ class CudaGraphs:
 
     def _note_backward(self) -> None:
         """A backward that was captured since the last step."""
-        begun, trace = self._begun, self._context.recorder.trace
+        begun, trace = self._capture, self._context.recorder.trace
         if begun is not None and any(stamp & 15 == BACKWARD_BEGINS for stamp in trace[begun.traced :]):
             self._noted.append(None)
             del trace[begun.traced :]
@@ -117,22 +122,24 @@ class CudaGraphs:
         if getattr(loss, "numel", lambda: 0)() == 1:
             self._losses.append(ref(loss))
 
-    def _begins(self, graph: object) -> None:
+    def _capture_begins(self, graph: object) -> None:
         context, recorder = self._context, self._context.recorder
         if get_ident() != context.thread or context.backwards:
             return
         recorder.sole = 0  # the optimizer's hooks look what is going on
-        recorder.members.waiting.clear()
-        self._begun = _Begun(id(graph), len(recorder.trace), len(recorder.arguments), recorder.values, context.takes_loss)
+        recorder.cycle.pending.clear()
+        self._capture = _CaptureStart(
+            id(graph), len(recorder.trace), len(recorder.arguments), recorder.values, context.takes_loss
+        )
         self._noted, self._losses, recorder.values = [], [], StepValues()
         context.takes_loss = self._breaker.guard(self._note_loss)
 
-    def _ends(self, graph: object) -> None:
-        begun, recorder = self._begun, self._context.recorder
+    def _capture_ends(self, graph: object) -> None:
+        begun, recorder = self._capture, self._context.recorder
         if begun is None or begun.graph != id(graph):
             return
         self._note_backward()
-        self._begun = None
+        self._capture = None
         del recorder.trace[begun.traced :], recorder.arguments[begun.arguments :]
         recorder.values, self._context.takes_loss = begun.values, begun.takes_loss
         if self._noted:
@@ -144,11 +151,11 @@ class CudaGraphs:
         self._captured.pop(key, None)
         self._losses_of.pop(key, None)
 
-    def _before(self) -> None:
+    def _before_replay(self) -> None:
         """A replay begins: what was seen since a backward by hand is judged."""
         self._context.recorder.relieve()
 
-    def _after(self, graph: object, begun_ns: int) -> None:
+    def _after_replay(self, graph: object, begun_ns: int) -> None:
         """A graph was replayed; the device may still be at it."""
         context, recorder, now_ns = self._context, self._context.recorder, monotonic_ns()
         losses = iter(self._losses_of[id(graph)])

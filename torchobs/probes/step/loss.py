@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.step_values import StepValues
 
 
-class _Later(NamedTuple):
+class _PendingLoss(NamedTuple):
     """Losses of one step, or of what may turn out to be a part of one: each a list of none until it has arrived."""
 
     pending_step: StepValues | int
@@ -45,10 +45,10 @@ class LossProbe:
         self._scaled: weakref.ref[torch.Tensor] | None = None
         self._unscaled: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
-        self._under_way: list[_Later] = []
-        self._told: set[str] = set()
+        self._pending: list[_PendingLoss] = []
+        self._reported: set[str] = set()
         """Kinds of device that it was said of that they are not read"""
-        self._apart: object = None
+        self._autograd_grad_only: object = None
         """What holds losses of ``torch.autograd.grad`` alone, which the step's first backward takes out: values, or parts"""
 
     def install(self, context: ProbeContext) -> None:
@@ -108,24 +108,24 @@ class LossProbe:
             self._take_later(value.detach(), within=context.in_closure, accumulates=accumulates)
         elif context.in_closure:
             recorder.add_loss(value.item(), within_step=True)
-        elif accumulates and self._apart is None:
+        elif accumulates and self._autograd_grad_only is None:
             values = recorder.values
             values.loss_sum += value.item()
             values.losses += 1
             values.flags |= 1
         else:
-            self._add_apart(value.item(), accumulates=accumulates)
+            self._add_from_autograd_grad(value.item(), accumulates=accumulates)
         if begun_ns:
             context.record_overhead(self.name, monotonic_ns() - begun_ns)
 
-    def _add_apart(self, value: float, *, accumulates: bool) -> None:
+    def _add_from_autograd_grad(self, value: float, *, accumulates: bool) -> None:
         """Add a loss of ``torch.autograd.grad``, or the first one after such: only one kind counts."""
         values = self._context.recorder.values
-        if not accumulates and values.losses and self._apart is not values:
+        if not accumulates and values.losses and self._autograd_grad_only is not values:
             return
-        if accumulates and self._apart is values:
+        if accumulates and self._autograd_grad_only is values:
             values.loss_sum, values.losses = 0.0, 0
-        self._apart = None if accumulates else values
+        self._autograd_grad_only = None if accumulates else values
         self._context.recorder.add_loss(value, within_step=False)
 
     def _sum(self, tensors: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
@@ -156,26 +156,26 @@ class LossProbe:
 
     def _take_later(self, value: torch.Tensor, *, within: bool, accumulates: bool = True) -> None:
         """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
-        recorder, under_way = self._context.recorder, self._under_way
+        recorder, pending = self._context.recorder, self._pending
         if within and recorder.values.evaluated:
             return  # the first evaluation is the step's
         recorder.values.evaluated = within
         pending_step = recorder.pending_step()
-        if not under_way or under_way[-1].pending_step != pending_step:
-            under_way.append(_Later(pending_step, []))
-        parts = under_way[-1].parts
-        if not accumulates and parts and self._apart is not parts:
+        if not pending or pending[-1].pending_step != pending_step:
+            pending.append(_PendingLoss(pending_step, []))
+        parts = pending[-1].parts
+        if not accumulates and parts and self._autograd_grad_only is not parts:
             return
-        if accumulates and self._apart is parts:
+        if accumulates and self._autograd_grad_only is parts:
             parts.clear()
-        self._apart = None if accumulates else parts
+        self._autograd_grad_only = None if accumulates else parts
         arriving: list[float] = []
         if self._context.device.take(value, arriving.append):
             parts.append(arriving)
 
-    def _tell_unread(self, kind: str) -> None:
+    def _report_unread(self, kind: str) -> None:
         """Say once why there is no loss, nor a norm: to read them at once would wait for the device in every step."""
-        self._told.add(kind)
+        self._reported.add(kind)
         context = self._context
         context.writer.event(catalog.EVENT_DEVICE_UNREAD.name, {"device_type": kind}, context.recorder.step)
         if context.warn_limited is not None:
@@ -186,17 +186,22 @@ class LossProbe:
 
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""
-        for kind in self._context.device.unread - self._told:
-            self._tell_unread(kind)
-        recorder, under_way = self._context.recorder, self._under_way
-        while under_way:
-            step, count = resolve_step(under_way[0].pending_step), 1
-            while count < len(under_way) and resolve_step(under_way[count].pending_step) == step:
+        for kind in self._context.device.unread - self._reported:
+            self._report_unread(kind)
+        recorder, pending = self._context.recorder, self._pending
+        while pending:
+            step, count = resolve_step(pending[0].pending_step), 1
+            while count < len(pending) and resolve_step(pending[count].pending_step) == step:
                 count += 1
-            parts = [part for later in under_way[:count] for part in later.parts if not is_left_out(later.pending_step)]
+            parts = [
+                part
+                for pending_loss in pending[:count]
+                for part in pending_loss.parts
+                if not is_left_out(pending_loss.pending_step)
+            ]
             if not step or step > recorder.step or not (all(parts) or step == GONE):
                 break
-            del under_way[:count]
+            del pending[:count]
             if parts and step != GONE:
                 recorder.late(step, StepFlag.LOSS, sum(part[0] for part in parts), 0.0)
 

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.step_recorder import StepRecorder
 
-_LOOKED_AT = 64
+_SAMPLED = 64
 """Elements of a parameter that are compared"""
 _RECOUNT_EVERY = 64
 _NODES, _FIRST_NODES = 100_000, 1000
 """Nodes of a graph that are looked at for all parameters, and for the first: a node is a microsecond, once"""
 
 
-_NEAREST = 256
+_NEAR_NODES = 256
 """Nodes of a graph among which the watched parameter is looked for: it is the last layer's"""
 _MOST_KNOWN = 8
 """Models in turn of which the parameters are known"""
@@ -43,8 +43,8 @@ _WATCHED = 8
 """Steps for which every backward is watched, after one that was followed by a change of the parameters"""
 
 
-class _Left(NamedTuple):
-    """What a backward has left in one parameter: where its gradient is, and what the parameter was."""
+class _GradientState(NamedTuple):
+    """What a backward has last in one parameter: where its gradient is, and what the parameter was."""
 
     address: int
     version: int
@@ -52,7 +52,7 @@ class _Left(NamedTuple):
     elements: torch.Tensor | None
 
 
-class Parameters:
+class OptimizerStandIn:
     """Stands for the optimizer that there is none of, for those who look at ``param_groups``. Keeps nothing alive."""
 
     def __init__(self, parameters: Iterator[torch.Tensor]) -> None:
@@ -77,15 +77,18 @@ class ManualSteps:
         self._context = context
         breaker = context.breakers.setdefault("by hand", CircuitBreaker("step"))  # the optimizers' steps go on without
         self.begins, self.ends = breaker.guard(self._begins), breaker.guard(self._ends)
-        self.again, self.optimizer_stepped = breaker.guard(self._again), breaker.guard(self._optimizer_stepped)
+        self.second_backward, self.optimizer_stepped = (
+            breaker.guard(self._second_backward),
+            breaker.guard(self._optimizer_stepped),
+        )
         self._parameter: ref[torch.Tensor] | None = None
-        self._near = _NEAREST
-        self._left: _Left | None = None
+        self._node_limit = _NEAR_NODES
+        self._last: _GradientState | None = None
         self._before: tuple[int, int] | None = None
         self._end, self._stamp = (0, 0), 0
         self._changed = False
-        self._all: Parameters | None = None
-        self._known: list[tuple[ref[torch.Tensor], Parameters]] = []
+        self._all: OptimizerStandIn | None = None
+        self._known: list[tuple[ref[torch.Tensor], OptimizerStandIn]] = []
         self._count, self._recount = 0, 0
         self._step = self._more = self._usual = self._watch_until = 0
         """The step of which the backwards behind its first are counted, how many it has and usually has; how long to watch"""
@@ -93,7 +96,7 @@ class ManualSteps:
 
     # -- beside optimizers of torch's --------------------------------------------------------------------------------------
 
-    def _again(self) -> ManualSteps | None:
+    def _second_backward(self) -> ManualSteps | None:
         """A backward begins, behind another one without an optimizer's step in between. Return self to be told of it.
 
         It is not watched where as many of them were nothing special in the step before: an accumulation.
@@ -108,7 +111,7 @@ class ManualSteps:
         if self._more <= self._usual:
             return None
         self._watch_until = recorder.ended + _WATCHED
-        self._context.manual_steps, self._left, self._parameter = self, None, None
+        self._context.manual_steps, self._last, self._parameter = self, None, None
         return self
 
     def _count_more(self, recorder: StepRecorder) -> None:
@@ -119,7 +122,7 @@ class ManualSteps:
     def _optimizer_stepped(self) -> None:
         """An optimizer of torch's has: what it changed is no step by hand."""
         recorder = self._context.recorder
-        self._left, self._changed = None, False
+        self._last, self._changed = None, False
         lately = recorder.ended <= max(self._watch_until, self._perturbed_in + _WATCHED)
         if self._is_harmless or not lately:
             self._context.manual_steps, self._usual = None, self._more
@@ -135,11 +138,11 @@ class ManualSteps:
             return
         loss = args[0] if args else kwargs.get("tensors")
         if context.in_closure:
-            self._judge_within(loss)
+            self._judge_in_closure(loss)
             return
         self._judge(loss)
         parameter = self._watched()
-        if parameter is None or self._left is None:
+        if parameter is None or self._last is None:
             parameter = self._pick(loss)
             if parameter is not None and self._more and _is_cleared(self._context, parameter):
                 self._end_before(recorder)
@@ -147,16 +150,16 @@ class ManualSteps:
 
     def _judge(self, loss: object) -> None:
         """Decide whether the step has ended with the last backward."""
-        recorder, left, parameter = self._context.recorder, self._left, self._watched()
-        if left is not None:
+        recorder, last, parameter = self._context.recorder, self._last, self._watched()
+        if last is not None:
             self._count_more(recorder)
             self._is_harmless = self._perturbed_in != recorder.ended
-        if left is None or (parameter is not None and self._is_added_to(loss, parameter, left)):
+        if last is None or (parameter is not None and self._is_added_to(loss, parameter, last)):
             recorder.likely_end = None
             recorder.relieve()
             return
         if parameter is not None and not self._changed:
-            self._look_for_change(parameter, left)
+            self._check_change(parameter, last)
         if parameter is not None and recorder.likely_end is None:
             recorder.likely_end = self._found_end()
         if recorder.likely_end is not None:
@@ -165,27 +168,29 @@ class ManualSteps:
                 self._context.clipped_by_hand(self._all, self._count)
         recorder.end_where_likely()
 
-    def _judge_within(self, loss: object) -> None:
+    def _judge_in_closure(self, loss: object) -> None:
         """The same within an optimizer's closure, where parameters may have been changed since a backward before the step."""
-        left, parameter = self._left, self._watched()
-        if left is None or parameter is None or self._is_added_to(loss, parameter, left):
+        last, parameter = self._last, self._watched()
+        if last is None or parameter is None or self._is_added_to(loss, parameter, last):
             return
-        self._look_for_change(parameter, left)
-        self._left = None
+        self._check_change(parameter, last)
+        self._last = None
         if self._changed:
             self._perturbed_in = self._context.recorder.ended
             self._context.recorder.values.evaluated = True  # before the change: the loss that was seen then is the step's
 
-    def _is_added_to(self, loss: object, parameter: torch.Tensor, left: _Left) -> bool:
+    def _is_added_to(self, loss: object, parameter: torch.Tensor, last: _GradientState) -> bool:
         """Return True if the gradient is still there, and what begins adds to it: an accumulation."""
-        if _gradient(parameter) != (left.address, left.version):
+        if _gradient(parameter) != (last.address, last.version):
             return False
-        return any(leaf is parameter for leaf in _leaves(loss, self._near)) or not self._is_changed_by_now(parameter, left)
+        return any(leaf is parameter for leaf in _leaves(loss, self._node_limit)) or not self._is_changed_by_now(
+            parameter, last
+        )
 
-    def _is_changed_by_now(self, parameter: torch.Tensor, left: _Left) -> bool:
+    def _is_changed_by_now(self, parameter: torch.Tensor, last: _GradientState) -> bool:
         """Return True if the parameter, of which another model's graph knows nothing, has been changed since its backward."""
         if not self._changed:
-            self._look_for_change(parameter, left)
+            self._check_change(parameter, last)
         return self._changed
 
     def _end_before(self, recorder: StepRecorder) -> None:
@@ -202,13 +207,13 @@ class ManualSteps:
         traced, _ = self._end
         return self._end if self._changed and self._context.recorder.trace[traced - 1 : traced] == [self._stamp] else None
 
-    def _look_for_change(self, parameter: torch.Tensor, left: _Left) -> None:
-        now = self._some(parameter)
-        if parameter._version != left.changes:
+    def _check_change(self, parameter: torch.Tensor, last: _GradientState) -> None:
+        now = self._sample(parameter)
+        if parameter._version != last.changes:
             self._changed = True
-        elif now is not None and left.elements is not None and now.shape == left.elements.shape:
+        elif now is not None and last.elements is not None and now.shape == last.elements.shape:
             # `.data` has a version of its own; of a device's parameter it shows a little later
-            self._context.device.take((now != left.elements).any().float(), self._note)
+            self._context.device.take((now != last.elements).any().float(), self._note)
 
     def _note(self, differs: float) -> None:
         self._changed = self._changed or bool(differs)
@@ -218,22 +223,22 @@ class ManualSteps:
         context, recorder, loss = self._context, self._context.recorder, args[0] if args else kwargs.get("tensors")
         parameter = self._watched()
         found = _gradient(parameter) if parameter is not None else None
-        if found is None or found == self._before:  # another model's: it has left nothing there
+        if found is None or found == self._before:  # another model's: it has last nothing there
             parameter = self._pick(loss)
             found = _gradient(parameter) if parameter is not None else None
         if parameter is None or found is None or not recorder.trace or recorder.trace[-1] & 15 != BACKWARD_ENDS:
-            self._left = None
+            self._last = None
             return
         if self._changed and self._all is None:
-            self._know(parameter, loss)
+            self._learn_parameters(parameter, loss)
         if self._all is not None and recorder.step >= self._recount:
             self._count, self._recount = self._all.gradients(), recorder.step + _RECOUNT_EVERY
         if self._all is not None and (recorder.step >= context.norm_due or recorder.step == context.norm_step):
             recorder.values.norm_squared = 0.0  # of an accumulation only the last counts
             self._all.grad_scale = context.loss_scale
             context.notify(context.before_step, self._all, False)  # noqa: FBT003  # a listener
-        elements = self._some(parameter) if not self._changed else None
-        self._left = _Left(*found, parameter._version, None if elements is None else elements.clone())
+        elements = self._sample(parameter) if not self._changed else None
+        self._last = _GradientState(*found, parameter._version, None if elements is None else elements.clone())
         self._end, self._stamp = (len(recorder.trace), len(recorder.arguments)), recorder.trace[-1]
         recorder.likely_end = self._end if self._changed else None
 
@@ -249,26 +254,26 @@ class ManualSteps:
         self._all, self._recount = next((model for known, model in self._known if known() is found is not None), None), 0
         return found
 
-    def _know(self, parameter: torch.Tensor, loss: object) -> None:
+    def _learn_parameters(self, parameter: torch.Tensor, loss: object) -> None:
         """Learn all parameters of the model that is trained by hand."""
         recorder = self._context.recorder
-        self._all = Parameters(_leaves(loss, _NODES))
+        self._all = OptimizerStandIn(_leaves(loss, _NODES))
         self._known = [*((known, model) for known, model in self._known if known() is not None), (ref(parameter), self._all)]
         del self._known[:-_MOST_KNOWN]
         recorder.values.flags |= StepFlag.NEW_MODEL if recorder.models.begins(self._all, recorder.step) else 0
 
-    def _some(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def _sample(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return some of its elements; ``None`` while what is done is captured into a graph."""
         if self._context.device.cuda.capturing():
             return None
-        return _some(parameter)
+        return _sample(parameter)
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach()
     while flat.dim() > 1:
         flat = flat[-1]
-    return flat.reshape(-1)[:_LOOKED_AT]
+    return flat.reshape(-1)[:_SAMPLED]
 
 
 def _is_cleared(context: ProbeContext, parameter: torch.Tensor) -> bool:
@@ -277,7 +282,7 @@ def _is_cleared(context: ProbeContext, parameter: torch.Tensor) -> bool:
     if gradient is None:
         return True
     plain = gradient.is_cpu and gradient.layout is parameter.layout and context.device.cuda.holds(gradient)
-    return plain and not bool(_some(gradient).any())
+    return plain and not bool(_sample(gradient).any())
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
@@ -300,12 +305,10 @@ def _leaves(loss: object, most: int) -> Iterator[torch.Tensor]:
     import torch
 
     tensors = [loss] if isinstance(loss, torch.Tensor) else list(loss) if isinstance(loss, (list, tuple)) else []
-    waiting = deque[Any](
-        tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
-    )
-    seen, others, found = set(waiting), list[torch.Tensor](), False
-    while waiting and len(seen) < most:
-        node: Any = waiting.popleft()
+    queue = deque[Any](tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None)
+    seen, others, found = set(queue), list[torch.Tensor](), False
+    while queue and len(seen) < most:
+        node: Any = queue.popleft()
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.nn.Parameter):
             found = True
@@ -314,6 +317,6 @@ def _leaves(loss: object, most: int) -> Iterator[torch.Tensor]:
             others.append(leaf)
         following = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen.update(following)
-        waiting += following
+        queue += following
     if not found:
         yield from others

@@ -32,7 +32,7 @@ class OtherThreads:
         self.running: dict[int, int] = {}
         """Threads within such a step, and how deeply it is nested"""
         self._seen_at: dict[int, tuple[int, int]] = {}
-        self._name, self._told = "", False
+        self._name, self._reported = "", False
 
     def is_other(self, optimizer: object) -> bool:
         """Return True if the current thread, which is not the training thread, is about to make a step that is not recorded."""
@@ -59,8 +59,8 @@ class OtherThreads:
 
     def sample(self) -> None:
         """Say that there are some."""
-        if self.steps and not self._told:
-            self._told = True
+        if self.steps and not self._reported:
+            self._reported = True
             context, name = self._context, self._name
             context.writer.event(catalog.EVENT_OTHER_THREAD.name, {"thread": name}, context.recorder.step)
             if context.warn_limited is not None:

@@ -39,7 +39,7 @@ class PhaseProbe:
         import torch  # torch is optional until training begins
 
         self._context = context
-        self._startup, self._open, self._over = Startup(context), OpenTime(context), False
+        self._startup, self._open, self._ended = Startup(context), OpenTime(context), False
         context.recorder.timed = True
         self._patch = Patch(torch.nn.Module, "train", self._watched_train, probe=self.name, nests=True)
 
@@ -63,14 +63,14 @@ class PhaseProbe:
         if self._patch is not None:
             self._patch.undo()
             self._context.recorder.timed, self._context.evaluating_since_ns = False, 0
-            self._over = True
+            self._ended = True
 
     def sample(self) -> None:
         """Write spans of the evaluations that the timeline has found, and look how long the start takes, and what is open."""
         self._context.idle = self._is_idle()
-        self._open.sample(last=self._over)
+        self._open.sample(last=self._ended)
         self._context.evaluating_since_ns = self._open.evaluating_since_ns
-        self._startup.sample(last=self._over)
+        self._startup.sample(last=self._ended)
         found = self._context.recorder.timeline.evaluations
         while found and self._context.span is not None:
             begun_ns, ended_ns = found.popleft()

@@ -55,7 +55,7 @@ class StepProbe:
         """How many steps are running, one within the other, and the id of the optimizer whose step is the outermost"""
         self._given = False
         """Whether the step was given a closure"""
-        self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         """Whether none of its closures has done a backward"""
         self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """How many its last closure has done"""
@@ -76,7 +76,7 @@ class StepProbe:
         self._backward.install(context, breaker)
         self._graphs.install()
         context.manual_steps = manual_steps = ManualSteps(context)
-        context.steps_by_hand = manual_steps.again
+        context.steps_by_hand = manual_steps.second_backward
         self._handles = [
             register_optimizer_step_pre_hook(self._plain_before(breaker)),
             register_optimizer_step_post_hook(self._plain_after(breaker)),
@@ -107,15 +107,15 @@ class StepProbe:
         It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
         """
         context, recorder, note = self._context, self._context.recorder, self._context.recorder.trace.append
-        before, tell, waiting = breaker.guard(self._before), breaker.guard(context.notify), recorder.members.waiting
+        before, notify, pending = breaker.guard(self._before), breaker.guard(context.notify), recorder.cycle.pending
         number_safely, is_made = self._number_safely, self._graph_being_made
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             key = id(optimizer)
-            if key != recorder.sole and key in waiting and len(waiting) > 1:  # of hundreds, within the backward pass
-                waiting.discard(key)
+            if key != recorder.sole and key in pending and len(pending) > 1:  # of hundreds, within the backward pass
+                pending.discard(key)
                 if recorder.step >= context.norm_due or recorder.step == context.norm_step:
-                    tell(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                    notify(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
                 return None
             if is_made():
                 return None
@@ -137,18 +137,18 @@ class StepProbe:
                     values.learning_rate = rate
                     values.flags |= 4
             if recorder.step >= context.norm_due:
-                tell(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                notify(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
             return None
 
         return plain_before
 
     def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
         """Return the post hook, of which one that was crossed off in the pre hook needs nothing."""
-        after, waiting, is_made = breaker.guard(self._after), self._recorder.members.waiting, self._graph_being_made
+        after, pending, is_made = breaker.guard(self._after), self._recorder.cycle.pending, self._graph_being_made
 
         def plain_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             del args, kwargs
-            if (not waiting or self._depth) and not is_made():
+            if (not pending or self._depth) and not is_made():
                 after(optimizer)
 
         return plain_after
@@ -166,15 +166,15 @@ class StepProbe:
         self._others.has_begun = True
         if self._depth and _steps_running() > 1:
             self._depth += 1
-            recorder.members.is_nested = True
+            recorder.cycle.is_nested = True
             if context.steps_within is not None:
                 context.steps_within(self._outer, optimizer)
             return None
         self._depth, self._outer = 1, id(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
-        evaluates = closure and not self._idle.get(optimizer)
-        again = id(optimizer) != recorder.sole or not recorder.trace
-        fresh = again and recorder.optimizer_begins(optimizer, evaluates=evaluates)
+        evaluates = closure and not self._no_backward.get(optimizer)
+        is_not_sole = id(optimizer) != recorder.sole or not recorder.trace
+        fresh = is_not_sole and recorder.optimizer_begins(optimizer, evaluates=evaluates)
         self._given = closure and not context.backwards
         if evaluates:
             recorder.begin_closure()
@@ -254,7 +254,7 @@ class StepProbe:
         if id(optimizer) == recorder.sole:
             recorder.end_plainly(now_ns)
         else:
-            recorder.members.within_backward = bool(context.backwards)
+            recorder.cycle.within_backward = bool(context.backwards)
             recorder.optimizer_ends(optimizer, now_ns)
         if context.manual_steps is not None:
             context.manual_steps.optimizer_stepped()
@@ -270,11 +270,11 @@ class StepProbe:
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
             if code in (CLOSURE_GOES_ON, BACKWARD_ENDS):
-                self._idle[optimizer] = False
+                self._no_backward[optimizer] = False
                 return
             if code in (CLOSURE_BEGINS, STEP_BEGINS):
-                if optimizer not in self._idle:
-                    self._idle[optimizer] = True
+                if optimizer not in self._no_backward:
+                    self._no_backward[optimizer] = True
                     self._context.norm_due = 0  # its gradients are measured before its step from now on
                 return
 
