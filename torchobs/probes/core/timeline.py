@@ -79,8 +79,7 @@ class PhaseTimeline:
     def __init__(self) -> None:
         self.segment = NOTHING
         self.spent_ns = [0] * 8
-        self._mark_ns = self._compiling_ns = self._used_ns = 0
-        self._lead_ns = 0  # the time spent on something else before the last fetch
+        self._mark_ns = self._compiling_ns = self._lead_ns = self._used_ns = 0  # lead: other work before the last fetch
         self._pinned: list[int] = []
         self._teacher = NOTHING  # module in eval() during a backward: its next eval() is probably no evaluation
         self._has_trained = False

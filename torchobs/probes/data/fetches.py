@@ -1,8 +1,4 @@
-"""Waiting for data: the fetches of ``DataLoader`` iterators (``loaders`` has their start).
-
-``_BaseDataLoaderIter.__next__`` is where every built-in loader fetches; only the outermost counts (an IterableDataset over a
-loader fetched twice). A fetch in another thread (a prefetcher's) is not the training thread's time.
-"""
+"""Measure the waiting for data: fetches from ``DataLoader`` iterators (``loaders`` has their start)."""
 
 from __future__ import annotations
 
@@ -44,7 +40,7 @@ class DataProbe:
             patch.undo()
 
     def sample(self) -> None:
-        """Judge how long was waited."""
+        """Update the starvation verdict."""
         self._starvation.sample()
 
     def _watched_next(self, original: Any) -> Any:
@@ -61,11 +57,11 @@ class DataProbe:
         def watched(iterator: Any) -> Any:
             if self._depth or breaker.blown or get_ident() != context.thread:
                 return original(iterator)
-            # in place, for a call of our own costs more than what it would do; nothing here can raise
+            # inline, since a call would cost more than its body; nothing here can raise
             begun_ns = monotonic_ns()
-            if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins, which pays for no more than that
+            if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins
                 relieve()
-            # the sampler belongs to the loader, so that it is the same in every epoch
+            # the sampler belongs to the loader, so it is the same in every epoch
             note_argument(id(getattr(iterator, "_index_sampler", None)))
             note(begun_ns << 4 | FETCH)
             self._depth = 1

@@ -1,4 +1,4 @@
-"""Whether training waits for its data, from what the fold knows of the phases. A part of the probe of data."""
+"""Report training that waits for its data, from the fold's phase times. A part of ``fetches.DataProbe``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DATA = Word.PHASE_TIME + catalog.PHASES.index("data")
 
 
 class StarvationWatch:
-    """For the sampler thread."""
+    """Updates the gauge and writes the event, in the sampler thread."""
 
     def __init__(self, context: ProbeContext, clock: Callable[[], float] = monotonic) -> None:
         self._context, self._clock, self._judge = context, clock, Starvation()
@@ -28,7 +28,7 @@ class StarvationWatch:
             self._cell.set(0.0)
 
     def sample(self) -> None:
-        """Look at the counters; show and tell what they say."""
+        """Judge the counters; record a changed verdict."""
         totals, before = self._context.writer.table.core.totals, self._judge.starved
         seen = DataCounters(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
         if not self._judge.judge(seen):

@@ -1,8 +1,8 @@
-"""Steps that are replayed: a CUDA graph during whose capture an optimizer stepped makes that step at each ``replay()``.
+"""Record the steps of CUDA graphs: each ``replay()`` repeats the optimizer steps made during the capture.
 
-During a capture nothing is computed, so it is no step. What was captured is noted in order, backward passes and steps, and
-noted once more at each replay. The loss is read from the tensor that the captured backward began from: a replay writes there.
-Gradient norms are not measured: the optimizer has used, and perhaps cleared, the gradients by then.
+During a capture nothing is computed, so it is no step. The captured backward passes and steps are recorded in order, and again
+at each replay. The loss is read from the tensor that the captured backward began from, which a replay writes to. Gradient
+norms are not measured: the optimizer has used, and perhaps cleared, the gradients by then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _CaptureStart(NamedTuple):
-    """What there was when a capture began."""
+    """The recorder's state when a capture began."""
 
     graph: int
     traced: int
@@ -35,7 +35,7 @@ class _CaptureStart(NamedTuple):
 
 
 class CudaGraphs:
-    """Patches ``torch.cuda.CUDAGraph``. A part of the step probe."""
+    """Patches ``torch.cuda.CUDAGraph``. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         self._context, self._breaker = context, breaker
@@ -47,7 +47,7 @@ class CudaGraphs:
         self._losses_of: dict[int, list[ref[Any]]] = {}
 
     def install(self) -> None:
-        """Put the patches in place, where this torch has such graphs."""
+        """Apply the patches, if this torch has CUDA graphs."""
         import torch  # torch is optional until training begins
 
         graph: Any = getattr(torch.cuda, "CUDAGraph", None)
@@ -96,22 +96,22 @@ class CudaGraphs:
         self._patches = [Patch(graph, name, make, probe=self._breaker.probe) for name, make in made]
 
     def remove(self) -> None:
-        """Restore what was there."""
+        """Undo the patches."""
         for patch in self._patches:
             patch.undo()
 
     @property
     def capturing(self) -> bool:
-        """Whether the training thread captures a graph."""
+        """Whether the training thread is capturing a graph."""
         return self._capture is not None
 
     def note_step(self, optimizer: object) -> None:
-        """An optimizer steps during the capture."""
+        """Record an optimizer's step during the capture."""
         self._note_backward()
         self._noted.append(ref(optimizer))
 
     def _note_backward(self) -> None:
-        """A backward that was captured since the last step."""
+        """Record a backward that was captured since the last step."""
         begun, trace = self._capture, self._context.recorder.trace
         if begun is not None and any(stamp & 15 == BACKWARD_BEGINS for stamp in trace[begun.traced :]):
             self._noted.append(None)
@@ -126,7 +126,7 @@ class CudaGraphs:
         context, recorder = self._context, self._context.recorder
         if get_ident() != context.thread or context.backwards:
             return
-        recorder.sole = 0  # the optimizer's hooks look what is going on
+        recorder.sole = 0  # so that the hooks do not take the fast path
         recorder.cycle.pending.clear()
         self._capture = _CaptureStart(
             id(graph), len(recorder.trace), len(recorder.arguments), recorder.values, context.takes_loss
@@ -152,11 +152,11 @@ class CudaGraphs:
         self._losses_of.pop(key, None)
 
     def _before_replay(self) -> None:
-        """A replay begins: what was seen since a backward by hand is judged."""
+        """Begin a replay: shorten a long trace first."""
         self._context.recorder.relieve()
 
     def _after_replay(self, graph: object, begun_ns: int) -> None:
-        """A graph was replayed; the device may still be at it."""
+        """Record the steps of a replayed graph; the device may still be computing them."""
         context, recorder, now_ns = self._context, self._context.recorder, monotonic_ns()
         losses = iter(self._losses_of[id(graph)])
         for noted in self._captured[id(graph)][1]:

@@ -1,13 +1,13 @@
-"""The loss: what the outermost backward starts from, if that is one scalar without a given gradient, or the sum of several.
+"""Record the loss: the scalar that the outermost backward starts from without a given gradient, or the sum of several.
 
-On the CPU it is read at once (143 ns), on a device it is copied without waiting. Never held: a loss holds its whole graph. With
-``GradScaler`` the value before scaling is meant (of several scalars it is not known). With accumulation it is the sum over the
-step's backward passes. What ``torch.autograd.grad`` starts from counts in steps that have no other backward: before one it was
-an inner loop, after one a look at the curvature.
+On the CPU it is read at once (143 ns), on a device it is copied without waiting. It is never kept: a loss holds its whole
+graph. With ``GradScaler`` the value before scaling is recorded (unknown if there are several scalars). With accumulation the
+step's backward passes are summed. Losses of ``torch.autograd.grad`` count in steps without another backward only: before one
+it is an inner loop, after one an analysis of the curvature.
 
-A tensor subclass (MONAI's ``MetaTensor``, fastai's ``TensorBase``) is read as the tensor that it is, without its
-``__torch_function__``, which is the user's code and slow. One with a ``__torch_dispatch__`` of its own may have no number in
-it: a DTensor's would need a collective, a fake tensor has none.
+A tensor subclass (MONAI's ``MetaTensor``, fastai's ``TensorBase``) is read as a plain tensor, without its
+``__torch_function__``, which is the user's code and slow. One with a ``__torch_dispatch__`` of its own may have no value to
+read: a DTensor's would need a collective, a fake tensor has none.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class _PendingLoss(NamedTuple):
-    """Losses of one step, or of what may turn out to be a part of one: each a list of none until it has arrived."""
+    """Losses of one step, or of a possible part of one; each list is empty until the value has arrived."""
 
     pending_step: StepValues | int
     parts: list[list[float]]
 
 
 class LossProbe:
-    """Takes the loss of each step."""
+    """Records the loss of each step."""
 
     name = "loss"
 
@@ -47,9 +47,9 @@ class LossProbe:
         self._scale: torch.Tensor | None = None
         self._pending: list[_PendingLoss] = []
         self._reported: set[str] = set()
-        """Kinds of device that it was said of that they are not read"""
+        """Device types reported as not read"""
         self._autograd_grad_only: object = None
-        """What holds losses of ``torch.autograd.grad`` alone, which the step's first backward takes out: values, or parts"""
+        """Values or parts with losses of ``torch.autograd.grad`` only, which the step's first backward removes"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -65,16 +65,16 @@ class LossProbe:
         self._context.takes_loss = self._context.loss_scaled = None
 
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
-        """``GradScaler.scale`` was called."""
+        """Remember the unscaled loss of a ``GradScaler.scale`` call."""
         if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor):
             plain = self._one(outputs)
             if plain is not None:
                 self._scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
 
     def _one(self, tensor: object, gradient: object = None) -> torch.Tensor | None:
-        """Return a one-element tensor, as one of torch's own class; ``None`` for anything else.
+        """Return a one-element tensor as a plain tensor; ``None`` for anything else.
 
-        ``gradient``: what the engine was given with it, ones where that was made by torch, or by Megatron-LM.
+        ``gradient``: given to the engine with it; torch and Megatron-LM give ones.
         """
         if type(tensor) is not self._tensor:
             if not isinstance(tensor, self._tensor) or type(tensor).__torch_dispatch__ is not self._tensor.__torch_dispatch__:
@@ -87,7 +87,7 @@ class LossProbe:
         return tensor if ones else None
 
     def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
-        """A backward pass begins, from these tensors, with these gradients; ``accumulates``: not ``torch.autograd.grad``."""
+        """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
         context = self._context
         recorder = context.recorder
         begun_ns = monotonic_ns() if recorder.metered else 0
@@ -101,7 +101,7 @@ class LossProbe:
         if loss is None:
             return
         if self._scaled is not None and self._context.device.cuda.capturing():
-            self._scaled = self._unscaled = None  # dividing by the scale would become a part of the graph
+            self._scaled = self._unscaled = None  # dividing by the scale would become part of the graph
             return
         value = loss if self._scaled is None else self._plain(whole, loss)
         if not value.is_cpu:
@@ -129,7 +129,7 @@ class LossProbe:
         self._context.recorder.add_loss(value, within_step=False)
 
     def _sum(self, tensors: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
-        """Return the one tensor of which a backward from all of these is a backward, and ``None``, or its gradient."""
+        """Return the sum of scalars, or a single tensor, as the loss; ``(None, None)`` if there is none to read."""
         given = gradients if type(gradients) in {tuple, list} else [gradients] * len(tensors)
         found = [self._one(*pair) for pair in zip(tensors, given, strict=False)]
         plain = [each.detach() for each in found if each is not None]
@@ -142,7 +142,7 @@ class LossProbe:
         return sum(each.reshape(()) for each in plain), None
 
     def _plain(self, given: object, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the loss without the loss scale, detached. ``given``: what the backward was given, itself or a subclass's."""
+        """Return the unscaled loss, detached. ``given``: the backward's argument, of which ``tensor`` is the plain form."""
         scaled, unscaled = self._scaled, self._unscaled
         if scaled is None or unscaled is None:
             return tensor.detach()
@@ -155,7 +155,7 @@ class LossProbe:
         return tensor.detach()
 
     def _take_later(self, value: torch.Tensor, *, within: bool, accumulates: bool = True) -> None:
-        """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
+        """Take a loss on a device; a step's backward passes are summed once all have arrived."""
         recorder, pending = self._context.recorder, self._pending
         if within and recorder.values.evaluated:
             return  # the first evaluation is the step's
@@ -174,7 +174,7 @@ class LossProbe:
             parts.append(arriving)
 
     def _report_unread(self, kind: str) -> None:
-        """Say once why there is no loss, nor a norm: to read them at once would wait for the device in every step."""
+        """Report once why there is no loss and no norm: reading them would synchronise with the device in every step."""
         self._reported.add(kind)
         context = self._context
         context.writer.event(catalog.EVENT_DEVICE_UNREAD.name, {"device_type": kind}, context.recorder.step)
@@ -207,5 +207,5 @@ class LossProbe:
 
 
 def _is_one(gradient: torch.Tensor) -> bool:
-    """Return True if it is 1, or on a device, where to look would be to wait: who gives a scalar a gradient gives ones."""
+    """Return True if the gradient is 1, or on a device, where reading would wait: a given scalar gradient is usually 1."""
     return not gradient.is_cpu or gradient.item() == 1.0
