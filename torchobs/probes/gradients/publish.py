@@ -1,4 +1,4 @@
-"""What the sampler thread makes of the measurements that the training thread leaves: series by layer, counters, events."""
+"""Publish gradient measurements from the sampler thread: series by layer, counters, events."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _SUSPECTED = 16
 
 
 class GradientPublisher:
-    """Measured steps, until they are shown."""
+    """Queues the measurements of steps and publishes them."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context, table = context, context.writer.table
         self.layers = Layers(table, 0, context.yield_gil)
         self._stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
         self.suspects: frozenset[int] = frozenset()
-        """Parameters whose gradient was not finite lately: a device counts their elements"""
+        """Parameters with a non-finite gradient lately; their elements are counted on a device"""
         self._suspected = 0
         self._steps: dict[int, list[Measurement]] = {}
         self._latest: tuple[int, list[Measurement]] | None = None
@@ -48,7 +48,7 @@ class GradientPublisher:
         self.layers.room = self._context.settings.layers * (WIDER if level >= ADVANCED else 1)
 
     def add(self, step: int, made: Measurement, *, anew: bool) -> None:
-        """Leave a measurement of a part of that step. In the training thread. ``anew``: instead of that optimizer's last."""
+        """Queue a measurement of a part of that step. In the training thread. ``anew``: replace that optimizer's last one."""
         steps = self._steps
         if len(steps) >= _MOST_KEPT and step not in steps:
             return
@@ -58,7 +58,7 @@ class GradientPublisher:
         parts.append(made)
 
     def show(self, pace: SamplingInterval, clip: ClipWatch | None, *, now: bool = False) -> None:
-        """Take what ended steps left; once a second, and when it is asked for ``now``, make series of the last."""
+        """Process measurements of ended steps; once a second, or ``now``, update the series from the last one."""
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
         self._receive()
         time_s = monotonic()
@@ -79,7 +79,7 @@ class GradientPublisher:
                 self._set(metric, limit)
 
     def _begin_model(self) -> None:
-        """Forget the former model's layers, if there is another one now."""
+        """Reset the layers if the model has changed."""
         changes = self._context.recorder.models.changes
         if self._model != changes:
             self._model = changes
@@ -101,7 +101,7 @@ class GradientPublisher:
                 self.suspects = self.suspects if self._suspected else frozenset()
 
     def _report_faults(self, step: int, parts: list[Measurement]) -> None:
-        """Count the elements that are not finite, and say whose they are: at once, then at most once a minute."""
+        """Count non-finite elements and report their layers: at once, then at most once a minute."""
         faults = [fault for part in parts for fault in part.faults]
         elements = sum(fault.nans + fault.infinities for fault in faults)
         if self._elements is not None:
@@ -118,8 +118,8 @@ class GradientPublisher:
         self._context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
 
     def _ranks(self, parts: list[Measurement]) -> int:
-        """Over how many ranks the squares of norms add up to the whole."""
-        if self.layers.flattened:  # FSDP1: its parameters do not tell, so every rank is taken to hold a shard
+        """Return over how many ranks the squares of norms add up to the whole."""
+        if self.layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
             distributed = sys.modules.get("torch.distributed")
             return int(distributed.get_world_size()) if distributed is not None and distributed.is_initialized() else 1
         return max(part.ranks for part in parts)
