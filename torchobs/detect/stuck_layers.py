@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RESOLUTION = 2.0**-24
 FAR = 1e-6
-LASTING_LOOKS, LASTING_STEPS = 3, 100
+LASTING_SAMPLES, LASTING_STEPS = 3, 100
 """Least measurements in a row and steps between the first and the last of them: weights behind a matrix or gate that begins at
 zero (LoRA's, ReZero's, a zero-initialised residual branch) have no gradient, or hardly any, in the first steps."""
 WAKING, WITHIN = 10.0, FAR / 1000
@@ -59,7 +59,7 @@ class StuckLayers(NamedTuple):
 
 class _Low(NamedTuple):
     step: int
-    looks: int
+    samples: int
     part: float
 
 
@@ -68,7 +68,7 @@ class StuckLayerDetector:
 
     def __init__(self) -> None:
         self._low: dict[str, _Low] = {}
-        self.looks = 0
+        self.samples = 0
         self.doubts = False
         """Whether the last measurement has a lost or unfed layer, lasting or not"""
 
@@ -76,9 +76,11 @@ class StuckLayerDetector:
         """Process the layers of a measured step, in the model's order; return those that learn nothing."""
         fastest = max((seen.move for seen in layers.values() if seen.move is not None), default=0.0)
         self._low = {name: low for name, seen in layers.items() if (low := self._next(name, seen, step, fastest)) is not None}
-        self.looks += 1
+        self.samples += 1
         self.doubts = any(not layers[name].zero for name in self._low)
-        lasting = [name for name, low in self._low.items() if low.looks >= LASTING_LOOKS and step - low.step >= LASTING_STEPS]
+        lasting = [
+            name for name, low in self._low.items() if low.samples >= LASTING_SAMPLES and step - low.step >= LASTING_STEPS
+        ]
         unfed = tuple(name for name in lasting if layers[name].unfed)
         lost = tuple(name for name in lasting if not (layers[name].unfed or layers[name].zero))
         order = list(layers)
@@ -94,4 +96,4 @@ class StuckLayerDetector:
         low = self._low.get(name)
         if low is None or (low.part and part > max(WAKING * low.part, WITHIN)):
             return _Low(step, 1, part)
-        return _Low(low.step, low.looks + 1, low.part or part)
+        return _Low(low.step, low.samples + 1, low.part or part)

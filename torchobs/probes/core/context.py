@@ -123,11 +123,11 @@ class ProbeContext:
     """``SafePoint.arm``: runs a task that cannot raise once in the training thread, when its next backward begins"""
     manual_steps: ManualSteps | None = None
     """Called around outermost backward passes while manual steps are possible"""
-    steps_by_hand: Callable[[], ManualSteps | None] | None = None
+    find_manual_steps: Callable[[], ManualSteps | None] | None = None
     """Called when a possible second backward since a step begins; returns the detector that watches it, or ``None``"""
     takes_loss: Callable[[Any, Any, bool], None] | None = None
     """Called with the tensors and the given gradients of the outermost backward, and whether it accumulates its gradients"""
-    clipped_by_hand: Callable[[Any, int], object] | None = None
+    manual_step_ended: Callable[[Any, int], object] | None = None
     """Called at the end of a manual step with its ``OptimizerStandIn`` and the number of its gradients"""
     watched: Callable[[Any], object] | None = None
     """Called with a module that was given to ``torchobs.watch``"""

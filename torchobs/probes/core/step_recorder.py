@@ -49,7 +49,7 @@ class StepRecorder(OpenStep):
     """Ends and writes steps. In the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_append_plain", "_by_hand", "_deferred", "_extra", "_gradient", "_last_bare", "_perturbed", "_provisional",
+        "_alive", "_append_plain", "_deferred", "_extra", "_gradient", "_last_bare", "_manual", "_perturbed", "_provisional",
         "_without", "cycle", "direct", "likely_end", "metered", "models", "rated", "sole",
     )  # fmt: skip
 
@@ -71,7 +71,7 @@ class StepRecorder(OpenStep):
         """Ends of optimizers that may belong to the next step of the others"""
         self._perturbed: list[StepEnd] = []
         """Manual ends, which may be parts of an optimizer's step"""
-        self._by_hand = self._extra = False
+        self._manual = self._extra = False
         self._gradient: tuple[int, int, int] | None = None
         self._last_bare = self._without = 0
         """The last step without a backward, and how many optimizer steps have continued a step since the last backward"""
@@ -146,7 +146,7 @@ class StepRecorder(OpenStep):
         if self.likely_end is not None or self._perturbed:
             for values in (self.values, *(part.values for part in self._perturbed)):
                 values.leave_norm_out()  # measured for a manual step; it is measured again for this one
-        self.likely_end, self._by_hand = None, False
+        self.likely_end, self._manual = None, False
         cycle.catch_up()
         if key in cycle.seen and self.alive(key) is optimizer:
             self._settle_repeat(gets_gradients=evaluates or self._has_new_gradient(optimizer))
@@ -358,8 +358,8 @@ class StepRecorder(OpenStep):
         self._perturbed.append(StepEnd(now_ns, self._times(now_ns), values, backward=True, perturbed=perturbed))
         trace += since
         arguments += named
-        if self._by_hand or len(self._perturbed) > MOST_PERTURBATIONS:
-            self._by_hand = True
+        if self._manual or len(self._perturbed) > MOST_PERTURBATIONS:
+            self._manual = True
             self._write_all(self._deferred)
             self._commit()
             self.sole = 0

@@ -60,7 +60,7 @@ class GradientProbe:
         breaker = context.breaker(self.name)
         context.before_step.append((self.name, breaker.guard(self._before_step)))
         context.after_closure_backward.append((self.name, breaker.guard(self._after_backward)))
-        context.clipped_by_hand = breaker.guard(self._take_clipping)
+        context.manual_step_ended = breaker.guard(self._take_clipping)
         context.watched = breaker.guard(self._publisher.layers.names.watch)
         self._publisher.layers.names.built_modules.install(context, breaker)
         context.norm_due = 0
@@ -74,7 +74,7 @@ class GradientProbe:
             self._clip.remove()
             self._publisher.layers.names.built_modules.remove()
             self._context.watched, self._context.norm_due = None, sys.maxsize
-            self._context.clipped_by_hand = self._context.unscales = None
+            self._context.manual_step_ended = self._context.unscales = None
 
     def sample(self) -> None:
         """Write norms of ended steps that have arrived from a device; publish measurements."""

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_LOOKS, LayerSample, StuckLayerDetector, StuckLayers
+from torchobs.detect.stuck_layers import LASTING_SAMPLES, LayerSample, StuckLayerDetector, StuckLayers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ class StuckLayersWatch:
         if now or monotonic() >= self._due_s:
             self._context.yield_gil()
             self._check(measurements, step)
-            calm = self._judge.looks >= LASTING_LOOKS and not self._judge.doubts
+            calm = self._judge.samples >= LASTING_SAMPLES and not self._judge.doubts
             self._due_s = monotonic() + _RELAXED_S * calm
 
     def _check(self, measurements: Sequence[Measurement], step: int) -> None:

@@ -58,7 +58,7 @@ class BackwardWatch:
             # inline, since a call would cost more; nothing here can raise
             manual_steps = context.manual_steps
             if manual_steps is None and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
-                manual_steps = context.steps_by_hand() if context.steps_by_hand is not None else None
+                manual_steps = context.find_manual_steps() if context.find_manual_steps is not None else None
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
             if manual_steps is not None:
                 manual_steps.begins(args, kwargs)
@@ -115,8 +115,8 @@ def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: Circ
             return plain(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
         manual_steps = context.manual_steps if accumulates else None
-        if accumulates and manual_steps is None and trace and context.steps_by_hand is not None:
-            manual_steps = context.steps_by_hand()
+        if accumulates and manual_steps is None and trace and context.find_manual_steps is not None:
+            manual_steps = context.find_manual_steps()
         note(monotonic_ns() << 4 | BACKWARD_BEGINS)
         if manual_steps is not None:
             manual_steps.begins((tensors,), {})

@@ -163,8 +163,8 @@ class ManualSteps:
             recorder.likely_end = self._found_end()
         if recorder.likely_end is not None:
             self._perturbed_in, self._is_harmless = recorder.ended, False
-            if self._all is not None and self._context.clipped_by_hand is not None:
-                self._context.clipped_by_hand(self._all, self._count)
+            if self._all is not None and self._context.manual_step_ended is not None:
+                self._context.manual_step_ended(self._all, self._count)
         recorder.end_where_likely()
 
     def _judge_in_closure(self, loss: object) -> None:

@@ -76,7 +76,7 @@ class StepProbe:
         self._backward.install(context, breaker)
         self._graphs.install()
         context.manual_steps = manual_steps = ManualSteps(context)
-        context.steps_by_hand = manual_steps.second_backward
+        context.find_manual_steps = manual_steps.second_backward
         self._handles = [
             register_optimizer_step_pre_hook(self._plain_before(breaker)),
             register_optimizer_step_post_hook(self._plain_after(breaker)),
@@ -89,7 +89,7 @@ class StepProbe:
         self._handles = []
         self._backward.remove()
         self._graphs.remove()
-        self._context.manual_steps = self._context.steps_by_hand = None
+        self._context.manual_steps = self._context.find_manual_steps = None
 
     def sample(self) -> None:
         """Report model changes and other training threads; have a long trace replayed.
