@@ -18,7 +18,7 @@ from tests.training import Recording, mlp, recording
 from torchobs.flight.metrics.fold import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
 from torchobs.probes.data.pinned_memory_hint import PinningWatch, pageable_bytes
-from torchobs.probes.data.starvation import Starving
+from torchobs.probes.data.starvation import StarvationWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,7 +202,7 @@ def test_training_that_waits_for_its_data_is_told(run: Recording) -> None:
     context, now_s = run.session.context, [0.0]
     assert context is not None
     run.look()  # from here on nobody else folds and publishes
-    starving = Starving(context, lambda: now_s[0])
+    starving = StarvationWatch(context, lambda: now_s[0])
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -82,7 +82,7 @@ def test_what_a_script_logs_is_a_curve_everywhere(
             loss_of(model).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             torchobs.log(val_loss=2.0 - step, acc=math.nan)
-            host.scalars._told.clear()  # so that no second need pass
+            host.scalars._written.clear()  # so that no second need pass
             sampler.round()
         with Service(ExporterConfig(flight_dir=str(flight_dir), mode="node")) as exporter:
             wait_until(lambda: "val_loss" in exporter.page("/"))

@@ -29,9 +29,9 @@ def names() -> Any:
     """Names, with torch's hooks in place."""
     breaker = CircuitBreaker("gradients")
     found = ParameterNames(lambda: None)
-    found.built.install(HOST, breaker)
+    found.built_modules.install(HOST, breaker)
     yield found
-    found.built.remove()
+    found.built_modules.remove()
     assert not breaker.errors
 
 
@@ -84,13 +84,13 @@ def test_one_built_before_or_copied_as_a_whole_is_looked_for(looks: list[int], m
     monkeypatch.setattr(module_of_names, "SCAN_AFTER_S", 0.0)
     model = Net()
     names = ParameterNames(lambda: None)
-    names.built.install(HOST, CircuitBreaker("gradients"))
+    names.built_modules.install(HOST, CircuitBreaker("gradients"))
     try:
         twin = copy.deepcopy(model)
         assert called(names, twin)[0] == "scale"
         assert looks == [1]
     finally:
-        names.built.remove()
+        names.built_modules.remove()
 
 
 def test_what_was_built_may_go(names: ParameterNames, looks: list[int]) -> None:
@@ -98,7 +98,7 @@ def test_what_was_built_may_go(names: ParameterNames, looks: list[int]) -> None:
     for _ in range(50):
         Net()
     gc.collect()
-    assert names.built.modules() == []
+    assert names.built_modules.modules() == []
     assert called(names, Net())[0] == "scale"
     assert looks == []
 
@@ -153,10 +153,10 @@ def test_a_module_whose_parameters_are_given_anew_costs_two_calls(flight_dir: Pa
 
 def test_a_module_that_is_gone_is_forgotten(names: ParameterNames) -> None:
     """Its place may be another one's."""
-    before = len(names.built.modules())
+    before = len(names.built_modules.modules())
     model: Any = Net()
-    assert len(names.built.modules()) > before
+    assert len(names.built_modules.modules()) > before
     del model
     gc.collect()
-    assert len(names.built.modules()) == before
-    assert len(names.built._modules) == before
+    assert len(names.built_modules.modules()) == before
+    assert len(names.built_modules._modules) == before

@@ -31,7 +31,7 @@ def _torch_as_it_was() -> Iterator[None]:
     yield
     for owner, name, value in before:
         setattr(owner, name, value)
-    patch._left.clear()
+    patch._dormant.clear()
 
 
 def trainer() -> Callable[[int], None]:

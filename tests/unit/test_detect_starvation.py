@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from torchobs.detect.starvation import BEGINS, ENDS, LEAST_STEPS, WINDOW_S, Starvation, Waited
+from torchobs.detect.starvation import BEGINS, ENDS, LEAST_STEPS, WINDOW_S, DataCounters, Starvation
 
 
 def verdicts(*shares: float, steps: int = 100) -> list[bool]:
     """The verdict after each window, of which training waited that share."""
     judge, now_s, data_s = Starvation(), 0.0, 0.0
     found = []
-    judge.judge(Waited(0.0, 0, 0.0, 0.0))
+    judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
     for number, share in enumerate(shares, 1):
         now_s, data_s = now_s + WINDOW_S, data_s + share * WINDOW_S
-        if judge.judge(Waited(now_s, number * steps, data_s, now_s)):
+        if judge.judge(DataCounters(now_s, number * steps, data_s, now_s)):
             found.append(judge.starved)
     return found
 
@@ -38,7 +38,7 @@ def test_few_steps_tell_nothing() -> None:
 def test_less_than_a_minute_tells_nothing() -> None:
     """The start of an epoch's workers is a part of a minute, and not all there is."""
     judge = Starvation()
-    judge.judge(Waited(0.0, 0, 0.0, 0.0))
-    assert not judge.judge(Waited(WINDOW_S / 2, 1000, 30.0, 30.0))
-    assert judge.judge(Waited(WINDOW_S, 2000, 31.0, 60.0))
+    judge.judge(DataCounters(0.0, 0, 0.0, 0.0))
+    assert not judge.judge(DataCounters(WINDOW_S / 2, 1000, 30.0, 30.0))
+    assert judge.judge(DataCounters(WINDOW_S, 2000, 31.0, 60.0))
     assert (judge.starved, judge.share) == (True, 31 / 60)

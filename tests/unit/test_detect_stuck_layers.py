@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchobs.detect.stuck_layers import LASTING_LOOKS, LASTING_STEPS, Judge, LayerSample, StuckLayers
+from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers
 
 
 def moving(part: float) -> LayerSample:
@@ -20,7 +20,7 @@ NOTHING = StuckLayers((), (), ())
 
 def judged(layers: Callable[[int], dict[str, LayerSample]], looks: int = 6, every: int = 50) -> StuckLayers:
     """What is said at the last of so many looks, so many steps apart."""
-    judge = Judge()
+    judge = StuckLayerDetector()
     return [judge.judge(look * every, layers(look)) for look in range(1, looks + 1)][-1]
 
 
@@ -40,9 +40,9 @@ def test_gradients_of_zero_alone_are_no_finding() -> None:
 def test_it_has_to_last(seen: LayerSample) -> None:
     """Three looks and a hundred steps, without one between them in which the layer moves."""
     layers = {"a": seen, "b": USUAL}
-    assert judged(lambda _: layers, looks=LASTING_LOOKS - 1, every=1000) == NOTHING
+    assert judged(lambda _: layers, looks=LASTING_SAMPLES - 1, every=1000) == NOTHING
     assert judged(lambda _: layers, looks=20, every=LASTING_STEPS // 20) == NOTHING
-    assert judged(lambda _: layers, looks=LASTING_LOOKS, every=LASTING_STEPS // 2).all == ("a",)
+    assert judged(lambda _: layers, looks=LASTING_SAMPLES, every=LASTING_STEPS // 2).all == ("a",)
     assert judged(lambda look: {"a": USUAL if look == 4 else seen, "b": USUAL}) == NOTHING
 
 
@@ -68,9 +68,9 @@ def test_an_optimizer_that_goes_by_signs_is_not_judged_by_size() -> None:
 
 def test_only_what_is_in_doubt_is_worth_a_look_every_second() -> None:
     """A part that is not used is no doubt; a layer that is lost for now is one."""
-    doubts, judge = [], Judge()
+    doubts, judge = [], StuckLayerDetector()
     for step, seen in enumerate((ZERO, LOST, ZERO, UNFED, USUAL)):
         judge.judge(step, {"a": seen, "b": USUAL})
         doubts.append(judge.doubts)
     assert doubts == [False, True, False, True, False]
-    assert judge.looks == len(doubts)
+    assert judge.samples == len(doubts)

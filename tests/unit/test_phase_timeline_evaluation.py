@@ -177,13 +177,13 @@ def test_several_validation_loaders_are_one_evaluation() -> None:
 
 
 def test_a_look_at_a_long_evaluation_changes_nothing() -> None:
-    """What is known of it so far, by a twin; the timeline goes on as if nobody had looked."""
+    """What is known of it so far, by a snapshot; the timeline goes on as if nobody had looked."""
     timeline = PhaseTimeline()
     timeline.close(one_step(timeline, 0))
     timeline.evaluation_begins(7, 100)
     timeline.fetch_begins(2, 110)
     timeline.fetch_ends(120, exhausted=False, gradients=True)
-    times, idle = timeline.twin().so_far(1100, 50)
+    times, idle = timeline.snapshot().so_far(1100, 50)
     assert (times[EVALUATION], sum(times), idle) == (1000, 1000, 0)
     timeline.evaluation_ends(7, 1200)
     assert spent(timeline, 1200) == {"evaluation": 1100}
@@ -193,14 +193,14 @@ def test_nothing_seen_for_long_is_idle() -> None:
     """After the last step, and behind the end of an evaluation's loader; not while a batch is waited for."""
     timeline = PhaseTimeline()
     timeline.close(one_step(timeline, 0))
-    assert timeline.twin().so_far(149, 50)[1] == 0
-    assert timeline.twin().so_far(200, 50)[1] == 100
+    assert timeline.snapshot().so_far(149, 50)[1] == 0
+    assert timeline.snapshot().so_far(200, 50)[1] == 100
     timeline.evaluation_begins(7, 200)
     end = evaluate(timeline, 2, 200)
-    times, idle = timeline.twin().so_far(end + 75, 50)
+    times, idle = timeline.snapshot().so_far(end + 75, 50)
     assert (times[EVALUATION], times[OTHER], idle) == (end - 200, 175, 75)
     timeline.fetch_begins(1, end + 80)
-    assert timeline.twin().so_far(end + 1000, 50)[1] == 0
+    assert timeline.snapshot().so_far(end + 1000, 50)[1] == 0
 
 
 def test_a_batch_fetched_ahead_of_the_loader_s_end_is_trained_on() -> None:
@@ -269,11 +269,11 @@ def test_a_teacher_in_eval_mode_is_learned() -> None:
     timeline.close(150)
     timeline.evaluation_begins(7, 160)
     assert timeline.evaluating_since() == 0
-    assert timeline.twin().so_far(1_000, 10_000)[0][EVALUATION] == 0
+    assert timeline.snapshot().so_far(1_000, 10_000)[0][EVALUATION] == 0
     timeline.evaluation_ends(7, 300)
     timeline.evaluation_begins(7, 400)
     assert timeline.evaluating_since() == 400
-    assert timeline.twin().so_far(1_000, 10_000)[0][EVALUATION] == 140 + 600
+    assert timeline.snapshot().so_far(1_000, 10_000)[0][EVALUATION] == 140 + 600
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -282,7 +282,7 @@ def test_before_anything_was_trained_an_evaluation_begins_with_a_fetch(*, ended:
     timeline = PhaseTimeline()
     timeline.evaluation_begins(7, 10)
     assert timeline.evaluating_since() == 0
-    assert timeline.twin().so_far(1_000, 10_000)[0][EVALUATION] == 0
+    assert timeline.snapshot().so_far(1_000, 10_000)[0][EVALUATION] == 0
     if ended:
         timeline.evaluation_ends(7, 1_000)
         timeline.evaluation_begins(7, 1_000)

@@ -1,1 +1,1 @@
-"""Verdicts: pure functions of numbers. No torch, no I/O, nothing of ours is imported here."""
+"""Anomaly detection: pure functions of numbers and all thresholds. No torch, no I/O."""

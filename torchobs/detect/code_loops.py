@@ -1,7 +1,7 @@
-"""Which lines of a function are the loop that an instruction is in? Pure: a code object and an offset in, lines out.
+"""Find the lines of the outermost loop around an instruction. Pure: a code object and an offset in, lines out.
 
-A loop ends in a jump back. Exception handlers, which CPython has put behind everything else since 3.12, jump back, too, across
-whatever follows the loop: those are no ends of loops. A handler within a loop is known by its lines.
+A loop ends in a jump back. Exception handlers, which CPython has placed after all other code since 3.12, jump back across code
+that follows the loop, so their jumps are ignored. A handler within a loop is found by its line numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How many anomalies become events.
+"""Limit how many anomalies become events.
 
-A run that has gone to NaN has one in every step. They would push each other, and how it all began, out of the flight file's
-ring within minutes. Every one is counted all the same, in ``torchobs.anomalies``.
+A run that has gone to NaN has an anomaly in every step; their events would evict each other, and the first one, from the
+flight file's ring within minutes. ``torchobs.anomalies`` counts all of them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from torchobs.support.rate_limit import RateLimiter
 
 BURST = 32
-"""Events of a kind that come one after the other; the ring holds some hundred."""
+"""Events of a kind that may follow each other at once; the ring holds some hundred."""
 REFILL_S = 600.0
-"""After them, one in this time: the beginning stays for a day, and how it goes on is told, too."""
+"""After that, one event in this time: the first ones stay for a day, and recent ones are recorded, too."""
 
 
 def anomaly_limiter() -> RateLimiter:
-    """Return the limiter of anomalies, by their kind and by times in seconds."""
+    """Return a limiter of anomalies by kind; its times are in seconds."""
     return RateLimiter(REFILL_S, BURST)

@@ -1,14 +1,14 @@
-"""Does memory grow with the steps, and when would it be used up?
+"""Detect memory that grows with the steps, and estimate when it will be used up.
 
 The trend is the median of the slopes between all pairs of points (Theil 1950; Sen 1968, "Estimates of the regression
-coefficient based on Kendall's tau"), which a fifth of wild points does not move: an evaluation, a checkpoint. Whether there
-is one at all is Kendall's rank test (Mann 1945, "Nonparametric tests against trend").
+coefficient based on Kendall's tau"), which is robust against up to a fifth of outliers (an evaluation, a checkpoint). Its
+significance is Kendall's rank test (Mann 1945, "Nonparametric tests against trend").
 
-There are two windows. :class:`History` has a point in ten seconds, of the whole run and of its last four minutes;
+There are two windows. :class:`MemoryHistory` has a point every ten seconds, of the whole run and of its last four minutes;
 :class:`FastWindow` has one a second, for memory that would be used up before those minutes are over.
 
-Warming up is no leak: caches, arenas and fragments grow ever more slowly. A leak's last third grows as fast as the third
-before it, which no logarithm does (0.58 of it). And a trend is followed no further than 60 times as long as it was seen.
+Warm-up is no leak: caches, arenas and fragmentation grow ever more slowly. A leak grows in its last third as fast as in the
+third before it, which no logarithm does (0.58 of it). A trend is extrapolated to at most 60 times the time it was observed.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LEAST = 24
-"""Points before the first verdict: four minutes at one in ten seconds; the first third is never looked at."""
+"""Points before the first verdict: four minutes at one in ten seconds; the first third is ignored."""
 MOST = 48
-"""Points kept of a whole run. Slopes of pairs are a matter of squares: 0.2 ms for these."""
+"""Points kept of a whole run. The number of pairs is quadratic: 0.2 ms for these."""
 Z_LIMIT = 3.0
-"""One-sided, a chance of 1 in 740 without a trend."""
+"""One-sided z-score, exceeded in 1 of 740 cases without a trend."""
 STEADY = 0.7
-"""What the last third's growth is of the third's before, at least: a logarithm's is 0.58, a straight line's 1."""
+"""Least ratio of the last third's growth to that of the third before: a logarithm's is 0.58, a straight line's 1."""
 ALIKE = 0.5
-"""What the least of the trends of both thirds and of the whole is of the greatest, at least. One leap, the teeth of a saw and
-what has just begun have parts that are steeper than the whole, or flat."""
+"""Least ratio of the smallest to the largest among the trends of both thirds and of the whole. A single jump, a sawtooth and
+growth that has just begun have parts that are steeper than the whole, or flat."""
 LEAST_SHARE = 0.01
 LEAST_BYTES = 8 * 1024**2
-"""The growth that counts, over all that is looked at: less is what an allocator's arenas do."""
+"""Least growth over the examined points that counts: less is what an allocator's arenas do."""
 FORESIGHT = 60.0
 HORIZON_S = 7 * 86_400.0
 
-# Of the fast window, whose last two thirds are 32 s: growth has to take a fifth of what is left while it is looked at, which
+# For the fast window, the last two thirds of which are 32 s: in that time growth has to take a fifth of what is left, which
 # fluctuations do not, and half of the limit has to be in use: a training begins with a ramp (a dataset that is cached, arenas,
-# compiled code), which for all we know ends.
+# compiled code), which may end.
 FAST_FORESIGHT = 5.0
 FAST_STEPS = 6
-"""In what is judged: three in each half. A leak of a training of slow steps is a staircase."""
+"""Steps within the examined points, three in each half. A leak of a training with slow steps is a staircase."""
 FAST_STEADY = 0.85
-"""A part of a ramp that slows down looks straighter than the whole: 0.7 and more for a logarithm that is a minute old."""
+"""Part of a ramp that slows down looks straighter than the whole: 0.7 and more for a logarithm that is a minute old."""
 FAST_IN_USE = 0.5
 
 
@@ -70,8 +70,8 @@ class Growth(NamedTuple):
 def grows(points: Sequence[MemoryPoint], least_steps: int | None = None, steady: float = STEADY) -> Growth | None:
     """Return the trend over the last two thirds of ``points`` (in order, evenly spaced).
 
-    ``None`` while there is too little to say: fewer than ``LEAST`` points, or hardly a step between them: fewer than
-    ``least_steps``, by default one for every other point. ``steady``: what the last third's growth is of that before, at least.
+    ``None`` with fewer than ``LEAST`` points or fewer than ``least_steps`` steps, by default one for every other point.
+    ``steady``: see ``STEADY``.
     """
     points = list(points)
     third = len(points) // 3
@@ -100,7 +100,7 @@ def time_to_limit_s(growth: Growth | None, left: float) -> float | None:
 
 
 class MemoryHistory:
-    """The points of a run: the last ``LEAST`` as they came, and ``MOST`` at most of all of it, ever further apart."""
+    """The points of a run: the last ``LEAST`` in full, and at most ``MOST`` of the whole run, ever further apart."""
 
     __slots__ = ("_every", "_seen", "recent", "whole")
 
@@ -110,7 +110,7 @@ class MemoryHistory:
         self._every, self._seen = 1, 0
 
     def add(self, point: MemoryPoint) -> None:
-        """Take in the next point; the caller keeps the distance between points."""
+        """Add the next point; the caller keeps the distance between points."""
         self.recent = [*self.recent[-LEAST + 1 :], point]
         self._seen += 1
         if self._seen % self._every:
@@ -121,40 +121,40 @@ class MemoryHistory:
             self._every *= 2
 
     def begin(self) -> None:
-        """Forget the last minutes: another model is trained. The whole run stays, in which models that are kept show."""
+        """Drop the last minutes, since another model is trained. The whole run is kept: it shows models that are not freed."""
         self.recent = []
 
     def growths(self) -> tuple[Growth | None, Growth | None]:
-        """Return the trends of the whole run and of the last minutes, which alone show a fast leak that began late."""
+        """Return the trends of the whole run and of the last minutes; only the latter shows a fast leak that began late."""
         return grows(self.whole), grows(self.recent)
 
 
 class FastWindow:
-    """The last 48 seconds, of looks that may come more often; each point is the least of its second."""
+    """The last 48 seconds of measurements, which may come more often; each point is the minimum of its second."""
 
     __slots__ = ("_points", "growth")
 
     def __init__(self) -> None:
         self._points: deque[MemoryPoint] = deque(maxlen=MOST)
         self.growth: Growth | None = None
-        """the trend, if it uses up what is left within minutes"""
+        """The trend, if it uses up what is left within minutes"""
 
     def see(self, point: MemoryPoint, left: float, total: float) -> bool:
-        """Take in a look, with the bytes ``left`` of ``total``; return True if a verdict is new, or is one no more."""
+        """Add a measurement, with the bytes ``left`` of ``total``; return True if a verdict has begun or ended."""
         points, before = self._points, self.growth
         if points and point.seconds - points[-1].seconds < 1.0:
             points[-1] = points[-1]._replace(used=min(points[-1].used, point.used))
             return False
         points.append(point)
         least = max(left, 0.0) / FAST_FORESIGHT
-        # nearly always too little has grown, or too much is left: what follows is a matter of squares
+        # skip the quadratic part in the usual case: too little has grown, or too much is left
         near = left <= (1.0 - FAST_IN_USE) * total and point.used - points[0].used > least / 2
         found = grows(points, FAST_STEPS, FAST_STEADY) if near else None
         self.growth = found if found and found.sustained and found.per_second * found.seconds >= least else None
         return (self.growth is None) != (before is None)
 
     def begin(self) -> None:
-        """Forget it all: another model is trained, and begins with a ramp of its own."""
+        """Drop all points, since another model is trained, which begins with a ramp of its own."""
         self._points.clear()
         self.growth = None
 

@@ -1,4 +1,4 @@
-"""From when on is it no training any more, if nothing of a step is seen?"""
+"""Decide after how long without any boundary of a step the training counts as idle."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from math import inf
 from torchobs.detect.slow_steps import FACTOR
 
 LEAST_S = 10.0
-"""What a script does between two steps (a plot, a message, a garbage collection) is a part of training up to here."""
+"""A pause between two steps (a plot, a message, a garbage collection) is part of training up to here."""
 
 
 def idle_from(longest_s: float) -> float:
-    """Return the seconds from which on: three times the longest step so far. Infinity while there was none (not positive)."""
+    """Return the idle threshold in seconds, three times the longest step so far; infinity before the first (not positive)."""
     return max(FACTOR * longest_s, LEAST_S) if longest_s > 0 else inf

@@ -1,4 +1,4 @@
-"""When is a function that is compiled again and again a fault? Pure: every time is an argument, in seconds."""
+"""Detect functions that are recompiled too often. Pure: every time is an argument, in seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchobs.support.rate_limit import RateLimiter
 
 STORM = 4
 """Recompilations of one function within the window. Up to three are usual: a size that turns out to be dynamic, training and
-evaluation, a second dtype. torch gives a function up at eight (``torch._dynamo.config.recompile_limit``), and says so then."""
+evaluation, a second dtype. torch stops at eight (``torch._dynamo.config.recompile_limit``) with a warning."""
 
 WINDOW_S = 600.0
 QUIET_S = 60.0
@@ -16,18 +16,18 @@ _MOST = 256
 
 
 class Recompiles:
-    """The recompilations of each function, by any name of it."""
+    """Recent recompilations by function name."""
 
-    __slots__ = ("_times", "_told")
+    __slots__ = ("_report_limit", "_times")
 
     def __init__(self) -> None:
         self._times: dict[str, deque[float]] = {}
-        self._told = RateLimiter(QUIET_S)
+        self._report_limit = RateLimiter(QUIET_S)
 
     def note(self, function: str, now_s: float) -> int:
-        """Add one; return how many there were within ten minutes if that is a storm to be told now, else 0.
+        """Add a recompilation; return how many there were within ten minutes if that is to be reported now, else 0.
 
-        Told at the fourth and, while they go on, once a minute.
+        The fourth is reported and, while they continue, one a minute.
         """
         if function not in self._times and len(self._times) >= _MOST:
             self._forget_oldest()
@@ -35,7 +35,7 @@ class Recompiles:
         times.append(now_s)
         while times[0] < now_s - WINDOW_S:
             times.popleft()
-        return len(times) if len(times) >= STORM and self._told.take(now_s, function) else 0
+        return len(times) if len(times) >= STORM and self._report_limit.take(now_s, function) else 0
 
     def _forget_oldest(self) -> None:
         oldest = min(self._times, key=lambda function: self._times[function][-1])

@@ -1,8 +1,8 @@
-"""Is a step slow, and have the steps become slow?
+"""Detect slow steps, and steps that have become slow.
 
-One step is judged against the median of its predecessors, which no few slow ones move. That steps have *become* slow is judged
-over seconds and by how they are distributed: ten steps of 1 ms are one hiccup of the machine, and the median of a few steps
-jumps between the two times that a loader with two workers makes of them.
+One step is judged against the median of its predecessors, which a few slow ones do not move. That steps have *become* slow is
+judged over seconds and by their distribution: ten steps of 1 ms can be one hiccup of the machine, and with two loader workers
+the median of a few steps jumps between two values.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 FACTOR = 3.0
 LEAST_EXCESS_S = 0.005
-"""The interpreter's threads take turns of 5 ms: a step of 1 ms that had to wait for one is no finding."""
+"""Python threads switch every 5 ms: a step of 1 ms that waited for another thread is no finding."""
 LEAST_SEEN = 16
-"""Fewer steps tell nothing: the first ones warm up."""
+"""Least number of steps for a baseline: the first ones warm up."""
 
 
 def slow_from(durations_s: Sequence[float]) -> float:
-    """Return the seconds from which on a step is slow: three times what is usual. Infinity if too few have been seen."""
+    """Return the duration in seconds from which a step is slow: three times the median. Infinity with too few steps."""
     if len(durations_s) < LEAST_SEEN:
         return inf
     usual_s = median(durations_s)
@@ -31,24 +31,24 @@ def slow_from(durations_s: Sequence[float]) -> float:
 
 
 LATELY_S = 10.0
-"""Of training: no hiccup of a machine lasts as long."""
+"""Least length of a slow-down, in seconds of training: no hiccup of a machine lasts as long."""
 LEAST_LATELY = 8
-"""Steps, where these take longer than a second."""
+"""Least number of steps in it, if steps take longer than a second."""
 EARLIER_S = 30.0
-"""And as long as the last steps, at least, must have been trained before: what is usual is not known from less."""
+"""Least seconds of training before it, for the baseline; at least as long as the slow-down itself."""
 SLOWER = 2.0
-"""Half of that is what a busy machine, longer sequences or a garbage collection make of some seconds."""
+"""Least ratio of the means. A busy machine, longer sequences or a garbage collection cause half of it for some seconds."""
 SUPERIORITY = 0.71
-"""The probability that a late step takes longer than an earlier one, from which on Vargha and Delaney (2000, *A critique and
-improvement of the CL common language effect size statistics*) call an effect large. A few very long steps among others that
-are as before leave it at a half."""
+"""Least probability that a late step takes longer than an earlier one: Vargha and Delaney (2000, *A critique and improvement of
+the CL common language effect size statistics*) call an effect large from there on. It stays at a half if only a few steps are
+very long."""
 
 
 def slowed_from(durations_s: Sequence[float]) -> int | None:
-    """Return the index of the step from which on the last ones, for ten seconds or more, were slow; ``None``: they were not.
+    """Return the index of the step from which on steps were slow, for ten seconds or more; ``None`` if they were not.
 
-    They took twice as long as those before in the mean, nearly each of them longer, and no stretch of the same length before
-    took so long a step. Looked at are the last ten seconds, twenty, and so on, up to half of all.
+    Their mean is twice that of the steps before, nearly each is longer, and no earlier stretch of the same length had as
+    high a mean. The last ten seconds are examined, then twenty, up to half of all.
     """
     length_s = LATELY_S
     while True:
@@ -70,7 +70,7 @@ def _is_slower(late: Sequence[float], earlier: Sequence[float], late_s: float) -
 
 
 def superiority(ones: Sequence[float], others: Sequence[float]) -> float:
-    """Return the probability that one of ``ones`` is greater than one of ``others``, equals counted half. Neither is empty."""
+    """Return the probability that one of ``ones`` is greater than one of ``others``; ties count half. Neither is empty."""
     ordered = sorted(others)
     above = sum(bisect_left(ordered, value) + bisect_right(ordered, value) for value in ones)
     return above / (2 * len(ones) * len(ordered))
@@ -85,7 +85,7 @@ def _begin(durations_s: Sequence[float], length_s: float) -> int:
 
 
 def _stretches(durations_s: Sequence[float], length_s: float) -> Iterator[float]:
-    """Yield the mean of a step in each stretch of at least that length, one after the other."""
+    """Yield the mean step duration in consecutive stretches of at least that length."""
     begin, total_s = 0, 0.0
     for index, duration_s in enumerate(durations_s):
         total_s += duration_s

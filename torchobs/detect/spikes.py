@@ -1,9 +1,9 @@
-"""Is a value far above what its own recent past makes likely?
+"""Detect values far above what their own recent past makes likely.
 
 The baseline is an exponentially weighted mean and variance (Finch 2009, "Incremental calculation of weighted mean and
-variance", eqs. 124 and 143), the test a z-score beside a least excess, as spike-aware trainers use it (ZClip, Kumar et
-al. 2025, arXiv:2504.02507: EMA statistics of the gradient norm, z threshold 2.5 for clipping). A verdict that may page
-a person wants a rarer event than one that clips, hence 6 standard deviations and an excess that matters by itself.
+variance", eqs. 124 and 143), the test a z-score and a least excess, as spike-aware trainers use it (ZClip, Kumar et
+al. 2025, arXiv:2504.02507: EMA statistics of the gradient norm, z threshold 2.5 for clipping). An alert needs a rarer event
+than clipping does, hence 6 standard deviations and an excess that matters by itself.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ WARM_UP = 20
 """Values seen before the first verdict of :func:`judge`; until then the plain mean and variance are learned."""
 Z_LIMIT = 6.0
 LEARN_LIMIT = 3.0
-"""Standard deviations by which one value can move the baseline (Huber's clipping): at the z limit itself the deviation would
-grow by 1.4 with every spike, and the third of a row would be the usual."""
+"""Standard deviations by which one value can move the baseline (Huber's clipping): with the z limit itself the deviation would
+grow by 1.4 with every spike, and the third spike in a row would be usual."""
 LEAST_EXPLOSIONS = 3
-"""One that training recovers from is ordinary (ZClip clips them as they come); three are worth a person's time."""
+"""Spikes that are a finding: single ones are ordinary (ZClip clips them as they come)."""
 LEAST_LOSS_SPIKES = 5
-"""Each one takes the baseline along by a factor of 1.44, so five mean a loss that has nearly doubled and stays up.
+"""Each spike raises the baseline by a factor of 1.44, so five mean a loss that has nearly doubled and stays high.
 
-The small GPT of ``examples/`` has 2 when its learning rate is multiplied by 100, which it recovers from, 5 at 300 and 9 at
-1000. Its gradient norm shows none of it so early in training, when that varies as much by itself.
+The small GPT of ``examples/`` has 2 with a hundredfold learning rate, which it recovers from, 5 at 300 and 9 at 1000. Its
+gradient norm shows none of it so early in training, when that varies as much by itself.
 """
 
 START = 3
-"""Values of a run's beginning that tell its scale: the first of all may be a lucky one"""
+"""First values that determine a run's scale: a single one may be unusually small"""
 ORDERS = 1e3
-"""Three orders of magnitude above all that a run began with. In log-normal values whose logarithm deviates by 1.5 (single
-batches differ a hundredfold) one run in 16,000 has such a value by chance among its first 20, and one in 240 where it is 2
-(simulated, 300,000 runs each). With the first value alone to compare with, the square of it is asked for: two such values
-differ by that factor in one case of two million."""
+"""Three orders of magnitude above the first values. In log-normal values with a standard deviation of 1.5 in the logarithm
+(single batches differ a hundredfold) one run in 16,000 has such a value by chance among its first 20, and one in 240 where it
+is 2 (simulated, 300,000 runs each). If there is only one earlier value, the square is required: two such values differ by
+that factor in one case of two million."""
 LEAST_SCALE = 1.0
-"""A run may begin at 0, or near it: rewards that did not come yet, a head initialised with zeros, a loss that crosses zero.
-What begins below 1 has to get above 1,000."""
+"""A run may begin at or near 0: rewards that have not come yet, a head initialised with zeros, a loss that crosses zero. A
+value that begins below 1 has to exceed 1,000."""
 
 
 def leaves_start(value: float, start: float, seen: int) -> bool:
-    """Return True if a value among the first ``WARM_UP`` is orders of magnitude above how the run began.
+    """Return True if a value among the first ``WARM_UP`` is orders of magnitude above the first ones.
 
-    ``start`` is the greatest magnitude of the ``seen`` values before, of the first ``START`` at most, those apart of which this
-    was true: a learning rate that is wrong from the start takes the loss from 2.3 to 1.5e10 before any baseline is learned.
+    ``start`` is the greatest magnitude among the first ``START`` of the ``seen`` earlier values, without those for which this
+    was true. A learning rate that is wrong from the start takes the loss from 2.3 to 1.5e10 before any baseline is learned.
     """
     scale = max(abs(start), LEAST_SCALE)
     if not 0 < seen < WARM_UP:
@@ -52,13 +52,13 @@ def leaves_start(value: float, start: float, seen: int) -> bool:
 
 
 def skewed_reach(mean: float, variance: float) -> float:
-    """How far above ``mean`` the same ``Z_LIMIT`` lies where the values are log-normal, in their unit; 0 where none is.
+    """Return the distance above ``mean`` of ``Z_LIMIT`` for log-normal values, in their unit; 0 if undefined.
 
     A loss near its floor has a long tail: a classifier that is right on all but a few samples has 144 losses in 5,200 steps
     beyond 6 standard deviations of its recent past, and none beyond this (measured: 16 samples a batch, mean loss 0.005,
     single batches of 1 to 3). With mean m and coefficient of variation c the logarithm's variance is v = ln(1 + c²), its mean
-    ln(m) - v / 2 (Aitchison & Brown 1957, "The Lognormal Distribution", ch. 2). For c = 0.03 that is 6.6 standard deviations
-    and hence what the normal limit is; for c = 1 it is 104. A mean that is not positive has no logarithm.
+    ln(m) - v / 2 (Aitchison & Brown 1957, "The Lognormal Distribution", ch. 2). For c = 0.03 that is 6.6 standard deviations,
+    close to the normal limit; for c = 1 it is 104. A mean that is not positive has no logarithm.
     """
     if mean <= 0.0 or variance <= 0.0:
         return 0.0
@@ -72,19 +72,19 @@ def judge(
 ) -> tuple[bool, float, float, int]:
     """Judge one finite value against its baseline and return ``(is_spike, mean, variance, seen)`` updated.
 
-    ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit; values that are ``skewed``
-    have to be beyond ``skewed_reach`` as well. The baseline moves by at most 3 standard deviations of a value (winsorised), so
-    that one outlier does not hide the next. A lasting new level is a spike for some tens of values at most, and then the usual
-    one: a hundredfold norm for 10 values where the logarithm's deviation was 0.3, for 24 where it was 0.02. Values so large
-    that their squares overflow start the baseline anew: with an infinite variance nothing would ever be a spike again.
+    ``least_excess`` is the smallest distance above the mean that counts, in the value's own unit; ``skewed`` values must also
+    exceed ``skewed_reach``. A value moves the baseline by at most 3 standard deviations (winsorised), so that one outlier does
+    not hide the next. A lasting new level is a spike for some tens of values at most, then the baseline: a hundredfold norm for
+    10 values where the logarithm's deviation was 0.3, for 24 where it was 0.02. Values whose squares overflow reset
+    the baseline: with an infinite variance nothing would ever be a spike again.
     """
     deviation = sqrt(variance)
     excess = value - mean
     is_spike = seen >= WARM_UP and excess > max(Z_LIMIT * deviation, least_excess)
-    if is_spike and skewed:  # asked of the few only: the fold judges every step
+    if is_spike and skewed:  # costly, so only for candidates: the fold judges every step
         is_spike = excess > skewed_reach(mean, variance)
     if seen >= WARM_UP:
-        bound = max(LEARN_LIMIT * deviation, least_excess / 8)  # without a spread, too, a new level is learned some day
+        bound = max(LEARN_LIMIT * deviation, least_excess / 8)  # a new level is learned even without variance
         excess = min(max(excess, -bound), bound)
     alpha = max(ALPHA, 1.0 / (seen + 1))
     step = alpha * excess

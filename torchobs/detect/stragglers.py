@@ -1,13 +1,13 @@
-"""Which rank the others wait for, from how long each was in the phases of a step.
+"""Detect the rank that the others wait for, from each rank's time in the phases of a step.
 
-Ranks that exchange gradients all take the same time for a step: the slow one is late in a phase of its own, and the others
-make that up by waiting in another. So a rank's *lateness* is the most that it spends above the median of its peers in a phase
-in which nobody waits for anybody (data, forward, optimizer), and the *wait* that it causes the most that it spends below it in
-another. What a rank does slower within its backward pass cannot be told from waiting there, and is not found. Ranks whose steps
-take different times do not wait for each other; there the slow one is simply slower.
+Ranks that exchange gradients all take the same time for a step: the slow one is late in one phase, and the others wait for it
+in another. So a rank's *lateness* is the largest excess above the median of its peers in a phase without waiting (data,
+forward, optimizer), and the *wait* that it causes is its largest deficit below the median in another. Slowness within the
+backward pass cannot be distinguished from waiting there, and is not found. Ranks with different step times do not wait for
+each other; there the slow one is simply slower.
 
-Where one rank alone evaluates, saves or compiles, that is no part of its steps, and its peers wait for it within theirs: that
-much of theirs is taken out first.
+If one rank alone evaluates, saves or compiles, that is no part of its steps, but its peers wait for it within theirs: that
+time is subtracted from theirs first.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ _LATE = (0, 1, 3)
 
 LEAST_RANKS = 2
 LEAST_STEPS = 8
-"""Steps over which a rank is compared at least: fewer say more of one step than of the rank."""
+"""Least number of steps for a comparison: a mean of fewer is dominated by single steps."""
 SLOW = 1.2
-"""The factor from which on a rank is called slow. A fifth longer than its peers costs the run a sixth of its speed."""
+"""Factor from which a rank is called slow. A fifth longer than its peers costs the run a sixth of its speed."""
 LEAST_EXCESS_S = 0.005
-"""And by so much a step: the interpreter's threads take turns of 5 ms, which no rank of 1 ms a step can be blamed for."""
+"""Least excess per step: Python threads switch every 5 ms, which may not count against a rank with steps of 1 ms."""
 
 
 class Spent(NamedTuple):
-    """What a rank's steps took lately, from its counters or from its records."""
+    """Recent mean times of a rank's steps, from its counters or from its records."""
 
     steps: int
-    """over which the means are"""
+    """Number of steps averaged"""
     phases_s: Sequence[float]
-    """mean seconds of a step in each of ``catalog.PHASES``"""
+    """Mean seconds of a step in each of ``catalog.PHASES``"""
     aside_s: float
-    """mean seconds per step of evaluation, checkpoints and compilation beside it"""
+    """Mean seconds per step of evaluation, checkpoints and compilation outside the steps"""
 
 
 class Slowness(NamedTuple):
     """How a rank compares with its peers."""
 
     factor: float
-    """its own step time over theirs, both without waiting; 1 = as fast as they are"""
+    """Its step time over its peers', both without waiting; 1 = as fast as they are"""
     phase: int
-    """index of the phase in which it loses most"""
+    """Index of the phase in which it loses most"""
     own_s: float = inf
-    """its mean seconds per step in that phase"""
+    """Its mean seconds per step in that phase"""
     others_s: float = 0.0
-    """the median of its peers there"""
+    """The median of its peers there"""
     excess_s: Sequence[float] = ()
-    """seconds per step above the median of its peers, in each phase"""
+    """Seconds per step above the median of its peers, in each phase"""
 
     @property
     def is_slow(self) -> bool:
-        """Whether that is worth a word."""
+        """Whether that is a finding."""
         return self.factor >= SLOW and self.own_s - self.others_s >= LEAST_EXCESS_S
 
 
 def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
-    """Return each rank's slowness among those with enough steps: the one judgement that every view and metric shows."""
+    """Return the slowness of each rank with enough steps; all views and metrics use this function."""
     enough = {rank: own for rank, own in spent.items() if own.steps >= LEAST_STEPS}
     times = {rank: own.phases_s for rank, own in enough.items()}
     return compare(without_asides(times, {rank: own.aside_s for rank, own in enough.items()}))
@@ -88,10 +88,10 @@ def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
 
 
 def without_asides(times: Mapping[str, Sequence[float]], asides: Mapping[str, float]) -> dict[str, tuple[float, ...]]:
-    """Return the times without what each rank has waited for peers to evaluate, save or compile.
+    """Return the times without the waiting for peers that evaluate, save or compile.
 
-    ``asides``: every rank's mean seconds per step in these. It is taken from the phase in which a rank is most above its peers:
-    there it waited, be it in its backward pass or at a barrier between two steps.
+    ``asides``: every rank's mean seconds per step in these. It is subtracted from the phase in which a rank is most above its
+    peers, because it waited there: in its backward pass, or at a barrier between two steps.
     """
     if len(times) < LEAST_RANKS:
         return {rank: tuple(own) for rank, own in times.items()}
@@ -121,7 +121,7 @@ def _slowness(own: Sequence[float], columns: Sequence[Sequence[float]], totals: 
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
-    """Return the median of a sorted sequence from which one element, equal to ``value``, is taken away."""
+    """Return the median of a sorted sequence without one element equal to ``value``."""
     count, at = len(ordered) - 1, bisect_left(ordered, value)
 
     def item(index: int) -> float:

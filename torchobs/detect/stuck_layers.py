@@ -1,19 +1,19 @@
-"""Which layers learn nothing, from the first step on?
+"""Detect layers that learn nothing from the first step on.
 
 :mod:`torchobs.detect.vanishing` compares the gradient with its own past, which such a layer does not have: here it is compared
-with what can move a weight, and with its peers. Two things are told:
+with what can move a weight, and with its peers. There are two findings:
 
-*Lost*: a step so small that adding it leaves a float32 weight as it is (half a unit in the last place: 2^-24 of the weight), in
-a layer that is a million times behind the fastest. Gradients of healthy layers are within two orders of magnitude of each other
-(Glorot & Bengio 2010, section 4.2; Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture", section 3), an
-embedding whose rows are seldom used and a gate that begins at zero some more. Both have to be so: at a learning rate of nearly
-zero nothing moves, and Adam moves what has small gradients as fast as any, down to its eps.
+*Lost*: a step so small that adding it leaves a float32 weight unchanged (half a unit in the last place: 2^-24 of the weight),
+in a layer that is a million times slower than the fastest. Gradients of healthy layers are within a factor of 100 of
+each other (Glorot & Bengio 2010, section 4.2; Xiong et al. 2020, "On Layer Normalization in the Transformer Architecture",
+section 3); an embedding of rare tokens and a gate that begins at zero differ somewhat more. Both conditions are needed:
+with a rate near zero nothing moves, and Adam moves weights with small gradients as fast as any, down to its eps.
 
-*Unfed*: the gradients of a layer's weights are exactly zero, and that of its bias is not. Then all that comes into it is zero:
-the units before it are dead (Lu et al. 2019, "Dying ReLU and Initialization").
+*Unfed*: the gradients of a layer's weights are exactly zero, and that of its bias is not. Then its input is all zeros: the
+units before it are dead (Lu et al. 2019, "Dying ReLU and Initialization").
 
-A gradient of exactly zero alone means nothing: a part that is not used, a term of the loss with the weight 0, parameters that
-DDP has to see. It belongs to the finding where it is in a layer before one of the two, which let nothing through.
+A gradient of exactly zero alone means nothing: an unused part, a loss term with the weight 0, parameters included for DDP. It
+belongs to the finding in a layer before a lost or unfed one, which blocks the gradient.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 RESOLUTION = 2.0**-24
 FAR = 1e-6
-LASTING_LOOKS, LASTING_STEPS = 3, 100
-"""Looks in a row and the steps between the first and the last of them: the weights behind a matrix or gate that begins at zero
-(LoRA's, ReZero's, a zero-initialised residual branch) have no gradient, or hardly any, in the first steps."""
+LASTING_SAMPLES, LASTING_STEPS = 3, 100
+"""Least measurements in a row and steps between the first and the last of them: weights behind a matrix or gate that begins at
+zero (LoRA's, ReZero's, a zero-initialised residual branch) have no gradient, or hardly any, in the first steps."""
 WAKING, WITHIN = 10.0, FAR / 1000
-"""A layer whose part of the fastest's step has grown so many times since it was called lost first, to within reach of the
-limit, is waking up. Further below, what passes through twenty layers varies by more than that from batch to batch."""
+"""A layer recovers if its step relative to the fastest has grown by this factor since it was first lost, to near the limit.
+Far below the limit, values that pass through twenty layers vary by more than that from batch to batch."""
 
 
 class LayerSample(NamedTuple):
     """One layer in a measured step."""
 
     move: float | None
-    """How far the step moves its weights, as a part of their usual size; ``None`` if that is not known"""
+    """How far the step moves its weights, relative to their usual size; ``None`` if unknown"""
     unfed: bool
     zero: bool
     """Whether all its gradients are exactly zero"""
@@ -49,36 +49,38 @@ class StuckLayers(NamedTuple):
     lost: tuple[str, ...]
     unfed: tuple[str, ...]
     before: tuple[str, ...]
-    """Layers without any gradient before the last of those"""
+    """Layers with zero gradients before the last of those"""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """Every one of them."""
+        """All of them, in the order ``before``, ``lost``, ``unfed``."""
         return (*self.before, *self.lost, *self.unfed)
 
 
 class _Low(NamedTuple):
     step: int
-    looks: int
+    samples: int
     part: float
 
 
-class Judge:
-    """Judges look after look."""
+class StuckLayerDetector:
+    """Judges consecutive measurements of all layers."""
 
     def __init__(self) -> None:
         self._low: dict[str, _Low] = {}
-        self.looks = 0
+        self.samples = 0
         self.doubts = False
-        """Whether the last look has seen a layer that is lost or unfed, if only for now"""
+        """Whether the last measurement has a lost or unfed layer, lasting or not"""
 
     def judge(self, step: int, layers: Mapping[str, LayerSample]) -> StuckLayers:
-        """Take the layers of a measured step, in the model's order; return those that learn nothing."""
+        """Process the layers of a measured step, in the model's order; return those that learn nothing."""
         fastest = max((seen.move for seen in layers.values() if seen.move is not None), default=0.0)
         self._low = {name: low for name, seen in layers.items() if (low := self._next(name, seen, step, fastest)) is not None}
-        self.looks += 1
+        self.samples += 1
         self.doubts = any(not layers[name].zero for name in self._low)
-        lasting = [name for name, low in self._low.items() if low.looks >= LASTING_LOOKS and step - low.step >= LASTING_STEPS]
+        lasting = [
+            name for name, low in self._low.items() if low.samples >= LASTING_SAMPLES and step - low.step >= LASTING_STEPS
+        ]
         unfed = tuple(name for name in lasting if layers[name].unfed)
         lost = tuple(name for name in lasting if not (layers[name].unfed or layers[name].zero))
         order = list(layers)
@@ -86,7 +88,7 @@ class Judge:
         return StuckLayers(lost, unfed, tuple(name for name in lasting if layers[name].zero and order.index(name) < last))
 
     def _next(self, name: str, seen: LayerSample, step: int, fastest: float) -> _Low | None:
-        """Return what is known of a layer that is low in this look; ``None`` if it is not."""
+        """Return the state of a layer that is low in this measurement; ``None`` if it is not."""
         part = seen.move / fastest if seen.move and fastest else 0.0
         lost = seen.move is not None and 0.0 < seen.move < RESOLUTION and part < FAR
         if not (lost or seen.unfed or seen.zero):
@@ -94,4 +96,4 @@ class Judge:
         low = self._low.get(name)
         if low is None or (low.part and part > max(WAKING * low.part, WITHIN)):
             return _Low(step, 1, part)
-        return _Low(low.step, low.looks + 1, low.part or part)
+        return _Low(low.step, low.samples + 1, low.part or part)

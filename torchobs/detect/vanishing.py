@@ -1,9 +1,9 @@
-"""Has the gradient all but disappeared: far below its own past for a while, or exactly zero?
+"""Detect vanishing gradients: far below their own past for a while, or exactly zero.
 
-One small norm is ordinary (a batch that is fitted already, a masked one), a hundredth of the usual norm in five measured
-steps on end is not: dead units, a detached graph, underflow in half precision without a loss scaler. The usual is the
-baseline of :mod:`torchobs.detect.spikes`, a mean and variance on the log scale; a norm that declines slowly, as in training
-that converges, takes it along. A norm of exactly zero has no logarithm and needs no past.
+One small norm is ordinary (a batch that is fitted already, a masked one); a hundredth of the usual norm in five consecutive
+measured steps is not: dead units, a detached graph, underflow in half precision without a loss scaler. The baseline is that of
+:mod:`torchobs.detect.spikes`, a mean and variance on the log scale; it follows a norm that declines slowly, as in training
+that converges. A norm of exactly zero has no logarithm and needs no baseline.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import log, sqrt
 from torchobs.detect.spikes import WARM_UP, Z_LIMIT
 
 LEAST_DECLINE = log(100.0)
-"""On the log scale: an ordinary run's norm, warm-up and clipping included, varies by some tens at most."""
+"""On the log scale: the norm of an ordinary run varies by a few tens at most, warm-up and clipping included."""
 LASTING = 5
 """Measured steps in a row that make a verdict."""
 
@@ -21,7 +21,7 @@ LASTING = 5
 def judge_low(norm: float, mean: float, variance: float, seen: int, low: int) -> tuple[bool, int]:
     """Judge one finite norm against the baseline of the logarithms before it.
 
-    Returns whether it has vanished, and ``low`` updated: the measured steps in a row whose norm was low.
+    Return whether it has vanished, and ``low`` updated: the number of consecutive measured steps with a low norm.
     """
     if norm > 0.0:
         limit = max(Z_LIMIT * sqrt(variance), LEAST_DECLINE)

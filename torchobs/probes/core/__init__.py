@@ -1,1 +1,1 @@
-"""What probes share: context, step recorder, timeline of phases, patches, values on their way from a device."""
+"""What probes share: context, step recorder, phase timeline, patches, asynchronous reads from a device."""

@@ -1,8 +1,8 @@
-"""Boundaries as the hooks note them: one integer each, ``ns << 4 | code``. What they mean is worked out at the step's end.
+"""Encode phase boundaries as integers, ``ns << 4 | code``; they are interpreted when the step ends.
 
 Between real steps caches are cold, and a hook costs what it touches: the same arithmetic took ten times longer spread over
-five hooks than in one place. So a hook appends one integer; most steps have one of two plain shapes (``Cycle``), whose
-boundaries go into the record as they are; any other is replayed through :class:`~torchobs.probes.core.timeline.Segments`.
+five hooks than in one place. So a hook appends one integer. The boundaries of a plain step (``StepRecorder.end_plainly``) go
+into the record as they are; any others are replayed through :class:`~torchobs.probes.core.timeline.PhaseTimeline`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     FETCH, FETCHED, FETCHED_NO_GRAD, EXHAUSTED, EXHAUSTED_NO_GRAD, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS,
     CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_ENDS, EVAL, TRAIN, PIN, UNPIN, LOADER_STARTS,
 ) = range(16)  # fmt: skip
-"""A code's NO_GRAD follows it. FETCH, EVAL, TRAIN and PIN have an argument, in a list beside the trace, in order."""
+"""Each NO_GRAD code is its plain code + 1. FETCH, EVAL, TRAIN and PIN have an argument, in a separate list, in order."""
 ARGUED = frozenset({FETCH, EVAL, TRAIN, PIN})
 
 PHASE_OF = (
     DATA, FORWARD, FORWARD, OTHER, OTHER, BACKWARD, OTHER, OPTIMIZER, FORWARD, OPTIMIZER, OTHER, OTHER, OTHER, OTHER,
     OTHER, DATA,
 )  # fmt: skip
-"""What the training thread is doing after each code."""
+"""The phase that begins at each code."""
 
 LONG_TRACE = 4096
-"""Boundaries that are kept for the step's end. More come of an evaluation or of serving, and are taken in as they come."""
+"""Boundaries kept until the step ends. A longer trace (an evaluation, serving) is replayed early."""
 
 _CODE = 15
 
@@ -58,7 +58,7 @@ def replay(timeline: PhaseTimeline, trace: Iterable[int], arguments: Sequence[in
 
 
 def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> set[int]:
-    """Return the arguments of the fetches that found the end, since then."""
+    """Return the arguments of the fetches since ``since_ns`` that found their loader exhausted."""
     following, fetching, found = iter(arguments), 0, set[int]()
     for stamp in trace:
         code = stamp & _CODE

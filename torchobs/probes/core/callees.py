@@ -1,6 +1,6 @@
-"""Whether a function calls another one, as far as that can be told without running it: by what it refers to.
+"""Find out whether a function can call another one, without running it: search the objects that it refers to.
 
-Decorators keep what they wrap in their closure, in ``__wrapped__``, in a global name or in an attribute of an object of theirs.
+Decorators keep what they wrap in a closure, in ``__wrapped__``, in a global name or in an object's attribute.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MOST = 500
-"""Objects that are looked at"""
+"""Objects that are searched"""
 _MOST_ITEMS = 64
 
 
 def leads_to(function: Any, wanted: Any) -> bool:
     """Return True if calling ``function`` can call ``wanted``."""
-    waiting, seen = deque([function]), {id(function)}
-    while waiting and len(seen) < _MOST:
-        found = waiting.popleft()
+    queue, seen = deque([function]), {id(function)}
+    while queue and len(seen) < _MOST:
+        found = queue.popleft()
         if found is wanted:
             return True
         for referred in _referred(found):
             if id(referred) not in seen:
                 seen.add(id(referred))
-                waiting.append(referred)
+                queue.append(referred)
     return False
 
 
 def _referred(found: Any) -> Iterator[Any]:
-    """Yield what an object refers to that may be called."""
+    """Yield the objects that a call of ``found`` may call."""
     if isinstance(found, FunctionType):
         yield from _of_function(found)
     elif isinstance(found, (MethodType, staticmethod, classmethod)):
@@ -62,12 +62,12 @@ def _of_function(found: FunctionType) -> Iterator[Any]:
         yield wrapped
     yield from found.__defaults__ or ()
     yield from (found.__kwdefaults__ or {}).values()
-    if not str(found.__globals__.get("__name__", "")).startswith(("torch.", "torchobs.")):  # which know far too much
+    if not str(found.__globals__.get("__name__", "")).startswith(("torch.", "torchobs.")):  # they reach too much
         yield from (found.__globals__[name] for name in found.__code__.co_names if name in found.__globals__)
 
 
 def _of_object(found: Any) -> Iterator[Any]:
-    """Objects that can be called, and those whose methods have been put in a function's place."""
+    """Yield ``__call__`` and the attributes: a function may be held there, or a method used as the replacement."""
     if isinstance(call := getattr(type(found), "__call__", None), FunctionType):  # noqa: B004  # which function it is
         yield call
     held = getattr(found, "__dict__", None)

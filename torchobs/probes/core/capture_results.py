@@ -1,4 +1,4 @@
-"""Catching what one function of torch's returns inside somebody else's call, in this thread only."""
+"""Capture the results of one torch function inside somebody else's call, in this thread only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CapturedResults(TorchFunctionMode):
-    """A ``with`` block's calls of ``function``: first arguments and results."""
+    """Records the calls of ``function`` in a ``with`` block: first arguments and results."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -23,21 +23,21 @@ class CapturedResults(TorchFunctionMode):
 
     @property
     def spent_ns(self) -> int:
-        """Time that catching took, once the block is done: a mode puts Python between every call of torch's and its work."""
+        """Overhead in ns, after the block: a torch function mode runs Python code around every torch call."""
         return self._spent_ns
 
     def __enter__(self) -> Any:
-        """Begin."""
+        """Enter the mode."""
         self._spent_ns = -monotonic_ns()
         return super().__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def __exit__(self, *error: object) -> None:
-        """End."""
+        """Leave the mode."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # as above
         self._spent_ns += monotonic_ns()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it; keep the result. Ids, and not tensors, lest anything lives longer for it."""
+        """Call it and keep the result; of the arguments only the ids, so that no tensor lives longer."""
         begun_ns = monotonic_ns()
         result = func(*args, **(kwargs or {}))
         self._spent_ns += begun_ns - monotonic_ns()

@@ -1,6 +1,7 @@
-"""Scalars that a device has still to compute: copied without waiting, delivered when they have arrived (``landing``).
+"""Read scalars from a device without synchronising: copy them asynchronously, deliver them once they have arrived.
 
-Nothing here ever synchronises, and nothing is taken while the stream is being captured into a graph.
+Arrival is detected by :mod:`torchobs.probes.core.pinned_buffers`. Nothing is read while the stream is being captured into a
+graph.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.pinned_buffers import Device
 
 _SLOTS = 1024
-_RESTS, _REST_S = 50, 0.001
+_SETTLE_POLLS, _SETTLE_POLL_S = 50, 0.001
 
 
 class _Pending(NamedTuple):
@@ -28,23 +29,23 @@ class _Pending(NamedTuple):
 
 
 class DeviceValues:
-    """The pinned ring, made at first use."""
+    """Ring of pinned slots for pending values, allocated at first use."""
 
     def __init__(self, device: Device | None = None) -> None:
         self.cuda = device if device is not None else Cuda()
-        """Everything that is asked of CUDA in the training thread goes there"""
+        """All CUDA calls in the training thread go through it"""
         self._ring: Buffer | None = None
         self._pending: deque[_Pending] = deque()
         self._next = 0
         self.dropped = 0
         self.unread: set[str] = set()
-        """Kinds of device of which nothing is read: copies that nobody waits for are known to work on CUDA's alone"""
+        """Device types that are not read: asynchronous copies are known to work on CUDA only"""
 
     def take(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
-        """Read a one-element tensor: at once on the CPU, else ``deliver`` is called later, by :meth:`poll`.
+        """Read a one-element tensor: at once on the CPU, else :meth:`poll` calls ``deliver`` later.
 
-        Returns whether the value was or will be delivered; not during graph capture, on a device other than CUDA's, of
-        a fake tensor, or with 1,024 values under way.
+        Return True if the value was or will be delivered; False during graph capture, on a device other than CPU and CUDA,
+        for a fake tensor, or with 1,024 values pending.
         """
         if not self.cuda.holds(value):
             return False
@@ -58,7 +59,7 @@ class DeviceValues:
         return self.expect(value, deliver)
 
     def expect(self, value: torch.Tensor, deliver: Callable[[float], None]) -> bool:
-        """Have the value of a device's tensor delivered later. As :meth:`take`."""
+        """Copy the value of a CUDA tensor for delivery later. Return as :meth:`take` does."""
         with self.cuda.on(value.device):
             if self.cuda.capturing():
                 return False
@@ -74,16 +75,16 @@ class DeviceValues:
         return True
 
     def poll(self) -> None:
-        """Deliver what has arrived, oldest first, without a CUDA call. Any one thread at a time."""
+        """Deliver the values that have arrived, oldest first, without a CUDA call. One thread at a time, any."""
         pending, ring = self._pending, self._ring
         while pending and ring is not None and ring.arrived(pending[0].slot, 1):
             arrived = pending.popleft()
             arrived.deliver(ring.values(arrived.slot, 1)[0])
 
     def settle(self, rest: Callable[[float], None] = time.sleep) -> None:
-        """Give what is under way 50 ms to arrive, for a program that ends has a last step. No device is waited for."""
-        for _ in range(_RESTS):
+        """Wait up to 50 ms for pending values, so that the last step is complete. Does not synchronise."""
+        for _ in range(_SETTLE_POLLS):
             self.poll()
             if not self._pending:
                 return
-            rest(_REST_S)
+            rest(_SETTLE_POLL_S)

@@ -1,9 +1,8 @@
-"""Another model in the same process: the next fold of a cross-validation, the next trial of a sweep.
+"""Detect a change of model in the same process: the next fold of a cross-validation, the next trial of a sweep.
 
-It shows when an optimizer steps for the first time, none of its parameters was ever stepped, and training is under way. What
-was usual of the former model, its loss, its norms, its step times, is no measure of the new one, whose record carries a flag
-(``StepFlag.NEW_MODEL``). An optimizer made anew over the same parameters, or with more beside them, goes on with
-the same model.
+A change is the first step of an optimizer none of whose parameters was ever stepped, while training is in progress. Baselines
+of the former model (loss, norms, step times) do not apply to the new one, so the first record of the new one carries
+``StepFlag.NEW_MODEL``. A new optimizer over the same parameters, or over more besides them, continues the same model.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
 
 LEAST_STEPS = WARM_UP
-"""A model that made fewer has no baseline yet. So the optimizers of one training may begin to step one after the other (a GAN
-whose critic goes first), and a new model every few steps (Reptile's, an adversarial input's) is one training."""
+"""A model with fewer steps has no baseline yet. So the optimizers of one training may begin to step one after the other (a GAN
+that trains its critic first), and a new model every few steps (Reptile's, an adversarial input's) is one training."""
 _EVERY_NS, _BURST = 60_000_000_000, 32
 _ROOM = 1024
 
 
 class Models:
-    """Which optimizers and parameters have been stepped. In the training thread."""
+    """Optimizers and parameters that have been stepped. In the training thread."""
 
     __slots__ = ("_begun", "_optimizers", "_parameters", "_room", "changes", "since")
 
     def __init__(self) -> None:
         self.changes = 0
         self.since = 0
-        """The step after which the model at hand began"""
+        """The step after which the current model began"""
         self._begun = 0
-        """The same of the last one that was unseen, whether or not it counted as another"""
+        """The step after which the last set of unseen parameters began, whether or not it counted as another model"""
         self._optimizers: dict[int, ref[Any]] = {}
         self._parameters: dict[int, ref[Any]] = {}
         self._room = _ROOM
@@ -68,14 +67,14 @@ class Models:
 
 
 class ModelChanges:
-    """Tells of them. In the sampler thread; a part of the probe of steps."""
+    """Writes events of model changes. In the sampler thread; a part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
     def __init__(self, models: Models, writer: FlightWriter) -> None:
         self._models, self._writer, self._seen = models, writer, models.changes
         self._budget = RateLimiter(_EVERY_NS, _BURST)
 
     def sample(self) -> None:
-        """Write an event if the model has changed, the first ones each, then one a minute."""
+        """Write an event if the model has changed; after the first ones, at most one a minute."""
         changes, since = self._models.changes, self._models.since
         if changes == self._seen or not self._budget.take(monotonic_ns()):
             return

@@ -1,4 +1,4 @@
-"""Small numbers for objects that come and go: labels of what has no name of its own (scalers, optimizers)."""
+"""Assign small indices to objects that come and go: labels for what has no name (scalers, optimizers)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class _Entry(NamedTuple):
 
 
 class ObjectIndex(Generic[S]):
-    """The first ``limit`` living objects, each with an index and a state. A dead one's index is free again.
+    """Index and state for each of at most ``limit`` living objects; indices of dead ones are reused.
 
-    Nothing is kept alive. Entered by the training thread, read by any.
+    Holds weak references. Written by the training thread, read by any.
     """
 
     def __init__(self, limit: int, make: Callable[[int], S]) -> None:
@@ -28,7 +28,7 @@ class ObjectIndex(Generic[S]):
         self._entries: dict[int, _Entry] = {}
 
     def of(self, thing: object) -> S | None:
-        """Return the state of ``thing``, made at first sight; ``None`` beyond the limit."""
+        """Return the state of ``thing``, which is created at the first call; ``None`` beyond the limit."""
         entry = self._entries.get(id(thing))
         if entry is not None and entry.ref() is thing:
             found: S = entry.state
@@ -47,6 +47,6 @@ class ObjectIndex(Generic[S]):
         return state
 
     def living(self) -> list[tuple[Any, S]]:
-        """Return the objects that are alive and their states, in the order of their indices."""
+        """Return the living objects and their states, in the order of their indices."""
         entries = sorted(self._entries.values(), key=lambda entry: entry.number)
         return [(thing, entry.state) for entry in entries if (thing := entry.ref()) is not None]

@@ -1,4 +1,4 @@
-"""What is known so far of the step in progress: its values, and its boundaries as the hooks noted them (``trace``)."""
+"""State of the step in progress: its values, and its trace, the boundaries that the hooks recorded (``boundaries``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.core.step_values import Ended
+    from torchobs.probes.core.step_values import StepEnd
 
 _GOING_ON = frozenset({FETCH, BACKWARD_BEGINS, CLOSURE_BEGINS})
 _TRAINING = _GOING_ON | {STEP_BEGINS}
 
 
 class OpenStep:
-    """The values and boundaries. Where the step ends is ``Cycle``'s to say."""
+    """Values and boundaries of the step in progress. ``StepRecorder`` decides where it ends."""
 
     __slots__ = (
         "_append",
@@ -44,7 +44,7 @@ class OpenStep:
         self.step = 0
         """Number of the last step that ended."""
         self.trace: list[int] = []
-        """Boundaries since the last end (``trace``); hooks append to it"""
+        """Boundaries since the last end; hooks append to it"""
         self.arguments: list[int] = []
         self.values = StepValues()
         self.timeline = PhaseTimeline()
@@ -56,7 +56,7 @@ class OpenStep:
         self._clean = self._merged_backward = self._relieved = False
 
     def add_loss(self, value: float, *, within_step: bool) -> None:
-        """A backward pass began from a scalar. ``within_step``: inside a closure, where the first evaluation is the step's."""
+        """Add the scalar that a backward pass began from. ``within_step``: in a closure; its first evaluation counts."""
         if self.log_wins:
             return
         values = self.values
@@ -67,17 +67,16 @@ class OpenStep:
         values.flags |= StepFlag.LOSS
 
     def add_norm(self, norm: float, scale: float, *, within_step: bool) -> None:
-        """The L2 norm of one optimizer's gradients, already divided by ``scale``."""
+        """Add the L2 norm of one optimizer's gradients, already divided by ``scale``."""
         values = self.values
         values.norm_squared = (values.norm_base if within_step else values.norm_squared) + norm * norm
         values.norm_scale = scale
         values.flags |= StepFlag.GRAD_NORM
 
     def begin_closure(self) -> None:
-        """An optimizer was given a closure.
+        """Note that an optimizer was given a closure.
 
-        The loss that it evaluates first is the step's (``step()`` returns it) and the gradient that it evaluates last, on top
-        of what there was before.
+        Of its evaluations, the first loss counts (``step()`` returns it) and the last gradient, added to those before it.
         """
         values = self.values
         values.norm_base, values.evaluated = values.norm_squared, False
@@ -92,12 +91,12 @@ class OpenStep:
         self._append(step, time.monotonic_ns(), RecordKind.LATE, flags, 1, 0.0, loss, norm, 0.0, (0.0,) * 8, tokens, samples)
 
     def compile_ends(self, now_ns: int) -> None:
-        """And goes on. Cannot raise."""
+        """End the compilation; the phase before it continues. Cannot raise."""
         self._compiling_ns = 0
         self.trace.append(now_ns << 4 | UNPIN)
 
     def phase(self) -> tuple[int, int]:
-        """Return what the training thread is doing, and since when. For the sampler thread: the trace may change meanwhile."""
+        """Return the current phase and when it began, in ns. For the sampler thread: the trace may change meanwhile."""
         compiling_ns, last = self._compiling_ns, self.trace[-1:]
         if compiling_ns:
             return COMPILE, compiling_ns
@@ -107,18 +106,17 @@ class OpenStep:
         pinned = code == PIN and bool(named) and named[0] in range(COMPILE + 1)
         return named[0] if pinned else PHASE_OF[code], last[0] >> 4
 
-    def unwritten(self) -> Sequence[Ended]:
-        """Return the ends that may yet be parts of the step in progress."""
+    def unwritten(self) -> Sequence[StepEnd]:
+        """Return the provisional ends, which may turn out to be parts of the step in progress."""
         raise NotImplementedError
 
     def so_far(self) -> tuple[int, PhaseTimeline] | None:
-        """Return the number of the last step written, and a twin of the timeline since its end. For the sampler thread.
+        """Return the number of the last step written, and a snapshot of the timeline since its end. For the sampler thread.
 
-        ``None`` if the training thread has moved on meanwhile. The twin is no worse than a moment old: the interpreter's lock
-        makes each copy a whole one.
+        ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
         """
         step, ends, trace, arguments = self.step, self.unwritten(), self.trace.copy(), self.arguments.copy()
-        timeline = self.timeline.twin()
+        timeline = self.timeline.snapshot()
         if self._clean:
             timeline.restart(self._begun_ns)
         for ended in ends:
@@ -130,7 +128,7 @@ class OpenStep:
         return None
 
     def open_since(self) -> int:
-        """Return when the last step ended, in ns, if only provisionally; 0 before the first."""
+        """Return when the last step ended, in ns, provisional ends included; 0 before the first."""
         return self._begun_ns
 
     def _replay(self) -> None:
@@ -144,12 +142,12 @@ class OpenStep:
         self.arguments.clear()
 
     def _begins_late(self) -> bool:
-        """Return True if the first boundary is none that a step begins with."""
+        """Return True if the first boundary cannot be the beginning of a step."""
         code = self.trace[0] & 15
         return code == BACKWARD_BEGINS or (code == PIN and self.arguments[0] == COMPILE)
 
     def _times(self, now_ns: int) -> Sequence[int]:
-        """End the timeline of the step: return ns in each segment."""
+        """End the timeline of the step and return the ns in each phase."""
         self._replay()
         spent = self.timeline.close(now_ns)
         self._clean, self._begun_ns = self.timeline.clean, now_ns

@@ -1,11 +1,12 @@
-"""Which optimizers make up one training step, and how often each of them steps in it: learned from the order of their steps.
+"""Learn which optimizers make up one training step, and how often each steps in it, from the order of their steps.
 
-A cycle is what was seen before one of its optimizers stepped again. An optimizer that steps along now and then (a generator, a
-delayed actor) is a part of the next step of the others; one that does so several times in a row shows only when the others come
-back, unless it does so more often than they did before: then it has taken over (another stage, the next fold).
+A cycle is the set of optimizers that step before one of them steps again. An optimizer that steps only occasionally (a
+generator, a delayed actor) belongs to the next step of the others. Whether several such updates in a row are part of a step is
+known once the others step again; if there are more of them than the others had steps, they are a new cycle (another stage, the
+next fold).
 
-Hundreds of optimizers that step within the backward pass, one for each parameter, would pay for hooks hundreds of times: once
-they are known, each is only crossed off (``waiting``), and the last one ends the step.
+Where hundreds of optimizers step within the backward pass, one for each parameter, full hooks would cost too much: once the
+cycle is learned, each is only removed from ``pending``, and the last one ends the step.
 """
 
 from __future__ import annotations
@@ -13,110 +14,111 @@ from __future__ import annotations
 from typing import Any
 
 _MOST_BESIDE = 8
-"""Updates in a row that wait for the others to come back: delayed actors make two or so"""
+"""Longest run of updates that may belong to the next step of the others: delayed actors make about two"""
 
 
-class Members:
-    """The cycle of optimizers, each by its id. In the training thread; ``forget`` from any."""
+class OptimizerCycle:
+    """The learned cycle, optimizers by id, and its progress. For the training thread; ``forget`` for any."""
 
-    __slots__ = ("_along", "_aside", "_run_from", "expected", "is_nested", "seen", "waiting", "within_backward")
+    __slots__ = ("_deferred", "_occasional", "_run_from", "expected", "is_nested", "pending", "seen", "within_backward")
 
     def __init__(self) -> None:
         self.expected: dict[int, int] = {}
-        """How often each steps in a cycle"""
+        """How often each optimizer steps in a cycle"""
         self.seen: dict[int, int] = {}
-        """How often each has in this one"""
-        self.waiting: set[int] = set()
-        """Those yet to step in this one, where all others need no hook; empty where each is seen in full"""
+        """How often each has stepped in the current cycle"""
+        self.pending: set[int] = set()
+        """Optimizers yet to step in this cycle, if the fast path within the backward pass is in use; else empty"""
         self.within_backward = False
-        """Whether the last one stepped within a backward pass"""
+        """Whether the last optimizer stepped within a backward pass"""
         self.is_nested = False
-        """Whether one's step has called another's: not to be crossed off by"""
-        self._along: set[int] = set()
-        self._aside: set[int] = set()
+        """Whether an optimizer's step has called another's, which rules the fast path out"""
+        self._occasional: set[int] = set()
+        self._deferred: set[int] = set()
         self._run_from = 0
 
     def begin(self) -> int:
-        """Begin the next cycle; return the id of its one optimizer, if it is one that steps once, else 0."""
+        """Begin the next cycle; return the id of its only optimizer if that steps once, else 0."""
         self.seen.clear()
-        self._aside.clear()
-        self.waiting.clear()
+        self._deferred.clear()
+        self.pending.clear()
         expected = self.expected
         if len(expected) > 1 and self.within_backward and not self.is_nested and sum(expected.values()) == len(expected):
-            self.waiting.update(expected)
+            self.pending.update(expected)
         return next(iter(expected)) if list(expected.values()) == [1] else 0
 
     def note(self, key: int) -> None:
-        """It has stepped."""
+        """Count a step of that optimizer."""
         self.seen[key] = self.seen.get(key, 0) + 1
 
     def catch_up(self) -> bool:
-        """Count those that were only crossed off; return True if there are any."""
-        waiting, expected = self.waiting, self.expected
-        if not waiting:
+        """Count the steps that took the fast path; return True if there were any."""
+        pending, expected = self.pending, self.expected
+        if not pending:
             return False
-        crossed_off = len(waiting) < len(expected)
+        crossed_off = len(pending) < len(expected)
         if crossed_off:
             self.seen.update(expected)
-            for key in waiting:
+            for key in pending:
                 self.seen.pop(key, None)
-        waiting.clear()
+        pending.clear()
         return crossed_off
 
     def are_complete(self) -> bool:
-        """Return True if all that are expected have stepped."""
+        """Return True if all expected optimizers have stepped."""
         seen, expected = self.seen, self.expected
         if not expected or len(seen) < len(expected):
             return False
         return seen == expected or all(seen.get(key, 0) >= times for key, times in tuple(expected.items()))
 
     def learn(self, step: int) -> None:
-        """Those seen, after that step, are the cycle."""
+        """Take the optimizers that have stepped since ``step`` ended as the cycle."""
         self.expected, self._run_from = dict(self.seen), step
-        self._along.clear()
+        self._occasional.clear()
 
     def expect_more(self, key: int) -> None:
-        """It steps once more in each cycle than it was known to."""
+        """Expect one more step of that optimizer in each cycle."""
         self.expected[key] = self.expected.get(key, 0) + 1
 
-    def note_along(self, step: int) -> None:
-        """The cycle after that step is complete: what else has stepped in it steps along."""
+    def note_occasional(self, step: int) -> None:
+        """Note, once the cycle after ``step`` is complete, which other optimizers have stepped in it."""
         if len(self.seen) > len(self.expected):
-            self._along |= self.seen.keys() - self.expected.keys()
+            self._occasional |= self.seen.keys() - self.expected.keys()
             self._run_from = step
 
-    def are_along(self) -> bool:
-        """Return True if only such have stepped as step along."""
-        return bool(self.seen) and self.seen.keys() <= self._along
+    def are_occasional(self) -> bool:
+        """Return True if only occasional optimizers have stepped."""
+        return bool(self.seen) and self.seen.keys() <= self._occasional
 
-    def may_be_beside(self, step: int, waiting: int) -> bool:
-        """Return True if those seen, of which one steps again, may be stepping along with the others.
+    def may_be_occasional(self, step: int, deferred: int) -> bool:
+        """Return True if the optimizers seen, one of which steps again, may belong to the next step of the others.
 
-        As many times as the others have stepped without them up to ``step``; ``waiting`` times have they done so before.
+        That holds for at most as many updates in a row as the others had steps without them up to ``step``; ``deferred`` such
+        updates came before.
         """
         others = self.expected.keys()
-        return bool(others) and others.isdisjoint(self.seen) and waiting + 2 <= min(step - self._run_from, _MOST_BESIDE)
+        return bool(others) and others.isdisjoint(self.seen) and deferred + 2 <= min(step - self._run_from, _MOST_BESIDE)
 
-    def set_aside(self) -> None:
-        """Those seen may be stepping along: they begin again."""
-        self._aside |= self.seen.keys()
+    def defer(self) -> None:
+        """Leave open to which step the optimizers seen belong, and begin to count anew."""
+        self._deferred |= self.seen.keys()
         self.seen.clear()
 
-    def is_new_beside(self, key: int) -> bool:
-        """Return True if some are set aside, and that optimizer is neither one of them nor of the cycle."""
-        return bool(self._aside) and key not in self.expected and key not in self._aside
+    def begins_another(self, key: int) -> bool:
+        """Return True if some optimizers are deferred, and this one is neither among them nor in the cycle."""
+        return bool(self._deferred) and key not in self.expected and key not in self._deferred
 
     def forget(self, key: int) -> None:
-        """It is no more."""
+        """Remove an optimizer that was deleted."""
         self.seen.pop(key, None)
         self.expected.pop(key, None)
-        self.waiting.discard(key)
-        self._along.discard(key)
-        self._aside.discard(key)
+        self.pending.discard(key)
+        self._occasional.discard(key)
+        self._deferred.discard(key)
 
 
 def first_gradient(optimizer: Any) -> tuple[int, int, int] | None:
-    """Return which its first parameter is, which gradient that has, and how often that was changed."""
+    """Return the ids of the first parameter and of its gradient, and the gradient's version; ``None`` without a gradient."""
     parameter = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     gradient = getattr(parameter, "grad", None)
     return None if gradient is None else (id(parameter), id(gradient), gradient._version)

@@ -1,8 +1,8 @@
-"""Replacing an attribute of somebody else's, and putting back exactly what was there.
+"""Replace an attribute of another library, and restore exactly what was there.
 
-Others do the same. One that wraps what it finds leaves our function where it cannot be taken out: it stays, does nothing, and
-is put to work again by the next patch of the same attribute, so that there is never more than one. One that puts back what it
-found before us takes our function away: :meth:`Patch.look` finds that out, for the sampler thread (``patch_watch``).
+Other tools patch, too. If one has wrapped our function, it cannot be removed: it stays, disabled, and the next patch of the
+same attribute uses it again, so that there is never more than one. If one restores its own original, our function is lost:
+:meth:`Patch.check`, called by the sampler thread (``patch_watch``), detects that.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torchobs.support.after_fork import renew_in_child
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    Make = Callable[[Any], Any]
+    MakeReplacement = Callable[[Any], Any]
 
 PLACED, RESTORED, LOST = "placed", "restored", "lost"
 
 
-class _Left(NamedTuple):
-    """A function of ours that somebody else's still calls, and what it stands in front of. It does nothing."""
+class _DormantPatch(NamedTuple):
+    """A disabled replacement that another tool's function still calls, and the original that it calls in turn."""
 
     owner: Any
     attribute: str
@@ -33,22 +33,22 @@ class _Left(NamedTuple):
     inherited: bool
 
 
-_left: list[_Left] = []
+_dormant: list[_DormantPatch] = []
 _active: list[Patch] = []
 _mutex = RLock()
-"""For who begins, ends and looks: a patch that has just been undone must not be put back. A signal handler may do it, too"""
+"""Held while a patch is made, undone or checked, lest one just undone is put back. Reentrant for signal handlers"""
 
 
 class Patch:
-    """``owner.attribute`` replaced by what ``make`` returns for it. Undone only while that stands there: later patches stay.
+    """Replacement of ``owner.attribute`` by what ``make`` returns for the original. Later patches of it by others stay.
 
-    ``probe``: who is off without it, for :meth:`look`; without a name nobody looks. ``nests``: whether it may be called within
-    itself, so that it can be put in front of whatever has taken its place.
+    ``probe``: the probe that needs it, for :meth:`check`; without a name it is not watched. ``nests``: whether a nested call
+    does no harm, so that the replacement can be put in front of another tool's.
     """
 
     __slots__ = ("_make", "attribute", "inherited", "nests", "original", "owner", "probe", "replacement", "state")
 
-    def __init__(self, owner: Any, attribute: str, make: Make, *, probe: str = "", nests: bool = False) -> None:
+    def __init__(self, owner: Any, attribute: str, make: MakeReplacement, *, probe: str = "", nests: bool = False) -> None:
         self.owner, self.attribute, self._make, self.probe, self.nests = owner, attribute, make, probe, nests
         self.state = PLACED
         with _mutex:
@@ -61,8 +61,8 @@ class Patch:
                 _active.append(self)
 
     @property
-    def place(self) -> str:
-        """The attribute's full name."""
+    def location(self) -> str:
+        """The attribute's qualified name."""
         owner = self.owner
         module = "" if isinstance(owner, type(sys)) else f"{getattr(owner, '__module__', '')}."
         return f"{module}{getattr(owner, '__qualname__', getattr(owner, '__name__', ''))}.{self.attribute}"
@@ -78,16 +78,16 @@ class Patch:
                 else:
                     setattr(self.owner, self.attribute, self.original)
             elif leads_to(self._current(), self.replacement):
-                _left[:] = [left for left in _left if (left.owner, left.attribute) != (self.owner, self.attribute)]
-                _left.append(_Left(self.owner, self.attribute, self.replacement, self.original, self.inherited))
+                _dormant[:] = [kept for kept in _dormant if (kept.owner, kept.attribute) != (self.owner, self.attribute)]
+                _dormant.append(_DormantPatch(self.owner, self.attribute, self.replacement, self.original, self.inherited))
 
-    def look(self) -> str | None:
-        """See whether it is still called; put it back if not. Return what has become of it, once: a state as above."""
+    def check(self) -> str | None:
+        """Put the replacement back if it is no longer called. Return its state if it was restored or has changed."""
         with _mutex:
-            before, self.state = self.state, self._settle() if self in _active else self.state
+            before, self.state = self.state, self._repair() if self in _active else self.state
             return self.state if self.state == RESTORED or self.state != before else None
 
-    def _settle(self) -> str:
+    def _repair(self) -> str:
         current = vars(self.owner).get(self.attribute)
         if current is self.replacement:
             return PLACED
@@ -98,7 +98,7 @@ class Patch:
         if leads_to(current, self.replacement):
             return PLACED
         if not self.nests and not leads_to(current, self.original):
-            return LOST  # or it is called in a way that does not show; twice it must not be
+            return LOST  # it may still be called in a way that cannot be found, and must not be called twice
         self.original, self.inherited = current, self.attribute not in vars(self.owner)
         self.replacement = self._make(current)
         setattr(self.owner, self.attribute, self.replacement)
@@ -108,25 +108,25 @@ class Patch:
         return vars(self.owner)[self.attribute] if self.attribute in vars(self.owner) else getattr(self.owner, self.attribute)
 
     def _revive(self) -> bool:
-        """Have a function that was left in place do the work, if there is one that is still called."""
-        for left in _left:
-            if left.owner is not self.owner or left.attribute != self.attribute:
+        """Use a dormant replacement again if there is one that is still called; return True if so."""
+        for dormant in _dormant:
+            if dormant.owner is not self.owner or dormant.attribute != self.attribute:
                 continue
-            made = self._make(left.original)
-            if leads_to(self._current(), left.replacement) and _transplant(made, left.replacement):
-                _left.remove(left)
-                self.original, self.replacement, self.inherited = left.original, left.replacement, left.inherited
+            made = self._make(dormant.original)
+            if leads_to(self._current(), dormant.replacement) and _transplant(made, dormant.replacement):
+                _dormant.remove(dormant)
+                self.original, self.replacement, self.inherited = dormant.original, dormant.replacement, dormant.inherited
                 return True
         return False
 
 
 def active() -> list[Patch]:
-    """Return those in place that are to be looked after."""
+    """Return the patches that are watched."""
     return list(_active)
 
 
-def once(make: Make) -> Make:
-    """Return ``make``, but for the same original the same replacement: for a function that has several names."""
+def once(make: MakeReplacement) -> MakeReplacement:
+    """Return ``make`` memoised by its original, for a function that has several names."""
     made: list[tuple[Any, Any]] = []
 
     def make_once(original: Any) -> Any:
@@ -140,7 +140,7 @@ def once(make: Make) -> Make:
 
 
 def _transplant(source: Any, target: Any) -> bool:
-    """Make one function of ours do what another one of the same code does; return False if they are not of the same code."""
+    """Copy the closure of ``source`` into ``target``; return False unless both are functions with the same code."""
     if not isinstance(source, FunctionType) or not isinstance(target, FunctionType) or source.__code__ is not target.__code__:
         return False
     for old, new in zip(target.__closure__ or (), source.__closure__ or (), strict=True):

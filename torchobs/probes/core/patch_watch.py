@@ -1,4 +1,4 @@
-"""Looks every ten seconds whether what we have patched is still patched: other tools patch, too, and restore what they know."""
+"""Check every ten seconds that our patches are in place: other tools that restore their own originals remove them."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ if TYPE_CHECKING:
 
 
 class PatchWatch:
-    """For the sampler thread."""
+    """Checks the active patches in the sampler thread."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
 
     def observe(self) -> None:
-        """Put back what was taken away, and tell of it; tell what is off where that is not possible."""
+        """Restore removed patches with a warning; where that is not possible, report the probe as disabled."""
         for patch in active():
-            state = patch.look()
+            state = patch.check()
             if state == LOST:
-                self._tell_lost(patch)
+                self._report_lost(patch)
             elif state is not None and state != RESTORED:
-                self._show(patch.probe, off=self._context.breaker(patch.probe).blown)
+                self._set_disabled(patch.probe, off=self._context.breaker(patch.probe).blown)
             elif state is not None and self._context.warn_limited is not None:
                 self._context.warn_limited(
-                    f"patch {patch.place}",
-                    f"another tool had replaced {patch.place}, so that probe {patch.probe!r} saw nothing of it; it does again",
+                    f"patch {patch.location}",
+                    f"another tool had replaced {patch.location}, so that probe {patch.probe!r} saw nothing of it; "
+                    "it does again",
                 )
 
-    def _tell_lost(self, patch: Patch) -> None:
+    def _report_lost(self, patch: Patch) -> None:
         context, by = self._context, _name(vars(patch.owner).get(patch.attribute))
-        self._show(patch.probe, off=True)
-        attributes = {"probe": patch.probe, "exception.type": "replaced", "location": f"{patch.place} by {by}"}
+        self._set_disabled(patch.probe, off=True)
+        attributes = {"probe": patch.probe, "exception.type": "replaced", "location": f"{patch.location} by {by}"}
         context.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes, context.recorder.step)
         if context.warn_limited is not None:
-            what = f"{patch.place} was replaced by {by}, which does not call what was there before"
-            context.warn_limited(f"patch {patch.place}", f"{what}: probe {patch.probe!r} sees nothing of it")
+            what = f"{patch.location} was replaced by {by}, which does not call what was there before"
+            context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
 
-    def _show(self, probe: str, *, off: bool) -> None:
+    def _set_disabled(self, probe: str, *, off: bool) -> None:
         cell = self._context.writer.table.cell(catalog.PROBE_DISABLED, {"probe": probe})
         if cell is not None:
             cell.set(float(off))

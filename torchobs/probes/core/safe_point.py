@@ -1,8 +1,8 @@
-"""A point in the training thread at which hooks may come and go: the next outermost ``torch.autograd.backward``.
+"""Run tasks in the training thread where hooks can be added and removed: at the next outermost ``torch.autograd.backward``.
 
-Torch walks its dictionaries of hooks while it calls them, and one that changes meanwhile is a ``RuntimeError`` in the user's
-``optimizer.step()``, so that no other thread may ever add or remove one. Replacing an attribute is safe from any thread, and
-no hook of an optimizer is running when its training thread begins a backward pass.
+Torch iterates over its hook dictionaries while it calls the hooks, and a change meanwhile is a ``RuntimeError`` in the user's
+``optimizer.step()``; so no other thread may add or remove hooks. Replacing an attribute is safe from any thread, and no
+optimizer hook is running when the training thread begins a backward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SafePoint:
-    """Does things at the next backward of the training thread. One per session: two patches could not leave in any order."""
+    """Queue of tasks for the next backward. One per session, since two patches would have to be undone in order."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -34,8 +34,8 @@ class SafePoint:
         self._pid = os.getpid()
 
     def arm(self, task: Callable[[], object]) -> None:
-        """Have the task, which must not raise, done once, however often it is asked for. A task may arm itself again."""
-        import torch  # there is a training to be in
+        """Queue a task, which must not raise, unless it is queued already. A task may queue itself again."""
+        import torch  # torch is optional until training begins
 
         with self._arming:
             if task not in self._tasks:
@@ -55,13 +55,13 @@ class SafePoint:
         return backward
 
     def disarm(self) -> None:
-        """Forget about all of them. Idempotent."""
+        """Drop all tasks. Idempotent."""
         self._take()
 
     def _take(self) -> list[Callable[[], object]]:
-        """Return what is to be done, and forget about it: what is armed from now on makes a patch of its own."""
+        """Return the tasks, and reset: a task that is armed from now on makes a new patch."""
         if self._pid != os.getpid():
-            return []  # a forked child, in which the lock may be held by a thread that is not there
+            return []  # in a forked child the lock may be held by a thread of the parent
         with self._arming:
             self._undo()
             due = list(self._tasks)

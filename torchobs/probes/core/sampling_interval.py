@@ -1,4 +1,4 @@
-"""How often something is measured: so that what it costs stays within its part of the training's time."""
+"""Choose how often to measure, so that the cost stays within a share of the training time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SMOOTHING = 0.25
 
 
 class SamplingInterval:
-    """Every step where that is cheap enough, else every n-th. Used by the training thread; :meth:`spend_later` by any."""
+    """Every step if that is cheap enough, else every n-th. For the training thread; :meth:`spend_later` for any."""
 
     __slots__ = (
         "_cost_ns",
@@ -31,29 +31,29 @@ class SamplingInterval:
         self._spent_ns = self._later_ns = self._since_ns = self._since_step = 0
         self.interval = fixed or 1
         self.due_at, self.step = 0, -1
-        """the step measured next, and the one measured last (both as the number of steps before it)"""
+        """The next step to measure and the last one measured, both as the number of steps before it"""
 
     def is_due(self, step: int) -> bool:
-        """Return True if this step is measured: all that is in it, or nothing."""
+        """Return True if this step is measured; the answer is the same throughout a step."""
         if step >= self.due_at:
             self._set_interval(step)
             self.step, self.due_at = step, step + self.interval
         return step == self.step
 
     def would_be_due(self, step: int) -> bool:
-        """Tell what :meth:`is_due` is going to say."""
+        """Return what :meth:`is_due` would return, without a change of state."""
         return step >= self.due_at or step == self.step
 
     def spend(self, ns: int) -> None:
-        """Count time that measuring took in the step that is due."""
+        """Add time that measuring took in the step that is due."""
         self._spent_ns += ns
 
     def spend_later(self, ns: int) -> None:
-        """Count time that it took on a device, known afterwards."""
+        """Set the device time that measuring took, which is known afterwards."""
         self._later_ns = max(self._later_ns, ns)
 
     def _set_interval(self, step: int) -> None:
-        """Choose it by what the last measurements cost and how long a step took since."""
+        """Choose the interval from the cost of the last measurements and the duration of the steps since."""
         now_ns = monotonic_ns()
         spent_ns, self._spent_ns = self._spent_ns + self._later_ns, 0
         self._later_ns = 0
@@ -63,6 +63,6 @@ class SamplingInterval:
         if self.fixed is None and done and self._cost_ns:
             length_ns = (now_ns - self._since_ns) / done
             wanted = min(MAX_INTERVAL, max(1, ceil(self._cost_ns / (self._share * length_ns))))
-            # at most doubled at a time: the first steps are slow, or one was interrupted
+            # at most doubled at a time: one slow measurement says little
             self.interval = min(wanted, 2 * self.interval)
         self._since_ns, self._since_step = now_ns, step

@@ -1,9 +1,9 @@
-"""One training step, from the end of the last to its own: what the probes saw of it, written as one record.
+"""Decide where training steps end, and write one record for each with everything that the probes saw since the last end.
 
-A step ends when every optimizer of the cycle has stepped, and the cycle is learned: it is the set of optimizers seen before
-one of them steps again. So a GAN's two optimizers are one step, and so are the hundreds of an optimizer-in-backward; with a
-Wasserstein GAN's several critic updates the critic's are counted. Until the first repeat, an end is provisional; so is the
-generator's, which steps along now and then: a part of the next step, and of none at the run's end.
+A step ends when every optimizer of the cycle has stepped (``optimizer_cycle``). So a GAN's two optimizers are one step, and so
+are the hundreds of an optimizer-in-backward; with a Wasserstein GAN's several critic updates, the critic's updates are counted.
+An end is provisional until the first repeat, and after steps of an occasional optimizer (the generator): those belong to the
+next step, or to none if the run ends.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torchobs.probes.core.boundaries import (
 )  # fmt: skip
 from torchobs.probes.core.model_tracker import Models
 from torchobs.probes.core.open_step import OpenStep
-from torchobs.probes.core.optimizer_cycle import Members, first_gradient
-from torchobs.probes.core.step_values import GONE, Ended, StepValues
+from torchobs.probes.core.optimizer_cycle import OptimizerCycle, first_gradient
+from torchobs.probes.core.step_values import GONE, StepEnd, StepValues
 from torchobs.probes.core.timeline import COMPILE, PhaseTimeline
 
 if TYPE_CHECKING:
@@ -37,56 +37,56 @@ _U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
 _GOING_ON = frozenset({FETCH, BACKWARD_BEGINS, CLOSURE_BEGINS})
 _TRAINING = _GOING_ON | {STEP_BEGINS}
 MOST_PERTURBATIONS = 2
-"""Changes by hand, each behind a backward, in an optimizer's step: sharpness-aware minimisation has one, its variants two"""
+"""Manual parameter changes after a backward within one step: sharpness-aware minimisation makes one, its variants two"""
 MOST_WITHOUT = 256
-"""Steps of an optimizer since a backward that go on with the same step: one for each parameter group (DeepSpeed's ZeRO).
-Whoever makes more gets the gradients in another way, and each is a step"""
+"""Optimizer steps without a new backward that continue the same step: one for each parameter group (DeepSpeed's ZeRO). An
+optimizer that makes more gets its gradients in another way, and each is a step"""
 METER_EVERY = 32
 """One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
 
 
 class StepRecorder(OpenStep):
-    """Where the step in progress ends. In the training thread (or, for optimizers in backward, an autograd thread)."""
+    """Ends and writes steps. In the training thread (or, for optimizers in backward, an autograd thread)."""
 
     __slots__ = (
-        "_alive", "_append_plain", "_bare", "_beside", "_by_hand", "_extra", "_gradient", "_perturbed", "_provisional",
-        "_without", "direct", "likely_end", "members", "metered", "models", "rated", "sole",
+        "_alive", "_append_plain", "_deferred", "_extra", "_gradient", "_last_bare", "_manual", "_perturbed", "_provisional",
+        "_without", "cycle", "direct", "likely_end", "metered", "models", "rated", "sole",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
         super().__init__(writer)
         self.direct = False
-        """Whether the user gives the boundaries by ``torchobs.step()``."""
+        """Whether the user marks the boundaries by ``torchobs.step()``."""
         self.likely_end: tuple[int, int] | None = None
-        """Where the step will have ended (``byhand``): how much of the trace is its own, and of the arguments"""
+        """Where a manual step (``manual_steps``) has probably ended: lengths of its part of the trace and of the arguments"""
         self.metered = False
         """Whether this step's hooks measure their own time."""
         self.models, self.sole = Models(), 0
-        """id of the one optimizer whose steps are the training's; 0 while that is not known, or not so"""
+        """id of the only optimizer, each step of which is a training step; 0 while unknown or if there are several"""
         self.rated = 0
-        """id of the optimizer whose learning rate is the record's, 0 if none's is"""
+        """id of the optimizer that the record's learning rate is read from, 0 if none"""
         self._append_plain = writer.append_plain
-        self.members = Members()
-        self._beside: list[Ended] = []
-        """Ends of optimizers that may step along, several times, with those that they have not been told from yet"""
-        self._perturbed: list[Ended] = []
-        """Ends by hand, which may be parts of an optimizer's step"""
-        self._by_hand = self._extra = False
+        self.cycle = OptimizerCycle()
+        self._deferred: list[StepEnd] = []
+        """Ends of optimizers that may belong to the next step of the others"""
+        self._perturbed: list[StepEnd] = []
+        """Manual ends, which may be parts of an optimizer's step"""
+        self._manual = self._extra = False
         self._gradient: tuple[int, int, int] | None = None
-        self._bare = self._without = 0
-        """The last step without a backward, and how often an optimizer has gone on with a step since a backward"""
+        self._last_bare = self._without = 0
+        """The last step without a backward, and how many optimizer steps have continued a step since the last backward"""
         self._alive: dict[int, weakref.ref[object]] = {}
-        self._provisional: Ended | None = None
+        self._provisional: StepEnd | None = None
 
     @property
     def ended(self) -> int:
-        """Number of the last step that has ended, if only provisionally."""
+        """Number of the last step that has ended, a provisional end included."""
         return self.step + (self._provisional is not None)
 
     # -- values ------------------------------------------------------------------------------------------------------------
 
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
-        """What the user says of the step in progress or, directly after a step that the hooks saw end, of that one."""
+        """Record values of ``torchobs.log``, for the step in progress or the one that the hooks have just seen end."""
         self.log_wins = self.log_wins or loss is not None
         tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
         if self.logged_step() == self.step:
@@ -99,107 +99,107 @@ class StepRecorder(OpenStep):
             values.flags |= StepFlag.LOSS
 
     def logged_step(self) -> int:
-        """Return the number of the step that :meth:`log` would speak of."""
+        """Return the number of the step that :meth:`log` would apply to."""
         ended = self.step and self._provisional is None and not self.direct and not self._touched()
         return self.step if ended else self.step + 1
 
     def pending_step(self) -> StepValues | int:
-        """Return the number of the step in progress or, where it shows later whether a step has just ended, its values.
+        """Return the number of the step in progress or, while a provisional end leaves that open, its values.
 
-        The number is that of :meth:`became` then. For what a device delivers of this moment.
+        ``step_values.resolve_step`` turns the values into the number later. For values that a device delivers asynchronously.
         """
-        return self.values if self._provisional is not None or self._beside or self._perturbed else self.step + 1
+        return self.values if self._provisional is not None or self._deferred or self._perturbed else self.step + 1
 
     # -- boundaries --------------------------------------------------------------------------------------------------------
 
     def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
-        """Note a boundary; hooks in the hot path append to the trace themselves."""
+        """Record a boundary; hooks in the hot path append to the trace directly."""
         if argument is not None:
             self.arguments.append(argument)
         self.trace.append(now_ns << 4 | code)
         self.relieve()
 
     def relieve(self) -> None:
-        """Take in a trace that has become long: an evaluation without end."""
+        """Replay the trace early if it has become long (a long evaluation)."""
         if len(self.trace) > LONG_TRACE:
             self.end_where_likely()
             self._relieved, self._merged_backward = self._relieved or self._goes_on(), self._has_backward()
             self._replay()
 
     def compile_begins(self, now_ns: int) -> None:
-        """The training thread, or the autograd thread that it waits for, compiles from here on."""
+        """Begin a compilation in the training thread or the autograd thread that it waits for."""
         self.mark(PIN, now_ns, COMPILE)
         self._compiling_ns = now_ns
 
-    def unwritten(self) -> list[Ended]:
+    def unwritten(self) -> list[StepEnd]:
         """See :meth:`OpenStep.so_far`."""
-        return [*self._beside, *self._perturbed, *filter(None, [self._provisional])]
+        return [*self._deferred, *self._perturbed, *filter(None, [self._provisional])]
 
     # -- the step's end ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: object, *, evaluates: bool = False) -> bool:
-        """An optimizer is about to step: if it has stepped in this cycle, the cycle was over before.
+        """Note that an optimizer is about to step; if it has already stepped in this cycle, the cycle is over.
 
         ``evaluates``: its closure does the backward. Return True if it has never stepped.
         """
-        key, members = id(optimizer), self.members
+        key, cycle = id(optimizer), self.cycle
         if self.likely_end is not None or self._perturbed:
             for values in (self.values, *(part.values for part in self._perturbed)):
-                values.leave_norm_out()  # it was taken for a step by hand; this optimizer's is taken now
-        self.likely_end, self._by_hand = None, False
-        members.catch_up()
-        if key in members.seen and self.alive(key) is optimizer:
-            self._repeats(gets_gradients=evaluates or self._has_new_gradient(optimizer))
+                values.leave_norm_out()  # measured for a manual step; it is measured again for this one
+        self.likely_end, self._manual = None, False
+        cycle.catch_up()
+        if key in cycle.seen and self.alive(key) is optimizer:
+            self._settle_repeat(gets_gradients=evaluates or self._has_new_gradient(optimizer))
         elif self._provisional is not None:
-            if members.is_new_beside(key):
+            if cycle.begins_another(key):
                 self._end_stage()
             else:
-                self._go_on(self._provisional)
+                self._reopen(self._provisional)
         elif not evaluates and self._is_more_of_the_last(key) and not self._has_new_gradient(optimizer):
-            members.expect_more(key)
+            cycle.expect_more(key)
             self._extra, self.sole, self._without = True, 0, self._without + 1
-        if key in members.expected:
-            self._take_in(self._beside)
-        self._take_in(self._perturbed)
+        if key in cycle.expected:
+            self._merge_all(self._deferred)
+        self._merge_all(self._perturbed)
         fresh = not self.models.knows(optimizer)
         if fresh and self.models.begins(optimizer, self.step):
             self.values.flags |= StepFlag.NEW_MODEL
         return fresh
 
-    def _repeats(self, *, gets_gradients: bool) -> None:
-        """Decide what the end was, of which an optimizer steps again."""
-        ended, members = self._provisional, self.members
+    def _settle_repeat(self, *, gets_gradients: bool) -> None:
+        """Decide what the provisional end was, now that one of its optimizers steps again."""
+        ended, cycle = self._provisional, self.cycle
         goes_on = gets_gradients or self._goes_on() or self._without >= MOST_WITHOUT
         if ended is not None and ended.backward and not goes_on:
             self._without += 1
-            self._go_on(ended)
-        elif ended is not None and members.may_be_beside(self.step, len(self._beside)):
-            self._beside.append(ended)
+            self._reopen(ended)
+        elif ended is not None and cycle.may_be_occasional(self.step, len(self._deferred)):
+            self._deferred.append(ended)
             self._provisional = None
-            members.set_aside()
+            cycle.defer()
         else:
             self._end_stage()
 
     def _end_stage(self) -> None:
-        """What was seen of the cycle is all of it."""
-        self._write_all(self._beside)
-        self.members.learn(self.step)
+        """End the cycle: learn the optimizers that have stepped, and write what is provisional."""
+        self._write_all(self._deferred)
+        self.cycle.learn(self.step)
         self._commit()
-        self.members.waiting.clear()
+        self.cycle.pending.clear()
 
     def _is_more_of_the_last(self, key: int) -> bool:
-        """Return True if the step written last still goes on: there was a backward in it, and none since."""
-        known = key in self.members.expected and not self.direct and self._without < MOST_WITHOUT
-        return known and self.step not in {0, self._bare} and not (self._perturbed or self._goes_on())
+        """Return True if the step written last continues: it had a backward, and there was none since."""
+        known = key in self.cycle.expected and not self.direct and self._without < MOST_WITHOUT
+        return known and self.step not in {0, self._last_bare} and not (self._perturbed or self._goes_on())
 
     def _has_new_gradient(self, optimizer: object) -> bool:
-        """Return True if the same parameter that went on with a step before has been given another gradient since."""
+        """Return True if the optimizer's first parameter has got another gradient since it last continued a step."""
         known, now = self._gradient, first_gradient(optimizer) if self._without else None
         return known is not None and now is not None and known[0] == now[0] and known != now
 
     def optimizer_ends(self, optimizer: object, now_ns: int) -> None:
-        """It has stepped, or the loss scaler skipped it."""
-        key, members = id(optimizer), self.members
+        """Note that an optimizer has stepped, or that the loss scaler skipped its step."""
+        key, cycle = id(optimizer), self.cycle
         if key == self.sole:
             self.end_plainly(now_ns)
             return
@@ -209,23 +209,23 @@ class StepRecorder(OpenStep):
             self._extra = False
             self.mark(STEP_ENDS, now_ns)
             return
-        members.note(key)
+        cycle.note(key)
         if self.alive(key) is not optimizer:
             self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
         self._close(now_ns)
-        if members.are_complete():
-            members.note_along(self.step)
+        if cycle.are_complete():
+            cycle.note_occasional(self.step)
             self._commit()
 
     def end_pass(self) -> None:
-        """Another backward begins behind one in which some of the optimizers have stepped, and nobody told of the others."""
-        if self.members.catch_up() and self.trace and not self.direct:
+        """End the step if another backward begins after one in which only some of the optimizers have stepped."""
+        if self.cycle.catch_up() and self.trace and not self.direct:
             self._close(self.trace[-1] >> 4)
 
     def end_plainly(self, now_ns: int) -> None:
-        """The one optimizer has stepped: what nearly every step of nearly every training comes down to.
+        """End the step of the only optimizer: the fast path, taken by nearly all steps.
 
-        Plain is one fetch (or none), one backward and one optimizer, in this order.
+        A plain step is one fetch (or none), one backward and one optimizer step, in this order.
         """
         trace, values = self.trace, self.values
         if len(trace) == 3:  # noqa: PLR2004  # without a loader
@@ -236,7 +236,7 @@ class StepRecorder(OpenStep):
             del trace[: 2 * (fetched == FETCHED)]
             self.values, backward = StepValues(), self._has_backward()
             self._relieved = self._merged_backward = False
-            self._write(Ended(now_ns, self._times(now_ns), values, backward))
+            self._write(StepEnd(now_ns, self._times(now_ns), values, backward))
             return
         trace.clear()
         self.arguments.clear()
@@ -254,41 +254,41 @@ class StepRecorder(OpenStep):
         values.loss_sum = values.norm_squared = 0.0
 
     def _close(self, now_ns: int) -> None:
-        backward, along = self._has_backward(), self.members.are_along()
-        self._provisional = Ended(now_ns, self._times(now_ns), self.values, backward, along)
+        backward, occasional = self._has_backward(), self.cycle.are_occasional()
+        self._provisional = StepEnd(now_ns, self._times(now_ns), self.values, backward, occasional)
         self.values, self._merged_backward, self._relieved = StepValues(), False, False
         self.sole = 0
 
     def optimizers(self) -> list[Any]:
-        """Return those that live, of all that have stepped. From any thread."""
+        """Return the living optimizers that have stepped. From any thread."""
         return [optimizer for known in list(self._alive.values()) if (optimizer := known()) is not None]
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
-        self.members.forget(key)
+        self.cycle.forget(key)
         self.sole = 0 if self.sole == key else self.sole
 
     def alive(self, key: int) -> Any:
-        """Return the optimizer of that id; ``None`` if it is not known, or no more."""
+        """Return the optimizer of that id; ``None`` if it is unknown or was deleted."""
         known = self._alive.get(key)
         return None if known is None else known()
 
-    def _go_on(self, ended: Ended) -> None:
-        """The end was none: another optimizer of the same cycle steps."""
+    def _reopen(self, ended: StepEnd) -> None:
+        """Undo a provisional end: another optimizer of the same cycle steps."""
         self._provisional = None
         self._merge(ended)
 
-    def _merge(self, ended: Ended) -> None:
+    def _merge(self, ended: StepEnd) -> None:
         self._replay()
         self.timeline.add(ended.spent_ns)
         self.values.merge(ended.values)
         self._merged_backward = self._merged_backward or ended.backward
 
-    def _take_in(self, parts: list[Ended]) -> None:
-        """They were no steps of their own.
+    def _merge_all(self, parts: list[StepEnd]) -> None:
+        """Merge provisional ends into the step in progress.
 
-        Where parameters were changed before the last backward, the first loss is the step's: it is the one at the parameters
-        that the step began with (sharpness-aware minimisation).
+        Where parameters were changed before the last backward, the first loss is the step's: it was computed with the
+        parameters that the step began with (sharpness-aware minimisation).
         """
         if any(part.perturbed for part in parts):
             for later in (self.values, *(part.values for part in parts[1:])):
@@ -298,15 +298,15 @@ class StepRecorder(OpenStep):
         parts.clear()
 
     def end(self, now_ns: int) -> None:
-        """The user says that the step has ended (``torchobs.step``)."""
+        """End the step at the user's request (``torchobs.step``)."""
         known, touched = self.direct, self._touched()
         self.direct, self.sole = True, 0
-        self._write_all(self._beside)
+        self._write_all(self._deferred)
         if self._perturbed:
             self._commit()
             self._write_all(self._perturbed)
         if not known and not touched and self._provisional is None and self.step:
-            return  # the hooks have written this very step; from the next one on the user's word counts
+            return  # the hooks have written this step; from the next one on the user's boundaries count
         if touched:
             self._commit()
         if self._provisional is None:
@@ -315,7 +315,7 @@ class StepRecorder(OpenStep):
         self._commit()
 
     def restart(self) -> None:
-        """Forget the step in progress: the hooks were off for a while, or will be. The next step's start is unknown."""
+        """Drop the step in progress, since the hooks are off for a while. The next step's start is unknown."""
         self.flush()
         self.trace.clear()
         self.arguments.clear()
@@ -326,25 +326,25 @@ class StepRecorder(OpenStep):
         self._relieved = True
 
     def flush(self) -> None:
-        """Write what is complete (at the rank's end)."""
+        """Write complete steps when the rank ends."""
         self.end_where_likely()
         self.end_pass()
         ended = self._provisional
-        if ended is not None and ended.along:  # a part of a step that does not come
-            for part in (*self._beside, ended):
+        if ended is not None and ended.occasional:  # part of a step that does not follow
+            for part in (*self._deferred, ended):
                 part.values.step = GONE
                 self.late(self.step, 0, 0.0, 0.0, part.values.tokens, part.values.samples)
-            self._beside.clear()
+            self._deferred.clear()
             self._provisional = None
-        self._write_all(self._beside)
+        self._write_all(self._deferred)
         self._commit()
         self._write_all(self._perturbed)
 
     def end_where_likely(self, *, perturbed: bool = True) -> None:
-        """The step has ended where that was likely, if anywhere; what was seen since then belongs to the next.
+        """End the step at ``likely_end``, if set; what was recorded since then belongs to the next step.
 
-        Until a few have ended so, each may turn out to be a part of an optimizer's step: ``perturbed`` if the parameters are
-        known to have changed meanwhile.
+        The first few such ends are provisional, since they may be parts of an optimizer's step. ``perturbed``: the parameters
+        are known to have changed meanwhile.
         """
         likely, self.likely_end = self.likely_end, None
         if likely is None or likely[0] > len(self.trace) or self.direct:
@@ -355,34 +355,34 @@ class StepRecorder(OpenStep):
         values, self.values = self.values, StepValues()
         now_ns = trace[-1] >> 4
         self.sole = 0
-        self._perturbed.append(Ended(now_ns, self._times(now_ns), values, backward=True, perturbed=perturbed))
+        self._perturbed.append(StepEnd(now_ns, self._times(now_ns), values, backward=True, perturbed=perturbed))
         trace += since
         arguments += named
-        if self._by_hand or len(self._perturbed) > MOST_PERTURBATIONS:
-            self._by_hand = True
-            self._write_all(self._beside)
+        if self._manual or len(self._perturbed) > MOST_PERTURBATIONS:
+            self._manual = True
+            self._write_all(self._deferred)
             self._commit()
             self.sole = 0
             self._write_all(self._perturbed)
 
     def _commit(self) -> None:
         ended, self._provisional = self._provisional, None
-        self.sole = 0 if self.direct else self.members.begin()  # the next may be plain
+        self.sole = 0 if self.direct else self.cycle.begin()  # the next may be plain
         if ended is not None:
             self._without = 0 if ended.backward else self._without
             self._write(ended)
 
-    def _write_all(self, parts: list[Ended]) -> None:
+    def _write_all(self, parts: list[StepEnd]) -> None:
         for part in parts:
             self._write(part)
         parts.clear()
 
-    def _write(self, ended: Ended) -> None:
+    def _write(self, ended: StepEnd) -> None:
         now_ns, spent, values = ended.now_ns, ended.spent_ns, ended.values
         values.step = step = self.step + 1
         self.step, self.metered = step, not step % METER_EVERY
         if not ended.backward:
-            self._bare = step
+            self._last_bare = step
         norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
         phases = tuple([length / 1e9 for length in spent]) if self.timed else _UNTIMED
         self._append(
@@ -394,5 +394,5 @@ class StepRecorder(OpenStep):
 _UNTIMED = (0.0,) * 8
 _PLAIN = (FETCH, FETCHED, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
 _NO_FETCH = (FETCH, FETCHED)
-"""at 0 ns: there was none"""
+"""Boundaries at 0 ns for a step without a fetch"""
 _NOT_PLAIN = (-1,) * 5

@@ -1,4 +1,4 @@
-"""What was seen of one step, but for its times; and of which step, where that shows only later."""
+"""Values of one step other than its times, and the step's number, which may be known only later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GONE = -1
 
 
 class StepValues:
-    """What was seen of one step, but for its times."""
+    """Values of one step other than its times."""
 
     __slots__ = (
         "evaluated", "flags", "learning_rate", "loss_left_out", "loss_sum", "losses", "norm_base", "norm_scale",
@@ -23,26 +23,26 @@ class StepValues:
     def __init__(self) -> None:
         self.flags = self.losses = self.tokens = self.samples = 0
         self.step = 0
-        """The first step that was written of them, 0 before, ``GONE`` if none ever is"""
+        """Number of the step that they were written as; 0 until then, ``GONE`` if they never are"""
         self.part_of: StepValues | None = None
-        """Those that have taken these in"""
+        """The values that these were merged into"""
         self.evaluated = self.loss_left_out = False
-        """Whether a closure has evaluated its loss, and whether another backward of the step has the loss that counts"""
+        """Whether a closure has evaluated its loss, and whether the loss of another backward counts instead"""
         self.loss_sum = self.norm_squared = self.norm_base = self.learning_rate = 0.0
         self.norm_scale = 1.0
 
     def leave_loss_out(self) -> None:
-        """Forget the loss, and what a device delivers of it: another backward of the same step has the one that counts."""
+        """Drop the loss, also one that a device has yet to deliver: that of another backward of the step counts."""
         self.loss_left_out, self.loss_sum, self.losses = True, 0.0, 0
         self.flags &= ~StepFlag.LOSS
 
     def leave_norm_out(self) -> None:
-        """Forget the norm."""
+        """Drop the norm."""
         self.norm_squared = 0.0
         self.flags &= ~StepFlag.GRAD_NORM
 
     def merge(self, earlier: StepValues) -> None:
-        """Take in what an earlier optimizer of the same step left."""
+        """Add the values of an earlier part of the same step."""
         earlier.part_of = self
         self.flags |= earlier.flags
         self.losses += earlier.losses
@@ -54,22 +54,22 @@ class StepValues:
             self.learning_rate = earlier.learning_rate
 
 
-class Ended(NamedTuple):
-    """An end, provisional until it is written."""
+class StepEnd(NamedTuple):
+    """End of a step, provisional until it is written."""
 
     now_ns: int
     spent_ns: Sequence[int]
     values: StepValues
     backward: bool
-    """Whether a backward was a part of it"""
-    along: bool = False
-    """Only such optimizers have stepped as step along now and then"""
+    """Whether it includes a backward"""
+    occasional: bool = False
+    """Whether only occasional optimizers have stepped"""
     perturbed: bool = False
-    """The parameters were changed by hand behind it"""
+    """Whether the parameters were changed manually after it"""
 
 
 def resolve_step(pending_step: StepValues | int) -> int:
-    """Return the number of the step that :meth:`Cycle.pending_step` spoke of, 0 while it is not known."""
+    """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is not known."""
     while isinstance(pending_step, StepValues) and pending_step.part_of is not None:
         pending_step = pending_step.part_of
     return pending_step.step if isinstance(pending_step, StepValues) else pending_step

@@ -1,28 +1,29 @@
-"""Where a step's time goes: a timeline cut at the boundaries that the hooks see. Pure: every time is an argument, in ns.
+"""Divide a step's time into phases, from the boundaries that the hooks record. Pure: every time is an argument, in ns.
 
 ``data`` is a fetch, ``forward`` the time from a fetch to the outermost backward (or directly before a backward, where there is
 no fetch), ``backward`` the outermost backward, ``optimizer`` from the optimizer's pre to its post hook (inside a closure:
 forward up to its first backward), ``other`` the time between those. Each is measured as an interval of its own.
 
-Without a fetch, batches made by a plain function and environments that are stepped are in ``forward`` too: nothing that torch
-lets us see tells them from it (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs).
-The script can name them, ``data`` or ``rollout``; what lies between that and the backward is ``forward`` then.
+Without a fetch, batches made by a plain function and environment steps count as ``forward``: torch's hooks cannot distinguish
+them (acting is not always under ``no_grad``, and forward hooks would be traced into compiled graphs). The script can mark them
+as ``data`` or ``rollout``; the time from there to the backward is then ``forward``.
 
-Where the next batch is fetched between forward and backward, the forward pass is what was before the fetch (``prefetch``).
+Where the next batch is fetched between forward and backward, the forward pass is the time before the fetch
+(:mod:`torchobs.detect.prefetch`).
 
 Evaluation is neither a step nor part of one. It is
 
-* what happens between ``module.eval()`` and ``module.train()`` of the same module, if no backward comes between. It has
-  ended before that at the fetch of another loader than it fetched from until then, if that one's batch is still in use when
-  ``train()`` comes, or a backward does: many trainers call ``train()`` in their step, with the batch in hand. Before the first
-  backward it begins with its first fetch: ``from_pretrained()`` and frozen teachers call ``eval()`` long before any training.
-* a fetch with gradients disabled, and what follows it,
-* a fetch by one loader with no backward before the next fetch of another one. (Several fetches of ONE loader before a
-  backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.) But loaders that are fetched
-  side by side (``zip``) are one step's data: what is fetched so in one step after another, or once and nothing done with it
-  before the next loader's fetch, was no evaluation.
+* the time between ``module.eval()`` and ``module.train()`` of the same module without a backward in between. It ends earlier,
+  at the fetch from another loader, if that batch is still in use at ``train()`` or a backward follows: many trainers call
+  ``train()`` in their step after the fetch. Before the first backward it begins with its first fetch: ``from_pretrained()``
+  and frozen teachers call ``eval()`` long before any training.
+* a fetch with gradients disabled, and the time after it,
+* a fetch from one loader without a backward before the next fetch from another one. (Several fetches from ONE loader before a
+  backward are a prefetch: Hugging Face's Trainer fetches all batches of an accumulation first.) Loaders that are fetched
+  together (``zip``) are one step's data, not an evaluation: those fetched so in consecutive steps, or once with nothing done
+  before the next loader's fetch.
 
-Nor does what a reinforcement learner plays in ``eval()`` mode look different from one: it has to be named, ``rollout``.
+Rollouts of a reinforcement learner in ``eval()`` mode look like an evaluation, unless they are marked as ``rollout``.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ if TYPE_CHECKING:
     from torchobs.probes.data.fetch_times import Undecided
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, OTHER, EVALUATION, CHECKPOINT, COMPILE = range(8)
-"""In the order of ``record.PHASE_NAMES``."""
+"""In the order of the step record's phases."""
 
 NOTHING = -1
 _MAX_EVALUATIONS = 64
 _LEAST_USE = 0.1
-"""A batch used less long than a tenth of the time it took to fetch was only put aside. So was one of the loader that is trained
-on, if that was less than a tenth of the forward pass of the batch before."""
+"""A batch used for less than a tenth of its fetch time was only stored; so was one of the training loader that was used for
+less than a tenth of the previous batch's forward pass."""
 
 
-class _Window(NamedTuple):
-    """The state at the moment of ``eval()``, to go back to if it was an evaluation indeed."""
+class _EvaluationStart(NamedTuple):
+    """The state at ``eval()``, restored if an evaluation followed."""
 
     owner: int
     begun_ns: int
@@ -58,8 +59,8 @@ class _Window(NamedTuple):
     undecided: Undecided
 
 
-class _Turn(NamedTuple):
-    """The state at a fetch from another loader within such a window, where the evaluation may have ended."""
+class _EvaluationEnd(NamedTuple):
+    """The state at a fetch from another loader after ``eval()``, where the evaluation may have ended."""
 
     at_ns: int
     spent_ns: list[int]
@@ -70,25 +71,23 @@ class PhaseTimeline:
     """The timeline of the step in progress."""
 
     __slots__ = (
-        "_beside", "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_forward_ns", "_has_trained", "_lead_ns",
-        "_loader", "_mark_ns", "_pinned", "_teacher", "_trained", "_turn", "_undecided", "_used_ns", "_window",
-        "_window_loader", "evaluations", "segment", "spent_ns",
+        "_compiling_ns", "_evaluating", "_evaluating_ns", "_fetch_ns", "_fetched_together", "_forward_ns", "_has_trained",
+        "_lead_ns", "_loader", "_mark_ns", "_pinned", "_possible_end", "_teacher", "_trained", "_undecided", "_used_ns",
+        "_window", "_window_loader", "evaluations", "segment", "spent_ns",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.segment = NOTHING
         self.spent_ns = [0] * 8
-        self._mark_ns = self._compiling_ns = self._lead_ns = self._used_ns = (
-            0  # how long before the last fetch something else was done
-        )
+        self._mark_ns = self._compiling_ns = self._lead_ns = self._used_ns = 0  # lead: other work before the last fetch
         self._pinned: list[int] = []
-        self._teacher = NOTHING  # who was in eval() when a backward came: likely no evaluation the next time, either
+        self._teacher = NOTHING  # module in eval() during a backward: its next eval() is probably no evaluation
         self._has_trained = False
         self._leave_window()
-        self._beside: set[int] = set()
-        self._trained = self._forward_ns = 0  # the last loader with a backward on its batch, and how long before that it came
+        self._fetched_together: set[int] = set()
+        self._trained = self._forward_ns = 0  # the last loader with a backward on its batch, and the forward time
         self.evaluations: deque[tuple[int, int]] = deque(maxlen=_MAX_EVALUATIONS)
-        """Begin and end of each, in ns, for the sampler thread to take"""
+        """Begin and end of each evaluation, in ns, consumed by the sampler thread"""
         self._reset_fetch()
 
     def _reset_fetch(self) -> None:
@@ -96,37 +95,37 @@ class PhaseTimeline:
         self._undecided: Undecided = {}
 
     def _leave_window(self) -> None:
-        self._window: _Window | None = None
-        self._turn: _Turn | None = None
+        self._window: _EvaluationStart | None = None
+        self._possible_end: _EvaluationEnd | None = None
         self._window_loader = 0
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is carried into the next step but the time: no fetch undecided, no evaluation, no phase open."""
+        """Whether the next step begins without state: no undecided fetch, no evaluation, no open phase."""
         return not (self._undecided or self._fetch_ns or self._loader or self._pinned or self._window or self._evaluating_ns)
 
     def restart(self, now_ns: int) -> None:
-        """Go on from the end of a step, other steps having ended meanwhile without being told here."""
-        self._mark_ns, self.segment, self._beside, self._has_trained, self._lead_ns = now_ns, OTHER, set(), True, 0
+        """Continue from the end of a step, after plain steps that bypassed the timeline."""
+        self._mark_ns, self.segment, self._fetched_together, self._has_trained, self._lead_ns = now_ns, OTHER, set(), True, 0
 
     def add(self, spent_ns: Sequence[int]) -> None:
-        """Take back the times of an end that was none."""
+        """Add the times of a provisional end that was undone."""
         for index, length in enumerate(spent_ns):
             self.spent_ns[index] += length
 
     @property
     def started(self) -> bool:
-        """Whether a boundary was seen since the last step, or a step before."""
+        """Whether any boundary or step was recorded."""
         return self.segment != NOTHING
 
     def _cut(self, now_ns: int, following: int) -> int:
-        """End the present segment, begin the next, return how long the present one was."""
+        """End the current segment, begin the next, return the length of the former."""
         length = now_ns - self._mark_ns if self.segment != NOTHING else 0
         self._mark_ns, self.segment = now_ns, following
         return length
 
     def fetch_begins(self, loader: int, now_ns: int) -> None:
-        """A DataLoader is asked for a batch. ``loader`` identifies it across epochs."""
+        """Begin a fetch from a DataLoader. ``loader`` identifies it across epochs."""
         if self._pinned:
             return
         before = self.segment
@@ -139,14 +138,14 @@ class PhaseTimeline:
             self.spent_ns[before] += length
         if self._window is not None:
             if not self._has_trained and not self._window_loader:
-                self._window = _Window(self._window.owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+                self._window = _EvaluationStart(self._window.owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
             if self._window_loader not in {0, loader}:
-                self._turn = _Turn(now_ns, self.spent_ns.copy(), self._undecided.copy())
+                self._possible_end = _EvaluationEnd(now_ns, self.spent_ns.copy(), self._undecided.copy())
             self._window_loader = loader
         self._loader = loader
 
     def _set_aside(self, length: int) -> None:
-        """A fetch that no backward has followed yet."""
+        """Keep the times of a fetch without a backward so far, until it is known what they were."""
         if self._evaluating:
             self.spent_ns[EVALUATION] += self._fetch_ns + length
         else:
@@ -155,7 +154,7 @@ class PhaseTimeline:
         self._fetch_ns = 0
 
     def fetch_ends(self, now_ns: int, *, exhausted: bool, gradients: bool) -> None:
-        """It gave one, or has no more. ``gradients``: whether they are enabled."""
+        """End a fetch. ``exhausted``: there was no batch left. ``gradients``: whether they are enabled."""
         if self._pinned or self.segment != DATA:
             return
         length = self._cut(now_ns, OTHER if exhausted else FORWARD)
@@ -171,14 +170,14 @@ class PhaseTimeline:
             self._undecided[self._loader] = (data + length, rest, fetches)
             if rest < max(data, self._forward_ns if self._loader == self._trained else 0) * _LEAST_USE:
                 self._fetch_ns = 0
-                return  # all that was left has been put aside, to be trained on next, so the loader stays the one in use
+                return  # the last batches were only stored and are trained on next, so the loader stays in use
         else:
             self.spent_ns[DATA] += length
-        self._turn = None  # that loader has come to its end with nothing trained on it
+        self._possible_end = None  # that loader is exhausted with nothing trained on it
         self._loader, self._fetch_ns = 0, 0
 
     def _mark_evaluation(self, now_ns: int, length: int, *, over: bool) -> None:
-        """Tell evaluations that no ``eval()`` announced: from a fetch without gradients to the loader's end or to one with.
+        """Record evaluations without ``eval()``: from a fetch without gradients to the loader's end or a fetch with gradients.
 
         ``length`` is the fetch's own.
         """
@@ -189,9 +188,9 @@ class PhaseTimeline:
             self._evaluating_ns = now_ns - length
 
     def backward_begins(self, now_ns: int) -> None:
-        """The outermost backward begins: what was before it was forward, and the fetch before that was data."""
-        if self._turn is not None:
-            self._conclude(self._turn)
+        """Begin the outermost backward: the time before it was forward, and the fetch before that was data."""
+        if self._possible_end is not None:
+            self._conclude(self._possible_end)
         elif self._window is not None:
             self._teacher = self._window.owner
         self._leave_window()
@@ -209,7 +208,7 @@ class PhaseTimeline:
             self.spent_ns[before] += length
         fetched = set(self._undecided)
         self._decide()
-        self._beside = fetched
+        self._fetched_together = fetched
 
     def _decide(self) -> None:
         self.spent_ns[DATA] += self._fetch_ns
@@ -217,7 +216,7 @@ class PhaseTimeline:
             if loader == self._loader:
                 self.spent_ns[DATA] += data
                 self.spent_ns[OTHER] += rest
-            elif loader in self._beside or (fetches == 1 and rest < data * _LEAST_USE):
+            elif loader in self._fetched_together or (fetches == 1 and rest < data * _LEAST_USE):
                 self.spent_ns[DATA] += data
                 self.spent_ns[FORWARD] += rest
             else:
@@ -225,7 +224,7 @@ class PhaseTimeline:
         self._reset_fetch()
 
     def turn(self, segment: int, now_ns: int) -> None:
-        """Another boundary: the present segment was what it said, ``segment`` begins."""
+        """End the current segment as what it was; ``segment`` begins."""
         if self._pinned:
             return
         before = self.segment
@@ -242,17 +241,17 @@ class PhaseTimeline:
         """``module.eval()`` was called; ``owner`` identifies the module."""
         if self._pinned or self._window is not None:
             return
-        # the segment goes on as what it is: whether this is an evaluation shows later
+        # the segment continues: whether this is an evaluation is known later
         before = self.segment
         length = self._cut(now_ns, before)
         if before == FORWARD and self._loader:
-            self._set_aside(length)  # a fetch with nothing trained on it belongs to what was before
+            self._set_aside(length)  # a fetch without a backward belongs to the time before
         elif before != NOTHING:
             self.spent_ns[before] += length
-        self._window = _Window(owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
+        self._window = _EvaluationStart(owner, now_ns, self.spent_ns.copy(), self._undecided.copy())
 
     def evaluation_ends(self, owner: int, now_ns: int) -> None:
-        """``module.train()`` was called: if it is the module that was in evaluation, what lay between was an evaluation."""
+        """``module.train()`` was called; for the module that was in ``eval()``, the time between was an evaluation."""
         window = self._window
         if window is None or window.owner != owner or self._pinned:
             return
@@ -260,22 +259,22 @@ class PhaseTimeline:
             self._leave_window()
             return
         self._teacher = NOTHING if self._teacher == owner else self._teacher
-        if self._turn is not None:
-            self._conclude(self._turn)  # what is going on since then goes on
+        if self._possible_end is not None:
+            self._conclude(self._possible_end)  # the segment since then continues
         else:
             self._cut(now_ns, OTHER)
-            self._conclude(_Turn(now_ns, self.spent_ns, self._undecided))
+            self._conclude(_EvaluationEnd(now_ns, self.spent_ns, self._undecided))
             self._loader, self._fetch_ns = 0, 0
         self._leave_window()
 
-    def _conclude(self, end: _Turn) -> None:
-        """What lay between ``eval()`` and that end was an evaluation."""
+    def _conclude(self, end: _EvaluationEnd) -> None:
+        """Count the time between ``eval()`` and that end as evaluation."""
         window = self._window
         if window is None:
             return
         self._lead_ns = 0
         self.evaluations.append((window.begun_ns, end.at_ns))
-        # in eval() the best model so far is saved, and the graph for it compiled
+        # checkpoints and compilations within it are counted as such
         within_ns = {segment: end.spent_ns[segment] - window.spent_ns[segment] for segment in (CHECKPOINT, COMPILE)}
         since_ns = [now - then for now, then in zip(self.spent_ns, end.spent_ns, strict=True)]
         self._undecided = fetched_since(self._undecided, end.undecided, window.undecided)
@@ -285,16 +284,16 @@ class PhaseTimeline:
         self.spent_ns[EVALUATION] += end.at_ns - window.begun_ns - sum(within_ns.values())
 
     def pin(self, segment: int, now_ns: int) -> None:
-        """The user says what begins here (``torchobs.phase``); no hook changes it until :meth:`unpin`.
+        """Begin a phase set by the user (``torchobs.phase``); no hook changes it until :meth:`unpin`.
 
-        A compilation interrupts whatever segment it falls into, which goes on behind it as if no time had passed.
+        A compilation interrupts the current segment, which continues after it as if no time had passed.
         """
         if segment == OTHER:
             self._leave_window()  # a rollout
         if segment == COMPILE:
             self._compiling_ns = self._compiling_ns or now_ns
         elif self._compiling_ns:
-            pass  # a phase within a compilation is the compilation's
+            pass  # a phase within a compilation counts as compilation
         elif not self._pinned:
             before = self.segment
             length = self._cut(now_ns, segment)
@@ -307,7 +306,7 @@ class PhaseTimeline:
         self._pinned.append(segment)
 
     def unpin(self, now_ns: int) -> None:
-        """What the user named has ended."""
+        """End the innermost pinned phase."""
         if not self._pinned:
             return
         ended = self._pinned.pop()
@@ -320,20 +319,20 @@ class PhaseTimeline:
         self.spent_ns[ended] += self._cut(now_ns, after)
 
     def _take_out(self, now_ns: int) -> None:
-        """Count the time of a compilation as that, and move the beginning of the segment around it up by as much."""
+        """Count the time of a compilation, and move the start of the enclosing segment forward by it."""
         length = now_ns - self._compiling_ns
         self._compiling_ns = now_ns
         self._mark_ns += length
         self.spent_ns[COMPILE] += length
 
     def close(self, now_ns: int, following: int = OTHER) -> list[int]:
-        """The step ends: return the ns spent in each segment, and begin the next step."""
+        """End the step: return the ns spent in each segment, and begin the next step."""
         around = self._pinned
         if self._compiling_ns:
             self._take_out(now_ns)
             around = around[: around.index(COMPILE)]
-        if self._turn is not None:
-            self._conclude(self._turn)
+        if self._possible_end is not None:
+            self._conclude(self._possible_end)
         self._leave_window()
         pinned = around[-1] if around else None
         before = self.segment
@@ -345,21 +344,25 @@ class PhaseTimeline:
         spent, self.spent_ns, self._lead_ns = self.spent_ns, [0] * 8, 0
         return spent
 
-    def twin(self) -> PhaseTimeline:
-        """Return another timeline in the same state. From any thread: what is copied may change meanwhile."""
+    def snapshot(self) -> PhaseTimeline:
+        """Return a copy of the timeline. From any thread; the original may change meanwhile."""
         return copy(self).detached()
 
     def detached(self) -> PhaseTimeline:
-        """Share nothing any more with what this is a copy of."""
-        self.spent_ns, self._pinned, self._beside = self.spent_ns.copy(), self._pinned.copy(), self._beside.copy()
+        """Copy the mutable state that this shallow copy shares with its original."""
+        self.spent_ns, self._pinned, self._fetched_together = (
+            self.spent_ns.copy(),
+            self._pinned.copy(),
+            self._fetched_together.copy(),
+        )
         self._undecided, self.evaluations = self._undecided.copy(), deque()
         return self
 
     def so_far(self, now_ns: int, patience_ns: float) -> tuple[list[int], int]:
-        """Return the ns spent in each segment if the step ended now, and for how many of them nothing was seen.
+        """Return the ns spent in each segment if the step ended now, and how many of them were idle.
 
-        For a twin, which is of no use afterwards. An evaluation under way is one. Nothing is seen from the last boundary on if
-        that is longer than ``patience_ns`` ago and left the training thread in no fetch, compilation, checkpoint or evaluation.
+        Call it on a snapshot only, which it consumes. An evaluation in progress counts. The time since the last boundary is
+        idle if it exceeds ``patience_ns`` and no fetch, compilation, checkpoint or evaluation is in progress.
         """
         if not self._is_likely_window():
             self._leave_window()
@@ -375,7 +378,7 @@ class PhaseTimeline:
         return self.close(now_ns), idle_ns
 
     def evaluating_since(self) -> int:
-        """Return when the evaluation under way began, in ns, as far as it can be told before its end; 0: there is none."""
+        """Return when the evaluation in progress began, in ns, as far as known before its end; 0 if there is none."""
         if self._pinned or self.segment == NOTHING:
             return 0
         if self._window is not None:
@@ -383,7 +386,7 @@ class PhaseTimeline:
         return self._evaluating_ns
 
     def _is_likely_window(self) -> bool:
-        """Return True if the module that is in ``eval()`` is being evaluated, as far as that shows before it has ended."""
+        """Return True if the module in ``eval()`` is probably being evaluated."""
         if self._window is None or self._window.owner == self._teacher:
             return False
         return self._has_trained or bool(self._window_loader)

@@ -1,9 +1,9 @@
-"""Has the training thread left the loop that it trained in? Then a rank without a step has not hung: it does something else.
+"""Detect that the training thread has left its training loop, so that a rank without steps is idle and not hung.
 
-A notebook between two cells, a server that trained first, a sleep, an upload. Where the optimizer is stepped, the stack has
-the loops of the training in it; those that ran around ``init()`` already (an event loop, a sweep) are not its own. Once none
-of them is on the stack any more, the training is over, or between two stages. But who waits for other ranks, in a last barrier
-or the last collective of a checkpoint, is at the training's work wherever that stands, and may hang there.
+Examples are a notebook between two cells, a server that trained first, a sleep, an upload. When the optimizer steps, the loops
+of the training are on the stack; loops that already ran around ``init()`` (an event loop, a sweep) do not count. Once none of
+them is on the stack any more, the training is over, or between two stages. But a thread that waits for other ranks, in a final
+barrier or the last collective of a checkpoint, is still part of the training, and may hang there.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 _HOOKS_FILE = "torch/optim/optimizer.py"
-"""It calls the hooks in a loop"""
+"""Calls the hooks in a loop, which is not the training's"""
 
 _COLLECTIVES_FILE = "torch/distributed/distributed_c10d.py"
 
 _DEEPEST = 128
-"""Frames of a stack that are looked at: a trainer's loops are fifty or so from the optimizer's step; recursion has no end."""
+"""Frames of a stack that are examined: a trainer's loops are about fifty from the optimizer's step; recursion is unbounded."""
 
 Places = tuple[tuple["CodeType", int], ...]
-"""Code and the offset of the instruction at work, of each frame of a stack, the innermost first"""
+"""Code and current instruction offset of each frame of a stack, innermost first"""
 
 
 class TrainingLoop:
-    """``note`` is for the training thread, ``left`` for the sampler."""
+    """Loops of the training. ``note`` is for the training thread, ``left`` for the sampler thread."""
 
     __slots__ = ("_before", "_known", "_loops", "_places")
 
@@ -41,19 +41,16 @@ class TrainingLoop:
         self._loops: list[tuple[CodeType, tuple[int, int]]] = []
 
     def note(self) -> None:
-        """A step is being made: 7 µs for twenty frames, to be called now and then."""
+        """Record the stack of an optimizer step: 7 µs for twenty frames, so not for every step."""
         self._places = _places(sys._getframe())
 
     @property
     def is_known(self) -> bool:
-        """Whether a loop of the training has been found, at the last call of :meth:`left`."""
+        """Whether the last call of :meth:`left` has found a loop of the training."""
         return bool(self._loops)
 
     def left(self, thread: int) -> bool:
-        """Return True if no loop of the training runs in that thread, and no collective operation.
-
-        Where no loop has been found nothing is known: False.
-        """
+        """Return True if that thread runs no loop of the training and no collective; False if no loop is known."""
         places = self._places
         if places != self._known:
             before = set(_loops(self._before))

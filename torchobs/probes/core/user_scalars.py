@@ -1,4 +1,4 @@
-"""What a training script gives to ``torchobs.log`` by name, and how long it says the run is: a gauge each."""
+"""Gauges for the named values of ``torchobs.log`` and for the planned number of steps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 MOST_NAMES = 64
 EVERY_S = 1.0
-"""Between two points of a curve at first. Events share their ring with the first cause of what goes wrong: each time that a
-curve has so many more points as below, it gets them half as often, so that a day of a scalar that every step logs is 370."""
+"""Initial time between two points of a curve. Points share the event ring with the first cause of a failure, so the time
+doubles after every ``POINTS`` points: a scalar that every step logs has 370 points a day."""
 POINTS = 32
 _Key = tuple["Metric", tuple[tuple[str, str], ...]]
 
 
 class Scalars:
-    """Each is in the file at once; where its series cannot be made just then, with the sampler's next round."""
+    """Writes values at once; one without a series yet is written in the sampler's next round."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self._names: set[str] = set()
-        self._left: dict[_Key, float] = {}
+        self._unset: dict[_Key, float] = {}
         self._logged: dict[str, tuple[int, float]] = {}
-        self._told: dict[str, tuple[int, float]] = {}
-        """points of each curve so far, and when the next one is due"""
+        self._written: dict[str, tuple[int, float]] = {}
+        """Number of points of each curve so far, and when the next one is due"""
 
     def has_room(self, name: str) -> bool:
-        """Return True if there is a series for it; count what has none."""
+        """Return True if there is room for a series of that name; else count it as dropped."""
         if name not in self._names and len(self._names) >= MOST_NAMES:
             self._table.dropped += 1
             return False
@@ -39,41 +39,41 @@ class Scalars:
         return True
 
     def set(self, name: str, step: int, value: float) -> None:
-        """Show a number that :meth:`has_room`, logged after that step. In any thread."""
+        """Set a value logged after that step, for a name that :meth:`has_room`. In any thread."""
         self._logged[name] = step, value
         self._set((catalog.SCALAR_VALUE, (("name", name),)), value)
 
     def points(self, now_s: float, *, last: bool = False) -> dict[str, list[Any]] | None:
-        """Return what is to be kept of curves now (``catalog.EVENT_SCALARS``); at the ``last`` all that is left.
+        """Return the points of curves that are due (``catalog.EVENT_SCALARS``), all pending ones at the ``last`` call.
 
         In the sampler thread.
         """
         found: list[tuple[str, int, float]] = []
         for name in list(self._logged):
-            number, due_s = self._told.get(name, (0, now_s))
+            number, due_s = self._written.get(name, (0, now_s))
             if now_s >= due_s or last:
                 found.append((name, *self._logged.pop(name)))
-                self._told[name] = number + 1, now_s + EVERY_S * 2 ** min(number // POINTS, 20)
+                self._written[name] = number + 1, now_s + EVERY_S * 2 ** min(number // POINTS, 20)
         if not found:
             return None
         return {key: list(column) for key, column in zip(("names", "steps", "values"), zip(*found, strict=True), strict=True)}
 
     def set_total_steps(self, value: float) -> None:
-        """Show how many steps this process will take."""
+        """Set how many steps this process will take."""
         self._set((catalog.STEPS_PLANNED, ()), value)
 
     def set_left(self) -> None:
-        """Show what could not be shown when it was given. In the sampler thread."""
-        for key in list(self._left):
+        """Write values that had no series when they were given. In the sampler thread."""
+        for key in list(self._unset):
             cell = self._cell(key)
-            if cell is not None and (value := self._left.pop(key, None)) is not None:
+            if cell is not None and (value := self._unset.pop(key, None)) is not None:
                 cell.set(value)
 
     def _set(self, key: _Key, value: float) -> None:
-        self._left[key] = value
+        self._unset[key] = value
         cell = self._cell(key)
         if cell is not None:
-            self._left.pop(key, None)
+            self._unset.pop(key, None)
             cell.set(value)
 
     def _cell(self, key: _Key) -> Cell | None:
@@ -81,5 +81,5 @@ class Scalars:
         try:
             return self._table.open(metric, dict(attributes), CORE)
         except NoSeriesRoomError:
-            self._left.pop(key, None)
+            self._unset.pop(key, None)
             return None

@@ -1,10 +1,10 @@
-"""Epochs: passes over the loader that is trained on, told from all other iterations by the steps that end in them.
+"""Count epochs: passes over the training loader, distinguished from other iterations by the steps that end in them.
 
-An iteration is an epoch if steps end before another one begins, and if it is the training loader's own: the first loader that
-trains is that. A loop that makes a new loader for every epoch is followed, too: when the iterator of the last epoch was gone
-before a step ended, or exhausted (that of persistent workers lives as long as its loader), the next iteration that trains is an
-epoch whoever's it is. (An evaluation amid an epoch leaves that iterator alive until a step has ended, one between two epochs
-trains nothing.)
+An iteration is an epoch if steps end before another one begins, and if it iterates the training loader: the first loader that
+trains. A loop that makes a new loader for every epoch is followed, too: if the iterator of the last epoch was deleted before a
+step ended, or exhausted (that of persistent workers lives as long as its loader), the next iteration that trains is an epoch of
+any loader. (An evaluation during an epoch leaves that iterator alive until a step has ended; one between two epochs does not
+train.)
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Iteration:
-    """A loader was asked for an iterator."""
+    """One call of a loader's ``__iter__``."""
 
     loader: weakref.ref[Any]
     iterator: weakref.ref[Any]
     begun_ns: int
     step: int
-    """the last one that had ended"""
+    """The last step that had ended by then"""
     gone: list[int]
-    """the same when the iterator went, or the next one began after it was exhausted"""
+    """The same when the iterator was deleted, or when the next one began after it was exhausted"""
 
 
 class EpochProbe:
@@ -47,8 +47,8 @@ class EpochProbe:
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
         renew_in_child(self, _lock=RLock)
         self._latest: _Iteration | None = None
-        self._around: _Iteration | None = None
-        """One that was going on when the latest began, no step having ended in it yet: an evaluation may come first"""
+        self._enclosing: _Iteration | None = None
+        """An iteration still in progress when the latest began, without a step yet: an evaluation may come first"""
         self._epoch: _Iteration | None = None
         self._number = 0
 
@@ -73,20 +73,20 @@ class EpochProbe:
             if self._epoch is not None and self._is_exhausted(self._epoch):
                 self._epoch.gone.append(self._context.recorder.ended)
             pending = self._latest
-            if self._around is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
-                self._around = pending
+            if self._enclosing is None and pending is not None and not pending.gone and not self._is_exhausted(pending):
+                self._enclosing = pending
             recorder, gone = self._context.recorder, list[int]()
             known = weakref.ref(iterator, lambda _: gone.append(recorder.ended))
             self._latest = _Iteration(weakref.ref(loader), known, monotonic_ns(), recorder.ended, gone)
 
     def _is_exhausted(self, iteration: _Iteration) -> bool:
-        """Return True if its iterator, if it is still there, came to its end in the step in progress."""
+        """Return True if its iterator still exists and was exhausted in the step in progress."""
         iterator, recorder = iteration.iterator(), self._context.recorder
-        sampler = id(getattr(iterator, "_index_sampler", None))  # as the data probe names its fetches
+        sampler = id(getattr(iterator, "_index_sampler", None))  # the id that the data probe records for fetches
         return iterator is not None and sampler in exhausted(recorder.trace, recorder.arguments, iteration.begun_ns)
 
     def sample(self) -> None:
-        """Find out whether the latest iteration trains."""
+        """Decide whether the latest iteration trains."""
         latest = self._latest
         if latest is not None and self._context.recorder.ended > latest.step:
             with self._lock:
@@ -97,10 +97,10 @@ class EpochProbe:
         if latest is None or self._context.recorder.ended <= latest.step:
             self._latest = latest
             return
-        around, self._around = self._around, None
-        if around is not None and (not around.gone or around.gone[0] > latest.step):
-            latest = around
-        loader = latest.loader()  # that of `for batch in DataLoader(...)` may be gone
+        enclosing, self._enclosing = self._enclosing, None
+        if enclosing is not None and (not enclosing.gone or enclosing.gone[0] > latest.step):
+            latest = enclosing
+        loader = latest.loader()  # that of `for batch in DataLoader(...)` may be deleted
         known = epoch is not None and loader is not None and epoch.loader() is loader
         if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):
             self._end(latest.begun_ns, latest.step)

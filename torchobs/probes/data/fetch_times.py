@@ -1,13 +1,13 @@
-"""Fetches of which it shows later what they were for. A part of ``timeline``."""
+"""Times of fetches that may belong to training or evaluation. A part of :mod:`torchobs.probes.core.timeline`."""
 
 from __future__ import annotations
 
 Undecided = dict[int, tuple[int, int, int]]
-"""By loader: ns that its fetches took, ns after each up to what came next, and how many there were"""
+"""By loader: ns in its fetches, ns after each until the next boundary, and the number of fetches"""
 
 
 def fetched_since(now: Undecided, then: Undecided, before: Undecided) -> Undecided:
-    """Return what was undecided before, and what has become so since then."""
+    """Return the fetches undecided ``before``, and those that were added to ``now`` since ``then``."""
     found = before.copy()
     for loader, (data, rest, fetches) in now.items():
         data_then, rest_then, fetches_then = then.get(loader, (0, 0, 0))

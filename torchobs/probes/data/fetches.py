@@ -1,8 +1,4 @@
-"""Waiting for data: the fetches of ``DataLoader`` iterators (``loaders`` has their start).
-
-``_BaseDataLoaderIter.__next__`` is where every built-in loader fetches; only the outermost counts (an IterableDataset over a
-loader fetched twice). A fetch in another thread (a prefetcher's) is not the training thread's time.
-"""
+"""Measure the waiting for data: fetches from ``DataLoader`` iterators (``loaders`` has their start)."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LONG_TRACE
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.data.starvation import Starving
+from torchobs.probes.data.starvation import StarvationWatch
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -34,7 +30,7 @@ class DataProbe:
         from torch.utils.data import dataloader
 
         self._context, self._grad_enabled = context, torch.is_grad_enabled
-        self._starving = Starving(context)
+        self._starvation = StarvationWatch(context)
         base = dataloader._BaseDataLoaderIter
         self._patches = [Patch(base, "__next__", self._watched_next, probe=self.name, nests=True)]
 
@@ -44,8 +40,8 @@ class DataProbe:
             patch.undo()
 
     def sample(self) -> None:
-        """Judge how long was waited."""
-        self._starving.sample()
+        """Update the starvation verdict."""
+        self._starvation.sample()
 
     def _watched_next(self, original: Any) -> Any:
         breaker, context, recorder, grad_enabled = (
@@ -61,11 +57,11 @@ class DataProbe:
         def watched(iterator: Any) -> Any:
             if self._depth or breaker.blown or get_ident() != context.thread:
                 return original(iterator)
-            # in place, for a call of our own costs more than what it would do; nothing here can raise
+            # inline, since a call would cost more than its body; nothing here can raise
             begun_ns = monotonic_ns()
-            if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins, which pays for no more than that
+            if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins
                 relieve()
-            # the sampler belongs to the loader, so that it is the same in every epoch
+            # the sampler belongs to the loader, so it is the same in every epoch
             note_argument(id(getattr(iterator, "_index_sampler", None)))
             note(begun_ns << 4 | FETCH)
             self._depth = 1

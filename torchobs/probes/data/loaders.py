@@ -1,7 +1,7 @@
-"""Data loaders: when they are asked for an iterator, how long their workers take to start, how many live, what is ready.
+"""Observe data loaders: iterations, worker start-up time, living workers, ready batches.
 
-``DataLoader.__iter__`` is rare, so this is where other probes learn of an iteration (``Host.iterated``). A loader that is
-iterated inside another one's fetch (an IterableDataset over a loader), or in another thread, is no iteration of training's.
+``DataLoader.__iter__`` is rare, so other probes are notified of iterations from here (``ProbeContext.iterated``). A loader
+iterated inside another one's fetch (an IterableDataset over a loader), or in another thread, is not the training's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 _ROUNDS = 10
-"""Workers are looked at once a second: a system call for each"""
+"""Workers are checked once a second: a system call for each"""
 
 
 class _Pool(NamedTuple):
-    """The workers of one iterator; they are known longer than it, so that what ended it is found out."""
+    """The workers of one iterator, kept longer than it, so that the cause of its end is found."""
 
     iterator: weakref.ref[Any]
     workers: list[Any]
@@ -54,8 +54,8 @@ class LoaderProbe:
         self._fresh: deque[_Pool] = deque()
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rounds = 0
-        self._looking = Lock()
-        renew_in_child(self, _looking=Lock)
+        self._checking = Lock()
+        renew_in_child(self, _checking=Lock)
         self._pinning = PinningWatch()
 
     def install(self, context: ProbeContext) -> None:
@@ -77,8 +77,8 @@ class LoaderProbe:
         for patch in self._patches:
             patch.undo()
         self._pinning.remove()
-        self.sample()  # what ended the run may be a worker's death a moment ago
-        self._look()
+        self.sample()  # a worker that has just died may have ended the run
+        self._check_workers()
 
     def _watch(self, loader: Any) -> None:
         self._patches.append(Patch(loader, "__iter__", self._watched, probe=self.name))
@@ -113,7 +113,7 @@ class LoaderProbe:
         self._context.notify(self._context.iterated, loader, iterator)
 
     def sample(self) -> None:
-        """Show what is ready; the workers, once a second."""
+        """Update the number of ready batches; check the workers once a second."""
         while self._fresh:
             self._pools.append(self._fresh.popleft())
         if not self._pools:
@@ -122,26 +122,26 @@ class LoaderProbe:
         self._set(catalog.DATA_BATCHES_READY, {}, ready)
         self._rounds += 1
         if not self._rounds % _ROUNDS:
-            self._look()
+            self._check_workers()
 
     def observe(self) -> None:
-        """Have a batch looked at."""
+        """Check a batch for pageable memory."""
         self._pinning.observe()
 
-    def _look(self) -> None:
+    def _check_workers(self) -> None:
         """Count the workers, and those that died."""
-        if self._pools and self._looking.acquire(blocking=False):
+        if self._pools and self._checking.acquire(blocking=False):
             try:
                 self._count()
             finally:
-                self._looking.release()
+                self._checking.release()
 
     def _count(self) -> None:
         configured = alive = 0
         for pool in self._pools:
             iterator = pool.iterator()
             leaving = iterator is None or iterator._shutdown
-            self._bury(pool, leaving=leaving)
+            self._remove_exited(pool, leaving=leaving)
             if iterator is not None and not leaving:
                 alive += len(pool.workers)
                 configured += iterator._num_workers
@@ -149,15 +149,15 @@ class LoaderProbe:
         self._set(catalog.DATA_WORKERS, {"state": "configured"}, configured)
         self._set(catalog.DATA_WORKERS, {"state": "alive"}, alive)
 
-    def _bury(self, pool: _Pool, *, leaving: bool) -> None:
+    def _remove_exited(self, pool: _Pool, *, leaving: bool) -> None:
         for worker in list(pool.workers):
             code = exit_code(worker)
             if code is not None:
                 pool.workers.remove(worker)
-                self._tell(worker.pid, code, leaving=leaving)
+                self._report_exit(worker.pid, code, leaving=leaving)
 
-    def _tell(self, pid: int, code: int, *, leaving: bool) -> None:
-        """A worker has ended. A loader that shuts down terminates those that take too long; other signals are not its own."""
+    def _report_exit(self, pid: int, code: int, *, leaving: bool) -> None:
+        """Record a worker's failure. A loader that shuts down terminates slow workers; other signals are not its own."""
         if code == 0 or (leaving and code == -signal.SIGTERM):
             return
         if self._died is not None:
@@ -174,10 +174,10 @@ class LoaderProbe:
 
 
 def exit_code(worker: Any) -> int | None:
-    """Return a process's exit code, the signal's number negative, as ``Process.exitcode`` has it; ``None`` while it runs.
+    """Return a process's exit code, negative for a signal, like ``Process.exitcode``; ``None`` while it runs.
 
-    That property reaps the process: then torch's own handler of SIGCHLD would find nothing, and not tell the training loop
-    that a worker was killed. One that cannot be asked without (forkserver, macOS) tells nothing until its parent has reaped it.
+    That property reaps the process: then torch's own handler of SIGCHLD would find nothing, and not notify the training loop
+    that a worker was killed. Where that cannot be avoided (forkserver, macOS), the code is known once its parent has reaped it.
     """
     popen = worker._popen
     if popen is None or popen.returncode is not None or not hasattr(os, "waitid"):
@@ -190,13 +190,13 @@ def exit_code(worker: Any) -> int | None:
 
 
 def _ready(iterator: Any) -> float | None:
-    """Return how many batches the workers have finished that the loop has not taken; ``None`` if that cannot be told."""
+    """Return how many finished batches the loop has not taken yet; ``None`` if unknown."""
     if iterator is None or iterator._shutdown:
         return None
-    ahead = sum(1 for task in list(iterator._task_info.values()) if len(task) > 1)  # they came out of turn
+    ahead = sum(1 for task in list(iterator._task_info.values()) if len(task) > 1)  # arrived out of order
     try:
         return float(iterator._data_queue.qsize() + ahead)
-    except NotImplementedError:  # macOS has no length of a queue between processes
+    except NotImplementedError:  # macOS cannot return the length of a multiprocessing queue
         return None
 
 

@@ -1,7 +1,7 @@
-"""Batches in pageable memory while training on a CUDA device: a hint, from one batch in ten seconds.
+"""Detect batches in pageable memory while training on a CUDA device, from one batch in ten seconds.
 
-The sampler thread puts a function in front of the iterator's ``_next_data``, as an attribute of that one object; the next
-fetch takes it away again and looks at its batch. Any other fetch costs nothing, and no device is synchronised.
+The sampler thread replaces the iterator's ``_next_data`` by an attribute of that one object; the next fetch removes it and
+inspects its batch. Any other fetch costs nothing, and no device is synchronised.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 LEAST_BYTES = 64 * 1024
-"""Up to here a copy to the device does not make the host wait anyway, pinned or not (CUDA C++ Programming Guide, "Concurrent
+"""Copies up to this size do not make the host wait, pinned or not (CUDA C++ Programming Guide, "Concurrent
 Execution between Host and Device")."""
 _MAX_TENSORS = 64
 _MAX_DEPTH = 4
 
 
 class PinningWatch:
-    """Looks at a batch now and then. A part of the probe of loaders, which decides its life."""
+    """Inspects a batch now and then. A part of :class:`~torchobs.probes.data.loaders.LoaderProbe`."""
 
     def __init__(self) -> None:
         self._iterator: weakref.ref[Any] | None = None
         self._armed: weakref.ref[Any] | None = None
-        self._told = False
+        self._reported = False
 
     def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
-        """Stand by."""
+        """Store the context and the breaker; nothing is patched yet."""
         self._context, self._breaker = context, breaker
 
     def remove(self) -> None:
-        """Leave the iterator as it was."""
+        """Restore the iterator."""
         self._iterator = None
         armed = self._armed() if self._armed is not None else None
         if armed is not None:
             vars(armed).pop("_next_data", None)
 
     def begun(self, iterator: Any) -> None:
-        """A loader is being iterated."""
+        """Remember the latest iterator."""
         if hasattr(iterator, "_next_data"):
             self._iterator = weakref.ref(iterator)
 
     def observe(self) -> None:
-        """Ask for a look at the next batch, if a CUDA device is in use."""
+        """Inspect the next batch if a CUDA device is in use."""
         cuda = getattr(sys.modules.get("torch"), "cuda", None)
         iterator = self._iterator() if self._iterator is not None else None
         if cuda is not None and cuda.is_initialized() and iterator is not None:
@@ -61,25 +61,25 @@ class PinningWatch:
         """Look at the iterator's next batch."""
         if "_next_data" in vars(iterator):
             return
-        self._armed = known = weakref.ref(iterator)  # held, it would outlive its last reference, and its workers with it
+        self._armed = known = weakref.ref(iterator)  # a strong reference would keep its workers alive
 
-        def look() -> Any:
+        def inspect_batch() -> Any:
             fetching: Any = known()
             vars(fetching).pop("_next_data", None)
             batch = type(fetching)._next_data(fetching)
-            call(self._breaker, self._look, batch)
+            call(self._breaker, self._inspect, batch)
             return batch
 
-        iterator._next_data = look
+        iterator._next_data = inspect_batch
 
-    def _look(self, batch: Any) -> None:
+    def _inspect(self, batch: Any) -> None:
         cell = self._context.writer.table.cell(catalog.DATA_UNPINNED_BATCHES, {})
         size = pageable_bytes(batch)
         if size <= LEAST_BYTES or cell is None:
             return
         cell.add(1)
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             self._context.writer.event(catalog.EVENT_UNPINNED.name, {"size": size}, self._context.recorder.step)
 
 

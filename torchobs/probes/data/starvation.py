@@ -1,4 +1,4 @@
-"""Whether training waits for its data, from what the fold knows of the phases. A part of the probe of data."""
+"""Report training that waits for its data, from the fold's phase times. A part of ``fetches.DataProbe``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect.starvation import Starvation, Waited
+from torchobs.detect.starvation import DataCounters, Starvation
 from torchobs.flight.metrics.fold import Word
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ _PHASES = slice(Word.PHASE_TIME, Word.PHASE_TIME + len(catalog.PHASES))
 _DATA = Word.PHASE_TIME + catalog.PHASES.index("data")
 
 
-class Starving:
-    """For the sampler thread."""
+class StarvationWatch:
+    """Updates the gauge and writes the event, in the sampler thread."""
 
     def __init__(self, context: ProbeContext, clock: Callable[[], float] = monotonic) -> None:
         self._context, self._clock, self._judge = context, clock, Starvation()
@@ -28,9 +28,9 @@ class Starving:
             self._cell.set(0.0)
 
     def sample(self) -> None:
-        """Look at the counters; show and tell what they say."""
+        """Judge the counters; record a changed verdict."""
         totals, before = self._context.writer.table.core.totals, self._judge.starved
-        seen = Waited(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
+        seen = DataCounters(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
         if not self._judge.judge(seen):
             return
         if self._cell is not None:

@@ -1,9 +1,9 @@
-"""Clipping: what ``clip_grad_norm_`` knows of the gradients before it changes them, and what it, or clipping by value, does.
+"""Observe gradient clipping: take the norms that ``clip_grad_norm_`` computes, and record whether gradients were clipped.
 
 ``clip_grad_norm_`` is imported by name everywhere, but looks ``_get_total_norm`` and ``_clip_grads_with_norm_`` up in its own
 module when it is called (torch ≥ 2.6; older ones are measured after clipping). ``torch.nn.utils`` has the same two under
 public names, FSDP1 a method of its own. The norm of each tensor comes free from the ``_foreach_norm`` that the total is made
-of. A DTensor's total would need a collective: there the shards are measured. Inside a compiled region nothing is seen.
+of. A DTensor's total would need a collective: there the shards are measured. Compiled regions are not observed.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ _KEPT = 8
 _L2 = 2.0
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _EACH_NS = 500_000_000
-"""Norms of single tensors are shown, not recorded: two a second are enough, unless the interval is the user's"""
-_BELIEVED = 64
-"""Steps for which the one optimizer is believed to have as many gradients as were clipped the last time"""
+"""Norms of single tensors are gauges, not recorded by step: two a second are enough, unless the user sets the interval"""
+_TRUSTED_STEPS = 64
+"""Steps for which the only optimizer is assumed to have as many gradients as were clipped the last time"""
 _SUSPICIOUS = 1e-15
 """Below, squares may have been lost (``norms.TINY``)"""
 
 
 @dataclass(slots=True)
 class Clipping:
-    """What a call told of ``grads`` gradients."""
+    """Result of one clipping call on ``grads`` gradients."""
 
     grads: int
     total: Any = None
-    """their norm: a number, a tensor on a device, or ``None`` where it is distributed"""
+    """Their norm: a number, a tensor on a device, or ``None`` if it is distributed"""
     each: Measurement | None = None
-    """by the gradients' ids, of a step that is due"""
+    """Their norms by the gradients' ids, in a step that is due"""
     limit: float = inf
     first: int = 0
     """id of the first gradient"""
     scaling: int = 0
-    """how many losses had been scaled by then"""
+    """How many losses had been scaled by then"""
     scale: Any = None
-    """the loss scale, a number or a device's tensor, that the gradients still had in them"""
+    """The loss scale that the gradients still contained, a number or a tensor on a device"""
 
 
 class ClipWatch:
-    """Wraps clipping. ``measure`` is given gradients' ids and gradients, in steps that are due before anything has changed."""
+    """Wraps clipping functions. ``measure`` gets the gradients' ids and the gradients before clipping, in due steps."""
 
     def __init__(self, context: ProbeContext, pace: SamplingInterval, measure: Measure, devices: Devices) -> None:
         self._context, self._pace, self._measure, self._devices = context, pace, measure, devices
@@ -70,26 +70,26 @@ class ClipWatch:
         self._patches: list[Patch] = []
         self._fsdp: MetaPathFinder | None = None
         self.limit: float | None = None
-        """the threshold of the last clipping by norm"""
+        """The threshold of the last clipping by norm"""
         self.value: float | None = None
-        """the same by value"""
+        """The threshold of the last clipping by value"""
         self._clamped = False
         self._each_ns = 0
         self._covered: tuple[int, int, int] = (0, -1, 0)
-        """An optimizer's id, its number of gradients, and the step until which that is believed"""
+        """An optimizer's id, its number of gradients, and the step until which that is assumed"""
         self._noted: float | None = None
-        """The total that stands in the step's record already, before its clipping was seen"""
+        """The total norm that was added to the step's record before its clipping was observed"""
         self._noted_in = -1
         self.misused: tuple[float, float] | None = None
-        """Limit and scale of a clipping of gradients that had the scale in them"""
+        """Limit and loss scale of a clipping of scaled gradients"""
 
     def install(self, breaker: CircuitBreaker) -> None:
-        """Wrap what this torch has of it."""
+        """Wrap the clipping functions that this torch has."""
         import torch  # torch is optional until training begins
 
         from torchobs.probes.core.capture_results import CapturedResults
 
-        self._torch, self._breaker, self._intercepted = torch, breaker, CapturedResults
+        self._torch, self._breaker, self._captured_results = torch, breaker, CapturedResults
         self._graph_being_made = graph_being_made()
         utils, clip = torch.nn.utils, torch.nn.utils.clip_grad
         for name, alias, watched in (
@@ -111,41 +111,41 @@ class ClipWatch:
         self._fsdp = after_import(_FSDP, breaker.guard(self._watch_fsdp))
 
     def remove(self) -> None:
-        """Put everything back. Idempotent."""
+        """Undo the patches. Idempotent."""
         if self._fsdp is not None:
             cancel(self._fsdp)
         for patch in reversed(self._patches):
             patch.undo()
 
     def take(self, optimizer: Any, count: Callable[[Any, int], int]) -> Clipping | None:
-        """Return what the last call told of as many gradients as the optimizer has, once; older ones are forgotten.
+        """Return, once, the last clipping of as many gradients as the optimizer has; older ones are dropped.
 
-        ``count``: asked for the optimizer's gradients, with the number expected.
+        ``count``: called for the optimizer's number of gradients, with the number expected.
         """
         seen = self._seen
         for index in range(len(seen) - 1, -1, -1):
             if count(optimizer, seen[index].grads) == seen[index].grads:
-                self._covered = id(optimizer), seen[index].grads, self._context.recorder.step + _BELIEVED
+                self._covered = id(optimizer), seen[index].grads, self._context.recorder.step + _TRUSTED_STEPS
                 self._seen = [other for other in seen if other.grads != seen[index].grads]
                 return seen[index]
         return None
 
     def has_noted(self, step: int) -> bool:
-        """Return True if the norm of the step after that many stands in its record already."""
+        """Return True if the record of the step after ``step`` has its norm already."""
         return self._noted_in == step
 
     def unscales(self, optimizer: Any, scale: Any) -> None:
-        """The optimizer's gradients are about to be divided by the scale: what was clipped of them still had it in it."""
+        """Mark clippings of scaled gradients, when the optimizer's gradients are about to be divided by the scale."""
         seen = [each for each in self._seen if each.scale is None and each.scaling == self._context.scalings]
         if not seen:
-            return  # as it should be
+            return  # correct use: they were unscaled first
         gradients = {id(parameter.grad) for group in optimizer.param_groups for parameter in group["params"]}
         for each in seen:
             if each.first in gradients:
                 self.mark_scaled(each, scale)
 
     def mark_scaled(self, clipping: Clipping, scale: Any) -> None:
-        """This clipping was of scaled gradients: it shows by the norm as it was whether it clipped; the record's is divided."""
+        """Note that clipped gradients were scaled: the limit applies to the scaled norm, the record gets the unscaled."""
         limit, clipping.limit = clipping.limit, inf
         if limit < inf:
             self.decide(clipping.total, lambda value: limit < value < inf)
@@ -158,7 +158,7 @@ class ClipWatch:
             self.misused = limit, scale
 
     def forget(self) -> None:
-        """What was clipped was inside a closure."""
+        """Drop the clippings, which were inside a closure."""
         self._seen = []
 
     def take_clamped(self) -> bool:
@@ -188,20 +188,20 @@ class ClipWatch:
         return get_total_norm
 
     def _intercept(self, tensors: list[Any], norm_type: Any) -> CapturedResults | None:
-        """Return what catches the norms of the tensors, in a step that is due."""
+        """Return a capture of the tensors' norms, in a step that is due."""
         due = float(norm_type) == _L2 and tensors and self._pace.would_be_due(self._context.recorder.step)
         if due and self._pace.fixed is None:
             now_ns = monotonic_ns()
             due = now_ns >= self._each_ns
             self._each_ns = now_ns + _EACH_NS if due else self._each_ns
-        return self._intercepted(self._torch._foreach_norm) if due and self._are_plain(tensors) else None
+        return self._captured_results(self._torch._foreach_norm) if due and self._are_plain(tensors) else None
 
     def _are_plain(self, tensors: Iterable[Any]) -> bool:
         tensor_type = self._torch.Tensor
         return all(type(tensor) is tensor_type for tensor in tensors)
 
     def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
-        """The total norm was computed: of all gradients, unless the optimizer turns out to have more."""
+        """Take a total norm: that of all gradients, unless the optimizer turns out to have more."""
         if float(norm_type) != _L2 or not tensors:
             return
         begun_ns = monotonic_ns()
@@ -210,8 +210,8 @@ class ClipWatch:
             self._measure_shards(tensors, made)
         elif norm.is_cpu:
             made.total = norm.item()
-            if seen is None and self._is_believed(made):
-                # as the optimizer's hook would do it, at a tenth of the cost
+            if seen is None and self._is_trusted(made):
+                # what the optimizer's hook would do, at a tenth of the cost
                 self._noted, self._noted_in = made.total, self._context.recorder.step
                 self._context.recorder.add_norm(made.total, 1.0, within_step=True)
                 return
@@ -219,13 +219,13 @@ class ClipWatch:
                 made.each = self._measure(*_keyed(tensors))
                 made.total = made.each.total() if made.each is not None else made.total
         elif self._devices.cuda.capturing():
-            return  # held, it would keep the graph's own memory
+            return  # a reference would keep the graph's memory
         else:
             made.total = norm.detach()
         if seen is not None and made.each is None:
             keys, norms = seen.keys_and_results()
             self._pace.spend(seen.spent_ns)
-            whole = len(norms) == len(tensors)  # else it was done without foreach
+            whole = len(norms) == len(tensors)  # else computed without foreach
             made.each = from_norms(self._torch, keys, norms, self._devices) if whole else self._measure(*_keyed(tensors))
         if made.each is not None:
             self._pace.spend(monotonic_ns() - begun_ns)
@@ -234,8 +234,8 @@ class ClipWatch:
     def _clipping(self, gradients: list[Any]) -> Clipping:
         return Clipping(len(gradients), first=id(gradients[0]), scaling=self._context.scalings)
 
-    def _is_believed(self, made: Clipping) -> bool:
-        """Return True if this is for sure the norm of all that the one optimizer is about to use."""
+    def _is_trusted(self, made: Clipping) -> bool:
+        """Return True if this is certainly the norm of all gradients that the only optimizer is about to use."""
         recorder, (optimizer, grads, until) = self._context.recorder, self._covered
         fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until and not self._context.scaled
         return fits and not self._seen and _SUSPICIOUS < made.total < inf
@@ -246,9 +246,7 @@ class ClipWatch:
 
     def _keep(self, made: Clipping) -> None:
         recorder = self._context.recorder
-        if (
-            self._noted_in == recorder.step
-        ):  # it was clipped once more in the same step: the hook is going to add the later norm
+        if self._noted_in == recorder.step:  # clipped again in the same step: the hook will add the later norm
             recorder.values.norm_squared, self._noted_in = recorder.values.norm_base, -1
         self._seen, self._noted = [*self._seen[1 - _KEPT :], made], None
         self._context.norm_due = 0
@@ -276,9 +274,9 @@ class ClipWatch:
         return clip_grads_with_norm_
 
     def _intercept_clamp(self, total: Any) -> CapturedResults | None:
-        """A distributed total is added up inside, by the user's own call: the coefficient made of it is complete."""
+        """Return a capture of the clipping coefficient of a distributed total, which is complete."""
         distributed = isinstance(total, self._torch.Tensor) and type(total) is not self._torch.Tensor
-        return self._intercepted(self._torch.clamp) if distributed else None
+        return self._captured_results(self._torch.clamp) if distributed else None
 
     def _note_clip(self, max_norm: Any, total: Any, seen: CapturedResults | None = None) -> None:
         self.limit = limit = float(max_norm)
@@ -296,12 +294,12 @@ class ClipWatch:
         if last is not None and last.total is not None and last.limit == inf:
             last.limit = limit
             if not isinstance(last.total, float):
-                return  # known when its norm is
+                return  # decided when its norm arrives
             total = last.total
         self.decide(total, lambda value: limit < value < inf)
 
     def decide(self, value: Any, clipped: Callable[[float], bool]) -> None:
-        """Flag the step in progress if the value says so, be it now or when a device has delivered it."""
+        """Flag the step in progress if ``clipped(value)``, now or when a device has delivered the value."""
         recorder = self._context.recorder
         step = recorder.step + 1
         is_tensor = isinstance(value, self._torch.Tensor)

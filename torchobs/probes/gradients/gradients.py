@@ -1,10 +1,10 @@
-"""The L2 norms of the gradients, in total and by layer, as the optimizer finds them, unscaled; before clipping by norm.
+"""Measure the L2 norms of the gradients, in total and by layer, as the optimizer gets them: unscaled, before clipping by norm.
 
 **When**: without a closure in the pre hook (SGD with momentum, nesterov and foreach changes ``p.grad`` in its step; a fused
 optimizer with a loss scaler unscales in its step), with one when the outermost backward inside the step returns.
-**How often**: every step where that is cheap enough, else every n-th, so that the norms' own time stays within half of
-the overhead budget; the interval in use is a metric. Where ``clip_grad_norm_`` computes norms anyway they are taken from there.
-**Then** the sampler thread makes series by layer of the last step measured (``findings``).
+**How often**: every step if that is cheap enough, else every n-th, so that the norms' own time stays within half of the
+overhead budget; the interval in use is a metric. Norms that ``clip_grad_norm_`` computes anyway are taken from there.
+**Then** the sampler thread updates the series by layer from the last measured step (``publish``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.measurement import Devices, measure, scaled
 from torchobs.probes.gradients.norms import largest
 from torchobs.probes.gradients.pending_norms import PendingNorms
-from torchobs.probes.gradients.publish import Findings
+from torchobs.probes.gradients.publish import GradientPublisher
 from torchobs.probes.gradients.updates import UpdateWatch
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _RECOUNT_EVERY = 64
 _ROUNDING = 2.0**-8
-"""bfloat16's: what a limit becomes in the gradient's own type"""
+"""bfloat16's relative rounding, for a limit in the gradient's own type"""
 
 
 class GradientProbe:
@@ -44,8 +44,8 @@ class GradientProbe:
     def __init__(self) -> None:
         self._clip: ClipWatch | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        self._under_way = PendingNorms()
-        self._misuse_told = False
+        self._pending = PendingNorms()
+        self._misuse_reported = False
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -55,14 +55,14 @@ class GradientProbe:
         self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         fixed = context.settings.grad_interval
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
-        self._findings = Findings(context)
-        self._updates = UpdateWatch(context, self._findings.layers)
+        self._publisher = GradientPublisher(context)
+        self._updates = UpdateWatch(context, self._publisher.layers)
         breaker = context.breaker(self.name)
         context.before_step.append((self.name, breaker.guard(self._before_step)))
         context.after_closure_backward.append((self.name, breaker.guard(self._after_backward)))
-        context.clipped_by_hand = breaker.guard(self._take_clipping)
-        context.watched = breaker.guard(self._findings.layers.names.watch)
-        self._findings.layers.names.built.install(context, breaker)
+        context.manual_step_ended = breaker.guard(self._take_clipping)
+        context.watched = breaker.guard(self._publisher.layers.names.watch)
+        self._publisher.layers.names.built_modules.install(context, breaker)
         context.norm_due = 0
         self._clip = ClipWatch(context, self._pace, self._measure_clipped, self._devices)
         self._clip.install(breaker)
@@ -72,36 +72,36 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         if self._clip is not None:
             self._clip.remove()
-            self._findings.layers.names.built.remove()
+            self._publisher.layers.names.built_modules.remove()
             self._context.watched, self._context.norm_due = None, sys.maxsize
-            self._context.clipped_by_hand = self._context.unscales = None
+            self._context.manual_step_ended = self._context.unscales = None
 
     def sample(self) -> None:
-        """Write the norms of ended steps whose values have arrived from a device; show what was found."""
+        """Write norms of ended steps that have arrived from a device; publish measurements."""
         recorder = self._context.recorder
-        for step, norm, clipped in self._under_way.take(recorder.step):
+        for step, norm, clipped in self._pending.take(recorder.step):
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
-        self._findings.show(self._pace, self._clip)
+        self._publisher.show(self._pace, self._clip)
         self._updates.show()
-        if self._clip is not None and self._clip.misused is not None and not self._misuse_told:
-            self._tell_misuse(*self._clip.misused)
+        if self._clip is not None and self._clip.misused is not None and not self._misuse_reported:
+            self._report_misuse(*self._clip.misused)
 
-    def _tell_misuse(self, limit: float, scale: float) -> None:
-        """Say once that gradients were clipped with the loss scale in them."""
-        self._misuse_told, context = True, self._context
+    def _report_misuse(self, limit: float, scale: float) -> None:
+        """Report once that gradients were clipped with the loss scale in them."""
+        self._misuse_reported, context = True, self._context
         context.writer.event(catalog.EVENT_AMP_CLIPPED_SCALED.name, {"limit": limit, "scale": scale}, context.recorder.step)
         if context.warn_limited is not None:
             so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
             context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
 
     def observe(self) -> None:
-        """Show all that is known so far, names looked for."""
-        self._findings.show(self._pace, self._clip, now=True)
+        """Publish all that is known so far, and look for missing names."""
+        self._publisher.show(self._pace, self._clip, now=True)
         self._updates.show()
 
     def level_changed(self, level: int) -> None:
         """See :class:`~torchobs.probes.core.context.Levelled`."""
-        self._findings.set_level(level)
+        self._publisher.set_level(level)
         self._updates.set_level(level)
         self._context.norm_due = 0
 
@@ -118,7 +118,7 @@ class GradientProbe:
         pace.spend_later(self._devices.take_ns())
         due = pace.is_due(context.recorder.step)
         if clipping is not None:
-            self._take_over(clipping, optimizer, due=due)
+            self._use_clipping_norm(clipping, optimizer, due=due)
         elif due and not (self._clip is not None and self._clip.has_noted(context.recorder.step)):
             self._measure(optimizer, begun_ns, within=False)
         if self._updates.level:
@@ -130,11 +130,11 @@ class GradientProbe:
         self._pace.spend_later(self._devices.take_ns())
         if optimizer is not None and self._pace.is_due(self._context.recorder.step):
             self._measure(optimizer, begun_ns, within=True)
-        # only now: another probe may have put the next look off, and the next optimizer may have no closure
+        # last, since another probe may have changed it, and the next optimizer may have no closure
         self._context.norm_due = min(self._pace.due_at, self._updates.due_at)
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
-        """A step by hand has ended, of so many gradients: clipping, which comes after the measuring, knows their norm."""
+        """Take the norm of a manual step from its clipping, which comes after the measurement."""
         clip, values = self._clip, self._context.recorder.values
         clipping = clip.take(parameters, lambda *_: count) if clip is not None else None
         if clip is not None:
@@ -144,19 +144,19 @@ class GradientProbe:
             self._context.recorder.add_norm(clipping.total, 1.0, within_step=False)
 
     def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
-        """Count its gradients, now and then: parameters are seldom frozen or thawed."""
+        """Return its number of gradients, counted now and then: parameters are seldom frozen or thawed."""
         count, against, age = self._counts.get(optimizer, (0, -1, 0))
         if age >= _RECOUNT_EVERY or expected not in {against, count}:
-            count, against, age = len(_with_gradient(optimizer)), expected, 0
+            count, against, age = len(_parameters_with_gradient(optimizer)), expected, 0
         self._counts[optimizer] = (count, against, age + 1)
         return count
 
     def _measure(self, optimizer: torch.optim.Optimizer, begun_ns: int, *, within: bool) -> None:
-        parameters = _with_gradient(optimizer)
+        parameters = _parameters_with_gradient(optimizer)
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
-        scale = scale if isinstance(scale, self._torch.Tensor) else None  # what others call so is something else
-        suspects = self._findings.suspects
+        scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
+        suspects = self._publisher.suspects
         made = (
             measure(self._torch, list(map(id, parameters)), gradients, scale, suspects, self._devices) if parameters else None
         )
@@ -167,20 +167,20 @@ class GradientProbe:
         self._pace.spend(monotonic_ns() - begun_ns)
 
     def _measure_clipped(self, keys: list[int], gradients: list[Any]) -> Measurement | None:
-        """Measure what is about to be clipped, or was not computed right for it."""
-        return measure(self._torch, keys, gradients, None, self._findings.suspects, self._devices)
+        """Measure gradients that are about to be clipped, or whose norm may be inexact."""
+        return measure(self._torch, keys, gradients, None, self._publisher.suspects, self._devices)
 
-    def _take_over(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
-        """Clipping has computed this step's norm."""
+    def _use_clipping_norm(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
+        """Use the norm that clipping has computed in this step."""
         scale = getattr(optimizer, "grad_scale", None)
         if self._clip is not None and clipping.scale is None and isinstance(scale, self._torch.Tensor):
-            self._clip.mark_scaled(clipping, scale)  # a fused optimizer divides in its step
+            self._clip.mark_scaled(clipping, scale)  # a fused optimizer unscales in its step
         total, each = clipping.total, clipping.each
         if clipping.scale is not None:
             total = self._unscaled(clipping)
         if each is not None:
             begun_ns = monotonic_ns()
-            names = {id(parameter.grad): id(parameter) for parameter in _with_gradient(optimizer)}
+            names = {id(parameter.grad): id(parameter) for parameter in _parameters_with_gradient(optimizer)}
             each.keys = [names.get(key, 0) for key in each.keys]
             each.faults = [fault._replace(key=names.get(fault.key, 0)) for fault in each.faults]
             if due or each.faults:
@@ -195,7 +195,7 @@ class GradientProbe:
             self._record(each, within=False)
 
     def _unscaled(self, clipping: Clipping) -> Any:
-        """Return the total norm without the loss scale that was still in it; put the scale beside the norms of each."""
+        """Return the unscaled total norm; store the scale with the single norms."""
         scale, total, each = clipping.scale, clipping.total, clipping.each
         if isinstance(scale, float):
             if each is not None:
@@ -208,22 +208,22 @@ class GradientProbe:
     def _expect(self, norm: torch.Tensor, limit: float) -> None:
         arriving: list[float] = []
         if self._context.device.take(norm, arriving.append):
-            self._under_way.add(self._context.recorder.step + 1, lambda: arriving[0] if arriving else None, limit)
+            self._pending.add(self._context.recorder.step + 1, lambda: arriving[0] if arriving else None, limit)
 
     def _record(self, made: Measurement, *, within: bool) -> None:
-        """Put the total into the step's record, or into a later one when a device has delivered it."""
+        """Record the total, in a later record if a device has yet to deliver it."""
         recorder = self._context.recorder
         if made.arriving:
-            self._under_way.add(recorder.step + 1, lambda: made.total() if made.arrived() else None, anew=within)
+            self._pending.add(recorder.step + 1, lambda: made.total() if made.arrived() else None, anew=within)
         else:
             recorder.add_norm(made.total(), made.scale, within_step=within)
 
     def _keep(self, made: Measurement, optimizer: torch.optim.Optimizer, *, within: bool) -> None:
         made.optimizer = weakref.ref(optimizer)
-        self._findings.add(self._context.recorder.step + 1, made, anew=within)
+        self._publisher.add(self._context.recorder.step + 1, made, anew=within)
 
     def _look_for_clamping(self, gradients: list[Any]) -> None:
-        """A gradient that was clipped by value has elements as large as the limit."""
+        """Flag the step if gradients have reached the limit of clipping by value."""
         clip = self._clip
         if clip is not None and clip.take_clamped() and clip.value is not None:
             limit = clip.value * (1.0 - _ROUNDING)
@@ -231,5 +231,5 @@ class GradientProbe:
                 clip.decide(largest(gradients), lambda value: value >= limit)
 
 
-def _with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _parameters_with_gradient(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -1,11 +1,11 @@
-"""The gradient's norm by layer: of the layers that matter most a series each, of the rest one, ``other``.
+"""Publish gradient norms by layer: a series for each of the most important layers, and one, ``other``, for the rest.
 
-A layer is a module's path: a weight and its bias are one, for people think in modules, and it halves the series. All layers'
-norms come with the total one (it is made of them), so there is no rotation among them; this turns the numbers that the
-training thread left into series, in the sampler thread, once a second.
+A layer is a module's path: a weight and its bias are one, for people think in modules, and it halves the series. The norms of
+all layers come with the total (it is made of them), so all are measured at once; the sampler thread updates the series once a
+second from the numbers that the training thread has recorded.
 
-Which layers: the largest, but for a quarter of the room, which those have that were anomalous last: not finite, or far
-above their own past.
+The largest layers are chosen; a quarter of the series is reserved for those most recently anomalous: not finite, or far above
+their own past.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 WIDER = 4
-"""At level advanced and above so many times the layers have series."""
+"""Factor of the number of layers with a series at level advanced and above"""
 LEAP, SEEN = 8.0, 20
-"""A layer is anomalous at 8 times its usual norm (as the total: ``flight.metrics.fold``), once 20 values were seen"""
+"""A layer is anomalous at 8 times its usual norm, after at least 20 values"""
 _SMOOTHING = 0.1
 _MOST_PLANS = 4096
 
@@ -41,9 +41,9 @@ class TrackedLayer:
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = 0
-        """Elements of its parameters"""
+        """Number of elements of its parameters"""
         self.anomalous = 0
-        """The step in which it was so last, 0: never"""
+        """The step in which it was anomalous last, 0: never"""
         self.usual = 0.0
         self.seen = 0
         self.parameters: dict[int, Any] = {}
@@ -59,7 +59,7 @@ class TrackedLayer:
             self.usual += (bounded - self.usual) * max(_SMOOTHING, 1.0 / self.seen)
 
     def begin_model(self) -> bool:
-        """Forget its past and the parameters that are gone; tell whether any are left."""
+        """Drop its baseline and deleted parameters; return True if any parameters are left."""
         self.usual, self.seen, self.anomalous = 0.0, 0, 0
         alive = {key: parameter for key, known in self.parameters.items() if (parameter := known()) is not None}
         self.parameters = {key: self.parameters[key] for key in alive}
@@ -68,7 +68,7 @@ class TrackedLayer:
 
 
 def choose(layers: Iterable[TrackedLayer], room: int) -> list[TrackedLayer]:
-    """Return the layers that get a series each: at most a quarter of the room for anomalies, the rest for size."""
+    """Return the layers that get a series: at most a quarter of ``room`` for recent anomalies, the rest by size."""
     by_size = sorted(layers, key=lambda layer: layer.size, reverse=True)
     if len(by_size) <= room:
         return by_size
@@ -78,7 +78,7 @@ def choose(layers: Iterable[TrackedLayer], room: int) -> list[TrackedLayer]:
 
 
 class Layers:
-    """All layers that were measured, and the series of some of them."""
+    """All measured layers, and the series of the chosen ones."""
 
     def __init__(self, table: Table, room: int, yield_gil: Callable[[], None]) -> None:
         self._table, self.room = table, room
@@ -95,7 +95,7 @@ class Layers:
         self._zero = table.cell(catalog.GRAD_ZERO, {})
 
     def find(self, measurement: Measurement, *, now: bool = False) -> list[TrackedLayer] | None:
-        """Return the layer of each gradient measured; ``None`` while their names are being looked for."""
+        """Return the layer of each gradient measured; ``None`` while names are still being looked for."""
         keys = tuple(measurement.keys)
         plan = self._plans.get(keys)
         if plan is not None:
@@ -116,7 +116,7 @@ class Layers:
         return plan
 
     def show(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> bool:
-        """Show one step's norms; tell whether their layers were known."""
+        """Publish one step's norms; return True if their layers were known."""
         norms: dict[TrackedLayer, float] = {}
         zeros = count = 0
         for measurement in measurements:
@@ -137,13 +137,13 @@ class Layers:
         return True
 
     def begin_model(self) -> None:
-        """Another model is trained: forget the layers of those that are gone, and what was usual in the others."""
+        """Drop the layers of deleted models, and the baselines of all others."""
         self._plans.clear()
         self._layers = {name: layer for name, layer in self._layers.items() if layer.begin_model()}
         self._choose()
 
     def note_faults(self, measurement: Measurement, step: int) -> list[TrackedLayer]:
-        """Return the layers whose gradients were not finite, in the parameters' order; they are anomalous now."""
+        """Return the layers with non-finite gradients, in the parameters' order, and mark them as anomalous."""
         layers = dict(zip(measurement.keys, self.find(measurement, now=True) or (), strict=False))
         found = list(dict.fromkeys(layers[fault.key] for fault in measurement.faults if fault.key in layers))
         for layer in found:
@@ -151,7 +151,7 @@ class Layers:
         return found
 
     def set_layer(self, metric: catalog.Metric, name: str, value: float) -> None:
-        """Show a value of one of the chosen layers."""
+        """Set a value of one of the chosen layers."""
         cell = self._cells.get((metric.name, name)) or self._table.cell(metric, {"layer": name}, LAYERS)
         if cell is not None:
             self._cells[metric.name, name] = cell
@@ -178,7 +178,7 @@ class Layers:
         return self._layers.setdefault(name, TrackedLayer(name))
 
     def _choose(self) -> None:
-        """Choose again. A series is never taken back, only emptied: at most twice as many are made as there is room for."""
+        """Update the choice. A series is never removed, only set to NaN; at most twice as many are made as chosen."""
         wanted = choose(self._layers.values(), self.room)
         if len(self._made | {layer.name for layer in wanted}) > 2 * self.room:
             return
@@ -200,5 +200,5 @@ class Layers:
             self._show_norm(OTHER, hypot(*norms.values()))
 
     def _show_norm(self, name: str, norm: float) -> None:
-        if isfinite(norm):  # as with the total: what is not is counted, and the last finite one stays
+        if isfinite(norm):  # non-finite ones are counted, and the last finite one stays, as with the total
             self.set_layer(catalog.GRAD_LAYER_NORM, name, norm)

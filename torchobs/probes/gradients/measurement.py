@@ -1,4 +1,4 @@
-"""One measurement of an optimizer's gradients: the norm of each, read at once on the CPU, on its way from a device."""
+"""Measure the norm of each of an optimizer's gradients: at once on the CPU, asynchronously on a device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torchobs.probes.core.pinned_buffers import Device, DeviceEvent, PendingCopy
 
 _MOST_TIMED = 64
-"""Measurements under way whose time is known later; a device that is further behind tells of the last ones"""
+"""Pending device timings that are kept; of a device that is further behind, the last ones"""
 
 
 class NonFiniteGradient(NamedTuple):
-    """A gradient that is not finite. ``nans`` and ``infinities`` count elements; on a device only their sum is known."""
+    """A non-finite gradient. ``nans`` and ``infinities`` count elements; on a device only their sum is known."""
 
     key: int
     norm: float
@@ -30,23 +30,23 @@ class NonFiniteGradient(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """CUDA events around a device's part of a measurement, for the training thread alone (``landing``)."""
+    """CUDA events around a device's part of a measurement; queried in the training thread only (``pinned_buffers``)."""
 
     begun: DeviceEvent
     done: DeviceEvent
 
 
 class Devices:
-    """What measuring on devices needs: where the numbers arrive, and how long it took, for who wants to know."""
+    """Resources for measuring on devices: the pool of copies, and device timings."""
 
-    __slots__ = ("cuda", "landings", "timings")
+    __slots__ = ("copies", "cuda", "timings")
 
     def __init__(self, cuda: Device) -> None:
-        self.cuda, self.landings = cuda, PendingCopies(cuda)
+        self.cuda, self.copies = cuda, PendingCopies(cuda)
         self.timings: deque[Timing] = deque(maxlen=_MOST_TIMED)
 
     def take_ns(self) -> int:
-        """Return the devices' time for what they have finished since the last call. In the training thread; never waits."""
+        """Return the device time in ns of work finished since the last call. In the training thread; never waits."""
         spent_ns = 0
         if self.timings and not self.cuda.capturing():
             while self.timings and self.timings[0].done.query():
@@ -56,39 +56,39 @@ class Devices:
 
 
 class Arriving(NamedTuple):
-    """Numbers under way."""
+    """Numbers that are being copied from a device."""
 
     numbers: PendingCopy
     order: list[int]
-    """which gradients the first ones are the norms of"""
+    """Indices of the gradients that the first numbers are the norms of"""
     counted: list[int]
-    """which gradients the next ones are the non-finite elements of"""
+    """Indices of the gradients that the next numbers count the non-finite elements of"""
     scaled: bool
-    """whether the last one is the loss scale"""
+    """Whether the last number is the loss scale"""
 
 
 @dataclass(slots=True)
 class Measurement:
-    """The norms of some gradients. ``keys``: the parameters' ids (or their gradients', while only those are known)."""
+    """The norms of some gradients. ``keys``: ids of the parameters, or of the gradients as long as only those are known."""
 
     keys: list[int]
     weights: list[float] | None
     ranks: int
     norms: list[float] = field(default_factory=list)
-    """as they are, the loss scale included; in the order of ``keys``, once arrived"""
+    """The norms, loss scale included, in the order of ``keys``; complete once arrived"""
     faults: list[NonFiniteGradient] = field(default_factory=list)
     scale: float = 1.0
     optimizer: ref[Any] | None = None
     arriving: list[Arriving] = field(default_factory=list)
 
     def arrived(self) -> bool:
-        """Return True if all is known."""
+        """Return True if all numbers have arrived."""
         if self.arriving and all(one.numbers.ready() for one in self.arriving):
             self._receive()
         return not self.arriving
 
     def total(self) -> float:
-        """Return the norm of all of them, unscaled."""
+        """Return the total norm, unscaled."""
         return hypot(*self.weighted())
 
     def weighted(self) -> list[float]:
@@ -117,10 +117,10 @@ class Measurement:
 def measure(
     torch: Any, keys: Sequence[int], gradients: Sequence[Any], scale: Any, suspects: frozenset[int], devices: Devices
 ) -> Measurement | None:
-    """Measure them; ``None`` where that cannot be: a graph is being captured, another device than CPU and CUDA has them, fakes.
+    """Measure gradients; ``None`` during graph capture, on a device other than CPU and CUDA, or for fake tensors.
 
-    ``scale``: the loss scale they still contain, a tensor, or ``None``. ``suspects``: keys whose non-finite elements a device
-    shall count, which costs six more passes over each; on the CPU they are counted wherever a norm says so.
+    ``scale``: the loss scale they still contain, a tensor, or ``None``. ``suspects``: keys whose non-finite elements are
+    counted on a device, which costs six more passes over each; on the CPU they are counted whenever a norm is not finite.
     """
     keys, tensors, weights, ranks = local(keys, gradients)
     made = Measurement(keys, weights, ranks)
@@ -136,7 +136,7 @@ def measure(
 
 
 def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) -> Measurement | None:
-    """Make one of norms that somebody else has computed, each a tensor without dimensions; all of the same device."""
+    """Return a measurement of norms computed elsewhere (zero-dimensional); ``None`` on several devices or in a capture."""
     made, first = Measurement(keys, None, 1), norms[0]
     if first.is_cpu:
         made.norms = [norm.item() for norm in norms]
@@ -147,7 +147,7 @@ def from_norms(torch: Any, keys: list[int], norms: list[Any], devices: Devices) 
         if devices.cuda.capturing():
             return None
         same = len({norm.dtype for norm in norms}) == 1
-        numbers = devices.landings.send(torch.stack(norms if same else [norm.double() for norm in norms]))
+        numbers = devices.copies.send(torch.stack(norms if same else [norm.double() for norm in norms]))
     made.arriving.append(Arriving(numbers, list(range(len(norms))), [], scaled=False))
     return made
 
@@ -173,7 +173,7 @@ def _from_devices(
 
 
 def _measure_here(made: Measurement, indices: list[int], tensors: list[Any]) -> None:
-    """Those that the CPU has."""
+    """Measure the tensors on the CPU."""
     for index, tensor, norm in zip(indices, tensors, host_norms(tensors), strict=True):
         made.norms[index] = norm
         if not isfinite(norm):
@@ -183,7 +183,7 @@ def _measure_here(made: Measurement, indices: list[int], tensors: list[Any]) -> 
 def _send(
     torch: Any, tensors: list[Any], indices: list[int], counted: list[tuple[int, Any]], scale: Any, devices: Devices
 ) -> Arriving:
-    """Have the current device compute what is asked of its tensors, which have these indices, and send it."""
+    """Compute norms, counts and scale on the current device and start to copy them. ``indices`` are the tensors'."""
     begun = devices.cuda.event()
     vector, order = device_norms(tensors)
     more = [count_on_device(tensor) for _, tensor in counted]
@@ -191,17 +191,17 @@ def _send(
         more.append(scale.to(vector.device, non_blocking=True))
     if more:
         vector = torch.cat([vector, *(number.reshape(1).double() for number in more)])
-    numbers = devices.landings.send(vector)
+    numbers = devices.copies.send(vector)
     devices.timings.append(Timing(begun, devices.cuda.event()))
     return Arriving(numbers, [indices[place] for place in order], [index for index, _ in counted], scaled=scale is not None)
 
 
 def scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | None:
-    """Add a scale that a device has, of gradients that the CPU has (offloaded ones), or whose norms are known or under way."""
+    """Add a device's scale to a measurement with norms on the CPU (offloaded gradients), known or pending."""
     if not scale.is_cuda:
         return None
     with devices.cuda.on(scale.device):
         if devices.cuda.capturing():
             return None
-        made.arriving.append(Arriving(devices.landings.send(scale.reshape(1)), [], [], scaled=True))
+        made.arriving.append(Arriving(devices.copies.send(scale.reshape(1)), [], [], scaled=True))
     return made

@@ -1,12 +1,12 @@
-"""The L2 norm of each of many gradients: without synchronising a device, without copying what is large.
+"""Compute the L2 norm of each of many gradients without synchronising a device or copying large tensors.
 
 Measured on torch 2.13, 40 M elements, two cores: ``_foreach_norm`` on the CPU is 2.4e-3 off (16 ms); norms of rows of 1,000
 and then of those 6e-8 off (9.5 ms). bfloat16 that way is 1.3e-5 off (6.5 ms), with rows in float32 6e-8 (22 ms): the error of a
 row is unbiased. float16 rows overflow at 65,504 and cost 46 ms; in float32, a million elements at a time, 16 ms. A norm whose
-float32 square may have over- or underflowed is taken again in float64, so that inf or NaN means a gradient that is not
-finite, and 0 one whose elements are all 0. On CUDA ``_foreach_norm`` sums in float64 from the start, for there is no second
-look without waiting: each element is converted in a register (``ForeachReduceOp.cu``), where ``vector_norm`` with a ``dtype``
-makes a copy of the whole (``ReduceOpsUtils.h``, but for 16 bits to float32). A datacentre's GPU is bound by memory there.
+float32 square may have over- or underflowed is computed again in float64, so that inf or NaN means a non-finite gradient, and
+0 one with zeros only. On CUDA ``_foreach_norm`` sums in float64 from the start, since a second computation would have to wait
+for the first: each element is converted in a register (``ForeachReduceOp.cu``), where ``vector_norm`` with a ``dtype`` makes a
+copy of the whole (``ReduceOpsUtils.h``, but for 16 bits to float32). There, data-centre GPUs are memory-bound.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LARGE = 100_000
-"""Elements from which the CPU path takes a norm in two stages."""
+"""Elements from which the CPU path computes a norm in two stages."""
 _ROW, _CHUNK = 1000, 1_000_000
 _DEVICE_CHUNK = 1 << 23
-"""Elements of a device's tensor of which there may be a copy: what is launched so often is to be worth it"""
+"""Elements of a device's tensor that may be copied at once: large enough to amortise the launches"""
 _DEVICE_LARGE = 1 << 24
-"""Elements from which CUDA's norms are taken apart from those of smaller tensors: a call clears, for each of its tensors, a
+"""Elements from which CUDA's norms are computed apart from those of smaller tensors: for each tensor, a call clears a
 partial sum for each 65,536 elements of the largest one (``kChunkSize``)"""
 TINY = 1e-15
-"""A float32 norm below may have lost squares to underflow (they leave the normal range at 1e-38)."""
+"""A smaller float32 norm may have lost squares to underflow (they leave the normal range at 1e-38)."""
 
 
 class Local(NamedTuple):
@@ -35,16 +35,16 @@ class Local(NamedTuple):
     keys: list[int]
     tensors: list[Any]
     weights: list[float] | None
-    """Factors of the norms (``None``: all 1), so that the squares of ``ranks`` ranks add up to the whole"""
+    """Factors of the norms (``None``: all 1), such that the squares of all ``ranks`` ranks add up to the whole"""
     ranks: int
-    """1: every rank has the whole"""
+    """1 if every rank has the whole gradient"""
 
 
 def local(keys: Sequence[int], gradients: Sequence[Any]) -> Local:
-    """Return what there is to measure, without a collective: shards of DTensors, and nothing of what is empty or a partial sum.
+    """Return the local tensors to measure, without a collective: shards of DTensors; no empty tensors and no partial sums.
 
     With S distinct shards of a tensor among N ranks each shard is held N / S times and its square counts S / N. A plain tensor
-    beside DTensors is one that all ranks of the mesh hold. ``ranks`` is the size of the greatest mesh.
+    beside DTensors is held by all ranks of the mesh. ``ranks`` is the size of the largest mesh.
     """
     import torch  # torch is optional until training begins
 
@@ -63,7 +63,7 @@ def local(keys: Sequence[int], gradients: Sequence[Any]) -> Local:
 
 
 def _shard(gradient: Any) -> tuple[Any, int, int]:
-    """Return the local tensor (``None``: a partial sum, which only a collective could add), its shards, and its mesh's size."""
+    """Return the local tensor (``None``: a partial sum, which needs a collective), its number of shards, the mesh's size."""
     if not (hasattr(gradient, "placements") and hasattr(gradient, "device_mesh")):
         return gradient, 1, 1
     shards, mesh = 1, gradient.device_mesh
@@ -99,10 +99,10 @@ def host_norms(tensors: Sequence[Any]) -> list[float]:
 
 
 def device_norms(tensors: Sequence[Any]) -> tuple[Any, list[int]]:
-    """Return the norms as one float64 tensor on the tensors' device, and which tensor each is of. Never waits.
+    """Return the norms as one float64 tensor on the tensors' device, and the index of the tensor for each. Never waits.
 
-    A sparse gradient that is not coalesced counts by its values as they are, for coalescing waits for the device: the norm is
-    then approximate. One tensor that does not lie densely would have all of its group copied, and so is taken by itself.
+    An uncoalesced sparse gradient counts with its values as they are, since coalescing waits for the device: its norm is
+    then approximate. A tensor that is not dense in memory is computed alone, since its whole group would be copied.
     """
     import torch  # torch is optional until training begins
 
@@ -129,16 +129,16 @@ def _together(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _in_parts(torch: Any, plain: Any) -> Any:
-    """Return the norm of a tensor that has to be copied for it, a part at a time."""
+    """Return the norm of a tensor that has to be copied, a part at a time."""
     dense = torch.contiguous_format
     norms = [_together(torch, [part.clone(memory_format=dense)])[0] for part in _chunks(torch, plain, _DEVICE_CHUNK)]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def count_on_device(tensor: Any) -> Any:
-    """Return how many elements are not finite, as a tensor without dimensions. Never waits.
+    """Return the number of non-finite elements as a zero-dimensional tensor. Never waits.
 
-    ``isfinite`` makes a copy of the whole (of the absolute values); a comparison takes a byte for each element.
+    ``isfinite`` copies the whole tensor (its absolute values); a comparison takes a byte for each element.
     """
     import torch  # torch is optional until training begins
 
@@ -149,7 +149,7 @@ def count_on_device(tensor: Any) -> Any:
 
 
 def count_nonfinite(tensor: Any) -> tuple[int, int]:
-    """Return how many elements are NaN and how many infinite; the tensor is on the CPU."""
+    """Return the numbers of NaN and of infinite elements of a tensor on the CPU."""
     import torch  # torch is optional until training begins
 
     nans = infinities = 0
@@ -160,13 +160,13 @@ def count_nonfinite(tensor: Any) -> tuple[int, int]:
 
 
 def largest(gradients: Sequence[Any]) -> Any:
-    """Return the greatest absolute value of all elements, a tensor without dimensions. Never waits."""
+    """Return the largest absolute value of all elements as a zero-dimensional tensor. Never waits."""
     import torch  # torch is optional until training begins
 
     tensors = [_plain(torch, tensor) for tensor in local([0] * len(gradients), gradients).tensors]
     maxima = [_maximum(torch, tensor) for tensor in tensors]
     device = next((maximum.device for maximum in maxima if not maximum.is_cpu), None)
-    if device is not None:  # one of the CPU is given as a number, not copied: that would wait
+    if device is not None:  # one on the CPU is passed as a number: a copy would wait
         maxima = [torch.full((), one.item(), device=device).double() if one.is_cpu else one.to(device) for one in maxima]
     return torch.stack(maxima).max() if maxima else torch.zeros(())
 
@@ -199,17 +199,17 @@ def _in_two_stages(torch: Any, flat: Any) -> Any:
 
 
 def _exact(torch: Any, tensor: Any) -> float:
-    """The norm in float64, a chunk at a time: no square of a float32 over- or underflows there."""
+    """Return the norm in float64, computed in chunks: no square of a float32 over- or underflows there."""
     norms = [torch.linalg.vector_norm(part.double()) for part in _chunks(torch, _plain(torch, tensor), _CHUNK)]
     return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def _chunks(torch: Any, plain: Any, most: int) -> Iterator[Any]:
-    """Cut a tensor into views of at most so many elements, one after the other: what is copied of one is gone at the next."""
+    """Yield views of at most ``most`` elements, one at a time, so that a copy of one is freed before the next."""
     dense = flat(plain)
     if dense is not None:
         for part in dense.split(most):
-            # float8 knows no norm, no isnan and no double of its own
+            # float8 has no norm, isnan or double
             yield part.float() if plain.dtype.itemsize == 1 else part
     elif len(plain) == 1:
         yield from _chunks(torch, plain[0], most)
@@ -223,7 +223,7 @@ def _chunks(torch: Any, plain: Any, most: int) -> Iterator[Any]:
 
 
 def flat(tensor: Any) -> Any:
-    """Return a view of the elements in memory order, or ``None`` where they do not lie densely (the norm knows no order)."""
+    """Return a view of the elements in memory order (norms do not depend on it), or ``None`` if they are not dense."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)
     return dense.view(-1) if dense.is_contiguous() else None

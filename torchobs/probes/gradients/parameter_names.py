@@ -1,11 +1,11 @@
-"""What the parameters are called: by the optimizer's groups, by the modules that hold them, else by no name.
+"""Find names of parameters: from the optimizer's groups, or from the modules that hold them.
 
-The modules are those given to ``torchobs.watch(model)``, those built since ``init()`` (torch tells of every parameter and child
-that a module is given), and if that is not enough those found by one look at all objects.
+The modules are those given to ``torchobs.watch(model)``, those built since ``init()`` (by torch's hooks for the registration of
+parameters and children), and if that is not enough those found by a scan of all objects.
 
-That look is ``gc.get_objects()``, in the sampler thread: of 320,000 objects it holds the GIL for 20 ms at a stretch, and the
-training thread waits for it. So it is for models that were built before, or copied, or read from a file as a whole, and happens
-at most eight times in a run. Types are asked by their ``__mro__``, never ``isinstance``, which runs code of lazy objects.
+The scan is ``gc.get_objects()``, in the sampler thread: with 320,000 objects it holds the GIL for 20 ms at a stretch, and the
+training thread waits for it. So it is used only for models that were built before, copied, or loaded as a whole, and at most
+eight times in a run. Types are checked by ``__mro__``, never ``isinstance``, which runs code of lazy objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SCANS = 8
 SCAN_AFTER_S, SCAN_AGAIN_S = 1.0, 30.0
-"""Not in the first step, which everybody waits for; a second look for parameters that came later"""
+"""Not in the first step, which users wait for; a second scan for parameters made later"""
 LONGEST = 120
 _CHUNK = 2_000
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_ddp_module"})
@@ -35,11 +35,11 @@ _PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.(original\d*)$")
 
 
 class ParameterNames:
-    """Names by parameter. For the sampler thread, but :meth:`watch`. ``yield_gil`` as of the sampler's."""
+    """Names by parameter. For the sampler thread, except :meth:`watch`. ``yield_gil``: the sampler's."""
 
     def __init__(self, yield_gil: Callable[[], None]) -> None:
-        self.built = Built()
-        self._breathe = yield_gil
+        self.built_modules = BuiltModules()
+        self._yield_gil = yield_gil
         self._names: dict[int, tuple[ref[Any], str]] = {}
         self._taken: dict[str, ref[Any]] = {}
         self._roots: list[_Root] = []
@@ -48,7 +48,7 @@ class ParameterNames:
         self._first_s = self._last_s = 0.0
 
     def watch(self, model: Any) -> None:
-        """Take the names of this module's parameters. Any thread."""
+        """Use the names of this module's parameters. Any thread."""
         self._watched.append(ref(model))
 
     def get(self, parameter: Any) -> str | None:
@@ -57,20 +57,20 @@ class ParameterNames:
         return found[1] if found is not None and found[0]() is parameter else None
 
     def take_group(self, group: dict[str, Any]) -> None:
-        """Take the names that an optimizer's group has: made from ``named_parameters()``, on torch ≥ 2.6."""
+        """Use the names in an optimizer's group: made from ``named_parameters()``, on torch ≥ 2.6."""
         names = group.get("param_names")
         if names is not None and len(names) == len(group["params"]):
             for parameter, name in zip(group["params"], names, strict=True):
                 self._name(parameter, clean(str(name)))
 
     def look_for(self, parameters: Iterable[Any], *, now: bool = False) -> bool:
-        """Try to name these; tell whether that is settled (what is nameless then stays so). ``now``: the rank is ending."""
+        """Try to name the parameters; return True if that is final (the rest stays nameless). ``now``: the rank is ending."""
         watched, self._watched = self._watched, []
         self._add_roots([module for module in (each() for each in watched) if module is not None])
         parameters = list(parameters)
         self._walk(parameters)
         if any(self.get(parameter) is None for parameter in parameters):
-            self._add_roots(roots(self.built.modules()))
+            self._add_roots(roots(self.built_modules.modules()))
             self._walk(parameters)
         missing = [parameter for parameter in parameters if self.get(parameter) is None]
         if not missing or self._scans >= MAX_SCANS:
@@ -82,7 +82,7 @@ class ParameterNames:
             return False
         self._last_s = time_s
         self._scans += 1
-        self._add_roots(roots(all_modules(self._breathe)))
+        self._add_roots(roots(all_modules(self._yield_gil)))
         self._walk(missing)
         return True
 
@@ -92,7 +92,7 @@ class ParameterNames:
         number, free = 1, name
         while (other := self._taken.get(free)) is not None and other() is not None:
             number += 1
-            free = f"model{number}.{name}"  # two models whose classes are alike, or unknown
+            free = f"model{number}.{name}"  # two models of the same class, or of unknown ones
         self._names[id(parameter)] = (ref(parameter), free)
         self._taken[free] = ref(parameter)
 
@@ -101,7 +101,7 @@ class ParameterNames:
         self._roots += [_Root(ref(module)) for module in modules if id(module) not in known]
 
     def _walk(self, parameters: list[Any]) -> None:
-        """Name those without a name by the modules that hold them; two models' are told apart by their classes."""
+        """Name parameters by the modules that hold them; several models are distinguished by their classes."""
         wanted = {id(parameter) for parameter in parameters if self.get(parameter) is None}
         found: list[tuple[_Root, Any, list[tuple[str, Any]]]] = []
         for root in self._roots if wanted else ():
@@ -118,29 +118,29 @@ class ParameterNames:
                 self._name(parameter, root.title + clean(name))
 
     def _named(self, module: Any, wanted: set[int]) -> list[tuple[str, Any]]:
-        """Return those of a module's parameters that are wanted. One that is being changed meanwhile has none this time."""
+        """Return the wanted ones of a module's parameters; none if the module is being changed meanwhile."""
         found, parameters = [], module.named_parameters()
         try:
             while chunk := list(islice(parameters, _CHUNK // 20)):
                 found += [(name, parameter) for name, parameter in chunk if id(parameter) in wanted]
-                self._breathe()
+                self._yield_gil()
         except RuntimeError:  # a dictionary changed size
             return []
         return found
 
 
-class Built:
-    """Modules that were given a parameter or a child since the hooks came."""
+class BuiltModules:
+    """Modules that have registered a parameter or a child since the hooks were installed."""
 
     def __init__(self) -> None:
         self._modules: dict[int, ref[Any]] = {}
         self._handles: list[Any] = []
 
     def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
-        """Have torch tell. A region that assigns a module or a parameter is compiled with the hooks, which do nothing there."""
+        """Register the hooks. A compiled region that assigns a module or a parameter includes them; they do nothing there."""
         from torch.nn.modules import module
 
-        note = no_hook_in_graphs(self._noting(context, breaker))
+        note = no_hook_in_graphs(self._registration_hook(context, breaker))
         self._handles = [
             module.register_module_parameter_registration_hook(note),
             module.register_module_module_registration_hook(note),
@@ -153,13 +153,13 @@ class Built:
         self._handles = []
 
     def modules(self) -> list[Any]:
-        """Return those that live. From any thread."""
+        """Return the living modules. From any thread."""
         return [module for known in list(self._modules.values()) if (module := known()) is not None]
 
-    def _noting(self, context: ProbeContext, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
-        """Return the hook: for a known module one look, and nothing that can raise.
+    def _registration_hook(self, context: ProbeContext, breaker: CircuitBreaker) -> Callable[[Any, str, object], None]:
+        """Return the hook: for a known module one lookup, and nothing that can raise.
 
-        FSDP1 with ``use_orig_params`` gives every module its parameters anew, twice in each step.
+        FSDP1 with ``use_orig_params`` assigns every module's parameters anew, twice in each step.
         """
         modules, recorder, add = self._modules, context.recorder, breaker.guard(self._add)
 
@@ -178,7 +178,7 @@ class Built:
 
 
 class _Root:
-    """An outermost module, and what its parameters' names begin with (``None``: none was named yet)."""
+    """An outermost module, and the prefix of its parameters' names (``None`` until one is named)."""
 
     __slots__ = ("module", "title")
 
@@ -188,7 +188,7 @@ class _Root:
 
 
 def clean(name: str) -> str:
-    """Return a parameter's name as its author knows it: without what FSDP, DDP, compile and checkpointing put into it."""
+    """Return a parameter's name without what FSDP, DDP, compile and checkpointing have inserted."""
     words = [word for word in name.split(".") if word not in _WRAPPERS]
     while len(words) > 1 and words[0] == "module":
         words = words[1:]
@@ -196,9 +196,9 @@ def clean(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Return the module that a parameter belongs to: people think in layers, and a weight and its bias are one.
+    """Return the path of the parameter's module: a weight and its bias are one layer.
 
-    A parameter of the outermost module is a layer of its own. Of an endless name the end is kept.
+    A parameter of the outermost module is a layer of its own. Overlong names are cut at the beginning.
     """
     path, _, last = name.rpartition(".")
     layer = path or last
@@ -206,7 +206,7 @@ def layer_of(name: str) -> str:
 
 
 def all_modules(yield_gil: Callable[[], None]) -> list[Any]:
-    """Return every ``torch.nn.Module`` there is."""
+    """Return all living ``torch.nn.Module`` objects."""
     import torch  # torch is optional until training begins
 
     objects, found = iter(gc.get_objects()), list[Any]()
@@ -223,6 +223,6 @@ def _modules(base: type, objects: list[Any]) -> list[Any]:
 
 
 def roots(modules: list[Any]) -> list[Any]:
-    """Return those modules that are in no other."""
+    """Return the modules that are not children of another one."""
     inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     return [module for module in modules if id(module) not in inner and "_parameters" in vars(module)]

@@ -1,4 +1,4 @@
-"""Total norms that devices have still to compute: written as late values of their steps when all parts have arrived."""
+"""Total norms pending on devices: written as late values of their steps when all parts have arrived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PendingNorms:
-    """By step: what asks for each part's norm (``None``: not there yet), and the threshold it was clipped to, if it was.
+    """Pending parts by step: a function that returns the norm (``None`` until it has arrived), and the clipping threshold.
 
     The training thread adds, the sampler thread takes.
     """
@@ -21,14 +21,14 @@ class PendingNorms:
         self._steps: dict[int, list[Part]] = {}
 
     def add(self, step: int, ask: Callable[[], float | None], limit: float = inf, *, anew: bool = False) -> None:
-        """Expect a part of that step's norm. ``anew``: instead of what there was (a closure's last evaluation counts)."""
+        """Add a part of that step's norm. ``anew``: replace earlier parts (a closure's last evaluation counts)."""
         parts = self._steps.setdefault(step, [])
         if anew:
             parts.clear()
         parts.append((ask, limit))
 
     def take(self, last: int) -> Iterator[tuple[int, float, bool]]:
-        """Yield step, norm and whether it was clipped, of steps up to ``last``, in order."""
+        """Yield step, norm and whether it was clipped, for steps up to ``last``, in order."""
         for step in sorted(self._steps):
             if step > last:
                 return

@@ -1,4 +1,4 @@
-"""What the sampler thread makes of the measurements that the training thread leaves: series by layer, counters, events."""
+"""Publish gradient measurements from the sampler thread: series by layer, counters, events."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _LAYERS_NAMED = 8
 _SUSPECTED = 16
 
 
-class Findings:
-    """Measured steps, until they are shown."""
+class GradientPublisher:
+    """Queues the measurements of steps and publishes them."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context, table = context, context.writer.table
         self.layers = Layers(table, 0, context.yield_gil)
-        self._unmoved, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
+        self._stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
         self.suspects: frozenset[int] = frozenset()
-        """Parameters whose gradient was not finite lately: a device counts their elements"""
+        """Parameters with a non-finite gradient lately; their elements are counted on a device"""
         self._suspected = 0
         self._steps: dict[int, list[Measurement]] = {}
         self._latest: tuple[int, list[Measurement]] | None = None
@@ -48,7 +48,7 @@ class Findings:
         self.layers.room = self._context.settings.layers * (WIDER if level >= ADVANCED else 1)
 
     def add(self, step: int, made: Measurement, *, anew: bool) -> None:
-        """Leave a measurement of a part of that step. In the training thread. ``anew``: instead of that optimizer's last."""
+        """Queue a measurement of a part of that step. In the training thread. ``anew``: replace that optimizer's last one."""
         steps = self._steps
         if len(steps) >= _MOST_KEPT and step not in steps:
             return
@@ -58,7 +58,7 @@ class Findings:
         parts.append(made)
 
     def show(self, pace: SamplingInterval, clip: ClipWatch | None, *, now: bool = False) -> None:
-        """Take what ended steps left; once a second, and when it is asked for ``now``, make series of the last."""
+        """Process measurements of ended steps; once a second, or ``now``, update the series from the last one."""
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
         self._receive()
         time_s = monotonic()
@@ -69,7 +69,7 @@ class Findings:
         self._begin_model()
         if not self.layers.show(parts, step, now=now):
             return
-        self._unmoved.look(parts, step, now=now)
+        self._stuck_layers.check(parts, step, now=now)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
         for metric, limit in (
@@ -79,12 +79,12 @@ class Findings:
                 self._set(metric, limit)
 
     def _begin_model(self) -> None:
-        """Forget the former model's layers, if there is another one now."""
+        """Reset the layers if the model has changed."""
         changes = self._context.recorder.models.changes
         if self._model != changes:
             self._model = changes
             self.layers.begin_model()
-            self._unmoved.begin()
+            self._stuck_layers.begin()
 
     def _receive(self) -> None:
         last = self._context.recorder.step
@@ -95,13 +95,13 @@ class Findings:
             del self._steps[step]
             self._latest = (step, parts)
             if any(part.faults for part in parts):
-                self._tell_faults(step, parts)
+                self._report_faults(step, parts)
             elif self._suspected:
                 self._suspected -= 1
                 self.suspects = self.suspects if self._suspected else frozenset()
 
-    def _tell_faults(self, step: int, parts: list[Measurement]) -> None:
-        """Count the elements that are not finite, and say whose they are: at once, then at most once a minute."""
+    def _report_faults(self, step: int, parts: list[Measurement]) -> None:
+        """Count non-finite elements and report their layers: at once, then at most once a minute."""
         faults = [fault for part in parts for fault in part.faults]
         elements = sum(fault.nans + fault.infinities for fault in faults)
         if self._elements is not None:
@@ -118,8 +118,8 @@ class Findings:
         self._context.writer.event(catalog.EVENT_NONFINITE_GRADIENT.name, attributes, step)
 
     def _ranks(self, parts: list[Measurement]) -> int:
-        """Over how many ranks the squares of norms add up to the whole."""
-        if self.layers.flattened:  # FSDP1: its parameters do not tell, so every rank is taken to hold a shard
+        """Return over how many ranks the squares of norms add up to the whole."""
+        if self.layers.flattened:  # FSDP1: not known by parameter, so every rank is assumed to hold a shard
             distributed = sys.modules.get("torch.distributed")
             return int(distributed.get_world_size()) if distributed is not None and distributed.is_initialized() else 1
         return max(part.ranks for part in parts)

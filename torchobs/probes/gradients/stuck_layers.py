@@ -1,9 +1,9 @@
-"""Layers that learn nothing: from the norms that the gradient probe has, and what the optimizer makes of them.
+"""Report layers that learn nothing, from the gradient norms and the optimizer's hyperparameters.
 
-How far a step moves a weight, as a part of its size: SGD by the learning rate times the gradient; an optimizer with an ``eps``
-(Adam, RMSprop, Adafactor) by the learning rate, less where the gradient is below ``eps``. One that has neither goes by signs or
-curvature, and is not judged. A weight's usual size is taken to be one over the root of its inputs, as all initialisations
-have it (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a small factor, so that no weight has to be read.
+The distance that a step moves a weight, relative to its size, is for SGD the learning rate times the gradient; for an optimizer
+with an ``eps`` (Adam, RMSprop, Adafactor) the learning rate, less where the gradient is below ``eps``. One with neither uses
+signs or curvature, and is not judged. A weight's usual size is assumed to be one over the root of its inputs, which all
+initialisations have (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a small factor, so that no weight is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_LOOKS, Judge, LayerSample, StuckLayers
+from torchobs.detect.stuck_layers import LASTING_SAMPLES, LayerSample, StuckLayerDetector, StuckLayers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,70 +23,72 @@ if TYPE_CHECKING:
     from torchobs.probes.gradients.measurement import Measurement
 
 _QUIET_S = 60.0
-_CALM_S = 10.0
-"""From look to look where nothing is in doubt. One takes 12 µs a layer, which every second would be 0.25 % for 200 of them"""
+_RELAXED_S = 10.0
+"""Between two measurements without any doubt. One takes 12 µs a layer: 0.25 % of the time for 200 of them every second"""
 _NAMED = 8
 _MATRIX = 2
-"""Dimensions from which on a parameter is a weight: gates, biases and scales have fewer"""
+"""Least dimensions of a weight: gates, biases and scales have fewer"""
 _MOST_PLANS = 64
 
 
 class _Part(NamedTuple):
-    """One parameter: its layer, what turns the norm of its gradient into its root mean square, and that into its move."""
+    """One parameter: its layer, the factor from its gradient's norm to the root mean square, and from that to its move."""
 
     layer: str
     weight: bool
     share: float
     inputs: float
     group: int | None
-    """None: a parameter that the optimizer has not, or not any more"""
+    """``None`` if the optimizer does not have, or no longer has, the parameter"""
 
 
-class _Reach(NamedTuple):
-    """What an optimizer makes of a gradient: ``rate`` times it, or with an ``eps`` ``rate`` times what is left of 1."""
+class _UpdateScale(NamedTuple):
+    """Factor from gradient to step: ``rate``; with ``eps`` the step is ``rate`` times g / (g + eps)."""
 
     rate: float
     eps: float | None
 
 
 class StuckLayersWatch:
-    """For the sampler thread. A part of the findings."""
+    """Judges measured steps in the sampler thread. A part of ``publish.GradientPublisher``."""
 
     def __init__(self, context: ProbeContext, layers: Layers) -> None:
-        self._context, self._layers, self._judge = context, layers, Judge()
+        self._context, self._layers, self._judge = context, layers, StuckLayerDetector()
         self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
         self._cell = context.writer.table.cell(catalog.GRAD_UNMOVED_LAYERS, {})
-        self._told: frozenset[str] = frozenset()
-        self._told_s = self._due_s = -inf
+        self._reported: frozenset[str] = frozenset()
+        self._reported_s = self._due_s = -inf
         if self._cell is not None:
             self._cell.set(0.0)
 
     def begin(self) -> None:
-        """Another model is trained from here on."""
-        self._judge, self._told, self._due_s = Judge(), frozenset(), -inf
+        """Reset for another model."""
+        self._judge, self._reported, self._due_s = StuckLayerDetector(), frozenset(), -inf
         self._plans.clear()
 
-    def look(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> None:
-        """Judge a measured step whose layers are known, if it is time or asked for ``now``; show and tell what there is."""
+    def check(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> None:
+        """Judge a measured step with known layers, if due or ``now``; set the gauge and report new findings."""
         if now or monotonic() >= self._due_s:
             self._context.yield_gil()
-            self._look(measurements, step)
-            calm = self._judge.looks >= LASTING_LOOKS and not self._judge.doubts
-            self._due_s = monotonic() + _CALM_S * calm
+            self._check(measurements, step)
+            calm = self._judge.samples >= LASTING_SAMPLES and not self._judge.doubts
+            self._due_s = monotonic() + _RELAXED_S * calm
 
-    def _look(self, measurements: Sequence[Measurement], step: int) -> None:
+    def _check(self, measurements: Sequence[Measurement], step: int) -> None:
         seen: dict[str, LayerSample] = {}
         for measurement in measurements:
             optimizer = measurement.optimizer() if measurement.optimizer is not None else None
             if optimizer is None or not all(map(isfinite, measurement.norms)):
                 return
-            groups = list(optimizer.param_groups)  # the training thread may add and remove some meanwhile
-            seen.update(_seen(self._plan(measurement, groups), measurement.weighted(), _reaches(optimizer, groups)))
+            groups = list(optimizer.param_groups)  # the training thread may change them meanwhile
+            seen.update(
+                _layer_samples(self._plan(measurement, groups), measurement.weighted(), _update_scales(optimizer, groups))
+            )
         found = self._judge.judge(step, seen)
         if self._cell is not None:
             self._cell.set(float(len(found.all)))
-        if set(found.all) - self._told and monotonic() - self._told_s >= _QUIET_S:
-            self._tell(found, step, len(seen))
+        if set(found.all) - self._reported and monotonic() - self._reported_s >= _QUIET_S:
+            self._report(found, step, len(seen))
 
     def _plan(self, measurement: Measurement, param_groups: Sequence[dict[str, Any]]) -> list[_Part]:
         keys = tuple(measurement.keys), tuple(len(group["params"]) for group in param_groups)
@@ -98,8 +100,8 @@ class StuckLayersWatch:
             self._plans[keys] = [_part(layer, key, groups.get(key), self._layers) for key, layer in found]
         return self._plans[keys]
 
-    def _tell(self, found: StuckLayers, step: int, layers: int) -> None:
-        self._told, self._told_s = frozenset(found.all), monotonic()
+    def _report(self, found: StuckLayers, step: int, layers: int) -> None:
+        self._reported, self._reported_s = frozenset(found.all), monotonic()
         cause, at = ("dead_units", found.unfed[0]) if found.unfed else ("vanishing", found.lost[-1])
         attributes = {
             "layers": list(found.all[:_NAMED]), "layers_affected": len(found.all), "layers_measured": layers, "cause": cause,
@@ -116,13 +118,15 @@ def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
     if parameter is None or not parameter.numel():
         return _Part(layer.name, weight=False, share=0.0, inputs=0.0, group=group)
     elements, matrix = parameter.numel(), parameter.dim() >= _MATRIX
-    weight = matrix or (layers.names.get(parameter) or "").endswith("weight")  # a normalisation's scale is one of its own
+    weight = matrix or (layers.names.get(parameter) or "").endswith("weight")  # a normalisation's scale counts as one
     inputs = elements / parameter.shape[0] if matrix else 0.0
     return _Part(layer.name, weight, 1.0 / sqrt(elements), sqrt(inputs), group)
 
 
-def _seen(plan: Sequence[_Part], norms: Sequence[float], reaches: Sequence[_Reach | None]) -> dict[str, LayerSample]:
-    """Return what each layer shows, in the model's order. ``reaches`` by group (see ``_reach``)."""
+def _layer_samples(
+    plan: Sequence[_Part], norms: Sequence[float], scales: Sequence[_UpdateScale | None]
+) -> dict[str, LayerSample]:
+    """Return a sample of each layer, in the model's order. ``scales`` by group (see ``_update_scale``)."""
     moves: dict[str, float | None] = {}
     weights: dict[str, float] = {}
     others: dict[str, float] = {}
@@ -130,7 +134,7 @@ def _seen(plan: Sequence[_Part], norms: Sequence[float], reaches: Sequence[_Reac
         side = weights if part.weight else others
         side[part.layer] = max(side.get(part.layer, 0.0), norm)
         moves.setdefault(part.layer, None)
-        reach = None if part.group is None else reaches[part.group]
+        reach = None if part.group is None else scales[part.group]
         if part.inputs and reach is not None:
             rate, eps = reach
             mean = norm * part.share
@@ -144,18 +148,18 @@ def _seen(plan: Sequence[_Part], norms: Sequence[float], reaches: Sequence[_Reac
     }
 
 
-def _reaches(optimizer: Any, param_groups: Sequence[dict[str, Any]]) -> list[_Reach | None]:
-    """Return each group's learning rate and ``eps``; ``None`` where a gradient's size does not make the step, or is unknown."""
+def _update_scales(optimizer: Any, param_groups: Sequence[dict[str, Any]]) -> list[_UpdateScale | None]:
+    """Return each group's learning rate and ``eps``; ``None`` if unknown, or if the gradient's size does not matter."""
     plain = any(kind.__name__ == "SGD" for kind in type(optimizer).__mro__)
-    return [_reach(group, plain=plain) for group in param_groups]
+    return [_update_scale(group, plain=plain) for group in param_groups]
 
 
-def _reach(group: dict[str, Any], *, plain: bool) -> _Reach | None:
+def _update_scale(group: dict[str, Any], *, plain: bool) -> _UpdateScale | None:
     rate: Any = group.get("lr")
     eps: Any = group.get("eps")
-    eps = eps[-1] if isinstance(eps, tuple) else eps  # Adafactor's: the one of the update, the one of the weights' size
+    eps = eps[-1] if isinstance(eps, tuple) else eps  # Adafactor has one for the update and one for the weights' size
     if getattr(rate, "is_cpu", False):
-        rate = float(rate)  # a device's would have to be waited for
+        rate = float(rate)  # reading one on a device would wait
     if not isinstance(rate, (int, float)) or not (plain or isinstance(eps, (int, float))):
         return None
-    return _Reach(float(rate), None if plain else float(eps))
+    return _UpdateScale(float(rate), None if plain else float(eps))

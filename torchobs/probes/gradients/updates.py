@@ -1,9 +1,9 @@
-"""At level advanced: how large the weights are, and by which part of that a step changes them, one layer at a time.
+"""Measure weight norms and relative weight updates at level advanced, one layer at a time.
 
-The weights of one layer are copied before a step and compared before the next one: nothing touches them in between, so that no
-hook is needed after the step. At most eight million elements are copied, of larger layers a part: its share of
-the update is the layer's, but for chance. The ratio is the one that training people look at (about 1e-3 is usual
-for Adam-like optimizers; Karpathy, "A Recipe for Training Neural Networks").
+The weights of one layer are copied before a step and compared before the next one; nothing changes them in between, so no hook
+is needed after the step. At most eight million elements are copied; of larger layers a part, whose relative update is about
+the layer's. The ratio is the usual one for diagnosis (about 1e-3 is usual for Adam-like optimizers; Karpathy, "A Recipe for
+Training Neural Networks").
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ADVANCED = 2
 MOST_ELEMENTS = 8_000_000
 _BUDGETS = 3
-"""The part of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
+"""Share of the time that this may take, as a multiple of the overhead budget, which is that of level basic"""
 _NEVER = sys.maxsize
 
 
@@ -40,7 +40,7 @@ class _Copied(NamedTuple):
 
 
 class UpdateWatch:
-    """Copies, compares, shows."""
+    """Copies weights, compares them, updates the series."""
 
     def __init__(self, context: ProbeContext, layers: Layers) -> None:
         self._context, self._layers, self._devices = context, layers, Devices(context.device.cuda)
@@ -68,12 +68,12 @@ class UpdateWatch:
         return max(following, self._pace.due_at)
 
     def before_step(self, optimizer: Any, begun_ns: int) -> None:
-        """Compare what was copied before this optimizer's last step; copy if it is time. In the training thread.
+        """Compare the weights copied before this optimizer's last step; copy if due. In the training thread.
 
-        ``begun_ns``: since when time is spent on it; in a step of 2 ms the way here takes as long as a copy.
+        ``begun_ns``: since when time is counted; in a step of 2 ms the call takes as long as a copy.
 
-        Nothing of ours may get into a graph that is being captured: each replay would write to memory that has long been
-        somebody else's. And what was copied before it is no use afterwards: replays change the weights unseen.
+        Nothing may be recorded into a graph that is being captured: each replay would write to memory freed long ago. A
+        copy made before it is useless afterwards: replays change the weights unobserved.
         """
         if self._devices.cuda.capturing():
             self._copied = None
@@ -91,7 +91,7 @@ class UpdateWatch:
         self._pace.spend(monotonic_ns() - begun_ns)
 
     def show(self) -> None:
-        """Show what was compared and has arrived. In the sampler thread."""
+        """Publish comparisons that have arrived. In the sampler thread."""
         for _ in range(len(self._compared)):
             layer, before, change = self._compared.popleft()
             if not (before.arrived() and change.arrived()):

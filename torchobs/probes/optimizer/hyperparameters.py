@@ -1,13 +1,13 @@
-"""Hyperparameters by parameter group: the learning rate, and what else an optimizer may be given, or a scheduler may change.
+"""Record hyperparameters by parameter group: the learning rate, and others that a scheduler may change.
 
-The first group's rate is in the record of every step that its optimizer makes, where the step hook has read it; everything else
-is read by the sampler thread from ``param_groups``, where it costs training nothing. A rate that a device holds (capturable
-optimizers) is copied without waiting, once a second. Groups count on over several optimizers, in the order of their first step;
-one that goes on with another's parameters has its place, and with another model (``models``) counting begins anew. Those no
-longer used may live for long: a scheduler and its optimizer refer to each other.
+The first group's rate is in the record of every step that its optimizer makes, read by the step hook; everything else is read
+from ``param_groups`` by the sampler thread, at no cost to the training. A rate on a device (capturable optimizers) is copied
+without waiting, once a second. Groups are numbered across optimizers, in the order of their first step; an optimizer that
+continues with another's parameters takes its place, and a new model (``model_tracker``) restarts the numbering, since former
+optimizers may live on: a scheduler and its optimizer refer to each other.
 
 An optimizer that holds others and calls their steps (torchtitan's ``OptimizersContainer``) has groups of its own that no
-scheduler touches: what counts are the groups of those that step within its step.
+scheduler updates: the groups of the inner optimizers are used instead.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 8
 MAX_DIFFERING = 4
-"""Groups of which the other hyperparameters are shown, as far as they differ from the first group's"""
+"""Groups of which the other hyperparameters are recorded, where they differ from the first group's"""
 LOOK_STEPS = 128
-"""Steps after which another optimizer is looked for, where nothing else has the hooks look"""
+"""Steps after which new optimizers are looked for, unless another probe uses the hook more often"""
 DEVICE_NS = 1_000_000_000
 
 
 class _Container:
-    """An optimizer within whose step others step, and these."""
+    """An optimizer whose step calls those of others, and these."""
 
     __slots__ = ("_parts", "first", "outer")
 
     def __init__(self, outer: torch.optim.Optimizer) -> None:
         self.outer = ref(outer)
         self.first: ref[torch.optim.Optimizer] | None = None
-        """That which updates the outer one's first parameter"""
+        """The one that updates the outer optimizer's first parameter"""
         self._parts: dict[int, ref[torch.optim.Optimizer]] = {}
 
     def knows(self, part: object) -> bool:
@@ -57,14 +57,14 @@ class _Container:
         return known is not None and known() is part
 
     def add(self, part: torch.optim.Optimizer) -> None:
-        """Another one has been seen to step."""
+        """Add an optimizer that steps within the outer one."""
         self._parts[id(part)] = ref(part)
         outer = self.outer()
         if outer is not None and next(iter(_parameters(outer)), 0) in _parameters(part):
             self.first = ref(part)
 
     def parts(self) -> list[torch.optim.Optimizer]:
-        """Return those, if between them they update all that the outer one holds (ZeRO's inner one has a rank's share)."""
+        """Return the inner optimizers if together they update all parameters of the outer one (ZeRO's has a rank's share)."""
         outer, living = self.outer(), [part for known in self._parts.values() if (part := known()) is not None]
         held = {parameter for part in living for parameter in _parameters(part)}
         return living if outer is not None and held.issuperset(_parameters(outer)) else []
@@ -98,7 +98,7 @@ class OptimizerProbe:
         del closure
         context, recorder = self._context, self._context.recorder
         if self._first() is not optimizer or recorder.models.changes != self._changes:
-            self._line_up(optimizer)
+            self._order_optimizers(optimizer)
         rate = optimizer.param_groups[0].get("lr")
         number = number_of(rate)
         if number is not None and id(optimizer) == recorder.rated and not recorder.values.flags & StepFlag.LEARNING_RATE:
@@ -106,11 +106,11 @@ class OptimizerProbe:
             recorder.values.flags |= StepFlag.LEARNING_RATE
         if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
             self._take_from_device()
-        if context.norm_due <= recorder.step:  # the gradient probe, which is told first, has not said when
+        if context.norm_due <= recorder.step:  # the gradient probe, which is called first, has not set it
             context.norm_due, context.norm_step = recorder.step + LOOK_STEPS, recorder.step
 
     def _note_within(self, outer: int, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer steps within the step of another one, which has this id."""
+        """Note that an optimizer steps within the step of the one with this id."""
         container = self._containers.get(outer)
         if container is None or container.outer() is None:
             known = next((each for each, _ in self._optimizers.living() if id(each) == outer), None)
@@ -121,10 +121,10 @@ class OptimizerProbe:
         if id(optimizer) != outer and not container.knows(optimizer):
             container.add(optimizer)
         if outer == self._context.recorder.rated and container.first is not None and container.first() is optimizer:
-            self._take_instead(optimizer.param_groups[0].get("lr"))
+            self._replace_rate(optimizer.param_groups[0].get("lr"))
 
-    def _take_instead(self, rate: Any) -> None:
-        """This is the rate of the step in progress, not what was read before."""
+    def _replace_rate(self, rate: Any) -> None:
+        """Replace the rate of the step in progress."""
         number, values = number_of(rate), self._context.recorder.values
         values.flags &= ~StepFlag.LEARNING_RATE
         if number is not None:
@@ -133,17 +133,17 @@ class OptimizerProbe:
         elif rate is not None and monotonic_ns() >= self._device_due_ns:
             self._take_from_device()
 
-    def _line_up(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give it a place, if it has none, and find out whose is the first."""
+    def _order_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
+        """Insert it into the order if it is new, and update which is the first."""
         models, living = self._context.recorder.models, [known for known, _ in self._optimizers.living()]
         if models.changes != self._changes:
             self._changes, living = models.changes, []
         if not any(known is optimizer for known in living):
             living = _with(optimizer, living)[:MAX_GROUPS]
-            lined_up: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
+            ordered: ObjectIndex[None] = ObjectIndex(MAX_GROUPS, lambda _: None)
             for one in living:
-                lined_up.of(one)
-            self._optimizers = lined_up
+                ordered.of(one)
+            self._optimizers = ordered
         self._first, self._context.recorder.rated = ref(living[0]), id(living[0])
 
     def _take_from_device(self) -> None:
@@ -157,7 +157,7 @@ class OptimizerProbe:
                 self._context.device.take(rate, arrive if index else functools.partial(self._write_first, step))
 
     def _write_first(self, step: int, rate: float) -> None:
-        """The first group's rate has arrived: it belongs to the record of a step that may have ended."""
+        """Write the first group's rate, which has arrived, for a step that may have ended."""
         append = self._context.writer.append
         append(step, monotonic_ns(), RecordKind.LATE, StepFlag.LEARNING_RATE, 0, 0.0, 0.0, 0.0, rate, (0.0,) * 8)
 
@@ -170,7 +170,7 @@ class OptimizerProbe:
         return container.parts() if container is not None and container.outer() is optimizer else []
 
     def sample(self) -> None:
-        """Show what has changed."""
+        """Update the series that have changed."""
         groups = self._groups()
         found = {
             (catalog.LEARNING_RATE, index): rate
@@ -190,7 +190,7 @@ class OptimizerProbe:
         return self._arrived.get(id(rate)) if number is None else number
 
     def _show(self, found: Mapping[tuple[Metric, int], float]) -> None:
-        gone = dict.fromkeys(self._shown.keys() - found.keys(), nan)  # its optimizer is no more
+        gone = dict.fromkeys(self._shown.keys() - found.keys(), nan)  # its optimizer was deleted
         for (metric, index), value in {**found, **gone}.items():
             if self._shown.get((metric, index)) != value:
                 cell = self._context.writer.table.cell(metric, {"group": str(index)})
@@ -200,7 +200,7 @@ class OptimizerProbe:
 
 
 def _with(optimizer: torch.optim.Optimizer, others: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return them all in order, but for those whose parameters this one goes on with: it has the place of the first of them."""
+    """Return all in order; the optimizer takes the place of the first one that it shares parameters with, and drops those."""
     own = set(_parameters(optimizer))
     left = [own.isdisjoint(_parameters(other)) for other in others]
     place = left.index(False) if False in left else len(others)  # all before it stay
@@ -213,7 +213,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def _others(groups: list[dict[str, Any]]) -> dict[Metric, list[float | None]]:
-    """Return each hyperparameter but the learning rate by group; ``None`` where the optimizer has none such."""
+    """Return each hyperparameter except the learning rate by group; ``None`` where the optimizer has none."""
     return {
         catalog.OPTIMIZER_WEIGHT_DECAY: [number_of(group.get("weight_decay")) for group in groups],
         catalog.OPTIMIZER_MOMENTUM: [number_of(group.get("momentum", _beta(group, 0))) for group in groups],
@@ -227,7 +227,7 @@ def _beta(group: dict[str, Any], index: int) -> Any:
 
 
 def number_of(value: Any) -> float | None:
-    """Return it as a float; ``None`` for what is no number, or one that a device holds, where reading would wait.
+    """Return the value as a float; ``None`` if it is no number, or on a device, where reading would wait.
 
     Numbers are Python's and numpy's (YOLOv5's warm-up gives ``np.interp``'s), and tensors of one element on the CPU.
     """

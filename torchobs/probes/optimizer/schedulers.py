@@ -1,8 +1,9 @@
-"""Learning-rate schedulers: how often they are stepped, and three ways of using them that waste a run.
+"""Count steps of learning-rate schedulers, and detect three kinds of misuse that waste a run.
 
-PyTorch's warnings in ``LRScheduler.step`` name the line that called it, so nothing of ours stands in between: what computes the
-rates inside it is watched. Classes that override ``step`` are wrapped there, a user's own when its first object is made. The
-outermost call counts: a chain of three schedulers is stepped once. What a constructor or ``load_state_dict`` does is no step.
+PyTorch's warnings in ``LRScheduler.step`` name the line that called it, so that method is not wrapped: the context manager that
+it enters to compute the rates is patched instead. Classes that override ``step`` are wrapped there, a user's own when its first
+object is made. Only the outermost call counts: a chain of three schedulers is stepped once. Calls by a constructor or
+``load_state_dict`` are no steps.
 """
 
 from __future__ import annotations
@@ -25,43 +26,43 @@ if TYPE_CHECKING:
 
 MAX_KNOWN = 64
 IDLE_STEPS = 100
-"""Training steps after which an optimizer that its scheduler counts for should have stepped"""
-IDLE_TELLS = 3
-"""Times that other optimizers were seen to step by then"""
+"""Training steps after which the optimizer of a scheduler that is stepped should have stepped"""
+IDLE_CALLS = 3
+"""Least optimizer steps observed by then"""
 UNUSED_EPOCHS = 2
-"""Whole epochs after which a scheduler should have been stepped. One would do for a loop that steps it after each, which may
-do so as late as after the next one's first evaluation."""
+"""Whole epochs after which a scheduler should have been stepped. One is too few for loops that step it as late as after
+the next one's first evaluation."""
 UNUSED_STEPS = 100_000
-"""The same in training steps, where no epochs are seen: more than an epoch has"""
+"""The same in training steps, if no epochs are detected: more than an epoch has"""
 UNUSED_RUN_EPOCHS, UNUSED_RUN_STEPS = 1, 1_000
-"""Both for a run that has ended, or whose scheduler is gone: a trial of some steps may end before its first epoch"""
+"""Both for a run that has ended or a deleted scheduler: a trial of a few steps may end before its first epoch"""
 _OUTSIDE, _STEPPING, _MAKING = range(3)
 _OWN_CONSTRUCTORS = ("SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
-"""Schedulers of torch's whose constructors do not call ``LRScheduler``'s"""
+"""Torch's schedulers with constructors that do not call ``LRScheduler``'s"""
 
 
 class _Scheduler:
-    """What is known of one scheduler."""
+    """State of one scheduler."""
 
     __slots__ = (
-        "early", "epoch", "idle_told", "inner", "made_at", "name", "optimizer", "ref", "relieved", "stepped", "steps", "tells",
-        "unused_told",
+        "early", "epoch", "idle_reported", "inner", "made_at", "name", "optimizer", "optimizer_calls", "ref", "stepped",
+        "steps", "superseded", "unused_reported",
     )  # fmt: skip
 
-    def __init__(self, name: str, made_at: int, epoch: int, tells: int) -> None:
-        self.name, self.made_at, self.epoch, self.tells = name, made_at, epoch, tells
+    def __init__(self, name: str, made_at: int, epoch: int, optimizer_calls: int) -> None:
+        self.name, self.made_at, self.epoch, self.optimizer_calls = name, made_at, epoch, optimizer_calls
         self.steps = 0
         self.ref: weakref.ref[Any] | None = None
         self.optimizer: weakref.ref[Any] | None = None
         self.stepped = False
-        """whether its optimizer was seen to step"""
-        self.early = self.inner = self.relieved = self.idle_told = self.unused_told = False
-        """early: its optimizer had not been called when it was first stepped; inner: another one steps it; relieved: another
-        one of its optimizer's is stepped, a warm-up, say, and it may wait for its turn"""
+        """Whether a step of its optimizer was observed"""
+        self.early = self.inner = self.superseded = self.idle_reported = self.unused_reported = False
+        """early: first stepped before its optimizer; inner: stepped by another one; superseded: another scheduler of its
+        optimizer is stepped (a warm-up, say), so this one may come later"""
 
 
 class SchedulerProbe:
-    """Counts steps and misuse."""
+    """Counts steps and detects misuse."""
 
     name = "schedulers"
 
@@ -72,7 +73,7 @@ class SchedulerProbe:
         self._outer = 0
         """id of the scheduler whose own ``step`` is running"""
         self._ended = False
-        self._steps = self._shown = self._tells = 0
+        self._steps = self._shown = self._optimizer_calls = 0
         self._known: dict[int, _Scheduler] = {}
         self._gone: list[_Scheduler] = []
         self._misuses: list[tuple[str, _Scheduler]] = []
@@ -97,7 +98,7 @@ class SchedulerProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        # an exception on its way out, or one that ended the program: the first epoch may not have been over
+        # after an exception the first epoch may be incomplete
         self._ended = sys.exc_info()[0] is None and not hasattr(sys, "last_type")
         for patch in reversed(self._patches):
             patch.undo()
@@ -106,7 +107,7 @@ class SchedulerProbe:
         self._patches.append(Patch(owner, name, watched, probe=self.name))
 
     def _patch_steps(self, owner: type) -> None:
-        """Wrap the ``step`` of each class of this one's line that overrides it."""
+        """Wrap each ``step`` that a class in this one's MRO overrides."""
         for cls in owner.__mro__:
             if cls is self._base:
                 return
@@ -115,7 +116,7 @@ class SchedulerProbe:
                 self._watch(cls, "step", self._watched_step)
 
     def _watched_rates(self, original: Any) -> Any:
-        """What ``LRScheduler.step`` enters to compute the rates; ``context.o`` is the scheduler."""
+        """Wrap the context manager in which ``LRScheduler.step`` computes the rates; ``context.o`` is the scheduler."""
 
         @functools.wraps(original)
         def enter(context: Any) -> Any:
@@ -160,7 +161,7 @@ class SchedulerProbe:
             state = self._state_of(part)
             if state is not None:
                 state.inner = True
-        self._context.norm_due = 0  # to be told of its optimizer's first step
+        self._context.norm_due = 0  # so that its optimizer's first step is noted
 
     def _note_step(self, scheduler: Any) -> None:
         if self._within == _MAKING:
@@ -177,19 +178,19 @@ class SchedulerProbe:
             state.steps += 1
 
     def _note_first(self, state: _Scheduler, optimizer: torch.optim.Optimizer) -> None:
-        # PyTorch's own criterion, set by what a scheduler puts around its optimizer's step
+        # PyTorch's own criterion, set by a scheduler's wrapper of its optimizer's step
         state.early = not getattr(optimizer, "_opt_called", False)
         self._scheduled.add(optimizer)
         for other in list(self._known.values()):
             if other.optimizer is not None and other.optimizer() is optimizer:
-                other.relieved = True
+                other.superseded = True
 
     def _state_of(self, scheduler: object) -> _Scheduler | None:
         state = self._known.get(id(scheduler))
         return state if state is not None and state.ref is not None and state.ref() is scheduler else None
 
     def _enter(self, scheduler: Any) -> _Scheduler | None:
-        """Begin to know one. The counters are there, at 0, before the first step can be shown."""
+        """Register a scheduler. The counters exist at 0 before its first step."""
         if self._steps_cell is None:
             table = self._context.writer.table
             self._steps_cell = table.cell(catalog.SCHEDULER_STEPS, {})
@@ -197,12 +198,12 @@ class SchedulerProbe:
                 table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
         if len(self._known) >= MAX_KNOWN:
             return None
-        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._context.epochs, self._tells)
+        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._context.epochs, self._optimizer_calls)
         key, optimizer = id(scheduler), getattr(scheduler, "optimizer", None)
         state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
         if optimizer is not None:
             state.optimizer = weakref.ref(optimizer)
-            state.stepped, state.relieved = optimizer in self._stepping, optimizer in self._scheduled
+            state.stepped, state.superseded = optimizer in self._stepping, optimizer in self._scheduled
         self._known[key] = state
         return state
 
@@ -212,13 +213,13 @@ class SchedulerProbe:
         self._gone.append(state)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
-        """It is about to step; for the first time, a scheduler that has been stepped was so too early.
+        """Note an optimizer's step; if it is the first, its schedulers that have been stepped were stepped too early.
 
-        Not once a training step has ended since the scheduler was made, be it one that the loss scaler skipped: there PyTorch
-        warns of an order that is right.
+        Not so once a training step has ended since the scheduler was made, even one that the loss scaler skipped: there
+        PyTorch's warning is wrong.
         """
         del closure
-        self._tells += 1
+        self._optimizer_calls += 1
         if optimizer in self._stepping:
             return
         self._stepping.add(optimizer)
@@ -231,16 +232,16 @@ class SchedulerProbe:
     # -- in the sampler thread ---------------------------------------------------------------------------------------------
 
     def sample(self) -> None:
-        """Show the steps, and what was misused."""
+        """Update the counters and report misuse."""
         fresh = self._steps - self._shown
         if fresh and self._steps_cell is not None:
             self._steps_cell.add(fresh)
             self._shown += fresh
         while self._misuses:
-            self._tell(*self._misuses.pop(0))
+            self._report(*self._misuses.pop(0))
 
     def observe(self) -> None:
-        """Judge the schedulers that there are, and those that are gone."""
+        """Judge the living and the deleted schedulers."""
         for state in list(self._known.values()):
             self._judge(state, over=self._ended)
         while self._gone:
@@ -251,24 +252,24 @@ class SchedulerProbe:
         done = self._context.recorder.step - state.made_at
         if state.inner:
             return
-        if not (state.steps or state.relieved or state.unused_told) and state.stepped and self._is_late(state, over=over):
-            state.unused_told = True
+        if not (state.steps or state.superseded or state.unused_reported) and state.stepped and self._is_late(state, over=over):
+            state.unused_reported = True
             self._misuses.append(("never_stepped", state))
         optimizer = state.optimizer() if state.optimizer is not None else None
         called = optimizer is None or getattr(optimizer, "_opt_called", False) or state.stepped
-        told = self._tells - state.tells >= IDLE_TELLS
-        if state.steps and not called and done >= IDLE_STEPS and told and not state.idle_told:
-            state.idle_told = True
+        used = self._optimizer_calls - state.optimizer_calls >= IDLE_CALLS
+        if state.steps and not called and done >= IDLE_STEPS and used and not state.idle_reported:
+            state.idle_reported = True
             self._misuses.append(("idle_optimizer", state))
 
     def _is_late(self, state: _Scheduler, *, over: bool) -> bool:
-        """Return True if it should have been stepped by now. An epoch that has begun is no whole one yet."""
+        """Return True if it should have been stepped by now. An epoch in progress does not count."""
         done, begun = self._context.recorder.step - state.made_at, self._context.epochs - state.epoch
         if over:
             return done >= UNUSED_RUN_STEPS or begun > UNUSED_RUN_EPOCHS
         return done >= UNUSED_STEPS or begun > UNUSED_EPOCHS
 
-    def _tell(self, kind: str, state: _Scheduler) -> None:
+    def _report(self, kind: str, state: _Scheduler) -> None:
         context = self._context
         cell = context.writer.table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
         if cell is not None:
@@ -288,6 +289,6 @@ _MEANING = {
 
 
 def _family(base: type) -> list[type]:
-    """Return all classes that inherit from it."""
+    """Return all subclasses, also indirect ones."""
     children: list[type] = base.__subclasses__()
-    return [successor for child in children for successor in (child, *_family(child))]
+    return [descendant for child in children for descendant in (child, *_family(child))]

@@ -1,10 +1,10 @@
-"""The outermost backward, by whatever door: ``torch.autograd.backward``, ``torch.autograd.grad``, or the engine itself.
+"""Observe the outermost backward pass: ``torch.autograd.backward``, ``torch.autograd.grad``, or a direct call of the engine.
 
-``Tensor.backward`` resolves ``torch.autograd.backward`` by attribute. All the others, names imported before ``init()`` and
-Megatron-LM's direct call included, look ``run_backward`` up at the engine, which hands them its own while a backward is under
-way. ``torch.autograd.grad`` is a backward pass where it differentiates parameters and builds no graph (``create_graph=False``):
+``Tensor.backward`` resolves ``torch.autograd.backward`` by attribute. All other callers, names imported before ``init()`` and
+Megatron-LM's direct call included, look ``run_backward`` up at the engine, which returns its own while a backward pass runs.
+``torch.autograd.grad`` is a backward pass where it differentiates parameters and builds no graph (``create_graph=False``):
 with a graph it is a part of the forward (gradient penalties, physics-informed losses, second derivatives), and the gradient of
-anything else is an analysis (saliency, an adversarial input). Not seen: functional transforms (``torch.func``).
+anything else is an analysis (saliency, an adversarial input). Functional transforms (``torch.func``) are not observed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_RETURNED = 1024
 
 
 class BackwardWatch:
-    """Notes where a backward pass begins and ends. A part of the step probe, which decides its life."""
+    """Records where a backward pass begins and ends. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
@@ -50,16 +50,16 @@ class BackwardWatch:
     def _watched(self, original: Any) -> Any:
         context, breaker = self._context, self._breaker
         trace, note = context.recorder.trace, context.recorder.trace.append
-        tell, is_made = breaker.guard(context.notify), graph_being_made()
+        notify, is_made = breaker.guard(context.notify), graph_being_made()
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
             if context.backwards or breaker.blown or get_ident() != context.thread or is_made():
-                return original(*args, **kwargs)  # inside another (reentrant checkpointing), or in another thread, or traced
-            # in place, as in the data probe: nothing here can raise
+                return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
+            # inline, since a call would cost more; nothing here can raise
             manual_steps = context.manual_steps
             if manual_steps is None and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
-                manual_steps = context.steps_by_hand() if context.steps_by_hand is not None else None
+                manual_steps = context.find_manual_steps() if context.find_manual_steps is not None else None
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
             if manual_steps is not None:
                 manual_steps.begins(args, kwargs)
@@ -73,7 +73,7 @@ class BackwardWatch:
                 context.backwards = 0
                 if context.in_closure:
                     note(monotonic_ns() << 4 | CLOSURE_GOES_ON)
-                    tell(context.after_closure_backward)
+                    notify(context.after_closure_backward)
                 else:
                     note(monotonic_ns() << 4 | BACKWARD_ENDS)
                     if manual_steps is not None:
@@ -88,26 +88,26 @@ class BackwardWatch:
 
 
 def _watched(engine: Any, context: ProbeContext, breaker: CircuitBreaker) -> Any:
-    """Return an engine that is the same one (there is one in a process), but for how its ``run_backward`` is come by.
+    """Return a stand-in for the engine, of which there is one in a process, with our ``run_backward``.
 
-    Within a backward that is seen already it is the original, so that no frame of ours stands between torch's.
+    Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
     """
     plain = engine.run_backward
     run_backward, is_made = _watched_run(plain, context, breaker), graph_being_made()
 
     def found(_: object) -> Callable[..., Any]:
-        aside = context.backwards or breaker.blown or get_ident() != context.thread or is_made()
+        bypass = context.backwards or breaker.blown or get_ident() != context.thread or is_made()
         original: Callable[..., Any] = plain
-        return original if aside else run_backward
+        return original if bypass else run_backward
 
     kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
     return kind()
 
 
 def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: CircuitBreaker) -> Callable[..., Any]:
-    """Return the engine's ``run_backward`` for who has not come through ``torch.autograd.backward``."""
+    """Return the engine's ``run_backward``, recording calls that did not come through ``torch.autograd.backward``."""
     trace, note = context.recorder.trace, context.recorder.trace.append
-    tell, trains = breaker.guard(context.notify), breaker.guard(_trains)
+    notify, trains = breaker.guard(context.notify), breaker.guard(_trains)
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         # autograd.grad gives it by name
@@ -116,8 +116,8 @@ def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: Circ
             return plain(*args, **kwargs)
         tensors = args[0] if args else kwargs.get("tensors")
         manual_steps = context.manual_steps if accumulates else None
-        if accumulates and manual_steps is None and trace and context.steps_by_hand is not None:
-            manual_steps = context.steps_by_hand()
+        if accumulates and manual_steps is None and trace and context.find_manual_steps is not None:
+            manual_steps = context.find_manual_steps()
         note(monotonic_ns() << 4 | BACKWARD_BEGINS)
         if manual_steps is not None:
             manual_steps.begins((tensors,), {})
@@ -135,7 +135,7 @@ def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: Circ
                     context.returned.clear()
                 context.returned.add(ended)
             if accumulates and context.in_closure:
-                tell(context.after_closure_backward)
+                notify(context.after_closure_backward)
             elif manual_steps is not None:
                 manual_steps.ends((tensors,), {})
 
@@ -143,7 +143,7 @@ def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: Circ
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if the gradients asked for are a model's, and nobody will differentiate them in turn."""
+    """Return True if the gradients are a model's, and will not be differentiated in turn."""
     import torch
 
     create_graph = args[_CREATE_GRAPH] if len(args) > _CREATE_GRAPH else kwargs.get("create_graph")

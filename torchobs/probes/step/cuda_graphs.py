@@ -1,8 +1,8 @@
-"""Steps that are replayed: a CUDA graph during whose capture an optimizer stepped makes that step at each ``replay()``.
+"""Record the steps of CUDA graphs: each ``replay()`` repeats the optimizer steps made during the capture.
 
-During a capture nothing is computed, so it is no step. What was captured is noted in order, backward passes and steps, and
-noted once more at each replay. The loss is read from the tensor that the captured backward began from: a replay writes there.
-Gradient norms are not measured: the optimizer has used, and perhaps cleared, the gradients by then.
+During a capture nothing is computed, so it is no step. The captured backward passes and steps are recorded in order, and again
+at each replay. The loss is read from the tensor that the captured backward began from, which a replay writes to. Gradient
+norms are not measured: the optimizer has used, and perhaps cleared, the gradients by then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torchobs.support.error_guard import CircuitBreaker
 
 
-class _Begun(NamedTuple):
-    """What there was when a capture began."""
+class _CaptureStart(NamedTuple):
+    """The recorder's state when a capture began."""
 
     graph: int
     traced: int
@@ -35,24 +35,29 @@ class _Begun(NamedTuple):
 
 
 class CudaGraphs:
-    """Patches ``torch.cuda.CUDAGraph``. A part of the step probe."""
+    """Patches ``torch.cuda.CUDAGraph``. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
     def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
         self._context, self._breaker = context, breaker
         self._patches: list[Patch] = []
-        self._begun: _Begun | None = None
+        self._capture: _CaptureStart | None = None
         self._noted: list[ref[Any] | None] = []
         self._captured: dict[int, tuple[ref[Any], list[ref[Any] | None]]] = {}
         self._losses: list[ref[Any]] = []
         self._losses_of: dict[int, list[ref[Any]]] = {}
 
     def install(self) -> None:
-        """Put the patches in place, where this torch has such graphs."""
+        """Apply the patches, if this torch has CUDA graphs."""
         import torch  # torch is optional until training begins
 
         graph: Any = getattr(torch.cuda, "CUDAGraph", None)
         guard = self._breaker.guard
-        begins, ends, before, after = guard(self._begins), guard(self._ends), guard(self._before), guard(self._after)
+        begins, ends, before, after = (
+            guard(self._capture_begins),
+            guard(self._capture_ends),
+            guard(self._before_replay),
+            guard(self._after_replay),
+        )
         if not all(hasattr(graph, name) for name in ("capture_begin", "capture_end", "replay")):
             return
 
@@ -91,23 +96,23 @@ class CudaGraphs:
         self._patches = [Patch(graph, name, make, probe=self._breaker.probe) for name, make in made]
 
     def remove(self) -> None:
-        """Restore what was there."""
+        """Undo the patches."""
         for patch in self._patches:
             patch.undo()
 
     @property
     def capturing(self) -> bool:
-        """Whether the training thread captures a graph."""
-        return self._begun is not None
+        """Whether the training thread is capturing a graph."""
+        return self._capture is not None
 
     def note_step(self, optimizer: object) -> None:
-        """An optimizer steps during the capture."""
+        """Record an optimizer's step during the capture."""
         self._note_backward()
         self._noted.append(ref(optimizer))
 
     def _note_backward(self) -> None:
-        """A backward that was captured since the last step."""
-        begun, trace = self._begun, self._context.recorder.trace
+        """Record a backward that was captured since the last step."""
+        begun, trace = self._capture, self._context.recorder.trace
         if begun is not None and any(stamp & 15 == BACKWARD_BEGINS for stamp in trace[begun.traced :]):
             self._noted.append(None)
             del trace[begun.traced :]
@@ -116,22 +121,24 @@ class CudaGraphs:
         if gradients is None and accumulates and getattr(loss, "numel", lambda: 0)() == 1:
             self._losses.append(ref(loss))
 
-    def _begins(self, graph: object) -> None:
+    def _capture_begins(self, graph: object) -> None:
         context, recorder = self._context, self._context.recorder
         if get_ident() != context.thread or context.backwards:
             return
-        recorder.sole = 0  # the optimizer's hooks look what is going on
-        recorder.members.waiting.clear()
-        self._begun = _Begun(id(graph), len(recorder.trace), len(recorder.arguments), recorder.values, context.takes_loss)
+        recorder.sole = 0  # so that the hooks do not take the fast path
+        recorder.cycle.pending.clear()
+        self._capture = _CaptureStart(
+            id(graph), len(recorder.trace), len(recorder.arguments), recorder.values, context.takes_loss
+        )
         self._noted, self._losses, recorder.values = [], [], StepValues()
         context.takes_loss = self._breaker.guard(self._note_loss)
 
-    def _ends(self, graph: object) -> None:
-        begun, recorder = self._begun, self._context.recorder
+    def _capture_ends(self, graph: object) -> None:
+        begun, recorder = self._capture, self._context.recorder
         if begun is None or begun.graph != id(graph):
             return
         self._note_backward()
-        self._begun = None
+        self._capture = None
         del recorder.trace[begun.traced :], recorder.arguments[begun.arguments :]
         recorder.values, self._context.takes_loss = begun.values, begun.takes_loss
         if self._noted:
@@ -143,12 +150,12 @@ class CudaGraphs:
         self._captured.pop(key, None)
         self._losses_of.pop(key, None)
 
-    def _before(self) -> None:
-        """A replay begins: what was seen since a backward by hand is judged."""
+    def _before_replay(self) -> None:
+        """Begin a replay: shorten a long trace first."""
         self._context.recorder.relieve()
 
-    def _after(self, graph: object, begun_ns: int) -> None:
-        """A graph was replayed; the device may still be at it."""
+    def _after_replay(self, graph: object, begun_ns: int) -> None:
+        """Record the steps of a replayed graph; the device may still be computing them."""
         context, recorder, now_ns = self._context, self._context.recorder, monotonic_ns()
         losses = iter(self._losses_of[id(graph)])
         for noted in self._captured[id(graph)][1]:

@@ -1,8 +1,7 @@
-"""Goodput of the step in progress and of the time after the last step, credited ahead (``flight.metrics.goodput``).
+"""Update goodput during long steps and after the last step, ahead of the step's record (``flight.metrics.goodput``).
 
-What a step of a second takes shows when it ends. Of a longer one evaluations, checkpoints, compilations and waiting for data
-are shown as they go on, and that nothing is seen of it any more. At the end all that is left is told, so that the states add up
-to the rank's life.
+A step of up to a second is credited when it ends. In a longer one, evaluations, checkpoints, compilations, waiting for data and
+idle time are credited as they go on. At the end the rest is credited, so that the states add up to the rank's lifetime.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ if TYPE_CHECKING:
 
 _LONG_NS = 500_000_000
 _LONG_TRACE, _ROUNDS = 256, 10
-"""A boundary takes a microsecond to replay: from that many on, once a second"""
+"""A boundary takes a microsecond to replay: with more of them, credit once a second"""
 
 
 class OpenTime:
-    """For the sampler thread. A part of the probe of phases."""
+    """Credits the step in progress. In the sampler thread; a part of :class:`~torchobs.probes.step.phases.PhaseProbe`."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context, self._timeline = context, context.recorder.timeline
         self._ended, self._rounds = False, 0
         self.evaluating_since_ns = 0
-        """When the evaluation that is under way began; 0: none is, or none for long"""
+        """When the evaluation in progress began; 0 if there is none, or none for long"""
 
     def sample(self, *, last: bool = False) -> None:
-        """Bring the credit up to date. ``last``: the rank ends, and the step in progress with it."""
+        """Update the credit. ``last``: the rank ends, and the step in progress with it."""
         recorder, core, now_ns = self._context.recorder, self._context.writer.table.core, monotonic_ns()
         if recorder.timeline is not self._timeline:
             self._timeline = recorder.timeline
-            core.change(forgive)  # hooks were off for a while
+            core.change(forgive)  # the hooks were off for a while
         if now_ns - recorder.open_since() < _LONG_NS and not last:
             self.evaluating_since_ns = 0
             return
@@ -54,7 +53,7 @@ class OpenTime:
         longest_s = core.totals.floats[DURATION_SUM + 2]
         spent, idle_ns = timeline.so_far(now_ns, 0 if last else idle_from(longest_s) * 1e9)
         if last:
-            idle_ns = sum(spent[FORWARD : OTHER + 1])  # whatever it was, no step came of it
+            idle_ns = sum(spent[FORWARD : OTHER + 1])  # it led to no step
         parts = (spent[DATA], spent[EVALUATION], spent[CHECKPOINT], spent[COMPILE], idle_ns)
         core.change(credit, step, [length / 1e9 for length in parts], sum(spent) / 1e9)
         if last:

@@ -1,13 +1,13 @@
-"""The loss: what the outermost backward starts from, if that is one scalar without a given gradient, or the sum of several.
+"""Record the loss: the scalar that the outermost backward starts from without a given gradient, or the sum of several.
 
-On the CPU it is read at once (143 ns), on a device it is copied without waiting. Never held: a loss holds its whole graph. With
-``GradScaler`` the value before scaling is meant (of several scalars it is not known). With accumulation it is the sum over the
-step's backward passes. What ``torch.autograd.grad`` starts from counts in steps that have no other backward: before one it was
-an inner loop, after one a look at the curvature.
+On the CPU it is read at once (143 ns), on a device it is copied without waiting. It is never kept: a loss holds its whole
+graph. With ``GradScaler`` the value before scaling is recorded (unknown if there are several scalars). With accumulation the
+step's backward passes are summed. Losses of ``torch.autograd.grad`` count in steps without another backward only: before one
+it is an inner loop, after one an analysis of the curvature.
 
-A tensor subclass (MONAI's ``MetaTensor``, fastai's ``TensorBase``) is read as the tensor that it is, without its
-``__torch_function__``, which is the user's code and slow. One with a ``__torch_dispatch__`` of its own may have no number in
-it: a DTensor's would need a collective, a fake tensor has none.
+A tensor subclass (MONAI's ``MetaTensor``, fastai's ``TensorBase``) is read as a plain tensor, without its
+``__torch_function__``, which is the user's code and slow. One with a ``__torch_dispatch__`` of its own may have no value to
+read: a DTensor's would need a collective, a fake tensor has none.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from torchobs.probes.core.step_values import StepValues
 
 
-class _Later(NamedTuple):
-    """Losses of one step, or of what may turn out to be a part of one: each a list of none until it has arrived."""
+class _PendingLoss(NamedTuple):
+    """Losses of one step, or of a possible part of one; each list is empty until the value has arrived."""
 
     pending_step: StepValues | int
     parts: list[list[float]]
 
 
 class LossProbe:
-    """Takes the loss of each step."""
+    """Records the loss of each step."""
 
     name = "loss"
 
@@ -45,11 +45,11 @@ class LossProbe:
         self._scaled: weakref.ref[torch.Tensor] | None = None
         self._unscaled: torch.Tensor | None = None
         self._scale: torch.Tensor | None = None
-        self._under_way: list[_Later] = []
-        self._told: set[str] = set()
-        """Kinds of device that it was said of that they are not read"""
-        self._apart: object = None
-        """What holds losses of ``torch.autograd.grad`` alone, which the step's first backward takes out: values, or parts"""
+        self._pending: list[_PendingLoss] = []
+        self._reported: set[str] = set()
+        """Device types reported as not read"""
+        self._autograd_grad_only: object = None
+        """Values or parts with losses of ``torch.autograd.grad`` only, which the step's first backward removes"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -65,16 +65,16 @@ class LossProbe:
         self._context.takes_loss = self._context.loss_scaled = None
 
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
-        """``GradScaler.scale`` was called."""
+        """Remember the unscaled loss of a ``GradScaler.scale`` call."""
         if isinstance(outputs, self._tensor) and isinstance(scaled, self._tensor):
             plain = self._one(outputs)
             if plain is not None:
                 self._scaled, self._unscaled, self._scale = weakref.ref(scaled), plain.detach(), scale
 
     def _one(self, tensor: object, gradient: object = None) -> torch.Tensor | None:
-        """Return a one-element tensor, as one of torch's own class; ``None`` for anything else.
+        """Return a one-element tensor as a plain tensor; ``None`` for anything else.
 
-        ``gradient``: what the engine was given with it, ones where that was made by torch, or by Megatron-LM.
+        ``gradient``: given to the engine with it; torch and Megatron-LM give ones.
         """
         if type(tensor) is not self._tensor:
             if not isinstance(tensor, self._tensor) or type(tensor).__torch_dispatch__ is not self._tensor.__torch_dispatch__:
@@ -87,7 +87,7 @@ class LossProbe:
         return tensor if ones else None
 
     def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
-        """A backward pass begins, from these tensors, with these gradients; ``accumulates``: not ``torch.autograd.grad``."""
+        """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
         context = self._context
         recorder = context.recorder
         begun_ns = monotonic_ns() if recorder.metered else 0
@@ -101,35 +101,35 @@ class LossProbe:
         if loss is None:
             return
         if self._scaled is not None and self._context.device.cuda.capturing():
-            self._scaled = self._unscaled = None  # dividing by the scale would become a part of the graph
+            self._scaled = self._unscaled = None  # dividing by the scale would become part of the graph
             return
         value = loss if self._scaled is None else self._plain(whole, loss)
         if not value.is_cpu:
             self._take_later(value.detach(), within=context.in_closure, accumulates=accumulates)
         elif context.in_closure:
             recorder.add_loss(value.item(), within_step=True)
-        elif accumulates and self._apart is None:
+        elif accumulates and self._autograd_grad_only is None:
             values = recorder.values
             values.loss_sum += value.item()
             values.losses += 1
             values.flags |= 1
         else:
-            self._add_apart(value.item(), accumulates=accumulates)
+            self._add_from_autograd_grad(value.item(), accumulates=accumulates)
         if begun_ns:
             context.record_overhead(self.name, monotonic_ns() - begun_ns)
 
-    def _add_apart(self, value: float, *, accumulates: bool) -> None:
+    def _add_from_autograd_grad(self, value: float, *, accumulates: bool) -> None:
         """Add a loss of ``torch.autograd.grad``, or the first one after such: only one kind counts."""
         values = self._context.recorder.values
-        if not accumulates and values.losses and self._apart is not values:
+        if not accumulates and values.losses and self._autograd_grad_only is not values:
             return
-        if accumulates and self._apart is values:
+        if accumulates and self._autograd_grad_only is values:
             values.loss_sum, values.losses = 0.0, 0
-        self._apart = None if accumulates else values
+        self._autograd_grad_only = None if accumulates else values
         self._context.recorder.add_loss(value, within_step=False)
 
     def _sum(self, tensors: Sequence[Any], gradients: Any) -> tuple[Any, Any]:
-        """Return the one tensor of which a backward from all of these is a backward, and ``None``, or its gradient."""
+        """Return the sum of scalars, or a single tensor, as the loss; ``(None, None)`` if there is none to read."""
         given = gradients if type(gradients) in {tuple, list} else [gradients] * len(tensors)
         found = [self._one(*pair) for pair in zip(tensors, given, strict=False)]
         plain = [each.detach() for each in found if each is not None]
@@ -142,7 +142,7 @@ class LossProbe:
         return sum(each.reshape(()) for each in plain), None
 
     def _plain(self, given: object, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the loss without the loss scale, detached. ``given``: what the backward was given, itself or a subclass's."""
+        """Return the unscaled loss, detached. ``given``: the backward's argument, of which ``tensor`` is the plain form."""
         scaled, unscaled = self._scaled, self._unscaled
         if scaled is None or unscaled is None:
             return tensor.detach()
@@ -155,27 +155,27 @@ class LossProbe:
         return tensor.detach()
 
     def _take_later(self, value: torch.Tensor, *, within: bool, accumulates: bool = True) -> None:
-        """Take a loss that a device has; the values of one step's backward passes are summed once all have arrived."""
-        recorder, under_way = self._context.recorder, self._under_way
+        """Take a loss on a device; a step's backward passes are summed once all have arrived."""
+        recorder, pending = self._context.recorder, self._pending
         if within and recorder.values.evaluated:
             return  # the first evaluation is the step's
         recorder.values.evaluated = within
         pending_step = recorder.pending_step()
-        if not under_way or under_way[-1].pending_step != pending_step:
-            under_way.append(_Later(pending_step, []))
-        parts = under_way[-1].parts
-        if not accumulates and parts and self._apart is not parts:
+        if not pending or pending[-1].pending_step != pending_step:
+            pending.append(_PendingLoss(pending_step, []))
+        parts = pending[-1].parts
+        if not accumulates and parts and self._autograd_grad_only is not parts:
             return
-        if accumulates and self._apart is parts:
+        if accumulates and self._autograd_grad_only is parts:
             parts.clear()
-        self._apart = None if accumulates else parts
+        self._autograd_grad_only = None if accumulates else parts
         arriving: list[float] = []
         if self._context.device.take(value, arriving.append):
             parts.append(arriving)
 
-    def _tell_unread(self, kind: str) -> None:
-        """Say once why there is no loss, nor a norm: to read them at once would wait for the device in every step."""
-        self._told.add(kind)
+    def _report_unread(self, kind: str) -> None:
+        """Report once why there is no loss and no norm: reading them would synchronise with the device in every step."""
+        self._reported.add(kind)
         context = self._context
         context.writer.event(catalog.EVENT_DEVICE_UNREAD.name, {"device_type": kind}, context.recorder.step)
         if context.warn_limited is not None:
@@ -186,21 +186,26 @@ class LossProbe:
 
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""
-        for kind in self._context.device.unread - self._told:
-            self._tell_unread(kind)
-        recorder, under_way = self._context.recorder, self._under_way
-        while under_way:
-            step, count = resolve_step(under_way[0].pending_step), 1
-            while count < len(under_way) and resolve_step(under_way[count].pending_step) == step:
+        for kind in self._context.device.unread - self._reported:
+            self._report_unread(kind)
+        recorder, pending = self._context.recorder, self._pending
+        while pending:
+            step, count = resolve_step(pending[0].pending_step), 1
+            while count < len(pending) and resolve_step(pending[count].pending_step) == step:
                 count += 1
-            parts = [part for later in under_way[:count] for part in later.parts if not is_left_out(later.pending_step)]
+            parts = [
+                part
+                for pending_loss in pending[:count]
+                for part in pending_loss.parts
+                if not is_left_out(pending_loss.pending_step)
+            ]
             if not step or step > recorder.step or not (all(parts) or step == GONE):
                 break
-            del under_way[:count]
+            del pending[:count]
             if parts and step != GONE:
                 recorder.late(step, StepFlag.LOSS, sum(part[0] for part in parts), 0.0)
 
 
 def _is_one(gradient: torch.Tensor) -> bool:
-    """Return True if it is 1, or on a device, where to look would be to wait: who gives a scalar a gradient gives ones."""
+    """Return True if the gradient is 1, or on a device, where reading would wait: a given scalar gradient is usually 1."""
     return not gradient.is_cpu or gradient.item() == 1.0

@@ -1,13 +1,12 @@
-"""Steps that no optimizer of torch's makes: parameters changed by hand, by fastai's optimizers, by Keras'.
+"""Detect steps without an optimizer of torch's: manual parameter updates, fastai's optimizers, Keras.
 
-What shows then is the gradient: it is there when a backward pass ends, and when the next one begins it was cleared, or taken
-away. If the parameter has changed in between as well, it was a step, and it ended with that backward: when exactly the
-parameters were changed cannot be seen. (Gradients that are cleared while the parameters stay are somebody's analysis: saliency,
-an adversarial input. Gradients that stay are an accumulation, if the next backward adds to them.)
+They show in the gradient: present when a backward pass ends, cleared or removed when the next one begins. If the parameter
+has changed in between as well, it was a step. It is recorded as ending with that backward, since the exact time of the update
+is unknown. (Gradients that are cleared while the parameters stay are an analysis: saliency, an adversarial input. Gradients
+that stay are an accumulation, if the next backward adds to them.)
 
-While optimizers of torch's step, nothing is watched but what comes behind a second backward without a step in between. Changes
-between two backward passes of one of their steps are a perturbation (sharpness-aware minimisation), unless many follow each
-other.
+While torch's optimizers step, only a second backward without a step in between is watched. Changes between two backward passes
+of one of their steps are a perturbation (sharpness-aware minimisation), unless many follow each other.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.step_recorder import StepRecorder
 
-_LOOKED_AT = 64
+_SAMPLED = 64
 """Elements of a parameter that are compared"""
 _RECOUNT_EVERY = 64
 _NODES, _FIRST_NODES = 100_000, 1000
-"""Nodes of a graph that are looked at for all parameters, and for the first: a node is a microsecond, once"""
+"""Nodes of a graph that are searched for all parameters, and for the first: a node takes a microsecond, once"""
 
 
-_NEAREST = 256
-"""Nodes of a graph among which the watched parameter is looked for: it is the last layer's"""
+_NEAR_NODES = 256
+"""Nodes of a graph that are searched for the watched parameter, which is the last layer's"""
 _MOST_KNOWN = 8
-"""Models in turn of which the parameters are known"""
+"""Models of which the parameters are remembered"""
 _WATCHED = 8
-"""Steps for which every backward is watched, after one that was followed by a change of the parameters"""
+"""Steps for which every backward is watched after one that a change of the parameters followed"""
 
 
-class _Left(NamedTuple):
-    """What a backward has left in one parameter: where its gradient is, and what the parameter was."""
+class _GradientState(NamedTuple):
+    """State of one parameter after a backward: address and version of its gradient, version and elements of the parameter."""
 
     address: int
     version: int
@@ -52,51 +51,54 @@ class _Left(NamedTuple):
     elements: torch.Tensor | None
 
 
-class Parameters:
-    """Stands for the optimizer that there is none of, for those who look at ``param_groups``. Keeps nothing alive."""
+class OptimizerStandIn:
+    """Optimizer stand-in for parameters that a script updates itself; holds weak references."""
 
     def __init__(self, parameters: Iterator[torch.Tensor]) -> None:
         self._parameters = [ref(parameter) for parameter in parameters]
         self.grad_scale: torch.Tensor | None = None
-        """By what a loss scaler has multiplied the gradients"""
+        """The loss scale that is in the gradients"""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """One group."""
+        """One group with the living parameters."""
         return [{"params": [parameter for known in self._parameters if (parameter := known()) is not None]}]
 
     def gradients(self) -> int:
-        """Count them."""
+        """Return how many parameters have a gradient."""
         return sum(parameter.grad is not None for group in self.param_groups for parameter in group["params"])
 
 
 class ManualSteps:
-    """Watches one parameter from backward to backward. A part of the step probe."""
+    """Watches one parameter from backward to backward. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
-        breaker = context.breakers.setdefault("by hand", CircuitBreaker("step"))  # the optimizers' steps go on without
+        breaker = context.breakers.setdefault("by hand", CircuitBreaker("step"))  # optimizer steps are recorded without it
         self.begins, self.ends = breaker.guard(self._begins), breaker.guard(self._ends)
-        self.again, self.optimizer_stepped = breaker.guard(self._again), breaker.guard(self._optimizer_stepped)
+        self.second_backward, self.optimizer_stepped = (
+            breaker.guard(self._second_backward),
+            breaker.guard(self._optimizer_stepped),
+        )
         self._parameter: ref[torch.Tensor] | None = None
-        self._near = _NEAREST
-        self._left: _Left | None = None
+        self._node_limit = _NEAR_NODES
+        self._last: _GradientState | None = None
         self._before: tuple[int, int] | None = None
         self._end, self._stamp = (0, 0), 0
         self._changed = False
-        self._all: Parameters | None = None
-        self._known: list[tuple[ref[torch.Tensor], Parameters]] = []
+        self._all: OptimizerStandIn | None = None
+        self._known: list[tuple[ref[torch.Tensor], OptimizerStandIn]] = []
         self._count, self._recount = 0, 0
         self._step = self._more = self._usual = self._watch_until = 0
-        """The step of which the backwards behind its first are counted, how many it has and usually has; how long to watch"""
+        """The step whose further backward passes are counted, their number and its usual value; the last step to watch"""
         self._perturbed_in, self._is_harmless = -_WATCHED - 1, False
 
     # -- beside optimizers of torch's --------------------------------------------------------------------------------------
 
-    def _again(self) -> ManualSteps | None:
-        """A backward begins, behind another one without an optimizer's step in between. Return self to be told of it.
+    def _second_backward(self) -> ManualSteps | None:
+        """Return self if the backward that begins, without an optimizer step since another one, is to be watched.
 
-        It is not watched where as many of them were nothing special in the step before: an accumulation.
+        It is not if the step before had as many without any finding: an accumulation.
         """
         recorder = self._context.recorder
         returned = self._context.returned
@@ -109,7 +111,7 @@ class ManualSteps:
         if self._more <= self._usual:
             return None
         self._watch_until = recorder.ended + _WATCHED
-        self._context.manual_steps, self._left, self._parameter = self, None, None
+        self._context.manual_steps, self._last, self._parameter = self, None, None
         return self
 
     def _count_more(self, recorder: StepRecorder) -> None:
@@ -118,9 +120,9 @@ class ManualSteps:
         self._more += 1
 
     def _optimizer_stepped(self) -> None:
-        """An optimizer of torch's has: what it changed is no step by hand."""
+        """Reset: what an optimizer of torch's has changed is no manual step."""
         recorder = self._context.recorder
-        self._left, self._changed = None, False
+        self._last, self._changed = None, False
         lately = recorder.ended <= max(self._watch_until, self._perturbed_in + _WATCHED)
         if self._is_harmless or not lately:
             self._context.manual_steps, self._usual = None, self._more
@@ -129,18 +131,18 @@ class ManualSteps:
     # -- around a backward -------------------------------------------------------------------------------------------------
 
     def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A backward pass begins."""
+        """Judge the time since the last backward when another one begins."""
         context, recorder = self._context, self._context.recorder
         if recorder.direct:
             recorder.likely_end = context.manual_steps = None
             return
         loss = args[0] if args else kwargs.get("tensors")
         if context.in_closure:
-            self._judge_within(loss)
+            self._judge_in_closure(loss)
             return
         self._judge(loss)
         parameter = self._watched()
-        if parameter is None or self._left is None:
+        if parameter is None or self._last is None:
             parameter = self._pick(loss)
             if parameter is not None and self._more and _is_cleared(self._context, parameter):
                 self._end_before(recorder)
@@ -148,49 +150,51 @@ class ManualSteps:
 
     def _judge(self, loss: object) -> None:
         """Decide whether the step has ended with the last backward."""
-        recorder, left, parameter = self._context.recorder, self._left, self._watched()
-        if left is not None:
+        recorder, last, parameter = self._context.recorder, self._last, self._watched()
+        if last is not None:
             self._count_more(recorder)
             self._is_harmless = self._perturbed_in != recorder.ended
-        if left is None or (parameter is not None and self._is_added_to(loss, parameter, left)):
+        if last is None or (parameter is not None and self._is_added_to(loss, parameter, last)):
             recorder.likely_end = None
             recorder.relieve()
             return
         if parameter is not None and not self._changed:
-            self._look_for_change(parameter, left)
+            self._check_change(parameter, last)
         if parameter is not None and recorder.likely_end is None:
             recorder.likely_end = self._found_end()
         if recorder.likely_end is not None:
             self._perturbed_in, self._is_harmless = recorder.ended, False
-            if self._all is not None and self._context.clipped_by_hand is not None:
-                self._context.clipped_by_hand(self._all, self._count)
+            if self._all is not None and self._context.manual_step_ended is not None:
+                self._context.manual_step_ended(self._all, self._count)
         recorder.end_where_likely()
 
-    def _judge_within(self, loss: object) -> None:
-        """The same within an optimizer's closure, where parameters may have been changed since a backward before the step."""
-        left, parameter = self._left, self._watched()
-        if left is None or parameter is None or self._is_added_to(loss, parameter, left):
+    def _judge_in_closure(self, loss: object) -> None:
+        """Do so within an optimizer's closure, where parameters may have changed since a backward before the step."""
+        last, parameter = self._last, self._watched()
+        if last is None or parameter is None or self._is_added_to(loss, parameter, last):
             return
-        self._look_for_change(parameter, left)
-        self._left = None
+        self._check_change(parameter, last)
+        self._last = None
         if self._changed:
             self._perturbed_in = self._context.recorder.ended
-            self._context.recorder.values.evaluated = True  # before the change: the loss that was seen then is the step's
+            self._context.recorder.values.evaluated = True  # the loss before the change is the step's
 
-    def _is_added_to(self, loss: object, parameter: torch.Tensor, left: _Left) -> bool:
-        """Return True if the gradient is still there, and what begins adds to it: an accumulation."""
-        if _gradient(parameter) != (left.address, left.version):
+    def _is_added_to(self, loss: object, parameter: torch.Tensor, last: _GradientState) -> bool:
+        """Return True if the gradient is still there and the new backward adds to it: an accumulation."""
+        if _gradient(parameter) != (last.address, last.version):
             return False
-        return any(leaf is parameter for leaf in _leaves(loss, self._near)) or not self._is_changed_by_now(parameter, left)
+        return any(leaf is parameter for leaf in _leaves(loss, self._node_limit)) or not self._is_changed_by_now(
+            parameter, last
+        )
 
-    def _is_changed_by_now(self, parameter: torch.Tensor, left: _Left) -> bool:
-        """Return True if the parameter, of which another model's graph knows nothing, has been changed since its backward."""
+    def _is_changed_by_now(self, parameter: torch.Tensor, last: _GradientState) -> bool:
+        """Return True if the parameter, which is not in the new loss's graph, has changed since its backward."""
         if not self._changed:
-            self._look_for_change(parameter, left)
+            self._check_change(parameter, last)
         return self._changed
 
     def _end_before(self, recorder: StepRecorder) -> None:
-        """The gradient of an unwatched backward is gone: that may have been the end of a step."""
+        """End the step at an unwatched backward if its gradient is gone."""
         for index in range(len(recorder.trace) - 2, -1, -1):
             if recorder.trace[index] & 15 == BACKWARD_ENDS and recorder.trace[index] not in self._context.returned:
                 named = sum(stamp & 15 in ARGUED for stamp in recorder.trace[: index + 1])
@@ -199,42 +203,42 @@ class ManualSteps:
                 return
 
     def _found_end(self) -> tuple[int, int] | None:
-        """Return where the step has ended, if it shows now that it has, and what was seen until then was not taken in yet."""
+        """Return where the step has ended, if it is known to have ended and the trace still has that point."""
         traced, _ = self._end
         return self._end if self._changed and self._context.recorder.trace[traced - 1 : traced] == [self._stamp] else None
 
-    def _look_for_change(self, parameter: torch.Tensor, left: _Left) -> None:
-        now = self._some(parameter)
-        if parameter._version != left.changes:
+    def _check_change(self, parameter: torch.Tensor, last: _GradientState) -> None:
+        now = self._sample(parameter)
+        if parameter._version != last.changes:
             self._changed = True
-        elif now is not None and left.elements is not None and now.shape == left.elements.shape:
-            # `.data` has a version of its own; of a device's parameter it shows a little later
-            self._context.device.take((now != left.elements).any().float(), self._note)
+        elif now is not None and last.elements is not None and now.shape == last.elements.shape:
+            # changes by `.data` do not change the version; a device's result arrives later
+            self._context.device.take((now != last.elements).any().float(), self._note)
 
     def _note(self, differs: float) -> None:
         self._changed = self._changed or bool(differs)
 
     def _ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """It has ended."""
+        """Record the state of the watched parameter when a backward has ended."""
         context, recorder, loss = self._context, self._context.recorder, args[0] if args else kwargs.get("tensors")
         parameter = self._watched()
         found = _gradient(parameter) if parameter is not None else None
-        if found is None or found == self._before:  # another model's: it has left nothing there
+        if found is None or found == self._before:  # it was another model's backward
             parameter = self._pick(loss)
             found = _gradient(parameter) if parameter is not None else None
         if parameter is None or found is None or not recorder.trace or recorder.trace[-1] & 15 != BACKWARD_ENDS:
-            self._left = None
+            self._last = None
             return
         if self._changed and self._all is None:
-            self._know(parameter, loss)
+            self._learn_parameters(parameter, loss)
         if self._all is not None and recorder.step >= self._recount:
             self._count, self._recount = self._all.gradients(), recorder.step + _RECOUNT_EVERY
         if self._all is not None and (recorder.step >= context.norm_due or recorder.step == context.norm_step):
-            recorder.values.norm_squared = 0.0  # of an accumulation only the last counts
+            recorder.values.norm_squared = 0.0  # of an accumulation only the last norm counts
             self._all.grad_scale = context.loss_scale
             context.notify(context.before_step, self._all, False)  # noqa: FBT003  # a listener
-        elements = self._some(parameter) if not self._changed else None
-        self._left = _Left(*found, parameter._version, None if elements is None else elements.clone())
+        elements = self._sample(parameter) if not self._changed else None
+        self._last = _GradientState(*found, parameter._version, None if elements is None else elements.clone())
         self._end, self._stamp = (len(recorder.trace), len(recorder.arguments)), recorder.trace[-1]
         recorder.likely_end = self._end if self._changed else None
 
@@ -244,52 +248,52 @@ class ManualSteps:
         return self._parameter() if self._parameter is not None else None
 
     def _pick(self, loss: object) -> torch.Tensor | None:
-        """Watch a parameter of this graph from now on."""
+        """Choose a parameter of this graph to watch."""
         found = next((leaf for leaf in _leaves(loss, _FIRST_NODES) if _is_plain(leaf)), None)
         self._parameter = ref(found) if found is not None else None
         self._all, self._recount = next((model for known, model in self._known if known() is found is not None), None), 0
         return found
 
-    def _know(self, parameter: torch.Tensor, loss: object) -> None:
-        """Learn all parameters of the model that is trained by hand."""
+    def _learn_parameters(self, parameter: torch.Tensor, loss: object) -> None:
+        """Learn all parameters of the manually trained model."""
         recorder = self._context.recorder
-        self._all = Parameters(_leaves(loss, _NODES))
+        self._all = OptimizerStandIn(_leaves(loss, _NODES))
         self._known = [*((known, model) for known, model in self._known if known() is not None), (ref(parameter), self._all)]
         del self._known[:-_MOST_KNOWN]
         recorder.values.flags |= StepFlag.NEW_MODEL if recorder.models.begins(self._all, recorder.step) else 0
 
-    def _some(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return some of its elements; ``None`` while what is done is captured into a graph."""
+    def _sample(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return some of its elements; ``None`` during graph capture."""
         if self._context.device.cuda.capturing():
             return None
-        return _some(parameter)
+        return _sample(parameter)
 
 
-def _some(tensor: torch.Tensor) -> torch.Tensor:
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach()
     while flat.dim() > 1:
         flat = flat[-1]
-    return flat.reshape(-1)[:_LOOKED_AT]
+    return flat.reshape(-1)[:_SAMPLED]
 
 
 def _is_cleared(context: ProbeContext, parameter: torch.Tensor) -> bool:
-    """Return True if it has no gradient, or one of zeros (a device's, which would have to be waited for, is not looked at)."""
+    """Return True if its gradient is ``None`` or zeros (not read on a device, which would wait)."""
     gradient = parameter.grad
     if gradient is None:
         return True
     plain = gradient.is_cpu and gradient.layout is parameter.layout and context.device.cuda.holds(gradient)
-    return plain and not bool(_some(gradient).any())
+    return plain and not bool(_sample(gradient).any())
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    """Return True if it has elements, here: a DTensor's would need a collective, a fake one has none."""
+    """Return True if it has readable elements: a DTensor's would need a collective, a fake tensor has none."""
     import torch
 
     return type(parameter) in {torch.Tensor, torch.nn.Parameter} and parameter.numel() > 0
 
 
 def _gradient(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """Return where its gradient is, and how often that was changed."""
+    """Return address and version of its gradient; ``None`` without one."""
     gradient = parameter.grad
     if gradient is None:
         return None
@@ -297,16 +301,14 @@ def _gradient(parameter: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _leaves(loss: object, most: int) -> Iterator[torch.Tensor]:
-    """Yield the parameters that a loss depends on, the last layer's first; of what it depends on at all if there are none."""
+    """Yield the parameters that a loss depends on, the last layer's first; other leaf tensors if there are none."""
     import torch
 
     tensors = [loss] if isinstance(loss, torch.Tensor) else list(loss) if isinstance(loss, (list, tuple)) else []
-    waiting = deque[Any](
-        tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None
-    )
-    seen, others, found = set(waiting), list[torch.Tensor](), False
-    while waiting and len(seen) < most:
-        node: Any = waiting.popleft()
+    queue = deque[Any](tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None)
+    seen, others, found = set(queue), list[torch.Tensor](), False
+    while queue and len(seen) < most:
+        node: Any = queue.popleft()
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.nn.Parameter):
             found = True
@@ -315,6 +317,6 @@ def _leaves(loss: object, most: int) -> Iterator[torch.Tensor]:
             others.append(leaf)
         following = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen.update(following)
-        waiting += following
+        queue += following
     if not found:
         yield from others

@@ -1,7 +1,7 @@
-"""Steps in another thread than the one that is recorded, whose backward passes and fetches are not seen: they are left out.
+"""Leave out optimizer steps of threads other than the training thread: their backward passes and fetches are not recorded.
 
-One thread at a time is the training thread. Another one becomes it when it steps the same optimizer, when the former has ended
-or has left the loops that it trained in, or makes no more steps. Two that train at the same time are said to be two, once.
+One thread at a time is the training thread. Another one replaces it when it steps the same optimizer, or when the former has
+ended, has left its training loops, or makes no more steps. Two that train at the same time are reported once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 _PATIENCE = 3
-"""Steps of another thread, without one of the training thread, after which that one is taken to train no more"""
+"""Steps of another thread without one of the training thread, after which the latter no longer counts as such"""
 
 
 class OtherThreads:
-    """``is_other`` is for the threads that step optimizers, ``sample`` for the sampler. A part of the step probe."""
+    """Detects them. ``is_other`` is for threads that step optimizers, ``sample`` for the sampler; a part of ``StepProbe``."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
@@ -30,16 +30,16 @@ class OtherThreads:
         self.steps = 0
         """Steps that were not recorded"""
         self.running: dict[int, int] = {}
-        """Threads within such a step, and how deeply it is nested"""
+        """Threads within such a step, with its nesting depth"""
         self._seen_at: dict[int, tuple[int, int]] = {}
-        self._name, self._told = "", False
+        self._name, self._reported = "", False
 
     def is_other(self, optimizer: object) -> bool:
-        """Return True if the current thread, which is not the training thread, is about to make a step that is not recorded."""
+        """Return True if the current thread, not the training thread, is about to make a step that is not recorded."""
         context, ident = self._context, get_ident()
         recorder = context.recorder
         if context.backwards and not _is_of_python(ident):
-            return False  # an optimizer within the backward pass of a device, which has a thread of its own
+            return False  # an optimizer within the backward pass, which runs in a device's own thread
         if not self.has_begun or recorder.alive(id(optimizer)) is optimizer or self._has_ended(ident):
             self._seen_at.clear()
             return False
@@ -48,7 +48,7 @@ class OtherThreads:
         return True
 
     def _has_ended(self, ident: int) -> bool:
-        """Return True if the training thread trains no more."""
+        """Return True if the training thread no longer trains."""
         context = self._context
         if context.thread not in sys._current_frames() or context.loop.left(context.thread):
             return True
@@ -58,9 +58,9 @@ class OtherThreads:
         return without >= _PATIENCE and not context.loop.is_known
 
     def sample(self) -> None:
-        """Say that there are some."""
-        if self.steps and not self._told:
-            self._told = True
+        """Report once that another thread trains."""
+        if self.steps and not self._reported:
+            self._reported = True
             context, name = self._context, self._name
             context.writer.event(catalog.EVENT_OTHER_THREAD.name, {"thread": name}, context.recorder.step)
             if context.warn_limited is not None:

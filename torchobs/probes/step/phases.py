@@ -1,4 +1,4 @@
-"""Phases: that they are recorded, and evaluation, which is no part of a step; and that no training goes on any more.
+"""Record phases and evaluations, and detect that training is idle.
 
 ``Module.train`` is where ``eval()`` and ``train()`` meet; only the outermost call counts, since it recurses into the children.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PhaseProbe:
-    """Switches the recording of phases on, and sees evaluation begin and end."""
+    """Enables the recording of phases, and observes the begin and end of evaluation."""
 
     name = "phases"
 
@@ -39,7 +39,7 @@ class PhaseProbe:
         import torch  # torch is optional until training begins
 
         self._context = context
-        self._startup, self._open, self._over = Startup(context), OpenTime(context), False
+        self._startup, self._open, self._ended = Startup(context), OpenTime(context), False
         context.recorder.timed = True
         self._patch = Patch(torch.nn.Module, "train", self._watched_train, probe=self.name, nests=True)
 
@@ -63,14 +63,14 @@ class PhaseProbe:
         if self._patch is not None:
             self._patch.undo()
             self._context.recorder.timed, self._context.evaluating_since_ns = False, 0
-            self._over = True
+            self._ended = True
 
     def sample(self) -> None:
-        """Write spans of the evaluations that the timeline has found, and look how long the start takes, and what is open."""
+        """Write spans of finished evaluations; update goodput and the startup time."""
         self._context.idle = self._is_idle()
-        self._open.sample(last=self._over)
+        self._open.sample(last=self._ended)
         self._context.evaluating_since_ns = self._open.evaluating_since_ns
-        self._startup.sample(last=self._over)
+        self._startup.sample(last=self._ended)
         found = self._context.recorder.timeline.evaluations
         while found and self._context.span is not None:
             begun_ns, ended_ns = found.popleft()
@@ -78,9 +78,9 @@ class PhaseProbe:
                 self._context.span(catalog.SPAN_EVALUATION.name, begun_ns, ended_ns, {}, failed=False)
 
     def _is_idle(self) -> bool:
-        """Return True if nothing was seen for as long as goodput takes for idle, and the training loop is not running either.
+        """Return True if no boundary came for longer than goodput's idle threshold and the training loop is not running.
 
-        The stack, 6 µs to look at, is looked at only then: a second stage's loop is noted some steps later.
+        The stack, 6 µs to read, is read only then: a second stage's loop is recorded some steps later.
         """
         context = self._context
         phase, since_ns = context.recorder.phase()
@@ -88,7 +88,7 @@ class PhaseProbe:
         quiet = phase in {FORWARD, OTHER} and monotonic_ns() - since_ns > patience_s * 1e9
         return quiet and context.loop.left(context.thread)
 
-    def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # as above
+    def _note(self, module: Any, mode: bool) -> None:  # noqa: FBT001  # torch's signature
         now_ns = monotonic_ns()
         recorder = self._context.recorder
         recorder.mark(TRAIN if mode else EVAL, now_ns, id(module))

@@ -1,4 +1,4 @@
-"""The time before the first step: imports, building the model, restoring a checkpoint. What every restart costs again.
+"""Measure the time before the first step: imports, model construction, checkpoint restore; the cost of every restart.
 
 From the process's start, or from ``init()`` in an interactive interpreter, which may have been idle for hours.
 """
@@ -22,7 +22,7 @@ _ROUNDS = 10
 
 
 class Startup:
-    """Shows it once a second while it lasts, and exactly when the first step has ended. A part of the probe of phases."""
+    """Updates the gauge once a second, and once exactly when the first step has ended. A part of ``PhaseProbe``."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context, self._rounds = context, 0
@@ -31,19 +31,19 @@ class Startup:
         interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
         self._begun_s = (header.wall_ns if interactive else min(process.this_process().start_ns, header.wall_ns)) / 1e9
         self._shown_s = 0.0
-        self._over = context.recorder.step > 0
+        self._done = context.recorder.step > 0
 
     def sample(self, *, last: bool = False) -> None:
-        """Look how long it has been. ``last``: the rank ends, with or without a step."""
-        if self._over:
+        """Update the time. ``last``: the rank ends, with or without a step."""
+        if self._done:
             return
         self._rounds += 1
         totals = self._context.writer.table.core.totals
-        # what the goodput knows of began with the first step
+        # goodput counts from the first step on
         known_s = sum(totals.floats[Word.GOODPUT : Word.GOODPUT + len(catalog.GOODPUT_STATES)])
         if totals.ints[Word.STEPS]:
             self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - (known_s - sum(credited(totals))) - self._begun_s)
-            self._over = True
+            self._done = True
         elif last or (not self._rounds % _ROUNDS and not self._steps_begun()):
             header = self._context.writer.header
             self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - known_s - self._begun_s)

@@ -1,8 +1,8 @@
-"""Steps: the global optimizer hooks, which fire for every optimizer whenever it was made, fused, compiled or not.
+"""Observe optimizer steps by torch's global optimizer hooks, which cover every optimizer: made early, fused, compiled or not.
 
 ``subclass.step`` → ``super().step`` and ZeroRedundancyOptimizer fire two pairs for one step: only the outermost counts. A
-step that raised leaves no post hook behind: the stack tells whether the outer step that we remember is still running. A closure
-without a backward (Lightning gives one to every step, its manual optimization does the backward before) is as good as none.
+step that raised does not call its post hook: the stack shows whether the outer step on record is still running. A closure
+without a backward (Lightning gives one to every step, its manual optimization does the backward before) counts as none.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 
 
 class StepProbe:
-    """Cuts the training into steps."""
+    """Divides the training into steps."""
 
     name = "step"
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._depth = self._outer = 0
-        """How many steps are running, one within the other, and the id of the optimizer whose step is the outermost"""
+        """Nesting depth of running steps, and the id of the outermost optimizer"""
         self._given = False
         """Whether the step was given a closure"""
-        self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-        """Whether none of its closures has done a backward"""
+        self._no_backward: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Whether none of the optimizer's closures has done a backward"""
         self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """How many its last closure has done"""
+        """Evaluations in its last closure step"""
         self._backward = BackwardWatch()
 
     def install(self, context: ProbeContext) -> None:
@@ -76,7 +76,7 @@ class StepProbe:
         self._backward.install(context, breaker)
         self._graphs.install()
         context.manual_steps = manual_steps = ManualSteps(context)
-        context.steps_by_hand = manual_steps.again
+        context.find_manual_steps = manual_steps.second_backward
         self._handles = [
             register_optimizer_step_pre_hook(self._plain_before(breaker)),
             register_optimizer_step_post_hook(self._plain_after(breaker)),
@@ -89,38 +89,38 @@ class StepProbe:
         self._handles = []
         self._backward.remove()
         self._graphs.remove()
-        self._context.manual_steps = self._context.steps_by_hand = None
+        self._context.manual_steps = self._context.find_manual_steps = None
 
     def sample(self) -> None:
-        """Tell of another model, and of another thread that trains; have a long trace taken in.
+        """Report model changes and other training threads; have a long trace replayed.
 
-        It is long after backward passes without a step: saliency maps, adversarial attacks.
+        It grows in backward passes without a step: saliency maps, adversarial attacks.
         """
         self._changes.sample()
         self._others.sample()
         if len(self._recorder.trace) > LONG_TRACE and self._context.at_backward is not None:
             self._context.at_backward(self._relieve)
 
-    def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:  # noqa: C901  # in place: a call costs 1 µs there
-        """Return the pre hook: what nearly every step needs, in place, as in the data probe; anything else is ``_before``.
+    def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:  # noqa: C901  # inline: a call costs 1 µs there
+        """Return the pre hook: the fast path of nearly every step, inline; other steps call ``_before``.
 
         It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
         """
         context, recorder, note = self._context, self._context.recorder, self._context.recorder.trace.append
-        before, tell, waiting = breaker.guard(self._before), breaker.guard(context.notify), recorder.members.waiting
+        before, notify, pending = breaker.guard(self._before), breaker.guard(context.notify), recorder.cycle.pending
         number_safely, is_made = self._number_safely, self._graph_being_made
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             key = id(optimizer)
-            if key != recorder.sole and key in waiting and len(waiting) > 1:  # of hundreds, within the backward pass
-                waiting.discard(key)
+            if key != recorder.sole and key in pending and len(pending) > 1:  # one of hundreds within the backward pass
+                pending.discard(key)
                 if recorder.step >= context.norm_due or recorder.step == context.norm_step:
-                    tell(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                    notify(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
                 return None
             if is_made():
                 return None
             now_ns, trace = monotonic_ns(), recorder.trace
-            # metered steps go the long way, so that a change of thread is seen, too
+            # metered steps take the full path, which also detects a change of thread
             if key != recorder.sole or self._depth or recorder.metered or len(args) > 1 or kwargs or breaker.blown:
                 return before(now_ns, optimizer, args, kwargs)
             if not trace or trace[-1] & 15 != BACKWARD_ENDS:
@@ -137,18 +137,18 @@ class StepProbe:
                     values.learning_rate = rate
                     values.flags |= 4
             if recorder.step >= context.norm_due:
-                tell(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                notify(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
             return None
 
         return plain_before
 
     def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
-        """Return the post hook, of which one that was crossed off in the pre hook needs nothing."""
-        after, waiting, is_made = breaker.guard(self._after), self._recorder.members.waiting, self._graph_being_made
+        """Return the post hook; a step that the pre hook took on the fast path of an optimizer-in-backward needs nothing."""
+        after, pending, is_made = breaker.guard(self._after), self._recorder.cycle.pending, self._graph_being_made
 
         def plain_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             del args, kwargs
-            if (not waiting or self._depth) and not is_made():
+            if (not pending or self._depth) and not is_made():
                 after(optimizer)
 
         return plain_after
@@ -166,15 +166,15 @@ class StepProbe:
         self._others.has_begun = True
         if self._depth and _steps_running() > 1:
             self._depth += 1
-            recorder.members.is_nested = True
+            recorder.cycle.is_nested = True
             if context.steps_within is not None:
                 context.steps_within(self._outer, optimizer)
             return None
         self._depth, self._outer = 1, id(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
-        evaluates = closure and not self._idle.get(optimizer)
-        again = id(optimizer) != recorder.sole or not recorder.trace
-        fresh = again and recorder.optimizer_begins(optimizer, evaluates=evaluates)
+        evaluates = closure and not self._no_backward.get(optimizer)
+        is_not_sole = id(optimizer) != recorder.sole or not recorder.trace
+        fresh = is_not_sole and recorder.optimizer_begins(optimizer, evaluates=evaluates)
         self._given = closure and not context.backwards
         if evaluates:
             recorder.begin_closure()
@@ -199,12 +199,12 @@ class StepProbe:
         return ident in self._others.running and _steps_running() > 1
 
     def _leave_out(self, ident: int) -> None:
-        """The step of this thread is not one to record; it may call another one."""
+        """Note that this thread's step is not recorded; it may call another one."""
         running = self._others.running
         running[ident] = running.get(ident, 0) + 1 if _steps_running() > 1 else 1
 
     def _note_rate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the learning rate, also of one that was only crossed off."""
+        """Record the learning rate, also of an optimizer that took the fast path."""
         recorder = self._recorder
         if recorder.values.flags & StepFlag.LEARNING_RATE or not recorder.rated:
             return
@@ -223,8 +223,8 @@ class StepProbe:
             recorder.values.flags |= StepFlag.LEARNING_RATE
 
     def _watched(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the arguments with a closure that notes where each evaluation begins, if there are likely to be several."""
-        if self._evaluations.get(optimizer, 2) < 2:  # noqa: PLR2004  # not known yet: several
+        """Return the arguments with a closure that records where each evaluation begins, if there may be several."""
+        if self._evaluations.get(optimizer, 2) < 2:  # noqa: PLR2004  # unknown: several
             return None
         context, note, closure = self._context, self._recorder.trace.append, args[1] if len(args) > 1 else kwargs["closure"]
 
@@ -254,27 +254,27 @@ class StepProbe:
         if id(optimizer) == recorder.sole:
             recorder.end_plainly(now_ns)
         else:
-            recorder.members.within_backward = bool(context.backwards)
+            recorder.cycle.within_backward = bool(context.backwards)
             recorder.optimizer_ends(optimizer, now_ns)
         if context.manual_steps is not None:
             context.manual_steps.optimizer_stepped()
         if context.backwards:
-            recorder.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass goes on
+            recorder.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass continues
         if metered:
             context.record_overhead(self.name, monotonic_ns() - now_ns)
 
     def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
+        """Record whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
         self._given = self._context.in_closure = False
         self._evaluations[optimizer] = sum(stamp & 15 == CLOSURE_GOES_ON for stamp in self._recorder.trace)
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
             if code in (CLOSURE_GOES_ON, BACKWARD_ENDS):
-                self._idle[optimizer] = False
+                self._no_backward[optimizer] = False
                 return
             if code in (CLOSURE_BEGINS, STEP_BEGINS):
-                if optimizer not in self._idle:
-                    self._idle[optimizer] = True
+                if optimizer not in self._no_backward:
+                    self._no_backward[optimizer] = True
                     self._context.norm_due = 0  # its gradients are measured before its step from now on
                 return
 
