@@ -17,7 +17,7 @@ from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
 from torchobs.diagnosis import quantities
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.writer.series_table import CORE
 from torchobs.ranks import state
 from torchobs.ranks.scanner import Scanner

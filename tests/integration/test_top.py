@@ -28,7 +28,7 @@ from torchobs.cli import top
 from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import RankView, Screen, frame, slownesses
 from torchobs.flight.format.layout import HEADER_SIZE, Live
-from torchobs.flight.metrics.fold import LIVE_PHASES
+from torchobs.flight.format.step_record import LIVE_PHASES
 
 HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 PROGRAM = (sys.executable, "-m", "torchobs", "top")

@@ -17,7 +17,7 @@ from torchobs.diagnosis.rank_report import values_of
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
 from torchobs.flight.metrics.throughput import time_left_s
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.state import PATIENT_PHASES
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.rank_report import Step
     from torchobs.diagnosis.scalars import Point
     from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.flight.reader.reader import Value
-    from torchobs.ranks.scanner import Rank
+    from torchobs.flight.reader.decode import Value
+    from torchobs.ranks.snapshot import Rank
 
 Values = dict[tuple[str, ...], "Value"]
 

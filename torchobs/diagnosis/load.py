@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.metrics.fold import StepRecord
-    from torchobs.flight.reader.reader import Value, View
+    from torchobs.flight.format.step_record import StepRecord
+    from torchobs.flight.reader.decode import Value
+    from torchobs.flight.reader.reader import View
     from torchobs.ranks.rank_file import Now
 
 _FEW = 16

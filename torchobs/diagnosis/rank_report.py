@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.scalars import Point
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.flight.format.layout import Header
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.flight.reader.reader import Value, View
+    from torchobs.flight.reader.decode import Value
+    from torchobs.flight.reader.reader import View
     from torchobs.ranks.state import MemoryUse
 
 _FAR = 1 << 62

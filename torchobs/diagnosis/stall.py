@@ -9,7 +9,7 @@ from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.flight.files.artifacts import PROFILE, STUCK
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import state
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torchobs import catalog
 from torchobs.config.settings import PROBES
 from torchobs.detect import starvation
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.catalog import Metric
     from torchobs.detect.stragglers import Slowness
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
 
 
 class Get(Protocol):

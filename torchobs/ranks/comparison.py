@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torchobs.ranks.metric_values import Readings
     from torchobs.ranks.snapshot import Rank
 
-__all__ = ["RankComparator", "RankStanding", "RunSummary", "whole_norm"]
-
 LEAST_STEPS = 16
 """Steps between two looks at the counters over which a rank is compared."""
 WINDOW_NS = 30_000_000_000

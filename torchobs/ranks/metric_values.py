@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchobs.catalog import BY_NAME, cumulative
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -13,7 +13,8 @@ from torchobs.flight.files import lock
 from torchobs.flight.files.create import file_name
 from torchobs.flight.format.layout import BadFlightFileError, Region
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import DecodedBlock, Distribution, View
+from torchobs.flight.reader.decode import DecodedBlock, Distribution
+from torchobs.flight.reader.reader import View
 from torchobs.ranks import exemplars, labels, state
 from torchobs.ranks.incarnations import RankCandidate
 from torchobs.ranks.memory_budget import RANK

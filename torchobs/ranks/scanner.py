@@ -24,7 +24,7 @@ from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
 from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
-from torchobs.ranks.snapshot import EMPTY, REASONS, STATUSES, Rank, Snapshot
+from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
 from torchobs.ranks.superseded import SupersededRanks
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.reader.reader import FlightFile
-
-__all__ = ["EMPTY", "Rank", "Scanner", "Snapshot", "system_clock"]
 
 OPENING_S = 1.0
 """Processor time for new files in one scan: the rest waits for the next, so that no scrape waits for all of them."""

@@ -17,7 +17,7 @@ from torchobs.flight.format.layout import Exit
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from torchobs.flight.reader.reader import Distribution
+    from torchobs.flight.reader.decode import Distribution
 
 FADED_AFTER_S = 0.6
 """A rank whose lock is free is dead after this long without a heartbeat, which is due every 0.5 s. A free lock alone is no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import Word
+from torchobs.flight.metrics.totals import Word
 
 
 def series() -> list[tuple[catalog.Metric, dict[str, str], int]]:

@@ -13,25 +13,17 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
 from torchobs.flight.format.step_record import (
-    CRC,
-    LIVE_PHASES,
-    PHASE_NAMES,
-    PLAIN,
     RecordKind,
     StepFlag,
     StepRecord,
-    pack,
-    unpack,
 )
 from torchobs.flight.metrics.goodput import credited, repay
 from torchobs.flight.metrics.gradient_norms import fold_norms
 from torchobs.flight.metrics.totals import (
-    ABSENT_BITS,
     DURATION_SUM,
     LOSS_SPIKE,
     NONFINITE_LOSS,
     SIZE,
-    WORDS,
     Anomaly,
     Totals,
     Word,
@@ -48,11 +40,6 @@ from torchobs.flight.metrics.totals import (
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = [
-    "ABSENT_BITS", "CRC", "LIVE_PHASES", "PHASE_NAMES", "PLAIN", "WORDS", "Anomaly", "RecordKind", "StepFlag", "StepRecord",
-    "Totals", "Word", "fold", "fold_late", "pack", "unpack",
-]  # fmt: skip
 
 LEAST_LOSS_EXCESS = 0.25
 """A loss spike is at least a quarter of the usual loss above it, or 0.25 where the loss is near 0; beyond the tail as well."""

@@ -33,18 +33,15 @@ from torchobs.flight.format.layout import (
 from torchobs.flight.format.live_words import LiveWords
 from torchobs.flight.format.live_words import decode as decode_live
 from torchobs.flight.format.series import Series, decode
+from torchobs.flight.format.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.metrics import fold
-from torchobs.flight.reader.decode import Columns, DecodedBlock, Distribution, SeriesValue, Value
+from torchobs.flight.metrics.totals import WORDS, Totals, Word
+from torchobs.flight.reader.decode import Columns, DecodedBlock, SeriesValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchobs.flight.format.event_ring import Tail
-
-__all__ = [
-    "DecodedBlock", "Distribution", "FlightFile", "LiveWords", "SeriesValue", "Value", "View", "is_name", "lock_of", "names",
-    "open_file", "open_path",
-]  # fmt: skip
 
 _NAME = re.compile(rf"r[0-9]{{1,9}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}")
 _RETRIES = 4
@@ -176,9 +173,9 @@ class FlightFile:
         words = {block: slot[1] for block, slot in slots.items() if self._is_new(block, slot)}
         last_step_ns, upto = None, 0
         if slots[0][0]:
-            totals = fold.Totals(bytearray(slots[0][1]))
+            totals = Totals(bytearray(slots[0][1]))
             last_step_ns = self._fold(totals, final=final)
-            upto = totals.ints[fold.Word.FOLDED_UPTO]
+            upto = totals.ints[Word.FOLDED_UPTO]
             if 0 in words or upto != self._upto:
                 words[0] = bytes(totals.buffer)
         blocks = {block: self._columns_of(block).read(raw) for block, raw in words.items()}
@@ -206,11 +203,11 @@ class FlightFile:
         """Return the live words alone: 256 bytes, for who looks every second and reads all only when asked to."""
         return decode_live(self._region(Region.LIVE))
 
-    def steps(self, limit: int | None = None) -> list[fold.StepRecord]:
+    def steps(self, limit: int | None = None) -> list[StepRecord]:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""
         return self._records(0, limit)
 
-    def latest(self, limit: int) -> list[fold.StepRecord]:
+    def latest(self, limit: int) -> list[StepRecord]:
         """Return up to ``limit`` records, oldest first, of which the last is the last in what :meth:`read` returned.
 
         Only those are read, and not the whole ring: what is lapped or broken meanwhile is missing.
@@ -220,7 +217,7 @@ class FlightFile:
         slots = [(seq - 1) % count for seq in range(first, self._upto + 1)]
         wrap = slots.index(0) if 0 in slots else 0
         raw = b"".join(self._records_at(row[0], len(row)) for row in (slots[:wrap], slots[wrap:]) if row)
-        decoded = (fold.unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
+        decoded = (unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
         return [item for seq, item in zip(range(first, self._upto + 1), decoded, strict=False) if item and item.seq == seq]
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -259,7 +256,7 @@ class FlightFile:
     def _newest(self, block: int) -> _Slot:
         """Return the block's slot with the highest generation, or what was served when neither is valid or newer."""
         offset = self.header.regions[Region.BLOCKS].offset + block * 2 * SLOT_SIZE
-        served, least = self._slots.get(block, _NONE), 0 if block else fold.WORDS * 8  # a core without totals is forged
+        served, least = self._slots.get(block, _NONE), 0 if block else WORDS * 8  # a core without totals is forged
         for _ in range(_RETRIES):
             raw = self._pair(offset)
             one, other = SLOT_HEADER.unpack_from(raw), SLOT_HEADER.unpack_from(raw, SLOT_SIZE)
@@ -278,35 +275,35 @@ class FlightFile:
     def _pair(self, offset: int) -> bytes:
         return os.pread(self._fd, 2 * SLOT_SIZE, offset).ljust(2 * SLOT_SIZE, b"\0")
 
-    def _fold(self, core: fold.Totals, *, final: bool) -> int | None:
+    def _fold(self, core: Totals, *, final: bool) -> int | None:
         """Fold what the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
 
         Raises :class:`BadFlightFileError` for totals that no fold makes, as one is that no word can hold any more.
         """
-        upto = core.ints[fold.Word.FOLDED_UPTO]
+        upto = core.ints[Word.FOLDED_UPTO]
         batch = self._records(upto) if final else list(self._following(upto))
         try:
             fold.fold(core, batch)
         except (ValueError, ArithmeticError):
             raise BadFlightFileError("impossible totals") from None
-        newest = next((item for item in reversed(batch) if item.kind == fold.RecordKind.STEP), None)
+        newest = next((item for item in reversed(batch) if item.kind == RecordKind.STEP), None)
         if newest is not None:
             return newest.end_ns
-        timestamp = core.floats[fold.Word.LAST_STEP_TIMESTAMP]  # NaN: absent
-        if not core.ints[fold.Word.STEPS] or not abs(timestamp) < _FAR_S:
+        timestamp = core.floats[Word.LAST_STEP_TIMESTAMP]  # NaN: absent
+        if not core.ints[Word.STEPS] or not abs(timestamp) < _FAR_S:
             return None
         return round(timestamp * 1e9) - self.header.wall_ns + self.header.monotonic_ns
 
-    def _records(self, after: int, limit: int | None = None) -> list[fold.StepRecord]:
+    def _records(self, after: int, limit: int | None = None) -> list[StepRecord]:
         """Return the records in the ring with a number over ``after``, in order; the last ``limit``. Only those are decoded."""
         ring, count = self._region(Region.STEPS), self.header.regions[Region.STEPS].count
         numbers = memoryview(ring).cast("Q")[:: RECORD_SIZE // 8].tolist()
         expected = ((seq, slot) for slot, seq in enumerate(numbers) if seq > after and (seq - 1) % count == slot)
         slots = (slot * RECORD_SIZE for _, slot in sorted(expected, reverse=True))
-        decoded = (fold.unpack(ring[at : at + RECORD_SIZE], self.header.seed) for at in slots)
+        decoded = (unpack(ring[at : at + RECORD_SIZE], self.header.seed) for at in slots)
         return list(islice((item for item in decoded if item is not None), limit))[::-1]
 
-    def _following(self, upto: int) -> Iterator[fold.StepRecord]:
+    def _following(self, upto: int) -> Iterator[StepRecord]:
         """Yield the records from ``upto`` + 1 on, without a gap: what is not there yet will come."""
         span = self.header.regions[Region.STEPS]
         seq = upto + 1
@@ -315,7 +312,7 @@ class FlightFile:
             many = min(_CHUNK, span.count - slot)
             raw = self._records_at(slot, many)
             for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
-                decoded = fold.unpack(raw[at : at + RECORD_SIZE], self.header.seed)
+                decoded = unpack(raw[at : at + RECORD_SIZE], self.header.seed)
                 if decoded is None or decoded.seq != seq:
                     return
                 yield decoded

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.format.layout import BLOCK_WORDS, SLOT_SIZE, Extent, Live, Region
 from torchobs.flight.format.series import INT_ABSENT, Scope, Series, ValueType, encode
-from torchobs.flight.metrics.fold import ABSENT_BITS, WORDS
+from torchobs.flight.metrics.totals import ABSENT_BITS, WORDS
 from torchobs.flight.writer import value_block as words
 from torchobs.flight.writer.value_block import ValueBlock
 from torchobs.support.after_fork import renew_in_child

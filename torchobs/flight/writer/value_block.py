@@ -20,7 +20,7 @@ from zlib import crc32
 
 from torchobs.flight.format.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE
 from torchobs.flight.format.series import INT_ABSENT, ValueType
-from torchobs.flight.metrics.fold import ABSENT_BITS, Totals
+from torchobs.flight.metrics.totals import ABSENT_BITS, Totals
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:

@@ -22,9 +22,10 @@ from torchobs.flight.files.create import CreatedFile, create, lock_name, new_hea
 from torchobs.flight.files.location import renew
 from torchobs.flight.format.event_ring import EventRing
 from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Live, Region
+from torchobs.flight.format.step_record import CRC, PLAIN, StepRecord, pack, unpack
 from torchobs.flight.metrics import core_series
 from torchobs.flight.metrics import fold as record_fold
-from torchobs.flight.metrics.fold import CRC, PLAIN
+from torchobs.flight.metrics.totals import Anomaly, Word
 from torchobs.flight.writer.series_table import Table
 from torchobs.flight.writer.storage import DeferredStorage, DirectStorage, Storage
 from torchobs.support.after_fork import renew_in_child
@@ -58,12 +59,12 @@ class FlightWriter:
         self._sequence = count(1)
         self._seed = header.seed
         self._recent: deque[bytes] = deque()
-        self._held: dict[int, record_fold.StepRecord] = {}
+        self._held: dict[int, StepRecord] = {}
         self._complete_ns = time.monotonic_ns()
         self._folding = Lock()
         renew_in_child(self, _folding=Lock)
-        self.anomalies: list[record_fold.Anomaly] = []
-        self.taken: deque[tuple[record_fold.StepRecord, bytes]] | None = None
+        self.anomalies: list[Anomaly] = []
+        self.taken: deque[tuple[StepRecord, bytes]] | None = None
         """Where records go as they are folded, for who wants to look at them: decoded, and as they stand in the ring"""
         self._forced_at = regions[Region.STEPS].count // 2
         self._rests_left = _MOST_RESTS
@@ -106,7 +107,7 @@ class FlightWriter:
         as an interrupt between two lines here does too: the fold passes over a number that stays away for a second.
         """
         seq = next(self._sequence)
-        raw = record_fold.pack(
+        raw = pack(
             seq, step, end_ns, kind, flags, losses, duration_s, loss, grad_norm, learning_rate, phase_s, tokens, samples,
             norm_scale, self._seed,
         )  # fmt: skip
@@ -167,8 +168,8 @@ class FlightWriter:
 
     def _fold(self, most: int) -> None:
         core_series = self.table.core
-        late = self._take_recent(core_series.totals.ints[record_fold.Word.FOLDED_UPTO], most)
-        batch = self._contiguous(core_series.totals.ints[record_fold.Word.FOLDED_UPTO])
+        late = self._take_recent(core_series.totals.ints[Word.FOLDED_UPTO], most)
+        batch = self._contiguous(core_series.totals.ints[Word.FOLDED_UPTO])
         if late:
             core_series.change(record_fold.fold_late, late, self.anomalies)
         if batch:
@@ -176,13 +177,13 @@ class FlightWriter:
         core_series.publish()
         self._rests_left = _MOST_RESTS
 
-    def _take_recent(self, upto: int, most: int) -> list[record_fold.StepRecord]:
+    def _take_recent(self, upto: int, most: int) -> list[StepRecord]:
         """Hold ``most`` of what was appended until it is folded; return records whose numbers were passed over meanwhile."""
-        recent, held, late = self._recent, self._held, list[record_fold.StepRecord]()
+        recent, held, late = self._recent, self._held, list[StepRecord]()
         for seq in [seq for seq in held if seq <= upto]:
             del held[seq]
         for _ in range(min(len(recent), most)):
-            decoded = record_fold.unpack(recent[0], self._seed)
+            decoded = unpack(recent[0], self._seed)
             if decoded is not None and decoded.seq > upto:
                 held[decoded.seq] = decoded
                 if self.taken is not None:
@@ -192,9 +193,9 @@ class FlightWriter:
             recent.popleft()  # not before it is held: an interrupt may come in between
         return late
 
-    def _contiguous(self, upto: int) -> list[record_fold.StepRecord]:
+    def _contiguous(self, upto: int) -> list[StepRecord]:
         """Return the next records in order; one whose predecessor another thread is still writing waits for it."""
-        held, now_ns, batch, seq = self._held, time.monotonic_ns(), list[record_fold.StepRecord](), upto + 1
+        held, now_ns, batch, seq = self._held, time.monotonic_ns(), list[StepRecord](), upto + 1
         while len(batch) < len(held):
             if seq not in held:
                 if now_ns - self._complete_ns < _GAP_NS and len(held) - len(batch) < self._forced_at:
