@@ -87,7 +87,7 @@ def test_nothing_that_a_child_calls_reaches_the_parent_s_file(writer: FlightWrit
     before = state(flight_dir)
     assert in_a_child(lambda: write_everything(writer)) == 0
     assert state(flight_dir) == before
-    assert lock.is_held(writer._born.place.fd if writer._born else -1, lock_name(writer.name))
+    assert lock.is_held(writer._created.place.fd if writer._created else -1, lock_name(writer.name))
     flights.step(writer, 11)
     writer.fold()
     writer.publish()

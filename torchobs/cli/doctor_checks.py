@@ -147,7 +147,7 @@ def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Chec
     """Return which directory the first training makes, tried in its order."""
     problems = []
     for path in tried:
-        for name in (path,) if flight_dir else location.spare(path):
+        for name in (path,) if flight_dir else location.numbered_names(path):
             problem = _unmakeable(name, mountinfo, parents=bool(flight_dir))
             if not problem:
                 return Check("directory", OK, f"{name} ({_why(path, flight_dir)}): the first training makes it")
