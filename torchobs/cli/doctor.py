@@ -1,4 +1,4 @@
-"""``torchobs doctor``: does everything work here, and if not, what to do."""
+"""``torchobs doctor``: checks whether everything works here, with remedies."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def examine(*, training: bool) -> Iterator[Check]:
-    """Yield what is found, the quick things first."""
+    """Run the checks, the quick ones first."""
     environ = settings.environment()
     chosen, _ = settings.resolve({}, environ)
     flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
@@ -91,7 +91,7 @@ def examine(*, training: bool) -> Iterator[Check]:
 
 
 def lines_of(check: Check, paint: TerminalStyle) -> list[str]:
-    """Return a check as lines: what was found, and what to do."""
+    """Return a check as lines: result and remedy."""
     colour, mark = _MARKS[check.status]
     first, *rest = bullets([f"{check.name}: {text_format.clean(check.text)}"], paint.width, " " * 6)
     shown = [f"{paint(colour, mark)}  {first[6:]}", *rest]
@@ -99,7 +99,7 @@ def lines_of(check: Check, paint: TerminalStyle) -> list[str]:
 
 
 def summary(found: Sequence[Check]) -> str:
-    """Return the last line."""
+    """Return the last line, which counts the problems."""
     fails, warns = (sum(check.status == status for check in found) for status in (FAIL, WARN))
     if not fails and not warns:
         return "All is well."

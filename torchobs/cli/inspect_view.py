@@ -1,4 +1,4 @@
-"""The report of ``torchobs inspect`` as lines of text: the diagnosis first, then what it rests on. Pure."""
+"""The report of ``torchobs inspect`` as lines of text: the diagnosis first, then the data behind it. Pure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def report(ranks: Sequence[RankReport], options: Options, paint: TerminalStyle) 
 
 
 def shown_in_full(ranks: Sequence[RankReport]) -> list[RankReport]:
-    """Return the rank to look at: the one that failed first, else one that hangs, else the first."""
+    """Return the ranks to show in full: the one that failed first, else one that hangs, else the first."""
     first, _ = first_failed(ranks)
     stuck = [facts for facts in ranks if facts.state not in {"alive", "finished"}]
     return [first] if first else stuck[:1] or list(ranks[:1])
@@ -88,7 +88,7 @@ def _diagnosis(ranks: Sequence[RankReport], paint: TerminalStyle) -> Iterator[st
 
 
 def verdict(ranks: Sequence[RankReport]) -> Finding:
-    """Return the page's sentence on the run, and how well it is by that and by all that is found in the files."""
+    """Return the live page's health of the run, with the worst severity of that and of all findings in the files."""
     known = run_health(ranks)
     found = [*compare(ranks), *chain.from_iterable(diagnose(facts) for facts in ranks)]
     level = max(known.level, LEVELS[worst(found)], key=lambda level: level.value)
@@ -97,7 +97,7 @@ def verdict(ranks: Sequence[RankReport]) -> Finding:
 
 
 def _told(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Yield the findings of the rank shown in full, and of the others how they ended; equal ends are told once."""
+    """Yield the findings on the rank shown in full, and how the others ended; equal endings once."""
     full = shown_in_full(ranks)
     for facts in full:
         yield from diagnose(facts)
@@ -199,7 +199,7 @@ def _course(facts: RankReport, paint: TerminalStyle) -> list[str]:
 
 
 def _logged(name: str, points: Sequence[Point], paint: TerminalStyle) -> str:
-    """Return a scalar that the script logged, over all its points, which may be older than the steps above."""
+    """Return the curve of a logged scalar, over all its points, which may be older than the steps above."""
     line = _curve(text_format.pad(text_format.clean(name), 9), [point.value for point in points], paint)
     return text_format.cut(f"{line}, last {text_format.number(points[-1].value)} in step {points[-1].step:,}", paint.width)
 
@@ -252,7 +252,7 @@ def _events(facts: RankReport, options: Options, width: int) -> list[str]:
 
 
 def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str]]:
-    """Yield events, newest last; anomalies on end are one line, and so is what only repeats the event before."""
+    """Yield events, newest last; consecutive anomalies are merged, and so are repetitions of an event."""
     for name, group in groupby(events, key=lambda fact: fact.name):
         same = list(group)
         if len(same) > 1 and name == catalog.EVENT_ANOMALY.name:

@@ -47,7 +47,7 @@ _INTERVAL = Option(
 )
 _CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
 _LARGEST_SHARE = 0.1
-"""Of a core, beside the training: hundreds of ranks are looked at less often."""
+"""Largest share of a core to use beside the training: hundreds of ranks are read less often."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,10 +65,10 @@ def main(given: Sequence[str]) -> int:
     environ = settings.environment()
     chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
     flight_dir = str(chosen.flight_dir) if chosen.flight_dir else None
-    # a person's tool, so it reads what the file system lets that person read
+    # for the calling user: reads any file that the user may read
     config = ExporterConfig(flight_dir=flight_dir, runtime_dir=environ.get("XDG_RUNTIME_DIR"), allow_foreign_owner=True)
     logging.getLogger("torchobs").addHandler(logging.NullHandler())
-    logging.getLogger("torchobs").propagate = False  # what the scan complains of is said on the screen
+    logging.getLogger("torchobs").propagate = False  # the scanner's problems are shown on the screen
     with contextlib.closing(Scanner(config)) as scanner:
         if options.once or not sys.stdout.isatty():
             return _once(scanner)
@@ -76,7 +76,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def look(scanner: Scanner) -> tuple[list[RankView], str]:
-    """Return every rank with its last steps, and what to say if there is none."""
+    """Return every rank with its last steps, and a note if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
     shown = {(rank.job_name, rank.run_id): rank.incarnation for rank in reversed(snapshot.ranks)}.values()
@@ -84,14 +84,14 @@ def look(scanner: Scanner) -> tuple[list[RankView], str]:
 
 
 def _seen(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankView:
-    """Return a rank's look; ``logged``: with what its script logs, which only a run's first rank shows."""
+    """Return the view of a rank; ``logged``: with logged scalars, which only a run's first rank shows."""
     try:
         with scanner.flight_file(rank.incarnation) as file:
             records = file.steps(limit)
             found = scalars.curves(frame for _, frame in file.events()) if logged else {}
             return RankView(rank, steps_of(records, file.header), pace(records), found)
     except HOSTILE:
-        return RankView(rank, ())  # it is going, or was replaced: the next look says what is there
+        return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 
 
 def _note(snapshot: Snapshot) -> str:
@@ -103,7 +103,7 @@ def _note(snapshot: Snapshot) -> str:
 def _once(scanner: Scanner) -> int:
     out = tolerant(sys.stdout)
     if scanner.scan().fading:
-        time.sleep(FADED_AFTER_S)  # there is no next look that would tell whether it is dead
+        time.sleep(FADED_AFTER_S)  # no later scan would confirm a death
     seen, note = look(scanner)
     lines = frame(seen, paint_for(out), Screen(10_000), time.strftime("%H:%M:%S"), note)
     out.write("".join(f"{line.rstrip()}\n" for line in lines))

@@ -1,4 +1,4 @@
-"""What ``torchobs top`` shows, as lines of text. Pure: a snapshot and the ranks' last steps in, lines out."""
+"""The display of ``torchobs top`` as lines of text. Pure: input is a snapshot and the ranks' last steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Values = dict[tuple[str, ...], "Value"]
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4
 _LEAST_FOR_WORDS = 6
-"""Lines of a run below which the table of its ranks matters more"""
+"""Fewest lines per run for showing its findings; with fewer the table of ranks has priority."""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
@@ -56,20 +56,20 @@ class RankView(NamedTuple):
 
     @property
     def speed(self) -> Throughput | None:
-        """Its pace while it trains."""
+        """Its throughput while it trains."""
         trains = self.rank.state == "alive" and self.rank.view.live.phase != "idle"
         return self.pace if trains and self.pace and self.pace.per_s else None
 
 
 class Screen(NamedTuple):
-    """How much room there is, and which rank is at the top of the table."""
+    """Height of the screen, and the first rank of the table."""
 
     height: int
     first: int = 0
 
 
 def frame(seen: Sequence[RankView], paint: TerminalStyle, screen: Screen, now: str, note: str = "") -> list[str]:
-    """Return the lines of one look, at most ``screen.height``."""
+    """Return the lines of one screen, at most ``screen.height``."""
     runs = [list(group) for _, group in groupby(seen, key=lambda one: (one.rank.job_name, one.rank.run_id))]
     if not runs:
         return [text_format.cut(line, paint.width) for line in (f"torchobs top  {now}", note)][: screen.height]
@@ -89,7 +89,7 @@ def frame(seen: Sequence[RankView], paint: TerminalStyle, screen: Screen, now: s
 
 
 def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
-    """Return how the living ranks of a run compare, by incarnation: as the page has it; at first by their last steps."""
+    """Return the slowness of a run's living ranks by incarnation: as on the live page, at first by their last steps."""
     living = [one for one in seen if one.rank.up]
     known = {
         one.rank.incarnation: one.rank.standing.slowness
@@ -102,7 +102,7 @@ def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
 
 
 def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], paint: TerminalStyle) -> list[str]:
-    """Return what is worth a look, in the words that the page has for it; nothing where all is well."""
+    """Return the findings in the live page's words; none if all is well."""
     found = health.findings(RunStatus([_status(one, slow) for one in run], len(run), len(run)))
     severity = found[0].severity if found else health.INFO
     if severity == health.INFO:
@@ -140,7 +140,7 @@ def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], paint: Termina
     begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
     shown = ordered[begin : begin + (room if fits else room - 1)]
     rows = [_row(one, slow) for one in shown]
-    columns = _COLUMNS if any(row[-1] for row in rows) else _COLUMNS[:-1]  # no anomalies: room for the phases
+    columns = _COLUMNS if any(row[-1] for row in rows) else _COLUMNS[:-1]  # without anomalies there is more room for the phases
     heading, *lines = table(columns, [row[: len(columns)] for row in rows], paint.width)
     yield paint("dim", heading)
     for one, line in zip(shown, lines, strict=True):
@@ -154,7 +154,7 @@ def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], paint: Termina
 
 
 def _trouble(one: RankView, slow: Mapping[str, Slowness]) -> tuple[bool, bool, float]:
-    # rounded, so that equals keep their places from look to look
+    # rounded, so that nearly equal ranks keep their order
     own = slow.get(one.rank.incarnation)
     return one.rank.state in _FINE, not _active(one), -max(1.0, round(own.factor, 1) if own else 1.0)
 
@@ -236,7 +236,7 @@ def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
 
 
 def _state(rank: Rank) -> str:
-    """Return the state, and what a living rank does that takes its time and is no step."""
+    """Return the state, and a living rank's phase outside of steps."""
     phase = rank.view.live.phase
     return f"{rank.state}, {phase}" if rank.state == "alive" and phase in PATIENT_PHASES else rank.state
 

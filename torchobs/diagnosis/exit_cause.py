@@ -1,4 +1,4 @@
-"""How a rank ended, in sentences. Pure functions of its facts."""
+"""Findings on how a rank ended. Pure functions of its report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NO_STEPS = "its steps are not in this part of the file"
 _SHORTLY_S = 60.0
-"""What a machine, a device or a worker complained of within this time before the end is told beside it."""
+"""Errors of machine, device or workers within this time before the end are reported with it."""
 
 
 def ending(facts: RankReport) -> Iterator[Finding]:
@@ -43,7 +43,7 @@ def ending(facts: RankReport) -> Iterator[Finding]:
 
 
 def where(facts: RankReport) -> str:
-    """Return how far it had come: ``after step 812``."""
+    """Return the rank's progress at its end: ``after step 812``."""
     if facts.last_step:
         return f"after step {facts.last_step:,}"
     return f"({_NO_STEPS})" if facts.partial else "before its first step was complete"
@@ -90,7 +90,7 @@ def _exception(facts: RankReport) -> Finding:
 
 
 def main_exceptions(facts: RankReport) -> list[Fact]:
-    """Return the exceptions that could have been the rank's end: those of its main thread."""
+    """Return the exceptions that can have ended the rank: those of its main thread."""
     return [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
 
 
@@ -149,7 +149,7 @@ def _before(seconds: float) -> str:
 
 
 def _complaints(facts: RankReport) -> Iterator[Finding]:
-    """Yield what was reported shortly before an end that was none in order."""
+    """Yield errors reported shortly before an abnormal end."""
     if facts.reason in {"finished", "interrupted"}:
         return
     for event, severity, tell in (
@@ -167,9 +167,9 @@ def _complaints(facts: RankReport) -> Iterator[Finding]:
 
 
 def _threads(facts: RankReport) -> Iterator[Finding]:
-    """Yield the last thread that ended by an exception: whoever waits for what it was to bring fails later, or hangs.
+    """Yield the last thread that ended by an exception: threads that wait for its results fail later, or hang.
 
-    However long that was before the end: the main thread may have waited for hours.
+    However long before the end it was: the main thread may have waited for hours.
     """
     ended = [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if fact.text("thread")]
     if not ended or facts.reason in {"finished", "interrupted"}:

@@ -1,4 +1,4 @@
-"""What the loss and the gradients did, in sentences. Pure functions of a rank's facts."""
+"""Findings on loss and gradients. Pure functions of a rank's report."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 
 _BEFORE = 50
-"""Steps before a loss went wrong in which its cause is looked for."""
+"""Steps before a bad loss that are searched for its cause."""
 _BASELINE = 200
 _ALL_SINCE = 0.99
-"""The last steps may be counted, and not be in the file, or the other way round."""
+"""Tolerance, as the last steps may be counted and not in the file, or the other way round."""
 _LEAST_BASELINE = 10
 _RATE_ROSE = 2.0
-"""A learning rate that at least doubles in one step, to what it never was: schedules move by a few per cent."""
+"""Least jump of the learning rate in one step, to a new maximum: schedules change it by a few per cent."""
 _GREW = 10.0
-"""Of a run that went wrong within its first steps: what training lowers has grown by an order of magnitude"""
+"""Growth of loss or norm within a run's first steps that counts as divergence: an order of magnitude."""
 _LATELY = 16
 _MANY_SKIPPED = 0.05
-"""Of all steps. A scaler at work doubles its scale every 2,000 steps, and skips one when that was too much."""
+"""Share of all steps. A healthy scaler doubles its scale every 2,000 steps, and skips one if that was too much."""
 
 
 class Rise(NamedTuple):
-    """A value that rose in one step above what was usual."""
+    """A value that rose in one step above its baseline."""
 
     step: int
     usual: float
@@ -42,12 +42,12 @@ class Rise(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """By how much."""
+        """New value divided by the baseline."""
         return self.value / self.usual
 
 
 def numerics(facts: RankReport) -> Iterator[Finding]:
-    """Yield what went wrong with the numbers, the loss first."""
+    """Yield numerical problems, the loss first."""
     lost = _onset(facts.steps)
     if lost is not None:
         yield _nonfinite_loss(facts, lost)
@@ -64,7 +64,7 @@ def numerics(facts: RankReport) -> Iterator[Finding]:
 
 
 def _onset(steps: Sequence[Step]) -> int | None:
-    """Return the index of the step from which on no loss was finite any more, up to the last; ``None`` if the last one was."""
+    """Return the index of the step from which on all losses are non-finite; ``None`` if the last one is finite."""
     onset = None
     for index in range(len(steps) - 1, -1, -1):
         loss = steps[index].loss
@@ -88,7 +88,7 @@ def _nonfinite_loss(facts: RankReport, onset: int) -> Finding:
 
 
 def _long_ago(facts: RankReport, step: Step, name: str) -> str:
-    """Return since when, where the steps of that time are gone."""
+    """Return since when, if the steps of that time are no longer in the file."""
     first = _began(facts)
     if first is None or first.step is None:
         return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
@@ -97,7 +97,7 @@ def _long_ago(facts: RankReport, step: Step, name: str) -> str:
 
 
 def _began(facts: RankReport) -> Fact | None:
-    """Return the first event of a loss that was not finite, if as many were so as steps have been since: all of them."""
+    """Return the first event of a non-finite loss, if all losses since were non-finite."""
     told = (fact for fact in facts.told(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
     first, count = next(told, None), facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0
     since = facts.last_step - first.step + 1 if first is not None and first.step is not None else 0
@@ -105,7 +105,7 @@ def _began(facts: RankReport) -> Fact | None:
 
 
 def _cause(steps: Sequence[Step], onset: int) -> str:
-    """Return what the gradient did before the loss went."""
+    """Return how the gradient behaved before the loss became non-finite."""
     step, before = steps[onset], steps[max(model_begins(steps, onset), onset - _BEFORE) : onset]
     odd = next(
         (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
@@ -123,9 +123,9 @@ def _cause(steps: Sequence[Step], onset: int) -> str:
 
 
 def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
-    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times its median of before.
+    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times the median before.
 
-    Of a run's first norms, of which a median says little, one is that is orders of magnitude above how they began.
+    Among a run's first norms, too few for a median, one that is orders of magnitude above the first values.
     """
     begin = model_begins(steps, end)
     for index in range(max(begin, end - _BEFORE), end + 1):
@@ -143,7 +143,7 @@ def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
 
 
 def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
-    """Return the step of the last 50 up to ``end`` in which the learning rate leapt to where it had never been."""
+    """Return the step among the last 50 up to ``end`` in which the learning rate jumped to a new maximum."""
     highest, found, begin = 0.0, None, model_begins(steps, end)
     for index, step in enumerate(steps[begin : end + 1], begin):
         rate = step.learning_rate
@@ -163,7 +163,7 @@ def _rate_note(steps: Sequence[Step], end: int) -> str:
 
 
 def _suspect(steps: Sequence[Step], end: int) -> str:
-    """Return that the learning rate may have been wrong from the start, where the numbers grew away within the first steps."""
+    """Return that the learning rate may have been wrong from the start, if values diverged within the first steps."""
     begin = model_begins(steps, end)
     first = steps[begin : end + 1]
     rate = next((step.learning_rate for step in first if step.learning_rate), None)
@@ -173,7 +173,7 @@ def _suspect(steps: Sequence[Step], end: int) -> str:
 
 
 def _grew(steps: Sequence[Step], field: str) -> bool:
-    """Return True if a value became ten times as large as it began."""
+    """Return True if a value grew to ten times its first."""
     values = [value for step in steps if (value := getattr(step, field)) is not None and isfinite(value)]
     return bool(values) and max(values) >= _GREW * max(abs(values[0]), LEAST_SCALE)
 
@@ -196,7 +196,7 @@ def _all_fine(facts: RankReport) -> bool:
 
 
 def _spikes(facts: RankReport) -> Iterator[Finding]:
-    """Yield what rose, and with what, when in the end the loss was finite."""
+    """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
     told, told_of_rate = facts.told(catalog.EVENT_ANOMALY), ""
     for kind, what in (("gradient_explosion", "The gradient norm"), ("loss_spike", "The loss")):
         count = int(facts.value(catalog.ANOMALIES, kind) or 0)
@@ -217,7 +217,7 @@ def _spikes(facts: RankReport) -> Iterator[Finding]:
 
 
 def _recovered(facts: RankReport, count: int) -> bool:
-    """Return True if the last loss was finite, if the last one that is here was: records may be missing."""
+    """Return True if the last loss was finite, as far as known: records may be missing."""
     if not facts.partial:
         return True
     seen = [step for step in facts.steps if step.loss is not None]
@@ -226,7 +226,7 @@ def _recovered(facts: RankReport, count: int) -> bool:
 
 
 def _again(facts: RankReport, step: int, more: int, field: str) -> str:
-    """Return in how many later steps it was so, of those in which it was measured: a norm is in fewer of them than a loss."""
+    """Return in how many later steps it recurred, of those with a measurement: fewer have a norm than a loss."""
     if not more:
         return ""
     later = [each for each in facts.steps if each.step > step]
@@ -242,7 +242,7 @@ def _index(steps: Sequence[Step], number: int) -> int:
 
 
 def _layers(facts: RankReport) -> Iterator[Finding]:
-    """Yield where gradients stopped to be finite, first."""
+    """Yield the layers where gradients first became non-finite."""
     told = facts.told(catalog.EVENT_NONFINITE_GRADIENT)
     if not told:
         return
@@ -278,7 +278,7 @@ def _vanished(facts: RankReport) -> Iterator[Finding]:
 
 
 def _unmoved(facts: RankReport) -> Iterator[Finding]:
-    """Yield which layers have learned nothing, as it was told last."""
+    """Yield the layers that have not changed, by the last event."""
     for fact in facts.told(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
         count, of = fact.count("layers_affected"), fact.count("layers_measured")
         names, at = _named(fact), fact.text("at")
