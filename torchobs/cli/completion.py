@@ -39,7 +39,7 @@ def parser() -> arguments.Parser:
 
 
 def main(given: Sequence[str]) -> int:
-    """Run ``torchobs completion`` with these arguments and return its exit status. Raises ``ModuleNotFoundError`` without shtab."""
+    """Run ``torchobs completion`` and return its exit status. Raises ``ModuleNotFoundError`` without shtab."""
     shell = parser().parse_args(list(given)).shell
     sys.stdout.write(script(shell))
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.inspect_view import report
-from torchobs.cli.terminal_style import paint_for, tolerant
+from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import load, text_format
@@ -82,9 +82,9 @@ def main(given: Sequence[str]) -> int:
     if options.json:
         out.write(json.dumps(document(chosen.ranks, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
     else:
-        paint = paint_for(out)
-        unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", paint.width) for name, why in chosen.bad[:5]]
-        lines = [*report(chosen.ranks, wanted, paint), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
+        style = style_for(out)
+        unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in chosen.bad[:5]]
+        lines = [*report(chosen.ranks, wanted, style), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
         out.write("".join(f"{line}\n" for line in lines))
     return int(any(facts.state not in {"alive", "finished"} for facts in (*chosen.ranks, *chosen.launchers)))
 

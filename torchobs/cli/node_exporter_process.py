@@ -20,10 +20,10 @@ def main() -> None:
     _, _, flight_dir, address, grace_s, *directories = sys.argv
     sys.path.extend(path for path in directories if path not in sys.path)
     detach()
-    stand(flight_dir, address, float(grace_s), _exporter)
+    serve_if_elected(flight_dir, address, float(grace_s), _exporter)
 
 
-def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serve]) -> None:
+def serve_if_elected(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serve]) -> None:
     """Become the directory's exporter if it has none; ``load`` imports the server, only if elected.
 
     Raises ``OSError`` when the directory is gone or another user's.

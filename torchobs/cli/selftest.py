@@ -54,7 +54,7 @@ def selftest(where: Sequence[str | None]) -> Iterator[Check]:
         except subprocess.TimeoutExpired:
             yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
             return
-        yield from judge(_facts(Path(home)), ran.returncode, ran.stderr)
+        yield from evaluate(_facts(Path(home)), ran.returncode, ran.stderr)
 
 
 def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | None:
@@ -64,9 +64,9 @@ def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | Non
     return None
 
 
-def judge(facts: RankReport | None, status: int, said: str) -> Iterator[Check]:
+def evaluate(facts: RankReport | None, status: int, stderr: str) -> Iterator[Check]:
     """Yield the results of the test; ``stderr``: its output on standard error."""
-    lines = [text_format.clean(line) for line in said.splitlines() if line.strip()]
+    lines = [text_format.clean(line) for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     if status:
         yield Check(
@@ -93,7 +93,7 @@ def judge(facts: RankReport | None, status: int, said: str) -> Iterator[Check]:
 
 
 def _reason(facts: RankReport, probe: str) -> str:
-    for fact in facts.told(catalog.EVENT_PROBE_DISABLED):
+    for fact in facts.events_named(catalog.EVENT_PROBE_DISABLED):
         if fact.text("probe") == probe:
             return f"{fact.text('exception.type')} at {fact.text('location')}"
     return "unknown"

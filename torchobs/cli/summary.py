@@ -69,7 +69,7 @@ class Summary:
 
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
-        self._tell([*told(chosen.ranks), f"more: {more}"])
+        self._tell([*summary_lines(chosen.ranks), f"more: {more}"])
 
     def _say_address(self) -> None:
         error_guard.call(error_guard.CircuitBreaker("summary"), self._wait_for_address)
@@ -94,7 +94,7 @@ class Summary:
         self._write("".join(f"torchobs: {line}\n" for line in lines))
 
 
-def told(ranks: Sequence[RankReport]) -> list[str]:
+def summary_lines(ranks: Sequence[RankReport]) -> list[str]:
     """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
     from torchobs import catalog
     from torchobs.cli.inspect_view import shown_in_full, verdict

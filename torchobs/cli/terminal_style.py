@@ -34,7 +34,7 @@ class TerminalStyle:
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.colour and colour and text else text
 
 
-def paint_for(out: TextIO, environ: Mapping[str, str] | None = None) -> TerminalStyle:
+def style_for(out: TextIO, environ: Mapping[str, str] | None = None) -> TerminalStyle:
     """Return the style for ``out``. Colours need a terminal that is not dumb, and no NO_COLOR (no-color.org)."""
     environ = settings.environment() if environ is None else environ
     terminal = out.isatty()

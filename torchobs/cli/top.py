@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments
 from torchobs.cli.terminal import QUIT, Terminal
-from torchobs.cli.terminal_style import paint_for, size_of, tolerant
+from torchobs.cli.terminal_style import size_of, style_for, tolerant
 from torchobs.cli.top_view import RankView, Screen, frame
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
@@ -75,15 +75,15 @@ def main(given: Sequence[str]) -> int:
         return _live(scanner, options.interval)
 
 
-def look(scanner: Scanner) -> tuple[list[RankView], str]:
+def views(scanner: Scanner) -> tuple[list[RankView], str]:
     """Return every rank with its last steps, and a note if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
     shown = {(rank.job_name, rank.run_id): rank.incarnation for rank in reversed(snapshot.ranks)}.values()
-    return [_seen(scanner, rank, limit, logged=rank.incarnation in shown) for rank in snapshot.ranks], _note(snapshot)
+    return [_view_of(scanner, rank, limit, logged=rank.incarnation in shown) for rank in snapshot.ranks], _note(snapshot)
 
 
-def _seen(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankView:
+def _view_of(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankView:
     """Return the view of a rank; ``logged``: with logged scalars, which only a run's first rank shows."""
     try:
         with scanner.flight_file(rank.incarnation) as file:
@@ -104,8 +104,8 @@ def _once(scanner: Scanner) -> int:
     out = tolerant(sys.stdout)
     if scanner.scan().fading:
         time.sleep(FADED_AFTER_S)  # no later scan would confirm a death
-    seen, note = look(scanner)
-    lines = frame(seen, paint_for(out), Screen(10_000), time.strftime("%H:%M:%S"), note)
+    seen, note = views(scanner)
+    lines = frame(seen, style_for(out), Screen(10_000), time.strftime("%H:%M:%S"), note)
     out.write("".join(f"{line.rstrip()}\n" for line in lines))
     return 0 if seen else 1
 
@@ -119,11 +119,11 @@ def _live(scanner: Scanner, interval_s: float) -> int:
         while True:
             if time.monotonic() >= due:
                 began = time.monotonic()
-                seen, note = look(scanner)
+                seen, note = views(scanner)
                 took_s = time.monotonic() - began
                 due = began + max(interval_s, took_s / _LARGEST_SHARE)
             screen = Screen(size_of(out).lines, first)
-            terminal.draw(frame(seen, paint_for(out), screen, time.strftime("%H:%M:%S"), note))
+            terminal.draw(frame(seen, style_for(out), screen, time.strftime("%H:%M:%S"), note))
             key = terminal.wait(max(0.0, due - time.monotonic()))
             if key == QUIT:
                 return 0

@@ -76,7 +76,7 @@ def _in_collective(facts: RankReport) -> bool:
         place = fact.text("location")
         if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):
             return True
-        return "_engine_run_backward" in place and len(facts.told(catalog.EVENT_DISTRIBUTED)) > 0
+        return "_engine_run_backward" in place and len(facts.events_named(catalog.EVENT_DISTRIBUTED)) > 0
     return False
 
 

@@ -66,7 +66,7 @@ def _finished(facts: RankReport) -> Finding:
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}; {_NO_STEPS}.")
     if not facts.last_step:
         hint = "no optimizer stepped, and no backward was followed by a change (torchobs.step() says where steps end)"
-        if facts.told(catalog.EVENT_CHILDREN):
+        if facts.events_named(catalog.EVENT_CHILDREN):
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}, without a step: {hint}.")
     return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {where(facts)}; it ran for {length}.")
@@ -91,7 +91,7 @@ def _exception(facts: RankReport) -> Finding:
 
 def main_exceptions(facts: RankReport) -> list[Fact]:
     """Return the exceptions that can have ended the rank: those of its main thread."""
-    return [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+    return [fact for fact in facts.events_named(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
 
 
 def _raised(fact: Fact, of: str) -> str:
@@ -160,7 +160,7 @@ def _complaints(facts: RankReport) -> Iterator[Finding]:
         (catalog.EVENT_SHARED_MEMORY_FULL, WARNING, _shared_memory),
         (catalog.EVENT_CHECKPOINT_FAILED, WARNING, _save),
     ):  # fmt: skip
-        late = [fact for fact in facts.told(event) if facts.last_s - fact.time_s <= _SHORTLY_S]
+        late = [fact for fact in facts.events_named(event) if facts.last_s - fact.time_s <= _SHORTLY_S]
         if late:
             age = max(0.0, facts.last_s - late[-1].time_s)
             yield Finding(severity, event.name.removeprefix("torchobs."), f"{tell(late[-1])}, {_before(age)} the end.")
@@ -171,7 +171,7 @@ def _threads(facts: RankReport) -> Iterator[Finding]:
 
     However long before the end it was: the main thread may have waited for hours.
     """
-    ended = [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if fact.text("thread")]
+    ended = [fact for fact in facts.events_named(catalog.EVENT_EXCEPTION) if fact.text("thread")]
     if not ended or facts.reason in {"finished", "interrupted"}:
         return
     last, others = ended[-1], {fact.text("thread") for fact in ended[:-1]} - {ended[-1].text("thread")}

@@ -58,7 +58,7 @@ def numerics(facts: RankReport) -> Iterator[Finding]:
     yield from _unmoved(facts)
     yield from _scaler(facts)
     yield from _scheduler(facts)
-    for fact in facts.told(catalog.EVENT_DEVICE_UNREAD)[:1]:
+    for fact in facts.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
         yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: on {kind} reading them would wait.")
 
@@ -98,7 +98,7 @@ def _long_ago(facts: RankReport, step: Step, name: str) -> str:
 
 def _began(facts: RankReport) -> Fact | None:
     """Return the first event of a non-finite loss, if all losses since were non-finite."""
-    told = (fact for fact in facts.told(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
+    told = (fact for fact in facts.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
     first, count = next(told, None), facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0
     since = facts.last_step - first.step + 1 if first is not None and first.step is not None else 0
     return first if _ALL_SINCE * count <= since <= count / _ALL_SINCE else None
@@ -197,7 +197,7 @@ def _all_fine(facts: RankReport) -> bool:
 
 def _spikes(facts: RankReport) -> Iterator[Finding]:
     """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
-    told, told_of_rate = facts.told(catalog.EVENT_ANOMALY), ""
+    told, told_of_rate = facts.events_named(catalog.EVENT_ANOMALY), ""
     for kind, what in (("gradient_explosion", "The gradient norm"), ("loss_spike", "The loss")):
         count = int(facts.value(catalog.ANOMALIES, kind) or 0)
         first = next((fact for fact in told if fact.text("kind") == kind), None)
@@ -243,7 +243,7 @@ def _index(steps: Sequence[Step], number: int) -> int:
 
 def _layers(facts: RankReport) -> Iterator[Finding]:
     """Yield the layers where gradients first became non-finite."""
-    told = facts.told(catalog.EVENT_NONFINITE_GRADIENT)
+    told = facts.events_named(catalog.EVENT_NONFINITE_GRADIENT)
     if not told:
         return
     first, scaled = told[0], bool(facts.by_attribute(catalog.AMP_SCALE))
@@ -279,7 +279,7 @@ def _vanished(facts: RankReport) -> Iterator[Finding]:
 
 def _unmoved(facts: RankReport) -> Iterator[Finding]:
     """Yield the layers that have not changed, by the last event."""
-    for fact in facts.told(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
+    for fact in facts.events_named(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
         count, of = fact.count("layers_affected"), fact.count("layers_measured")
         names, at = _named(fact), fact.text("at")
         more = f" and {count - len(names):,} more" if count > len(names) else ""
@@ -293,7 +293,7 @@ def _unmoved(facts: RankReport) -> Iterator[Finding]:
 def _scaler(facts: RankReport) -> Iterator[Finding]:
     skipped = int(facts.value(catalog.AMP_STEPS_SKIPPED) or 0)
     streak, steps = facts.value(catalog.AMP_SKIP_STREAK) or 0, int(facts.value(catalog.STEPS) or 0)
-    if facts.told(catalog.EVENT_AMP_SCALE_COLLAPSED):
+    if facts.events_named(catalog.EVENT_AMP_SCALE_COLLAPSED):
         scale = text_format.number(min(facts.by_attribute(catalog.AMP_SCALE).values(), default=None))
         text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
         yield Finding(ERROR, "amp_scale_collapsed", text)
@@ -302,11 +302,11 @@ def _scaler(facts: RankReport) -> Iterator[Finding]:
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
         yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.several(skipped, 'step')} of {steps:,}.")
-    for fact in facts.told(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
+    for fact in facts.events_named(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
         limit, scale = text_format.number(fact.number("limit")), text_format.number(fact.number("scale"))
         text = f"Gradients were clipped by norm before scaler.unscale_(optimizer): to {limit} over the loss scale, {scale}."
         yield Finding(WARNING, "clipped_scaled", text)
-    if facts.told(catalog.EVENT_AMP_UNSCALED):
+    if facts.events_named(catalog.EVENT_AMP_UNSCALED):
         yield Finding(
             WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."
         )
@@ -318,6 +318,6 @@ def _scheduler(facts: RankReport) -> Iterator[Finding]:
         "never_stepped": "was never stepped: the learning rate stayed as it began",
         "idle_optimizer": "belongs to an optimizer that does not step",
     }
-    for fact in facts.told(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
+    for fact in facts.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
         text = how.get(fact.text("kind"), "was used wrongly")
         yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")

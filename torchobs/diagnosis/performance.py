@@ -129,7 +129,7 @@ def _waited(facts: RankReport) -> Iterator[Finding]:
 
 
 def _grew(facts: RankReport) -> Iterator[Finding]:
-    for fact in facts.told(catalog.EVENT_MEMORY_GROWTH)[-1:]:
+    for fact in facts.events_named(catalog.EVENT_MEMORY_GROWTH)[-1:]:
         where = "Device" if fact.text("space") == "device" else "Host"
         grown, left = text_format.size(fact.number("per_step")), text_format.duration(fact.number("time_to_limit"))
         text = f"{where} memory grew by {grown} a step, and would have reached its limit in {left} when this was found."
@@ -137,16 +137,16 @@ def _grew(facts: RankReport) -> Iterator[Finding]:
 
 
 def _recompiled(facts: RankReport) -> Iterator[Finding]:
-    storms = {fact.text("location"): fact for fact in facts.told(catalog.EVENT_RECOMPILE_STORM)}
-    again = Counter(fact.text("location") for fact in facts.told(catalog.EVENT_RECOMPILE))
+    storms = {fact.text("location"): fact for fact in facts.events_named(catalog.EVENT_RECOMPILE_STORM)}
+    again = Counter(fact.text("location") for fact in facts.events_named(catalog.EVENT_RECOMPILE))
     for location, fact in list(storms.items())[-_PLACES:]:
         times = max(again[location], fact.count("recompiles"))  # reported at the fourth, then once a minute
         why = f"its guard on {fact.text('guard')} failed, {fact.text('expression')}"
         text = f"torch.compile compiled {location} again and again ({times:,} times): {why}."
         yield Finding(WARNING, "recompile_storm", text)
-    count = len(facts.told(catalog.EVENT_COMPILE_FAILED))
+    count = len(facts.events_named(catalog.EVENT_COMPILE_FAILED))
     if count:
-        last = facts.told(catalog.EVENT_COMPILE_FAILED)[-1]
+        last = facts.events_named(catalog.EVENT_COMPILE_FAILED)[-1]
         text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
         yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
     yield from _broken(facts)
@@ -154,7 +154,7 @@ def _recompiled(facts: RankReport) -> Iterator[Finding]:
 
 def _broken(facts: RankReport) -> Iterator[Finding]:
     """Yield graph breaks in compiled code, which is correct but slower than intended."""
-    told = facts.told(catalog.EVENT_GRAPH_BREAK)
+    told = facts.events_named(catalog.EVENT_GRAPH_BREAK)
     if told:
         places = [f"{fact.text('location')} ({fact.text('message')})" for fact in told[:_PLACES]]
         more = f", and {text_format.several(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
@@ -165,7 +165,7 @@ def _changed(facts: RankReport) -> Iterator[Finding]:
     """Yield that several models were trained in turn: their losses and step times are not comparable."""
     changes = int(facts.value(catalog.MODEL_CHANGES) or 0)
     if changes:
-        last = facts.told(catalog.EVENT_MODEL_CHANGE)[-1:]
+        last = facts.events_named(catalog.EVENT_MODEL_CHANGE)[-1:]
         began = f", the last one from step {last[0].step:,} on" if last and last[0].step is not None else ""
         text = f"It trained {changes + 1:,} models one after the other{began}: each is judged by its own past."
         yield Finding(INFO, "model_changes", text)

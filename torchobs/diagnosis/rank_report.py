@@ -189,7 +189,7 @@ class RankReport:
             if key[0] == metric.name and len(key[1:]) == 1 and not isinstance(value, Distribution)
         }
 
-    def told(self, event: catalog.Event) -> list[Fact]:
+    def events_named(self, event: catalog.Event) -> list[Fact]:
         """Return the events of that name, oldest first."""
         return [fact for fact in self.events if fact.name == event.name]
 

@@ -117,7 +117,7 @@ def _where(found: Stall, facts: RankReport) -> str:
 def _stacks(facts: RankReport, since_s: float) -> tuple[str, ...]:
     files = [left for left in facts.left if left.kind != PROFILE]
     late = [left.name for left in files if not left.number or left.number / 1e3 >= since_s - 1]  # 1 s for clock adjustments
-    told = [fact.text("evidence") for fact in facts.told(catalog.EVENT_STACKS) if fact.time_s >= since_s]
+    told = [fact.text("evidence") for fact in facts.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s]
     known = {left.id for left in files}
     return tuple(sorted(late) or [f"evidence {name}" for name in told if name and name not in known])
 
