@@ -103,7 +103,5 @@ def summary(found: Sequence[Check]) -> str:
     fails, warns = (sum(check.status == status for check in found) for status in (FAIL, WARN))
     if not fails and not warns:
         return "All is well."
-    told = [text_format.several(fails, "failure")] if fails else []
-    return (
-        f"{text_format.either([*told, text_format.several(warns, 'warning')] if warns else told)}: each has its remedy above."
-    )
+    told = [text_format.plural(fails, "failure")] if fails else []
+    return f"{text_format.joined([*told, text_format.plural(warns, 'warning')] if warns else told)}: each has its remedy above."

@@ -295,7 +295,7 @@ def gpus() -> Check:
         text = f"no GPU is to be seen: {text_format.clean(problem)}"
         remedy = "NVIDIA_DRIVER_CAPABILITIES must have `utility` in a container" if seen else ""
         return Check("nvml", WARN if seen else OK, text, remedy)
-    return Check("nvml", OK, f"{text_format.several(count, 'GPU')}, driver {text_format.clean(driver)}")
+    return Check("nvml", OK, f"{text_format.plural(count, 'GPU')}, driver {text_format.clean(driver)}")
 
 
 def exporter(path: str | None, address: str = "127.0.0.1:10960") -> Check:

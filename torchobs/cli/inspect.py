@@ -141,10 +141,10 @@ def _notes(earlier: Sequence[LoadedFlight], others: Sequence[tuple[str, str]]) -
     notes = []
     if earlier:
         names = ", ".join(item.path.name for item in earlier[-3:])
-        notes.append(f"{text_format.several(len(earlier), 'earlier attempt')} of these ranks: inspect {names}")
+        notes.append(f"{text_format.plural(len(earlier), 'earlier attempt')} of these ranks: inspect {names}")
     if others:
         names = ", ".join(text_format.clean(run_id, 60) for _, run_id in others[-3:])
-        notes.append(f"{text_format.several(len(others), 'other run')} in this directory: --run {names}")
+        notes.append(f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}")
     return notes
 
 
@@ -159,7 +159,7 @@ def _default() -> Path:
 def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None) -> str:
     if bad:
         return f"nothing readable: {'; '.join(f'{text_format.clean(name)}: {why}' for name, why in bad[:5])}"
-    where = text_format.either([text_format.clean(path) for path in paths])
+    where = text_format.joined([text_format.clean(path) for path in paths])
     if run is not None:
         return f"no run {text_format.clean(run)!r} in {where}"
     return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"

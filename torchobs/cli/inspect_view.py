@@ -68,7 +68,7 @@ def _heading(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]
     of = f" of {world}" if isinstance(world, int) and world > len(ranks) else ""
     versions = [f"{name} {first.described(f'{name}_version')}" for name in ("torch", "python", "torchobs")]
     facts = [
-        f"{text_format.several(len(ranks), 'rank')}{of} {where}".strip(), first.described("script"),
+        f"{text_format.plural(len(ranks), 'rank')}{of} {where}".strip(), first.described("script"),
         f"started by {first.described('launcher')}", *(text for text in versions if not text.endswith(" ")),
         f"attempt {first.restart + 1}" if first.restart else "",
     ]  # fmt: skip
@@ -105,7 +105,7 @@ def _shown_findings(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for _, group in groupby(rest, key=lambda facts: (facts.state, facts.reason)):
         same = list(group)
         first = diagnose(same[0])[0]
-        also = f" The same goes for {text_format.several(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
+        also = f" The same goes for {text_format.plural(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
         yield first._replace(text=first.text + also)
 
 
@@ -182,7 +182,7 @@ def _speed(facts: RankReport, width: int) -> list[str]:
         return []
     rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))
     told = [f"{text_format.rate(per_s)} {what}/s" for what, per_s in rates if per_s]
-    return flow([*told, f"over {text_format.several(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
+    return flow([*told, f"over {text_format.plural(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
 
 
 def _course(facts: RankReport, style: TerminalStyle) -> list[str]:
@@ -219,7 +219,7 @@ def _memory(facts: RankReport, width: int) -> list[str]:
         for device, sizes in device_memory(facts).items()
     ]
     kills = int(facts.value(catalog.CGROUP_MEMORY_OOM_KILLS) or 0)
-    told = [f"{text_format.several(kills, 'process', 'processes')} of the cgroup killed for memory"] if kills else []
+    told = [f"{text_format.plural(kills, 'process', 'processes')} of the cgroup killed for memory"] if kills else []
     return [*flow(host, width), *flow(devices, width), *told]
 
 
@@ -241,7 +241,7 @@ def _compile(facts: RankReport, width: int) -> list[str]:
     breaks = int(sum(facts.by_attribute(catalog.COMPILE_GRAPH_BREAKS).values()))
     items = [f"{stage} {text_format.duration(seconds)}" for stage, seconds in times.items()]
     items += [f"{int(count):,} compilations ({cause})" for cause, count in counts.items() if count]
-    return flow([*items, text_format.several(breaks, "graph break")], width)
+    return flow([*items, text_format.plural(breaks, "graph break")], width)
 
 
 def _events(facts: RankReport, options: Options, width: int) -> list[str]:

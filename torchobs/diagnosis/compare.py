@@ -66,7 +66,7 @@ def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankR
     if len(silent) == 1 and not own:
         text = f"Rank {silent[0].rank} vanished, and {within} the others raised in collective operations: it was likely first."
         return silent[0], text
-    names = text_format.either(_few([facts.rank for facts in together]))
+    names = text_format.joined(_few([facts.rank for facts in together]))
     return together[0], f"Ranks {names} failed {within}: which was first cannot be told."
 
 
@@ -112,7 +112,7 @@ def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         least = min(behind, key=lambda facts: facts.last_step)
         text = f"Rank {least.rank} ended after step {least.last_step:,}, the furthest after step {furthest:,}."
         if furthest - least.last_step > 1:
-            text += f" {text_format.several(len(behind), 'rank')} behind."
+            text += f" {text_format.plural(len(behind), 'rank')} behind."
         yield Finding(INFO, "out_of_step", text)
 
 

@@ -130,7 +130,7 @@ def _out_of_memory(facts: RankReport) -> Finding:
                 f"{text_format.percent(share)} of {name} was taken{_of_limit(facts) if limit == state.FULL_CGROUP else ''}"
             )
     text = f"Rank {facts.rank} was likely killed for memory {where(facts)}{_phase(facts)}"
-    return Finding(ERROR, "out_of_memory", f"{text}: {text_format.either(evidence)}.")
+    return Finding(ERROR, "out_of_memory", f"{text}: {text_format.joined(evidence)}.")
 
 
 def _phase(facts: RankReport) -> str:
@@ -176,7 +176,7 @@ def _threads(facts: RankReport) -> Iterator[Finding]:
         return
     last, others = ended[-1], {fact.text("thread") for fact in ended[:-1]} - {ended[-1].text("thread")}
     during = f", after step {last.step:,}" if last.step else ""
-    also = f" So did {text_format.several(len(others), 'other thread')} before." if others else ""
+    also = f" So did {text_format.plural(len(others), 'other thread')} before." if others else ""
     text = (
         f"Thread '{last.text('thread')}' ended by {_raised(last, '')}{during}, {_before(max(0.0, facts.last_s - last.time_s))}"
     )

@@ -148,10 +148,10 @@ def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         who, since = _ranks(hung), quantities.span(max(rank.progress_age_s or 0.0 for rank in hung))
         verb = "hangs" if len(hung) == 1 else "hang"
         yield Finding(ERROR, "hung", f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
-    mute = [rank for rank in ranks if rank.state == "unresponsive"]
-    if mute:
-        who, since = _ranks(mute), quantities.span(max(rank.beat_age_s for rank in mute))
-        verb = "does not respond" if len(mute) == 1 else "do not respond"
+    silent = [rank for rank in ranks if rank.state == "unresponsive"]
+    if silent:
+        who, since = _ranks(silent), quantities.span(max(rank.beat_age_s for rank in silent))
+        verb = "does not respond" if len(silent) == 1 else "do not respond"
         yield Finding(ERROR, "unresponsive", f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
 
 

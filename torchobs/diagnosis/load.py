@@ -229,7 +229,7 @@ def _damage(
     missing = missing_records(records, room if limit is None or len(records) < limit else limit, values)
     if missing:
         verb = "is" if missing == 1 else "are"
-        problems.append(f"{text_format.several(missing, 'step record')} {verb} damaged or missing")
+        problems.append(f"{text_format.plural(missing, 'step record')} {verb} damaged or missing")
     return tuple(problems)
 
 

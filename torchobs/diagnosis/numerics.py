@@ -92,7 +92,7 @@ def _long_ago(facts: RankReport, step: Step, name: str) -> str:
     first = _began(facts)
     if first is None or first.step is None:
         return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
-    usual, wasted = text_format.number(first.number("baseline")), text_format.several(facts.last_step - first.step, "step")
+    usual, wasted = text_format.number(first.number("baseline")), text_format.plural(facts.last_step - first.step, "step")
     return f"The loss turned {name} in step {first.step:,}, where {usual} was usual. It trained on for {wasted} with it."
 
 
@@ -111,11 +111,11 @@ def _cause(steps: Sequence[Step], onset: int) -> str:
         (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
     )
     if odd is not None:
-        ago = text_format.several(step.step - odd.step, "step")
+        ago = text_format.plural(step.step - odd.step, "step")
         return f", {ago} after its gradient was not finite while the loss still was {text_format.number(odd.loss)}"
     if (rise := norm_rise(steps, onset)) is not None:
         later = step.step - rise.step
-        when = f"{text_format.several(later, 'step')} after" if later else "as"
+        when = f"{text_format.plural(later, 'step')} after" if later else "as"
         return f", {when} the gradient norm rose {_from_to(rise)}"
     if any(item.grad_norm is not None for item in before):
         return " without a warning in the gradient norm"
@@ -188,7 +188,7 @@ def _with_rate(step: Step) -> str:
 
 def _afterwards(steps: Sequence[Step], onset: int) -> str:
     wasted = steps[-1].step - steps[onset].step
-    return f" It trained on for {text_format.several(wasted, 'step')} with it." if wasted else ""
+    return f" It trained on for {text_format.plural(wasted, 'step')} with it." if wasted else ""
 
 
 def _all_fine(facts: RankReport) -> bool:
@@ -213,7 +213,7 @@ def _spikes(facts: RankReport) -> Iterator[Finding]:
     count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         then = "and recovered" if _recovered(facts, count) else "and whether it recovered is not in this part of the file"
-        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.several(count, 'step')}, {then}.")
+        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.plural(count, 'step')}, {then}.")
 
 
 def _recovered(facts: RankReport, count: int) -> bool:
@@ -249,11 +249,11 @@ def _layers(facts: RankReport) -> Iterator[Finding]:
     first, scaled = told[0], bool(facts.by_attribute(catalog.AMP_SCALE))
     affected = first.count("layers_affected")
     names = _named(first)
-    more = f" and {text_format.several(affected - len(names), 'more layer')}" if affected > len(names) else ""
+    more = f" and {text_format.plural(affected - len(names), 'more layer')}" if affected > len(names) else ""
     where = f", in {', '.join(names)}{more}" if names else ""
     step = f" in step {first.step:,}" if first.step is not None else ""
     steps = int(facts.value(catalog.GRAD_NONFINITE_STEPS) or 0)
-    text = f"Gradients were {_kinds(first)} first{step}{where}; in {text_format.several(steps, 'measured step')} in all."
+    text = f"Gradients were {_kinds(first)} first{step}{where}; in {text_format.plural(steps, 'measured step')} in all."
     hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
     yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
 
@@ -272,7 +272,7 @@ def _vanished(facts: RankReport) -> Iterator[Finding]:
     zero = facts.value(catalog.GRAD_ZERO) or 0.0
     if count:
         zeros = f" At the end {text_format.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
-        steps = text_format.several(count, "step")
+        steps = text_format.plural(count, "step")
         text = f"The gradient norm was vanishingly small, or zero, in {steps} of those measured.{zeros}"
         yield Finding(WARNING, "gradient_vanishing", text)
 
@@ -298,10 +298,10 @@ def _scaler(facts: RankReport) -> Iterator[Finding]:
         text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
         yield Finding(ERROR, "amp_scale_collapsed", text)
     elif streak >= _LATELY:
-        text = f"The loss scaler skipped the last {text_format.several(int(streak), 'step')}: nothing was learned in them."
+        text = f"The loss scaler skipped the last {text_format.plural(int(streak), 'step')}: nothing was learned in them."
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
-        yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.several(skipped, 'step')} of {steps:,}.")
+        yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.plural(skipped, 'step')} of {steps:,}.")
     for fact in facts.events_named(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
         limit, scale = text_format.number(fact.number("limit")), text_format.number(fact.number("scale"))
         text = f"Gradients were clipped by norm before scaler.unscale_(optimizer): to {limit} over the loss scale, {scale}."

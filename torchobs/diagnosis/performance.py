@@ -66,7 +66,7 @@ def _unsaved(facts: RankReport) -> Iterator[Finding]:
         yield Finding(INFO, "checkpoint_age", f"The last checkpoint was complete {when}: no step must be done again.")
         return
     text = f"The last checkpoint was complete {when}"
-    yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.several(later, 'step')}{more} must be done again.")
+    yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.plural(later, 'step')}{more} must be done again.")
 
 
 def _held_up(facts: RankReport) -> Iterator[Finding]:
@@ -80,7 +80,7 @@ def _held_up(facts: RankReport) -> Iterator[Finding]:
         return
     seconds, step = max(long, key=itemgetter(0))
     phase = max(catalog.PHASES, key=lambda name: step.phase_s.get(name, 0.0))
-    more = f"; so did {text_format.several(len(long) - 1, 'more step')}" if len(long) > 1 else ""
+    more = f"; so did {text_format.plural(len(long) - 1, 'more step')}" if len(long) > 1 else ""
     span, normal = text_format.duration(seconds), text_format.duration(usual_s)
     text = f"Step {step.step:,} took {span}, where {normal} was usual, most of it in the phase"
     yield Finding(INFO, "held_up", f"{text} {phase}{more}.")  # e.g. a stopped process, a file system, a debugger prompt
@@ -157,7 +157,7 @@ def _broken(facts: RankReport) -> Iterator[Finding]:
     told = facts.events_named(catalog.EVENT_GRAPH_BREAK)
     if told:
         places = [f"{fact.text('location')} ({fact.text('message')})" for fact in told[:_PLACES]]
-        more = f", and {text_format.several(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
+        more = f", and {text_format.plural(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
         yield Finding(INFO, "graph_breaks", f"torch.compile had to end a graph at {', '.join(places)}{more}.")
 
 

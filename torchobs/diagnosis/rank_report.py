@@ -65,7 +65,7 @@ class Fact(NamedTuple):
         return (
             ""
             if value is None
-            else text_format.clean(text_format.either(value) if isinstance(value, list) and value else value)
+            else text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value)
         )
 
     def number(self, name: str) -> float | None:

@@ -106,7 +106,7 @@ def _held(found: Stall, facts: RankReport) -> str:
 
 def _where(found: Stall, facts: RankReport) -> str:
     if found.stacks:
-        return f"Where its threads were then is written in {text_format.either(found.stacks)}, beside the flight file."
+        return f"Where its threads were then is written in {text_format.joined(found.stacks)}, beside the flight file."
     if facts.up:
         return "`torchobs stacks` shows where its threads are."
     if found.phase == "idle":

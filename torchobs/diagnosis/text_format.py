@@ -130,12 +130,12 @@ def moment(unix_s: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
         return "?"
 
 
-def several(count: int, one: str, more: str = "") -> str:
+def plural(count: int, one: str, more: str = "") -> str:
     """Return ``1 step``, ``12,034 steps``."""
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
-def either(items: Sequence[object], last: str = "and") -> str:
+def joined(items: Sequence[object], last: str = "and") -> str:
     """Return ``a, b and c``."""
     shown = [str(item) for item in items]
     return f"{', '.join(shown[:-1])} {last} {shown[-1]}" if len(shown) > 1 else "".join(shown)
