@@ -10,9 +10,11 @@ from torchobs import catalog
 from torchobs.flight.files.create import CreatedFile, new_header
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import core_series, fold
-from torchobs.flight.metrics.fold import RecordKind, StepFlag, Totals, Word
+from torchobs.flight.metrics.totals import WORDS, Totals, Word
 from torchobs.flight.reader import reader
+from torchobs.flight.reader.decode import Distribution
 from torchobs.flight.writer.writer import FlightWriter
 
 NAME = f"r0-{0:032x}.flight"
@@ -98,9 +100,9 @@ def plain_step(writer: FlightWriter, number: int, *, loader: bool = True) -> int
     )  # fmt: skip
 
 
-def step_record(of: Header, number: int, **given: float) -> fold.StepRecord:
+def step_record(of: Header, number: int, **given: float) -> StepRecord:
     """The record that :func:`step` appends, if it is the one of that number."""
-    made = fold.unpack(fold.pack(number, **fields(of, number, **given), seed=of.seed), of.seed)
+    made = unpack(pack(number, **fields(of, number, **given), seed=of.seed), of.seed)
     assert made
     return made
 
@@ -184,12 +186,12 @@ def whole(value: object) -> int:
 
 def totals(of: Header) -> Totals:
     """The fold's state before the first step."""
-    made = Totals(bytearray(fold.WORDS * 8))
+    made = Totals(bytearray(WORDS * 8))
     made.clear(of.wall_ns - of.monotonic_ns)
     return made
 
 
-def folded_states(of: Header, records: Sequence[fold.StepRecord]) -> Iterator[Values]:
+def folded_states(of: Header, records: Sequence[StepRecord]) -> Iterator[Values]:
     """The points after no record, after one, after two …: every state that ever existed."""
     state = totals(of)
     yield _fold_values(state)
@@ -205,7 +207,7 @@ def _fold_values(state: Totals) -> Values:
             total = word + len(metric.bounds) + 1
             counts, (sum_, least, greatest) = tuple(state.ints[word:total]), state.floats[total : total + 3]
             some = any(counts)
-            value: object = reader.Distribution(counts, sum_, least if some else None, greatest if some else None)
+            value: object = Distribution(counts, sum_, least if some else None, greatest if some else None)
         elif metric.integer:
             value = state.ints[word]
         elif state.floats[word] != state.floats[word]:  # absent

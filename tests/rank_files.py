@@ -14,7 +14,7 @@ from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format import span_ids
 from torchobs.flight.format.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Live, encode_header, plan
 from torchobs.flight.format.series import Scope
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.writer.series_table import CORE, USER
 from torchobs.flight.writer.storage import DirectStorage
 from torchobs.flight.writer.writer import FlightWriter, open_writer

@@ -10,7 +10,8 @@ import pytest
 from tests.rank_files import Clock, File
 from torchobs import catalog
 from torchobs.exporter.config import ExporterConfig
-from torchobs.ranks.scanner import Scanner, Snapshot
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import torch
 
 import torchobs
 from tests.support import wait_until
-from torchobs.flight.metrics.fold import RecordKind, StepFlag, StepRecord
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:

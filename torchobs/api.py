@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import PHASE_NAMES, StepFlag
+from torchobs.flight.format.step_record import PHASE_NAMES, StepFlag
 from torchobs.probes.core.boundaries import PIN, UNPIN
 from torchobs.runtime.session import current
 from torchobs.support import graph_safe

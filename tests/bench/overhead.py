@@ -25,7 +25,7 @@ import torch
 import torchobs
 from tests.bench.meter import Floor, Meter, empty_hooks
 from tests.bench.workloads import WORKLOADS
-from torchobs.flight.metrics.fold import StepFlag, StepRecord
+from torchobs.flight.format.step_record import StepFlag, StepRecord
 from torchobs.flight.reader import reader
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
 from torchobs.probes.core.step_recorder import StepRecorder

@@ -16,7 +16,7 @@ import pytest
 from tests.exporters import Program, start_program
 from tests.prometheus_server import PrometheusServer
 from tests.support import ROOT, clean_environment, wait_until
-from torchobs.flight.metrics.fold import RecordKind
+from torchobs.flight.format.step_record import RecordKind
 from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torchobs.flight.format.layout import (
     Region,
     words_crc,
 )
-from torchobs.flight.metrics.fold import Word
+from torchobs.flight.metrics.totals import Word
 
 EXTREMES = (0, 1, 2, 7, 8, 63, 64, 255, 4095, 4096, 1 << 31, (1 << 32) - 1, 1 << 53, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 FLOATS = tuple(

@@ -16,7 +16,7 @@ from itertools import count
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.writer.series_table import USER
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 

@@ -50,7 +50,7 @@ print("gone", flush=True)
 
 CANDIDATE = """
 import sys
-from torchobs.cli.node_exporter_process import stand
+from torchobs.cli.node_exporter_process import serve_if_elected
 
 def load():
     print("elected", flush=True)
@@ -60,7 +60,7 @@ def load():
     return serve
 
 sys.stdin.readline()
-stand(sys.argv[1], "127.0.0.1:1", 60.0, load)
+serve_if_elected(sys.argv[1], "127.0.0.1:1", 60.0, load)
 heavy = {"torchobs.node.lifetime", "torchobs.flight.reader.reader", "uvicorn"} & set(sys.modules)
 print("gone", *sorted(heavy - set(sys.argv[2:])), flush=True)
 """

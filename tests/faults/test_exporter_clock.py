@@ -18,7 +18,8 @@ from torchobs.exporter.otlp.batches import Metrics
 from torchobs.exporter.prometheus import text_format
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import Style
-from torchobs.ranks.scanner import Scanner, Snapshot
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -40,7 +40,8 @@ from torchobs.flight.format.layout import (
 )
 from torchobs.flight.format.series import Scope, Series, ValueType, encode
 from torchobs.flight.reader import reader
-from torchobs.ranks.scanner import Scanner, Snapshot
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import Snapshot
 
 NOBODY = 65534
 ROOM = 8 << 20

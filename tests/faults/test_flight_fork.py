@@ -15,7 +15,7 @@ from torchobs import catalog
 from torchobs.flight.files import lock
 from torchobs.flight.files.create import lock_name
 from torchobs.flight.format.layout import MIN_SIZE, Exit
-from torchobs.flight.metrics.fold import PHASE_NAMES
+from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 
@@ -87,7 +87,7 @@ def test_nothing_that_a_child_calls_reaches_the_parent_s_file(writer: FlightWrit
     before = state(flight_dir)
     assert in_a_child(lambda: write_everything(writer)) == 0
     assert state(flight_dir) == before
-    assert lock.is_held(writer._born.place.fd if writer._born else -1, lock_name(writer.name))
+    assert lock.is_held(writer._created.place.fd if writer._created else -1, lock_name(writer.name))
     flights.step(writer, 11)
     writer.fold()
     writer.publish()

@@ -16,6 +16,7 @@ from tests.faults.flight_forger import Forger
 from torchobs import catalog
 from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Extent, Header, Region, encode_header
 from torchobs.flight.reader import reader
+from torchobs.flight.reader.decode import Distribution, SeriesValue
 from torchobs.flight.writer.series_table import USER
 from torchobs.flight.writer.writer import FlightWriter
 
@@ -141,10 +142,10 @@ class Attack:
                 self.outcome.wrong.append(f"{series.name}: {old} → {new}")
         self.points = points
 
-    def _check(self, points: tuple[reader.SeriesValue, ...]) -> None:
+    def _check(self, points: tuple[SeriesValue, ...]) -> None:
         """Every value is a number, every text can be put on a page, and no two series have one word."""
         for series, value in points:
-            numbers = (value.sum, *value.counts) if isinstance(value, reader.Distribution) else (value,)
+            numbers = (value.sum, *value.counts) if isinstance(value, Distribution) else (value,)
             f"{series.name}{series.unit}{series.brief}{series.attributes}".encode()
             if not all(map(isfinite, numbers)):
                 self.outcome.wrong.append(f"{series.name}: {value}")

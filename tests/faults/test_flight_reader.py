@@ -11,7 +11,7 @@ import pytest
 from tests import flights
 from torchobs import catalog
 from torchobs.flight.format.layout import SLOT_SIZE, BadFlightFileError, Header, Region
-from torchobs.flight.metrics import fold
+from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER
 from torchobs.flight.writer.storage import DirectStorage
@@ -34,7 +34,7 @@ class Stopped(reader.FlightFile):
         self.meanwhile()
         return first + second
 
-    def _following(self, upto: int) -> Iterator[fold.StepRecord]:
+    def _following(self, upto: int) -> Iterator[StepRecord]:
         self.meanwhile()
         for one in super()._following(upto):
             self.meanwhile()

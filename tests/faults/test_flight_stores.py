@@ -9,7 +9,7 @@ import pytest
 from tests import flights
 from torchobs import catalog
 from torchobs.flight.format.layout import BadFlightFileError, Region
-from torchobs.flight.metrics import fold
+from torchobs.flight.format.step_record import unpack
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER
 
@@ -33,7 +33,7 @@ class Life:
             self._round(number)
         ring = self.header.regions[Region.STEPS]
         raws = [raw for offset, raw in self.stores if ring.offset <= offset < ring.offset + ring.length]
-        records = [made for raw in raws if (made := fold.unpack(raw, self.header.seed))]
+        records = [made for raw in raws if (made := unpack(raw, self.header.seed))]
         assert [made.seq for made in records] == list(range(1, STEPS + 1))
         self.states = list(flights.folded_states(self.header, records))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests import support
 from tests.training import recording
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable

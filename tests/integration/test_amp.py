@@ -16,7 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.metrics.fold import RecordKind
+from torchobs.flight.format.step_record import RecordKind
 from torchobs.flight.reader import reader
 from torchobs.probes.precision.loss_scale import Scales
 from torchobs.probes.precision.overflows import Overflows

@@ -24,7 +24,7 @@ import torchobs
 from tests import support
 from tests.training import Recording, batch, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.metrics.fold import PHASE_NAMES
+from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from torchobs.exporter.prometheus.series_limits import SeriesLimits
 from torchobs.exporter.prometheus.text_format import END, Style, page
 from torchobs.flight.format.layout import BadFlightFileError, Exit
 from torchobs.flight.format.series import Scope
-from torchobs.ranks.scanner import EMPTY, Scanner
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import EMPTY
 
 USER = Scope("my.package", "1.0")
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.fork_server import Python
 from tests.support import ROOT, clean_environment, free_port
-from torchobs.flight.metrics.fold import RecordKind, StepRecord
+from torchobs.flight.format.step_record import RecordKind, StepRecord
 from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:

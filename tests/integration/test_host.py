@@ -24,7 +24,7 @@ from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import END, Style, page
-from torchobs.ranks.scanner import EMPTY
+from torchobs.ranks.snapshot import EMPTY
 
 KERNEL_S = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
 FILES = ("stat", "meminfo", "vmstat", "diskstats", "net/dev")

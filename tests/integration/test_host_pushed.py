@@ -23,7 +23,7 @@ from torchobs.exporter.otlp.options import PushConfig
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.text_format import Style
 from torchobs.flight.format.series import Scope
-from torchobs.ranks.scanner import EMPTY, Snapshot
+from torchobs.ranks.snapshot import EMPTY, Snapshot
 
 BOOTED_NS, BORN_NS, NOW_NS = (seconds * 10**9 for seconds in (1_000_000_000, 1_100_000_000, 1_100_000_060))
 APPLICATION = Scope("opentelemetry.instrumentation.system_metrics", "0.50b0")

@@ -23,7 +23,7 @@ from torchobs import catalog
 from torchobs.cli import inspect
 from torchobs.flight.files.artifacts import named
 from torchobs.flight.format.layout import Exit, Live
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 GOLDEN = Path(__file__).parent / "golden" / "inspect.json"
 HOSTILE = "h.3\x1b]0;owned\x07\x1b[2J\r\n\u202eevil"

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.slow_device import SlowDevice
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.metrics.fold import RecordKind
+from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.core.device_scalars import DeviceValues
 from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe

@@ -93,7 +93,7 @@ def test_what_a_script_logs_is_a_curve_everywhere(
             found = {one["name"]: one["points"] for one in api.get("/ranks/0/scalars")["scalars"]}
             assert found["val_loss"] == [{"step": step + 1, "value": 2.0 - step} for step in range(3)]
             assert found["acc"][0] == {"step": 1, "value": "NaN"}
-        seen, _ = top.look(Scanner(ExporterConfig(flight_dir=str(flight_dir))))
+        seen, _ = top.views(Scanner(ExporterConfig(flight_dir=str(flight_dir))))
         assert any(line.startswith("val_loss ") for line in frame(seen, TerminalStyle(100), Screen(40), "12:00:00"))
     assert inspect.main([str(flight_dir), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)["ranks"][0]

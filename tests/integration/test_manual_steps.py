@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from tests.training import Recording, batch, loss_of, mlp, norm_of
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ import torch
 
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
-from torchobs.flight.metrics.fold import RecordKind
+from torchobs.flight.format.step_record import RecordKind
 from torchobs.probes.optimizer import hyperparameters as probe
 
 if TYPE_CHECKING:

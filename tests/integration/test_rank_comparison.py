@@ -11,10 +11,10 @@ from tests.rank_files import BORN_NS, Clock, File, S
 from tests.scanners import scanner_of
 from torchobs import catalog
 from torchobs.catalog import PHASES
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.metrics.goodput import credit
-from torchobs.ranks.comparison import RunSummary, whole_norm
-from torchobs.ranks.scanner import Snapshot
+from torchobs.ranks.comparison import whole_norm
+from torchobs.ranks.snapshot import RunSummary, Snapshot
 
 FAST = (0.01, 0.02, 0.05, 0.01, 0.01)
 LATE_DATA = (0.04, 0.02, 0.02, 0.01, 0.01)

@@ -12,7 +12,7 @@ from tests.scanners import scanner_of, states, steps
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.files.location import KUBERNETES_MOUNT
 from torchobs.flight.format.layout import Exit
-from torchobs.flight.metrics.fold import PHASE_NAMES
+from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.ranks.directory import Directory, ForeignDirectoryError, accepted_owner
 from torchobs.ranks.scanner import Scanner
 

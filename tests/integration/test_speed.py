@@ -17,7 +17,7 @@ from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
 from torchobs.diagnosis import quantities
 from torchobs.exporter.config import ExporterConfig
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.writer.series_table import CORE
 from torchobs.ranks import state
 from torchobs.ranks.scanner import Scanner
@@ -65,7 +65,7 @@ def test_everybody_who_shows_a_speed_shows_the_same(
         gained = [(exporter.value(name) or 0.0) - then for name, then in zip(names, before, strict=True)]
         told = json.loads(exporter.get("/api/v1/ranks/0/steps?last=1").body)["speed"]
         page = exporter.page("/")
-    seen, _ = top.look(Scanner(config))
+    seen, _ = top.views(Scanner(config))
     assert inspect.main(["--json", str(writer.path)]) == 0
     afterwards = json.loads(capsys.readouterr().out)["ranks"][0]["speed"]
     assert (told["steps"], told["window_s"]) == (40, pytest.approx(gained[1]))

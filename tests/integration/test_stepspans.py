@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests import support
 from tests.training import Recording, loss_of, mlp, recording
 from torchobs.flight.format import span_ids
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.flight.reader import reader
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torchobs.cli import top
 from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import RankView, Screen, frame, slownesses
 from torchobs.flight.format.layout import HEADER_SIZE, Live
-from torchobs.flight.metrics.fold import LIVE_PHASES
+from torchobs.flight.format.step_record import LIVE_PHASES
 
 HOSTILE = "gpt\x1b]0;owned\x07\x1b[2J\r\n\u202e"
 PROGRAM = (sys.executable, "-m", "torchobs", "top")
@@ -203,7 +203,7 @@ def test_one_look_tells_who_has_just_died(flight_dir: Path, capsys: pytest.Captu
 def test_every_width_holds_the_state_and_the_step(tmp_path: Path, width: int) -> None:
     """What matters less goes first; no name commands the terminal."""
     files = ranks(tmp_path, 3, job_name=HOSTILE)
-    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
     lines = frame(seen, TerminalStyle(width), Screen(24), "12:00:00")
     assert max(map(len, lines)) <= width
     assert [line.split()[:3] for line in lines[-3:]] == [[str(n), "alive", "100"] for n in range(3)]
@@ -222,7 +222,7 @@ def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int
         if file is not files[17]:
             file.beat(12.0)
             file.save()
-    seen, _ = top.look(scanner)
+    seen, _ = top.views(scanner)
     lines = frame(seen, TerminalStyle(100), Screen(height), "12:00:00")
     assert len(lines) <= height
     if height > 3:
@@ -236,7 +236,7 @@ def test_more_ranks_than_lines_show_those_in_trouble(tmp_path: Path, height: int
 def test_the_rank_that_others_wait_for_is_marked(tmp_path: Path) -> None:
     """Its own step time is twice its peers'; each of these has one peer that is as fast, and one that is not."""
     files = ranks(tmp_path, 3)
-    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
     found = slownesses([seen[0], slowed(seen[1], 0, 0.0750), seen[2]])
     assert [round(found[one.rank.incarnation].factor, 2) for one in seen] == [0.67, 2.0, 0.67]
     lines = frame([seen[0], slowed(seen[1], 0, 0.0750), seen[2]], TerminalStyle(140), Screen(40), "12:00:00")
@@ -256,7 +256,7 @@ def slowed(one: RankView, phase: int, by_s: float) -> RankView:
 def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:
     """A thousandth more or less, as in every look: nobody reads a table that is in another order every second."""
     files = ranks(tmp_path, 12)
-    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
     for turn in (5, 7):
         uneven = [slowed(one, 1, 1e-4 * (turn * at % 12)) for at, one in enumerate(seen)]
         lines = frame(uneven, TerminalStyle(100), Screen(10), "12:00:00")
@@ -272,7 +272,7 @@ def test_who_is_at_something_that_takes_its_time_is_said_to_be(tmp_path: Path) -
     (file,) = ranks(tmp_path, 1)
     file.writer.phase(1 + LIVE_PHASES.index("idle"), BORN_NS)
     file.save()
-    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
     row = frame(seen, TerminalStyle(100), Screen(24), "12:00:00")[-1]
     assert row.split()[1:5] == ["alive,", "idle", "100", "-"]
     file.release()
@@ -284,7 +284,7 @@ def test_two_runs_have_a_heading_each(tmp_path: Path) -> None:
     other = File(tmp_path, seed=9, rank=0, run_id="two")
     other.beat(10.0)
     files.append(other.save().hold())
-    seen, _ = top.look(scanner_of(tmp_path, Clock(10.0)))
+    seen, _ = top.views(scanner_of(tmp_path, Clock(10.0)))
     lines = frame(seen, TerminalStyle(100), Screen(40), "12:00:00")
     assert [line.split()[1] for line in lines if line.startswith("gpt")] == ["one", "two"]
     for file in files:
@@ -309,7 +309,7 @@ def test_a_look_at_more_ranks_costs_no_more_for_each(tmp_path: Path) -> None:
         directory.mkdir()
         files = ranks(directory, count)
         scanner = scanner_of(directory, Clock(10.0))
-        wait_until(lambda: len(top.look(scanner)[0]) == count)  # a slow machine opens them in several looks
+        wait_until(lambda: len(top.views(scanner)[0]) == count)  # a slow machine opens them in several looks
         made = 0
 
         def counted(_frame: object, event: str, _argument: object) -> None:
@@ -318,7 +318,7 @@ def test_a_look_at_more_ranks_costs_no_more_for_each(tmp_path: Path) -> None:
 
         sys.setprofile(counted)
         try:
-            seen, _ = top.look(scanner)
+            seen, _ = top.views(scanner)
             frame(seen, TerminalStyle(120), Screen(50), "12:00:00")
         finally:
             sys.setprofile(None)

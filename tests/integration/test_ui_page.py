@@ -32,7 +32,8 @@ from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader.reader import FlightFile
 from torchobs.flight.writer.series_table import CORE
 from torchobs.flight.writer.writer import FlightWriter
-from torchobs.ranks.scanner import Scanner, Snapshot
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import Snapshot
 
 HOSTILE = "</bdi><script>alert(1)</script>"
 

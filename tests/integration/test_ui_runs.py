@@ -23,7 +23,8 @@ from torchobs.exporter.ui.view_model import Choice, Model, Modeller, focused, mo
 from torchobs.flight.files import artifacts
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.writer.writer import FlightWriter
-from torchobs.ranks.scanner import Scanner, Snapshot
+from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import Snapshot
 
 A, B, C = "jobs/a", "jobs/b", "jobs/c"
 

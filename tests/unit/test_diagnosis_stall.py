@@ -14,7 +14,7 @@ from torchobs.diagnosis.json_report import Options, rank_document
 from torchobs.diagnosis.rank_report import RankReport, last_phase
 from torchobs.diagnosis.stall import stall
 from torchobs.flight.files.artifacts import PROFILE, STACKS, STUCK, ArtifactName, named
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 
 FLIGHT = f"r0-{0:032x}.flight"
 

@@ -204,7 +204,7 @@ def test_a_pod_without_a_temporary_directory_has_its_trial_elsewhere(tmp_path: P
 )
 def test_the_trial_is_judged(seen: object, status: int, said: str, expected: str) -> None:
     """By its steps, its status, and the last line that it printed."""
-    first = next(selftest.judge(seen, status, said))  # type: ignore[arg-type]  # facts, or none
+    first = next(selftest.evaluate(seen, status, said))  # type: ignore[arg-type]  # facts, or none
     assert first.status == expected
     assert not said or said.splitlines()[-1] in first.text
 
@@ -213,7 +213,7 @@ def test_a_probe_that_is_off_is_told_with_its_reason() -> None:
     """Where it raised."""
     event = fact(catalog.EVENT_PROBE_DISABLED, 1.0, probe="amp", exception__type="AttributeError", location="amp.py:7")
     values = {catalog.STEPS: 5, catalog.LOSS: 1.0, (catalog.PROBE_DISABLED, "amp"): 1.0, (catalog.PROBE_DISABLED, "loss"): 0.0}
-    told = [check.text for check in selftest.judge(facts(steps(5), values=values, events=[event]), 0, "")]
+    told = [check.text for check in selftest.evaluate(facts(steps(5), values=values, events=[event]), 0, "")]
     assert "amp is off: AttributeError at amp.py:7" in told
     assert any(text.startswith("gradients is not installed") for text in told)
     assert set(settings.PROBES) > {"amp", "loss", "gradients"}

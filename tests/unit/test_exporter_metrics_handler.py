@@ -11,7 +11,7 @@ from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.prometheus.handler import MetricsPage
 from torchobs.exporter.prometheus.page_cache import Page
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
-from torchobs.ranks.scanner import EMPTY
+from torchobs.ranks.snapshot import EMPTY
 
 TIMEOUT = b"x-prometheus-scrape-timeout-seconds"
 

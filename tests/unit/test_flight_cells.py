@@ -11,7 +11,7 @@ from tests import flights
 from torchobs import catalog
 from torchobs.catalog import Kind
 from torchobs.flight.format.layout import BLOCK_WORDS
-from torchobs.flight.reader import reader
+from torchobs.flight.reader.decode import Distribution
 from torchobs.flight.writer.series_table import LAYERS, USER, Cell
 from torchobs.flight.writer.writer import FlightWriter
 
@@ -133,11 +133,11 @@ def test_a_histogram_s_value_on_a_bound_is_within_it_and_no_infinity_is_observed
     """Buckets, sum, least and greatest."""
     writer, _ = flights.written(image)
     made = cell(writer, metric(Kind.HISTOGRAM, bounds=(1.0, 2.0)))
-    assert shown(image) == reader.Distribution((0, 0, 0), 0.0, None, None)
+    assert shown(image) == Distribution((0, 0, 0), 0.0, None, None)
     for value in (1.0, 1.5, 2.0, 2.5, nan, inf, -inf):
         made.observe(value)
     made.publish()
-    assert shown(image) == reader.Distribution((1, 2, 1), 7.0, 1.0, 2.5)
+    assert shown(image) == Distribution((1, 2, 1), 7.0, 1.0, 2.5)
 
 
 def test_what_is_not_published_is_not_seen_and_what_is_stays_whole(image: flights.Image) -> None:

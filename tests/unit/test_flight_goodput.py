@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from torchobs import catalog
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics import fold
-from torchobs.flight.metrics.fold import RecordKind, StepRecord, Totals, Word
-from torchobs.flight.metrics.goodput import STATES, credit, credited, forgive
+from torchobs.flight.metrics.goodput import STATES, clear_credit, credit, credited
+from torchobs.flight.metrics.totals import Totals, Word
 
 SHARES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
 
@@ -73,7 +74,7 @@ def test_a_skipped_step_has_what_is_left_of_it() -> None:
     """Not what was shown as something else."""
     totals = empty()
     give(totals, 0, 2.0, data=2.0)
-    fold.fold(totals, [step(1, data=2.0, forward=1.0)._replace(flags=fold.StepFlag.SKIPPED)])
+    fold.fold(totals, [step(1, data=2.0, forward=1.0)._replace(flags=StepFlag.SKIPPED)])
     assert goodput(totals) == {"data": 2.0, "skipped": 1.0}
 
 
@@ -108,7 +109,7 @@ def test_credit_without_a_record_to_come_stays() -> None:
     """Hooks were off for a while: nothing is taken from the next step."""
     totals = empty()
     give(totals, 0, 5.0, idle=5.0)
-    forgive(totals)
+    clear_credit(totals)
     fold.fold(totals, [step(1, forward=1.0)])
     assert goodput(totals) == {"idle": 5.0, "productive": 1.0}
 

@@ -155,7 +155,7 @@ def test_a_name_that_somebody_took_gets_a_number(parent: Path, prepare: object) 
 
 def test_when_every_name_is_taken_there_is_no_place_and_the_message_says_what_to_do(parent: Path) -> None:
     """Training goes on without us."""
-    for name in location.spare(str(parent / f"torchobs-{ME}")):
+    for name in location.numbered_names(str(parent / f"torchobs-{ME}")):
         Path(name).write_text("")
     with pytest.raises(NoPlaceError, match="TORCHOBS_DIR"):
         open_place(None, None)

@@ -9,7 +9,7 @@ from tests.timelines import spent
 from torchobs.detect.prefetch import is_forward_before
 from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.span_ids import parts
-from torchobs.flight.metrics.fold import StepRecord, unpack
+from torchobs.flight.format.step_record import StepRecord, unpack
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, FETCH, FETCHED, STEP_BEGINS
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.timeline import OPTIMIZER, OTHER, PhaseTimeline

@@ -5,7 +5,7 @@ import pytest
 from torchobs import catalog
 from torchobs.catalog import SECONDS_BOUNDS
 from torchobs.flight.format.layout import Exit
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.state import MemoryUse, Observation
 

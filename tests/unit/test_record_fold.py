@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, Histogram
 from tests import flights
 from torchobs import catalog
 from torchobs.flight.format.layout import RECORD_SIZE
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
 from torchobs.flight.metrics import core_series, fold
-from torchobs.flight.metrics.fold import Anomaly, RecordKind, StepFlag, StepRecord, Totals, Word
+from torchobs.flight.metrics.totals import WORDS, Anomaly, Totals, Word
 
 HEADER = flights.header()
 NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
@@ -119,17 +120,17 @@ def test_buckets_are_those_of_prometheus(durations: list[float]) -> None:
 
 def test_a_record_survives_its_packing() -> None:
     """What was put in comes out, and one flipped bit or another incarnation's seed does not validate."""
-    raw = fold.pack(7, **flights.fields(HEADER, 9), seed=HEADER.seed)
+    raw = pack(7, **flights.fields(HEADER, 9), seed=HEADER.seed)
     assert len(raw) == RECORD_SIZE
-    back = fold.unpack(raw, HEADER.seed)
+    back = unpack(raw, HEADER.seed)
     assert back is not None
     assert (back.seq, back.step, back.phase_s[:3], back.loss) == (7, 9, (0.0625, 0.0625, 0.125), 2.0 + 2 / 64)
-    assert fold.unpack(raw, HEADER.seed ^ 1) is None
-    assert fold.unpack(raw[:-1], HEADER.seed) is None
+    assert unpack(raw, HEADER.seed ^ 1) is None
+    assert unpack(raw[:-1], HEADER.seed) is None
     for bit in range(0, RECORD_SIZE * 8, 5):
         broken = bytearray(raw)
         broken[bit // 8] ^= 1 << bit % 8
-        assert fold.unpack(bytes(broken), HEADER.seed) is None
+        assert unpack(bytes(broken), HEADER.seed) is None
 
 
 @pytest.mark.parametrize("loader", [True, False])
@@ -139,7 +140,7 @@ def test_a_plain_step_s_times_are_those_between_its_boundaries(*, loader: bool) 
     before = len(memory.stores)
     flights.plain_step(writer, 7, loader=loader)
     (raw,) = [raw for _, raw in memory.stores[before:] if len(raw) == RECORD_SIZE]
-    made = fold.unpack(raw, writer.header.seed)
+    made = unpack(raw, writer.header.seed)
     assert made
     assert (made.seq, made.step, made.kind, made.flags) == (1, 7, RecordKind.STEP, flights.ALL_VALUES)
     assert made.end_ns == writer.header.monotonic_ns + 7 * 250_000_000
@@ -155,14 +156,14 @@ def test_a_plain_step_whose_boundaries_are_not_in_order_is_no_record() -> None:
     writer, memory = flights.recorded()
     writer.append_plain(1, 1000, 0, 0, 0, 0, 900 << 4, 800 << 4, 950 << 4, 0.0, 0.0, 0.0, 0, 0, 1.0, 100)
     raw = next(raw for _, raw in reversed(memory.stores) if len(raw) == RECORD_SIZE)
-    assert fold.unpack(raw, writer.header.seed) is None
+    assert unpack(raw, writer.header.seed) is None
 
 
 def test_a_value_that_no_field_holds_is_refused() -> None:
     """A negative count or one over 64 bits raises struct.error, and never stores something else."""
     for wrong in ({"tokens": -1}, {"tokens": 2**64}, {"samples": 2**32}, {"kind": 1 << 16}):
         with pytest.raises(struct.error):
-            fold.pack(1, **flights.fields(HEADER, 1, **wrong), seed=HEADER.seed)
+            pack(1, **flights.fields(HEADER, 1, **wrong), seed=HEADER.seed)
 
 
 def test_a_non_finite_loss_is_counted_and_never_shown_as_a_value() -> None:
@@ -294,7 +295,7 @@ def test_every_series_of_the_fold_has_words_of_its_own() -> None:
         taken += range(word, word + width)
         assert catalog.BY_NAME[metric.name] is metric
     assert len(set(taken)) == len(taken)
-    assert max(taken) < fold.WORDS
+    assert max(taken) < WORDS
 
 
 def test_another_model_has_a_past_of_its_own() -> None:

@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 
-from torchobs.flight.metrics.fold import RecordKind, StepFlag, StepRecord
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.throughput import LEAST_STEPS, RECORDS, pace, speed, time_left_s
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.flights import recorded
 from torchobs.flight.files.location import open_place
 from torchobs.flight.format.layout import RECORD_SIZE
-from torchobs.flight.metrics.fold import RecordKind, StepFlag, StepRecord, unpack
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, unpack
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.probes.core.boundaries import (

@@ -1,1 +1,1 @@
-"""The programs ``torchobs run``, ``torchobs exporter`` and so on; the only place where all parts meet."""
+"""The command line programs ``torchobs run``, ``torchobs exporter`` etc., which combine all parts of the package."""

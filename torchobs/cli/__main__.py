@@ -1,4 +1,4 @@
-"""``torchobs``: what the installed program and ``python -m torchobs`` do."""
+"""Entry point of the ``torchobs`` program and of ``python -m torchobs``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name and return its exit status.
 
-    ``run`` comes before anything else is imported: the script that it runs is to find the interpreter as Python leaves it.
+    ``run`` is handled before anything else is imported, so that the script finds the interpreter in its initial state.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["run"]:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from torchobs.cli import dispatch
 
         return dispatch.main(given)
-    except KeyboardInterrupt:  # while that is imported
+    except KeyboardInterrupt:  # during the import
         return 130
 
 

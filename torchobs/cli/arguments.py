@@ -1,4 +1,4 @@
-"""What the commands' parsers share: they teach, fit the terminal, and say what is allowed."""
+"""Shared parts of the commands' argument parsers: help layout, error messages, options."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from torchobs.config.options import Option
 
 DIRECTORY = settings.named("flight_dir")._replace(flag="--dir", metavar="DIR")
-"""Of the flight files; most commands have it."""
+"""The option for the flight directory, which most commands have."""
 
 _WIDEST = 128
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose message on a mistake has one line, the usage, and where the examples are."""
+    """A parser with a short message on errors: one line, the usage, and where to find examples."""
 
     def error(self, message: str) -> NoReturn:
         """See :class:`argparse.ArgumentParser`."""
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}`{self.prog} --help` has examples\n")
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Print it, and leave what that raises to whoever handles it for all commands; argparse says nothing of it."""
+        """Print and let exceptions propagate to the handler of all commands, where argparse would suppress them."""
         (file or sys.stderr).write(message)
 
 
 class Formatter(argparse.HelpFormatter):
-    """Wraps prose to the terminal's width, and leaves examples, which have indented lines, as they are."""
+    """Wraps prose to the terminal's width and keeps indented lines, which are examples."""
 
     def __init__(self, prog: str, **more: Any) -> None:
-        import shutil  # only a help text needs it
+        import shutil  # needed only for help texts
 
         width = min(shutil.get_terminal_size().columns, _WIDEST) - 2
         super().__init__(prog, width=width, max_help_position=min(32, width // 3), **more)
@@ -54,15 +54,15 @@ class Formatter(argparse.HelpFormatter):
 
 
 def parser(name: str, usage: str, description: str, examples: str, cls: type[Parser] = Parser) -> Parser:
-    """Return the parser of a command."""
+    """Return a parser for a command."""
     return cls(f"torchobs {name}", usage, description, examples, formatter_class=Formatter, allow_abbrev=False)
 
 
 def add(to: argparse._ActionsContainer, option: Option, *, default: object = None, lenient: bool = False) -> None:
     """Add an option to a parser, or to a group of one.
 
-    ``lenient``: every value is kept, as text and in a list, for :func:`torchobs.config.options.values_of`; else one that is not
-    allowed ends the program.
+    ``lenient``: values are kept unchecked, as a list of texts, for :func:`torchobs.config.options.values_of`; else an invalid
+    value ends the program.
     """
     kind, more = option.kind, dict[str, Any]()
     if lenient:
@@ -74,7 +74,7 @@ def add(to: argparse._ActionsContainer, option: Option, *, default: object = Non
 
 
 def described(option: Option) -> str:
-    """Return an option's line of the help: what it is for, its variables, what holds without it."""
+    """Return an option's help text: purpose, environment variables, default."""
     variables = [
         *option.variables,
         *(f"{name} ({kind.allowed})" if kind != option.kind else name for name, kind in option.also),

@@ -1,7 +1,7 @@
-"""``torchobs completion``: what the TAB key offers, as a script for a shell, made of the commands' parsers by shtab.
+"""``torchobs completion``: a shell completion script, generated from the commands' parsers by shtab.
 
-The script holds every command and option, so that a TAB starts no Python; a new version of torchobs wants a new one, which is
-why a shell's start file sources the output instead of a copy of it.
+The script contains every command and option, so that completion does not start Python. A new version of torchobs needs a new
+script, which is why a shell's start file sources the output instead of a copy of it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parser() -> arguments.Parser:
 
 
 def main(given: Sequence[str]) -> int:
-    """Run ``torchobs completion`` with these arguments and return its exit status. Raises ``ModuleNotFoundError``: no shtab."""
+    """Run ``torchobs completion`` and return its exit status. Raises ``ModuleNotFoundError`` without shtab."""
     shell = parser().parse_args(list(given)).shell
     sys.stdout.write(script(shell))
     return 0
@@ -54,7 +54,7 @@ def script(shell: str) -> str:
 
 
 def whole_parser() -> arguments.Parser:
-    """Return a parser of all commands, as shtab wants it: each with the options of its own."""
+    """Return one parser with all commands as subparsers, as shtab requires."""
     import shtab
 
     offered = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE, "FILE|DIR": shtab.FILE}
@@ -63,7 +63,7 @@ def whole_parser() -> arguments.Parser:
     commands = whole.add_subparsers()
     for name, brief in BRIEFS.items():
         made = import_module(f"torchobs.cli.{name}").parser()
-        for action in made._actions:  # noqa: SLF001  # argparse lists its options nowhere else
+        for action in made._actions:  # noqa: SLF001  # argparse has no public list
             if action.metavar in offered:
                 action.complete = offered[action.metavar]
         if name == "run":

@@ -1,7 +1,6 @@
 """The commands of ``torchobs`` by name; one is imported when it is called.
 
-All but the exporter and the completion work on a plain install, in a training image: they are the ones that a person needs when
-a training has just died there.
+All but the exporter and the completion work in a plain install, because they are needed in a training image after a crash.
 """
 
 from __future__ import annotations
@@ -95,11 +94,10 @@ def _call(name: str, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _sigterm_kept_back() -> Iterator[None]:
-    """Keep SIGTERM until the exporter listens for it.
+    """Block SIGTERM until the exporter handles it.
 
-    The kernel throws a signal that has no handler away when it is for a container's first process. A training that fails at
-    once would end while its sidecar still imports, for 7 s on a tenth of a core; the pod would then stay for the whole of its
-    grace period.
+    The kernel discards unhandled signals to a container's first process. If training fails at once, while its sidecar still
+    imports (7 s on a tenth of a core), the pod would stay for its whole grace period.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -1,4 +1,4 @@
-"""``torchobs doctor``: does everything work here, and if not, what to do."""
+"""``torchobs doctor``: checks whether everything works here, with remedies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchobs.cli import arguments, doctor_checks
 from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
 from torchobs.cli.selftest import places, selftest
 from torchobs.cli.table import bullets
-from torchobs.cli.terminal_style import TerminalStyle, paint_for, tolerant
+from torchobs.cli.terminal_style import TerminalStyle, style_for, tolerant
 from torchobs.config import settings
 from torchobs.diagnosis import text_format
 from torchobs.flight.files.location import find_existing
@@ -50,11 +50,11 @@ def main(given: Sequence[str]) -> int:
     """Run ``torchobs doctor`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
     out, found = tolerant(sys.stdout), []
-    paint = paint_for(out)
+    style = style_for(out)
     for check in examine(training=not options.no_training):
         found.append(check)
         if not options.json:
-            out.write("".join(f"{line}\n" for line in lines_of(check, paint)))
+            out.write("".join(f"{line}\n" for line in lines_of(check, style)))
             out.flush()
     if options.json:
         out.write(json.dumps({"version": VERSION, "checks": [check._asdict() for check in found]}, indent=2) + "\n")
@@ -64,7 +64,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def examine(*, training: bool) -> Iterator[Check]:
-    """Yield what is found, the quick things first."""
+    """Run the checks, the quick ones first."""
     environ = settings.environment()
     chosen, _ = settings.resolve({}, environ)
     flight_dir, runtime_dir = str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR")
@@ -90,20 +90,18 @@ def examine(*, training: bool) -> Iterator[Check]:
         yield from selftest(places(path or flight_dir))
 
 
-def lines_of(check: Check, paint: TerminalStyle) -> list[str]:
-    """Return a check as lines: what was found, and what to do."""
+def lines_of(check: Check, style: TerminalStyle) -> list[str]:
+    """Return a check as lines: result and remedy."""
     colour, mark = _MARKS[check.status]
-    first, *rest = bullets([f"{check.name}: {text_format.clean(check.text)}"], paint.width, " " * 6)
-    shown = [f"{paint(colour, mark)}  {first[6:]}", *rest]
-    return shown + bullets([text_format.clean(check.remedy)], paint.width, "      -> ") if check.remedy else shown
+    first, *rest = bullets([f"{check.name}: {text_format.clean(check.text)}"], style.width, " " * 6)
+    shown = [f"{style(colour, mark)}  {first[6:]}", *rest]
+    return shown + bullets([text_format.clean(check.remedy)], style.width, "      -> ") if check.remedy else shown
 
 
 def summary(found: Sequence[Check]) -> str:
-    """Return the last line."""
+    """Return the last line, which counts the problems."""
     fails, warns = (sum(check.status == status for check in found) for status in (FAIL, WARN))
     if not fails and not warns:
         return "All is well."
-    told = [text_format.several(fails, "failure")] if fails else []
-    return (
-        f"{text_format.either([*told, text_format.several(warns, 'warning')] if warns else told)}: each has its remedy above."
-    )
+    told = [text_format.plural(fails, "failure")] if fails else []
+    return f"{text_format.joined([*told, text_format.plural(warns, 'warning')] if warns else told)}: each has its remedy above."

@@ -1,4 +1,4 @@
-"""What ``torchobs doctor`` looks at, one function each; what they look at is given, so that a test can say what it is."""
+"""The checks of ``torchobs doctor``, one function each; their inputs are arguments, so that tests can set them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 LEAST_TORCH = (2, 4)
-"""What README.md promises."""
+"""Minimum version of torch, as stated in README.md."""
 _LEAST_SHM = 1 << 30
 _OF_THE_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs", "configfs"})
-"""File systems in which nobody makes a directory for files, though root may seem to."""
+"""File systems in which no directory can be created, even where access(2) permits it to root."""
 _YEAR_2020_S = 1_577_836_800
 _TIME_ERROR = 5
-"""What adjtimex(2) returns while the kernel's clock is not synchronised."""
+"""Result of adjtimex(2) while the clock is not synchronised."""
 _EXTRAS = {
     "exporter": (
         *("bcrypt", "msgspec", "prometheus_client", "shtab", "starlette", "urllib3", "uvicorn", "yaml"),
@@ -44,7 +44,7 @@ _EXTRAS = {
 
 
 class Check(NamedTuple):
-    """What was found. ``remedy`` is empty where nothing is to be done."""
+    """Result of a check. ``remedy`` is empty where nothing has to be done."""
 
     name: str
     status: str
@@ -53,7 +53,7 @@ class Check(NamedTuple):
 
 
 def system(platform: str = sys.platform, version: tuple[int, ...] = sys.version_info[:3]) -> Check:
-    """Return whether torchobs runs on this system."""
+    """Check that torchobs supports this system."""
     text = f"Python {'.'.join(map(str, version))} on {platform}"
     if platform not in {"linux", "darwin"}:
         return Check(
@@ -63,7 +63,7 @@ def system(platform: str = sys.platform, version: tuple[int, ...] = sys.version_
 
 
 def torch(version: str | None) -> Check:
-    """Return whether that torch is one that torchobs is made for; ``None``: there is none."""
+    """Check that torchobs supports this version of torch; ``None``: not installed."""
     if version is None:
         return Check("torch", WARN, "not installed in this environment", "run doctor with the Python that trains")
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -82,7 +82,7 @@ def torch_version() -> str | None:
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Check]:
-    """Yield what of the environment would be ignored."""
+    """Yield environment variables that would be ignored."""
     _, problems = settings.resolve({}, environ)
     known = {name for option in (*config.EVERY_OPTION, *settings.OPTIONS) for name in option.every_variable}
     for said in config.unknown_variables(environ):
@@ -95,7 +95,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | None = None) -> Check:
-    """Return where the flight files go, why there, and whether they can."""
+    """Check the flight directory: which one, why, and whether it is usable."""
     if mountinfo is None:
         listed = Path("/proc/self/mountinfo")
         mountinfo = listed.read_text(errors="surrogateescape") if listed.exists() else ""
@@ -104,7 +104,7 @@ def directory(flight_dir: str | None, runtime_dir: str | None, mountinfo: str | 
     why = _why(tried[0], flight_dir)
     if found is None:
         return _not_there(tried, flight_dir, mountinfo)
-    status = os.stat(found)  # noqa: PTH116  # the same call as below, of what may be no directory any more
+    status = os.stat(found)  # noqa: PTH116  # the directory may be gone by now
     kind = location.filesystem_type(mountinfo, os.path.realpath(found))
     about = f"{found} ({why}; {kind or 'unknown file system'}, mode {stat.S_IMODE(status.st_mode):04o}, uid {status.st_uid})"
     if not os.access(found, os.W_OK | os.X_OK):
@@ -138,16 +138,16 @@ def _why(path: str, flight_dir: str | None) -> str:
         "of this user's session"
         if path.startswith("/run/")
         else "shared memory"
-        if path.startswith("/dev/shm")  # noqa: S108  # where place.py put it
+        if path.startswith("/dev/shm")  # noqa: S108  # chosen by location.py
         else "no tmpfs has room"
     )
 
 
 def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Check:
-    """Return which directory the first training makes, tried in its order."""
+    """Return which directory the first training would create, trying the candidates in order."""
     problems = []
     for path in tried:
-        for name in (path,) if flight_dir else location.spare(path):
+        for name in (path,) if flight_dir else location.numbered_names(path):
             problem = _unmakeable(name, mountinfo, parents=bool(flight_dir))
             if not problem:
                 return Check("directory", OK, f"{name} ({_why(path, flight_dir)}): the first training makes it")
@@ -156,7 +156,7 @@ def _not_there(tried: list[str], flight_dir: str | None, mountinfo: str) -> Chec
 
 
 def _unmakeable(path: str, mountinfo: str, *, parents: bool) -> str:
-    """Return why a training could not make that directory; empty if it could."""
+    """Return why a training could not create that directory; empty if it could."""
     if os.path.lexists(path):
         return f"{path} is no directory" if not Path(path).is_dir() else f"{path} belongs to another user, or others may use it"
     above = Path(path).parent
@@ -179,12 +179,12 @@ def _remedy_of_access(path: str, status: os.stat_result) -> str:
 
 
 def space(path: str | None, size: int) -> Check:
-    """Return whether a flight file of ``size`` bytes has room, on the file system and in the memory cgroup."""
+    """Check for ``size`` bytes of space for a flight file, on the file system and in the memory cgroup."""
     if path is None:
         return Check("room", OK, f"{text_format.size(size)} for each rank, asked for when there is a directory")
     try:
         fd = location.open_directory(path)
-    except OSError as problem:  # a link: the check of the directory says so
+    except OSError as problem:  # a link, which the directory check reports
         return Check("room", WARN, f"{path} cannot be opened: {text_format.clean(problem.strerror)}", "see the directory above")
     try:
         short = headroom.shortage(fd, size)
@@ -199,7 +199,7 @@ def space(path: str | None, size: int) -> Check:
 def kubernetes(
     environ: Mapping[str, str], mount: str = location.KUBERNETES_MOUNT, control: str = location.KUBERNETES_CONTROL
 ) -> Check | None:
-    """Return whether the pod's volumes are where they belong; ``None`` outside of Kubernetes."""
+    """Check that the pod's volumes are mounted where expected; ``None`` outside of Kubernetes."""
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     if not Path(mount).is_dir():
@@ -218,8 +218,8 @@ def kubernetes(
     return Check("kubernetes", OK, text)
 
 
-def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # its size is the question
-    """Return whether shared memory is large enough for DataLoader workers and NCCL."""
+def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # only its size is read
+    """Check that shared memory is large enough for DataLoader workers and NCCL."""
     try:
         usage = os.statvfs(path)
     except OSError:
@@ -235,7 +235,7 @@ def shared_memory(path: str = "/dev/shm") -> Check:  # noqa: S108  # its size is
 
 
 def cgroup() -> Check:
-    """Return the memory cgroup that holds this process, and its limit."""
+    """Check the memory cgroup of this process and its limit."""
     from torchobs.support.cgroup import of_process, tightest
 
     groups = of_process("memory")
@@ -247,13 +247,13 @@ def cgroup() -> Check:
     level, memory = found
     limit = f"limit {text_format.size(memory.limit)}" if memory.limit is not None else "no limit"
     used = f"{text_format.size(memory.working_set)} in use, {limit}"
-    if memory.limit and memory.pinned >= 0.9 * memory.limit:  # where a training will hardly fit
+    if memory.limit and memory.pinned >= 0.9 * memory.limit:  # hardly any room for a training
         return Check("cgroup", WARN, f"{level}: {used}", "raise the limit: the kernel kills at 100 %")
     return Check("cgroup", OK, f"{level}: {used}")
 
 
 def clock(now_s: float | None = None, synchronised: int | None = None) -> Check:
-    """Return whether the wall clock can be believed: dates of events, and joins over machines, depend on it."""
+    """Check that the wall clock is synchronised: event times, and comparison across machines, depend on it."""
     now_s = time.time() if now_s is None else now_s
     state = _clock_state() if synchronised is None else synchronised
     text = f"{text_format.moment(now_s)} ({time.strftime('%Z')})"
@@ -276,7 +276,7 @@ def _clock_state() -> int:
 
 
 def gpus() -> Check:
-    """Return what NVML says."""
+    """Check the GPUs through NVML."""
     try:
         import pynvml
     except ImportError:
@@ -295,11 +295,11 @@ def gpus() -> Check:
         text = f"no GPU is to be seen: {text_format.clean(problem)}"
         remedy = "NVIDIA_DRIVER_CAPABILITIES must have `utility` in a container" if seen else ""
         return Check("nvml", WARN if seen else OK, text, remedy)
-    return Check("nvml", OK, f"{text_format.several(count, 'GPU')}, driver {text_format.clean(driver)}")
+    return Check("nvml", OK, f"{text_format.plural(count, 'GPU')}, driver {text_format.clean(driver)}")
 
 
 def exporter(path: str | None, address: str = "127.0.0.1:10960") -> Check:
-    """Return whether an exporter serves that directory."""
+    """Check whether an exporter serves that directory."""
     announced = None
     if path is not None:
         with contextlib.suppress(OSError):
@@ -318,7 +318,7 @@ def exporter(path: str | None, address: str = "127.0.0.1:10960") -> Check:
 
 
 def _ready(address: str) -> int | str:
-    """Return what `/-/ready` says, or why nothing. Waits for a busy machine: nobody who is absent makes it wait."""
+    """Return the status of ``/-/ready``, or the error. The timeout is generous: only a busy exporter uses it up."""
     host, _, port = address.rpartition(":")
     connection = http.client.HTTPConnection(host.strip("[]") or "127.0.0.1", int(port), timeout=10)
     try:
@@ -331,7 +331,7 @@ def _ready(address: str) -> int | str:
 
 
 def extras() -> Iterator[Check]:
-    """Yield which extras are installed, whole or in part."""
+    """Yield the installed extras, complete or partial."""
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if not _is_there(module)]
         if not missing:

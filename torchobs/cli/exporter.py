@@ -44,11 +44,11 @@ _WITHOUT_VALUE = ("-h", "--help", "--version")
 
 
 class _MistakeError(Exception):
-    """Arguments that cannot be parsed."""
+    """The arguments cannot be parsed."""
 
 
 class _Parser(arguments.Parser):
-    """Takes what it cannot parse for a problem, not for the end, unless a person is there to read the message."""
+    """A parser that exits on errors only when a person is there to read the message."""
 
     def error(self, message: str) -> NoReturn:
         """See :class:`argparse.ArgumentParser`."""
@@ -75,11 +75,11 @@ def parser(*, lenient: bool = False) -> arguments.Parser:
 
 
 def main(given: Sequence[str]) -> int:
-    """Run the exporter until it is told to end, and return its exit status."""
+    """Run the exporter until it is signalled to end, and return its exit status."""
     made, mistakes = parser(lenient=True), []
     try:
         options, rest = made.parse_known_args(given)
-    except _MistakeError as mistake:  # a value of an option that takes none: nothing else ends a lenient parser
+    except _MistakeError as mistake:  # a value for a flag: the only error of a lenient parser
         mistakes.append(str(mistake))
         options, rest = made.parse_known_args([word for word in given if not word.startswith(_WITHOUT_VALUE)])
     mistakes += [f"no such {'option' if word.startswith('-') else 'argument'}: {_hint(word)}" for word in rest]
@@ -98,5 +98,5 @@ def _hint(word: str) -> str:
 
 
 def _is_watched() -> bool:
-    """Return True if a person is there to read a message. In a pod nobody is, though `tty: true` gives it a terminal."""
+    """Return True if a person can read a message: on a terminal, but not in a pod with ``tty: true``."""
     return sys.stderr.isatty() and "KUBERNETES_SERVICE_HOST" not in settings.environment()

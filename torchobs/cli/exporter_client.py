@@ -1,4 +1,4 @@
-"""What ``torchobs stacks``, ``level`` and ``profile`` share: one request to this node's exporter, over its Unix socket."""
+"""Client of this node's exporter over its Unix socket, for ``torchobs stacks``, ``level`` and ``profile``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POLL_S = 0.2
 
 
 class RefusedError(Exception):
-    """The exporter is not there, or does not do it; the message says why, and what to do."""
+    """The exporter is not reachable or refuses; the message says why, and what to do."""
 
 
 class _Connection(http.client.HTTPConnection):
@@ -49,7 +49,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def add_options(parser: arguments.Parser) -> None:
-    """Add what all of them take."""
+    """Add the options common to these commands."""
     arguments.add(parser, arguments.DIRECTORY)
     arguments.add(parser, _SOCKET)
 
@@ -67,7 +67,7 @@ def socket_of(options: argparse.Namespace) -> Path:
 
 
 def post(path: Path, what: str, content: object, rank: str | None) -> Any:
-    """Give a command; return the answer. Raises :class:`RefusedError`."""
+    """Send a command and return the answer. Raises :class:`RefusedError`."""
     query = f"?{urlencode({'rank': rank})}" if rank is not None else ""
     status, body = _ask(path, "POST", f"/api/v1{what}{query}", json.dumps(content))
     answer = json.loads(body)
@@ -77,9 +77,9 @@ def post(path: Path, what: str, content: object, rank: str | None) -> Any:
 
 
 def evidence(path: Path, href: str, timeout_s: float) -> bytes | None:
-    """Return the evidence as soon as it is there; ``None`` if it is not in time.
+    """Wait for an artifact and return it; ``None`` on timeout.
 
-    Raises :class:`RefusedError`, also when the rank says that there will be none.
+    Raises :class:`RefusedError`, also when the rank reports that it could not be written.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -94,7 +94,7 @@ def evidence(path: Path, href: str, timeout_s: float) -> bytes | None:
 
 
 def refused(name: str, why: RefusedError) -> int:
-    """Say why it cannot be done; return the exit status."""
+    """Print why it was refused; return the exit status."""
     sys.stderr.write(f"torchobs {name}: {why}\n")
     return 1
 

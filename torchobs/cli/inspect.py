@@ -1,4 +1,4 @@
-"""``torchobs inspect``: what became of a run, from its flight files alone."""
+"""``torchobs inspect``: report on a run, from its flight files alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.inspect_view import report
-from torchobs.cli.terminal_style import paint_for, tolerant
+from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import load, text_format
@@ -40,23 +40,23 @@ examples:
 
 Exit status: 0 if every rank is alive or finished, 1 if one failed, is lost or hangs, 2 if there was nothing to read."""
 
-_MOST = option_types.integer(0, 1_000_000)  # more than any file holds
+_MOST = option_types.integer(0, 1_000_000)  # beyond any file's capacity
 _STEPS = Option("steps", _MOST, "How many of the last steps.", "10", flag="--steps", metavar="N")
 _EVENTS = Option("events", _MOST, "How many of the last events.", "20", flag="--events", metavar="N")
 
 
 class Chosen(NamedTuple):
-    """What is to be told: a run's ranks, files that could not be read, and what else there is."""
+    """Input of the report: a run's ranks, unreadable files, launchers, and notes on other runs."""
 
     ranks: list[RankReport]
     bad: list[tuple[str, str]]
     notes: list[str]
     launchers: list[RankReport]
-    """Processes that only started the ranks"""
+    """processes that only started the ranks"""
 
 
 class NothingError(Exception):
-    """There is nothing to tell; the message says what to do."""
+    """There is nothing to report; the message says what to do."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,15 +82,15 @@ def main(given: Sequence[str]) -> int:
     if options.json:
         out.write(json.dumps(document(chosen.ranks, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
     else:
-        paint = paint_for(out)
-        unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", paint.width) for name, why in chosen.bad[:5]]
-        lines = [*report(chosen.ranks, wanted, paint), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
+        style = style_for(out)
+        unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in chosen.bad[:5]]
+        lines = [*report(chosen.ranks, wanted, style), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
         out.write("".join(f"{line}\n" for line in lines))
     return int(any(facts.state not in {"alive", "finished"} for facts in (*chosen.ranks, *chosen.launchers)))
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
-    """Read what the paths name. Raises :class:`NothingError`, or ``OSError`` for a directory that cannot be read."""
+    """Read the files and directories. Raises :class:`NothingError`, or ``OSError`` for a directory that cannot be read."""
     given = [path for path in paths if not path.is_dir()]
     ranks, bad = load.facts_of_many(given)
     notes: list[str] = []
@@ -113,14 +113,14 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
 
 
 def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
-    """Return what is known of the processes that started ranks of this run, and made no step themselves."""
+    """Return the reports of processes that started ranks of this run and made no step themselves."""
     incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
     facts, _ = load.facts_of_many([item.path for item in found if item.header.incarnation.hex() in incarnations])
     return [one for one in facts if not one.last_step and not one.partial]
 
 
 def _launched(facts: RankReport) -> str:
-    """Say how the process that started the ranks ended, unless that was in order."""
+    """Return how the process that started the ranks ended, if abnormally."""
     if facts.state in {"alive", "finished"}:
         return ""
     text = next(ending(facts)).text.removeprefix(f"Rank {facts.rank} ").replace(f", {where(facts)}", "")
@@ -128,7 +128,7 @@ def _launched(facts: RankReport) -> str:
 
 
 def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[list[LoadedFlight], list[tuple[str, str]]]:
-    """Return the files of the run that is asked for, or of the one that lived last, and the other runs."""
+    """Return the files of the requested run, by default the one that lived last, and the other runs."""
     wanted = [item for item in found if run is None or item.claim.rank[1].startswith(run)]
     if not wanted:
         return [], sorted({item.claim.rank[:2] for item in found})
@@ -141,10 +141,10 @@ def _notes(earlier: Sequence[LoadedFlight], others: Sequence[tuple[str, str]]) -
     notes = []
     if earlier:
         names = ", ".join(item.path.name for item in earlier[-3:])
-        notes.append(f"{text_format.several(len(earlier), 'earlier attempt')} of these ranks: inspect {names}")
+        notes.append(f"{text_format.plural(len(earlier), 'earlier attempt')} of these ranks: inspect {names}")
     if others:
         names = ", ".join(text_format.clean(run_id, 60) for _, run_id in others[-3:])
-        notes.append(f"{text_format.several(len(others), 'other run')} in this directory: --run {names}")
+        notes.append(f"{text_format.plural(len(others), 'other run')} in this directory: --run {names}")
     return notes
 
 
@@ -159,7 +159,7 @@ def _default() -> Path:
 def _nothing(paths: Sequence[Path], bad: Sequence[tuple[str, str]], run: str | None) -> str:
     if bad:
         return f"nothing readable: {'; '.join(f'{text_format.clean(name)}: {why}' for name, why in bad[:5])}"
-    where = text_format.either([text_format.clean(path) for path in paths])
+    where = text_format.joined([text_format.clean(path) for path in paths])
     if run is not None:
         return f"no run {text_format.clean(run)!r} in {where}"
     return f"no flight files in {where}: a training writes them with torchobs.init() or `torchobs run train.py`"

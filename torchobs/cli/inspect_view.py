@@ -1,4 +1,4 @@
-"""The report of ``torchobs inspect`` as lines of text: the diagnosis first, then what it rests on. Pure."""
+"""The report of ``torchobs inspect`` as lines of text: the diagnosis first, then the data behind it. Pure."""
 
 from __future__ import annotations
 
@@ -40,55 +40,55 @@ _RANK_COLUMNS = (
 )  # fmt: skip
 
 
-def report(ranks: Sequence[RankReport], options: Options, paint: TerminalStyle) -> list[str]:
+def report(ranks: Sequence[RankReport], options: Options, style: TerminalStyle) -> list[str]:
     """Return the whole report of a run's ranks."""
-    lines = [*_heading(ranks, paint), "", *_diagnosis(ranks, paint)]
+    lines = [*_heading(ranks, style), "", *_diagnosis(ranks, style)]
     if len(ranks) > 1:
-        lines += ["", paint("bold", "Ranks"), *_ranks(ranks, paint)]
+        lines += ["", style("bold", "Ranks"), *_ranks(ranks, style)]
     for facts in shown_in_full(ranks):
-        lines += _rank(facts, options, paint, alone=len(ranks) == 1)
+        lines += _rank(facts, options, style, alone=len(ranks) == 1)
     return lines
 
 
 def shown_in_full(ranks: Sequence[RankReport]) -> list[RankReport]:
-    """Return the rank to look at: the one that failed first, else one that hangs, else the first."""
+    """Return the ranks to show in full: the one that failed first, else one that hangs, else the first."""
     first, _ = first_failed(ranks)
     stuck = [facts for facts in ranks if facts.state not in {"alive", "finished"}]
     return [first] if first else stuck[:1] or list(ranks[:1])
 
 
-def _heading(ranks: Sequence[RankReport], paint: TerminalStyle) -> Iterator[str]:
+def _heading(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]:
     first = ranks[0]
     job_name, run_id, _ = first.identity
     begun, ended = min(facts.start_s for facts in ranks), max(facts.last_s for facts in ranks)
-    yield text_format.cut(f"{paint('bold', job_name)}  {run_id}", paint.width + (8 if paint.colour else 0))
+    yield text_format.cut(f"{style('bold', job_name)}  {run_id}", style.width + (8 if style.colour else 0))
     hosts = sorted({facts.described("host") for facts in ranks} - {""})
     where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} hosts" if hosts else ""
     world = first.header.resource.get("world_size")
     of = f" of {world}" if isinstance(world, int) and world > len(ranks) else ""
     versions = [f"{name} {first.described(f'{name}_version')}" for name in ("torch", "python", "torchobs")]
     facts = [
-        f"{text_format.several(len(ranks), 'rank')}{of} {where}".strip(), first.described("script"),
+        f"{text_format.plural(len(ranks), 'rank')}{of} {where}".strip(), first.described("script"),
         f"started by {first.described('launcher')}", *(text for text in versions if not text.endswith(" ")),
         f"attempt {first.restart + 1}" if first.restart else "",
     ]  # fmt: skip
-    yield from flow([fact for fact in facts if fact], paint.width)
+    yield from flow([fact for fact in facts if fact], style.width)
     yield text_format.cut(
-        f"{text_format.moment(begun)} to {text_format.moment(ended)} ({text_format.duration(ended - begun)})", paint.width
+        f"{text_format.moment(begun)} to {text_format.moment(ended)} ({text_format.duration(ended - begun)})", style.width
     )
 
 
-def _diagnosis(ranks: Sequence[RankReport], paint: TerminalStyle) -> Iterator[str]:
+def _diagnosis(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]:
     together = compare(ranks)
-    yield paint("bold", "What happened")
-    findings = [verdict(ranks), *together, *_told(ranks)]
+    yield style("bold", "What happened")
+    findings = [verdict(ranks), *together, *_shown_findings(ranks)]
     for finding in findings:
-        first, *rest = bullets([finding.text], paint.width)
-        yield from (paint(_COLOURS.get(finding.severity, ""), line) for line in (first, *rest))
+        first, *rest = bullets([finding.text], style.width)
+        yield from (style(_COLOURS.get(finding.severity, ""), line) for line in (first, *rest))
 
 
 def verdict(ranks: Sequence[RankReport]) -> Finding:
-    """Return the page's sentence on the run, and how well it is by that and by all that is found in the files."""
+    """Return the live page's health of the run, with the worst severity of that and of all findings in the files."""
     known = run_health(ranks)
     found = [*compare(ranks), *chain.from_iterable(diagnose(facts) for facts in ranks)]
     level = max(known.level, LEVELS[worst(found)], key=lambda level: level.value)
@@ -96,8 +96,8 @@ def verdict(ranks: Sequence[RankReport]) -> Finding:
     return Finding(severity, "verdict", f"{BADGES[level]}. {known.headline}")
 
 
-def _told(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    """Yield the findings of the rank shown in full, and of the others how they ended; equal ends are told once."""
+def _shown_findings(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+    """Yield the findings on the rank shown in full, and how the others ended; equal endings once."""
     full = shown_in_full(ranks)
     for facts in full:
         yield from diagnose(facts)
@@ -105,15 +105,15 @@ def _told(ranks: Sequence[RankReport]) -> Iterator[Finding]:
     for _, group in groupby(rest, key=lambda facts: (facts.state, facts.reason)):
         same = list(group)
         first = diagnose(same[0])[0]
-        also = f" The same goes for {text_format.several(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
+        also = f" The same goes for {text_format.plural(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
         yield first._replace(text=first.text + also)
 
 
-def _ranks(ranks: Sequence[RankReport], paint: TerminalStyle) -> list[str]:
+def _ranks(ranks: Sequence[RankReport], style: TerminalStyle) -> list[str]:
     worst_first = sorted(ranks, key=lambda facts: facts.state in {"alive", "finished"}) if len(ranks) > _MANY else ranks
-    lines = table(_RANK_COLUMNS, [_rank_row(facts) for facts in worst_first[:_MANY]], paint.width)
+    lines = table(_RANK_COLUMNS, [_rank_row(facts) for facts in worst_first[:_MANY]], style.width)
     colours = ["dim", *(STATE_COLOURS.get(facts.state, "") for facts in worst_first[:_MANY])]
-    shown = [paint(colour if colour != "green" else "", line) for colour, line in zip(colours, lines, strict=True)]
+    shown = [style(colour if colour != "green" else "", line) for colour, line in zip(colours, lines, strict=True)]
     return [*shown, *([f"… and {len(ranks) - _MANY:,} more"] if len(ranks) > _MANY else [])]
 
 
@@ -138,27 +138,27 @@ def _last_norm(facts: RankReport) -> float | None:
     return next((step.grad_norm for step in reversed(facts.steps) if step.grad_norm is not None), None)
 
 
-def _rank(facts: RankReport, options: Options, paint: TerminalStyle, *, alone: bool) -> Iterator[str]:
+def _rank(facts: RankReport, options: Options, style: TerminalStyle, *, alone: bool) -> Iterator[str]:
     of = "" if alone else f" of rank {facts.rank}"
     for problem in facts.problems:
-        yield paint(
-            "yellow", text_format.cut(f"{problem} ({facts.source})", paint.width)
+        yield style(
+            "yellow", text_format.cut(f"{problem} ({facts.source})", style.width)
         )  # in this order: the path may be long
     parts = (
-        (f"Last steps{of}", _steps(facts, options, paint.width)),
-        (f"Speed{of}", _speed(facts, paint.width)),
-        (f"Course{of}", _course(facts, paint)),
-        (f"Time{of}", shares(facts.by_attribute(catalog.GOODPUT_TIME), paint.width)),
-        (f"Phases of a step{of}", shares(facts.by_attribute(catalog.STEP_PHASE_TIME), paint.width)),
-        (f"Memory{of}", _memory(facts, paint.width)),
-        (f"Mixed precision{of}", _amp(facts, paint.width)),
-        (f"torch.compile{of}", _compile(facts, paint.width)),
-        (f"Events{of}", _events(facts, options, paint.width)),
+        (f"Last steps{of}", _steps(facts, options, style.width)),
+        (f"Speed{of}", _speed(facts, style.width)),
+        (f"Course{of}", _course(facts, style)),
+        (f"Time{of}", shares(facts.by_attribute(catalog.GOODPUT_TIME), style.width)),
+        (f"Phases of a step{of}", shares(facts.by_attribute(catalog.STEP_PHASE_TIME), style.width)),
+        (f"Memory{of}", _memory(facts, style.width)),
+        (f"Mixed precision{of}", _amp(facts, style.width)),
+        (f"torch.compile{of}", _compile(facts, style.width)),
+        (f"Events{of}", _events(facts, options, style.width)),
     )
     for title, lines in parts:
         if lines:
             yield ""
-            yield paint("bold", title)
+            yield style("bold", title)
             yield from lines
 
 
@@ -182,34 +182,34 @@ def _speed(facts: RankReport, width: int) -> list[str]:
         return []
     rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))
     told = [f"{text_format.rate(per_s)} {what}/s" for what, per_s in rates if per_s]
-    return flow([*told, f"over {text_format.several(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
+    return flow([*told, f"over {text_format.plural(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
 
 
-def _course(facts: RankReport, paint: TerminalStyle) -> list[str]:
+def _course(facts: RankReport, style: TerminalStyle) -> list[str]:
     """Return loss, gradient norm and step time over all steps in the file."""
     kinds = (
         ("loss", [step.loss for step in facts.steps]),
         ("grad norm", [step.grad_norm for step in facts.steps]),
         ("step time", [step.duration_s for step in facts.steps]),
     )
-    lines = [_curve(name, values, paint) for name, values in kinds if any(value is not None for value in values)]
+    lines = [_curve(name, values, style) for name, values in kinds if any(value is not None for value in values)]
     span = f"steps {facts.steps[0].step:,} to {facts.steps[-1].step:,}" if facts.steps else ""
     course = [*lines, f"{'':<9}  {span}"] if len(facts.steps) > 1 and lines else []
-    return [*course, *(_logged(name, points, paint) for name, points in facts.scalars.items())]
+    return [*course, *(_logged(name, points, style) for name, points in facts.scalars.items())]
 
 
-def _logged(name: str, points: Sequence[Point], paint: TerminalStyle) -> str:
-    """Return a scalar that the script logged, over all its points, which may be older than the steps above."""
-    line = _curve(text_format.pad(text_format.clean(name), 9), [point.value for point in points], paint)
-    return text_format.cut(f"{line}, last {text_format.number(points[-1].value)} in step {points[-1].step:,}", paint.width)
+def _logged(name: str, points: Sequence[Point], style: TerminalStyle) -> str:
+    """Return the curve of a logged scalar, over all its points, which may be older than the steps above."""
+    line = _curve(text_format.pad(text_format.clean(name), 9), [point.value for point in points], style)
+    return text_format.cut(f"{line}, last {text_format.number(points[-1].value)} in step {points[-1].step:,}", style.width)
 
 
-def _curve(name: str, values: Sequence[float | None], paint: TerminalStyle) -> str:
+def _curve(name: str, values: Sequence[float | None], style: TerminalStyle) -> str:
     finite = [value for value in values if value is not None and isfinite(value)]
     shown = text_format.duration if name == "step time" else text_format.number
     ends = f"{shown(min(finite))} to {shown(max(finite))}" if finite else ""
-    room = min(80, paint.width - 12 - len(ends))
-    return f"{name:<9}  {text_format.sparkline(values, room, ascii_only=not paint.unicode)} {ends}".rstrip()
+    room = min(80, style.width - 12 - len(ends))
+    return f"{name:<9}  {text_format.sparkline(values, room, ascii_only=not style.unicode)} {ends}".rstrip()
 
 
 def _memory(facts: RankReport, width: int) -> list[str]:
@@ -219,7 +219,7 @@ def _memory(facts: RankReport, width: int) -> list[str]:
         for device, sizes in device_memory(facts).items()
     ]
     kills = int(facts.value(catalog.CGROUP_MEMORY_OOM_KILLS) or 0)
-    told = [f"{text_format.several(kills, 'process', 'processes')} of the cgroup killed for memory"] if kills else []
+    told = [f"{text_format.plural(kills, 'process', 'processes')} of the cgroup killed for memory"] if kills else []
     return [*flow(host, width), *flow(devices, width), *told]
 
 
@@ -241,7 +241,7 @@ def _compile(facts: RankReport, width: int) -> list[str]:
     breaks = int(sum(facts.by_attribute(catalog.COMPILE_GRAPH_BREAKS).values()))
     items = [f"{stage} {text_format.duration(seconds)}" for stage, seconds in times.items()]
     items += [f"{int(count):,} compilations ({cause})" for cause, count in counts.items() if count]
-    return flow([*items, text_format.several(breaks, "graph break")], width)
+    return flow([*items, text_format.plural(breaks, "graph break")], width)
 
 
 def _events(facts: RankReport, options: Options, width: int) -> list[str]:
@@ -252,7 +252,7 @@ def _events(facts: RankReport, options: Options, width: int) -> list[str]:
 
 
 def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str]]:
-    """Yield events, newest last; anomalies on end are one line, and so is what only repeats the event before."""
+    """Yield events, newest last; consecutive anomalies are merged, and so are repetitions of an event."""
     for name, group in groupby(events, key=lambda fact: fact.name):
         same = list(group)
         if len(same) > 1 and name == catalog.EVENT_ANOMALY.name:

@@ -1,4 +1,4 @@
-"""``torchobs level``: how much is watched, changed while training runs."""
+"""``torchobs level``: change the debug level of a running training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that a trainer starts as its node's exporter (``node.launch``): stands for election, and serves if it wins."""
+"""The exporter process that a trainer starts for its node (``node.launch``): runs for election, and serves if elected."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run with the arguments that ``node.launch`` gives: root, directory, address, grace in seconds, import directories."""
+    """Run with the arguments set by ``node.launch``: root, directory, address, grace in seconds, import directories."""
     _, _, flight_dir, address, grace_s, *directories = sys.argv
     sys.path.extend(path for path in directories if path not in sys.path)
     detach()
-    stand(flight_dir, address, float(grace_s), _exporter)
+    serve_if_elected(flight_dir, address, float(grace_s), _exporter)
 
 
-def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serve]) -> None:
-    """Become the directory's exporter if it has none; ``load`` imports what serves, which a loser does not wait for.
+def serve_if_elected(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serve]) -> None:
+    """Become the directory's exporter if it has none; ``load`` imports the server, only if elected.
 
     Raises ``OSError`` when the directory is gone or another user's.
     """
@@ -32,7 +32,7 @@ def stand(flight_dir: str, address: str, grace_s: float, load: Callable[[], Serv
     election = Election(directory_fd)
     if not election.win():
         return
-    announcement.withdraw(directory_fd)  # a killed predecessor's, which would be taken for ours now that the lock is held
+    announcement.withdraw(directory_fd)  # left by a killed predecessor: with the lock held it would count as ours
     from torchobs.node import lifetime
 
     lifetime.hold(lifetime.Post(flight_dir, address, grace_s), election, directory_fd, load())

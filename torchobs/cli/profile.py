@@ -1,4 +1,4 @@
-"""``torchobs profile``: some steps of a rank by torch's profiler, as a Chrome trace."""
+"""``torchobs profile``: profile some steps of a rank with torch's profiler, as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def main(given: Sequence[str]) -> int:
 
 def _trace(path: Path, answer: dict[str, str | dict[str, str]], wait_s: float) -> bytes:
     link = answer["evidence"]
-    assert isinstance(link, dict)  # noqa: S101  # the description has it so
+    assert isinstance(link, dict)  # noqa: S101  # by the API's schema
     try:
         body = exporter_client.evidence(path, link["href"], wait_s)
     except KeyboardInterrupt:

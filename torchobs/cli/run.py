@@ -1,4 +1,4 @@
-"""``torchobs run``: a training script as it is, watched from its first line."""
+"""``torchobs run``: run an unmodified training script with torchobs from its first line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Every setting is also a variable, TORCHOBS_LEVEL and so on; an option beats its 
 
 class _Parser(arguments.Parser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """Print the help, or a mistake, as the other commands do. Nothing of the user's runs after that."""
+        """Print the help or an error as the other commands do. No user code runs after that."""
         from torchobs.cli import stdio_guard
 
         if status := stdio_guard.guarded(lambda: int(not (file or sys.stderr).write(message)), "torchobs run"):
@@ -46,7 +46,7 @@ class _Parser(arguments.Parser):
 
 
 def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> None:
-    """Run ``torchobs run`` with these arguments; ``begin`` is :func:`torchobs.init` unless a test says otherwise.
+    """Run ``torchobs run`` with these arguments; ``begin``: :func:`torchobs.init`, replaceable by tests.
 
     Returns when the script ends by itself. Raises what the script raises, ``SystemExit`` included.
     """
@@ -67,7 +67,7 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
 
 
 def split(given: list[str]) -> tuple[list[str], list[str]]:
-    """Return our own options, and the command: from the script's name or ``-m`` on, where nothing is ours."""
+    """Split into our options and the command, which begins at the script's name or ``-m``."""
     at = 0
     while at < len(given) and given[at].startswith("-") and not given[at].startswith("-m"):
         if given[at] == "--":
@@ -85,7 +85,7 @@ _OPTIONS = (*(option.flag for option in _VALUED), "--no-exporter", "--quiet", "-
 
 
 def parser() -> arguments.Parser:
-    """Return the parser of what stands before the script."""
+    """Return the parser for the options before the script."""
     usage = "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]"
     made = arguments.parser("run", usage, _DESCRIPTION, _EXAMPLES, _Parser)
     made.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
@@ -121,7 +121,7 @@ def _program(command: list[str]) -> run_program.Program:
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, object]:
-    """Return the arguments of ``init()``; the exporter is on here, unless somebody has said something about it."""
+    """Return the arguments of ``init()``; the exporter is on by default here."""
     decided = settings.environment().get("TORCHOBS_EXPORTER", "").strip()
     return {
         "exporter": False if options.no_exporter else None if decided else True,

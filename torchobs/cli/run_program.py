@@ -1,7 +1,7 @@
-"""Run a program in this process so that it cannot tell: what ``python script.py`` and ``python -m module`` do, step by step.
+"""Run a program in this process exactly like ``python script.py`` and ``python -m module``.
 
-``runpy.run_path`` would not do: it puts the old ``__main__`` back, so that whatever is pickled by name afterwards (classes in
-the queues of DataLoader workers, in ``atexit`` handlers) is not found, and the program's globals are cleared at its end.
+``runpy.run_path`` is unsuitable: it restores the old ``__main__``, so that objects pickled by name afterwards (classes in
+the queues of DataLoader workers, in ``atexit`` handlers) are not found, and clears the program's globals at its end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes" + 
 
 
 class ProgramKind(Enum):
-    """How Python would be told to run it."""
+    """The form of the Python command line."""
 
     SCRIPT = "python script.py"
     PACKAGE = "python directory-or-zip"
@@ -34,7 +34,7 @@ class ProgramKind(Enum):
 
 
 class NoSuchProgramError(Exception):
-    """There is nothing to run; the message is Python's own."""
+    """The program does not exist; the message is Python's own."""
 
 
 class Program(NamedTuple):
@@ -46,7 +46,7 @@ class Program(NamedTuple):
 
 
 def find(path: str, arguments: tuple[str, ...]) -> Program:
-    """Return the program at ``path``. Raises :class:`NoSuchProgramError` when it is no file that can be read."""
+    """Return the program at ``path``. Raises :class:`NoSuchProgramError` when it is not a readable file."""
     if pkgutil.get_importer(path) is not None:
         return Program(ProgramKind.PACKAGE, path, arguments)
     try:
@@ -57,17 +57,17 @@ def find(path: str, arguments: tuple[str, ...]) -> Program:
 
 
 def enter(program: Program) -> None:
-    """Make ``sys.argv``, ``sys.path`` and ``sys.modules['__main__']`` the program's, as they are when its first line runs."""
+    """Set ``sys.argv``, ``sys.path`` and ``sys.modules['__main__']`` as Python does before the program's first line."""
     sys.argv[:] = ["-m" if program.kind is ProgramKind.MODULE else program.name, *program.arguments]
     if not _safe_path() or program.kind is ProgramKind.PACKAGE:
         _enter_path(program)
     main = _new_main(sys.modules["__main__"])
-    # multiprocessing remembers the main module of its own import; what spawned workers send back is looked up there
+    # multiprocessing keeps the main module of its import time, and looks up objects from spawned workers there
     sys.modules.update({name: main for name in ("__main__", "__mp_main__") if name in sys.modules})
 
 
 def execute(program: Program) -> None:
-    """Run it to its end, in ``__main__``. What it raises goes on as it is, and is shown without our frames."""
+    """Run the program to its end, in ``__main__``. Its exceptions propagate, and are shown without our frames."""
     with _AsItsOwn():
         if program.kind is ProgramKind.MODULE:
             runpy._run_module_as_main(program.name)  # type: ignore[attr-defined]  # noqa: SLF001  # what `python -m` itself calls
@@ -86,7 +86,7 @@ def _load(path: str, main: dict[str, object]) -> CodeType:
         if (code := compiled.get_code("__main__")) is not None:
             return code
     main["__loader__"] = SourceFileLoader("__main__", path)
-    # not by the loader, which would add frames of its own to a SyntaxError
+    # not by the loader, which would add its own frames to a SyntaxError
     return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
 
 
@@ -101,7 +101,7 @@ def _enter_path(program: Program) -> None:
 
 
 def _safe_path() -> bool:
-    """Return True if Python was started so that it puts no directory before the others (-P, -I)."""
+    """Return True if Python was started with -P or -I, which leave the script's directory out of ``sys.path``."""
     return bool(getattr(sys.flags, "safe_path", sys.flags.isolated))
 
 
@@ -112,14 +112,14 @@ def _absolute(path: str) -> str:
 
 def _new_main(old: ModuleType) -> ModuleType:
     main = ModuleType("__main__")
-    if "__annotations__" in vars(old):  # which is for each Python's own start to decide
+    if "__annotations__" in vars(old):  # present or not depending on the Python version
         vars(main)["__annotations__"] = {}
     vars(main).update({"__builtins__": builtins, "__file__": None, "__cached__": None})
     return main
 
 
 class _AsItsOwn:
-    """Lets an exception pass, for the interpreter to handle (status 1, or SIGINT), and shows it from the program's frame on."""
+    """Passes exceptions on to the interpreter (status 1, or SIGINT), with tracebacks that start at the program's frame."""
 
     def __enter__(self) -> None:
         pass
@@ -135,19 +135,19 @@ class _AsItsOwn:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return it and all that it came from, and the members of groups."""
+    """Return an exception with its causes, contexts and group members."""
     found, waiting = list[BaseException](), [error]
     while waiting:
         each = waiting.pop()
         if not any(each is known for known in found):
             found.append(each)
-            members = getattr(each, "exceptions", ())  # of a BaseExceptionGroup, since Python 3.11
+            members = getattr(each, "exceptions", ())  # of a BaseExceptionGroup (Python 3.11)
             waiting += [one for one in (each.__cause__, each.__context__, *members) if isinstance(one, BaseException)]
     return found
 
 
 def _without_hooks(trace: TracebackType | None) -> TracebackType | None:
-    """Take the frames of our hooks out of a traceback, but for one in which it was raised."""
+    """Remove our hooks' frames from a traceback, except one that raised."""
     kept = [each for each in _entries(trace) if each.tb_next is None or not each.tb_frame.f_code.co_filename.startswith(_HOOKS)]
     for entry, following in zip(kept, [*kept[1:], None], strict=True) if kept else ():
         entry.tb_next = following
@@ -161,7 +161,7 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _show_once_from(trace: TracebackType | None) -> None:
-    """Cut the traceback that the interpreter is about to show; the hook that it asks for is the program's own again then."""
+    """Shorten the traceback that the interpreter is about to show, then restore the program's own ``sys.excepthook``."""
     its_own = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:

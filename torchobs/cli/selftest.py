@@ -1,4 +1,4 @@
-"""Five steps of a training, in a process and a directory of their own that are gone afterwards: what does torchobs see here?"""
+"""Self-test: records five training steps in a separate process and temporary directory, and checks what was recorded."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ for step in range({_STEPS}):
 
 
 def places(flight_dir: str | None) -> tuple[str | None, ...]:
-    """Return where a trial's directory may be: the temporary one, and where a hardened pod has none that can be written to."""
+    """Return possible parents of the test directory: the temporary one, and others for pods without a writable one."""
     beside = (str(Path(flight_dir).parent),) if flight_dir else ()
-    return (None, *beside, "/dev/shm")  # noqa: S108  # the trial's directory below it is its own
+    return (None, *beside, "/dev/shm")  # noqa: S108  # a private directory is created below it
 
 
 def selftest(where: Sequence[str | None]) -> Iterator[Check]:
-    """Yield whether a training is seen, and which probes are off, each with its reason; ``where``: :func:`places`."""
+    """Check that a training is recorded, and which probes are off and why; ``where``: :func:`places`."""
     made = _home(where)
     if made is None:
         yield Check("probes", WARN, "no place for a trial: no temporary directory can be made", "set TMPDIR to one of your own")
@@ -54,7 +54,7 @@ def selftest(where: Sequence[str | None]) -> Iterator[Check]:
         except subprocess.TimeoutExpired:
             yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
             return
-        yield from judge(_facts(Path(home)), ran.returncode, ran.stderr)
+        yield from evaluate(_facts(Path(home)), ran.returncode, ran.stderr)
 
 
 def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | None:
@@ -64,9 +64,9 @@ def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | Non
     return None
 
 
-def judge(facts: RankReport | None, status: int, said: str) -> Iterator[Check]:
-    """Yield what the trial showed: ``said`` is what it printed on standard error."""
-    lines = [text_format.clean(line) for line in said.splitlines() if line.strip()]
+def evaluate(facts: RankReport | None, status: int, stderr: str) -> Iterator[Check]:
+    """Yield the results of the test; ``stderr``: its output on standard error."""
+    lines = [text_format.clean(line) for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     if status:
         yield Check(
@@ -93,7 +93,7 @@ def judge(facts: RankReport | None, status: int, said: str) -> Iterator[Check]:
 
 
 def _reason(facts: RankReport, probe: str) -> str:
-    for fact in facts.told(catalog.EVENT_PROBE_DISABLED):
+    for fact in facts.events_named(catalog.EVENT_PROBE_DISABLED):
         if fact.text("probe") == probe:
             return f"{fact.text('exception.type')} at {fact.text('location')}"
     return "unknown"

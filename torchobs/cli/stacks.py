@@ -1,4 +1,4 @@
-"""``torchobs stacks``: what the threads of a rank are doing at this moment."""
+"""``torchobs stacks``: the present stacks of a rank's threads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(given: Sequence[str]) -> int:
                 body = _written(path, answer)
             except exporter_client.RefusedError as why:
                 missing += exporter_client.refused("stacks", why)
-                continue  # others may have theirs
+                continue  # other ranks may have written theirs
             sys.stdout.write(f"==> rank {answer['rank']} of {answer['run_id']} <==\n{body.decode(errors='replace')}\n")
     except exporter_client.RefusedError as why:
         return exporter_client.refused("stacks", why)

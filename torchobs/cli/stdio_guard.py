@@ -1,4 +1,4 @@
-"""What every command's output may meet: Ctrl-C, a reader that has gone, a full disk, no stream at all, few characters."""
+"""Handling of output errors for all commands: Ctrl-C, closed pipe, full disk, missing stream, limited encoding."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NO_READER = 128 + signal.SIGPIPE
 
 
 def guarded(command: Callable[[], int], name: str = "torchobs") -> int:
-    """Run a command of ours, and return its exit status: that of a shell's own programs where its output cannot be had.
+    """Run a command and return its exit status; on output errors that of standard Unix programs.
 
-    Never around what ``torchobs run`` runs of the user's.
+    Never used around a user's script.
     """
     _open_missing()
     tolerant(sys.stdout)
@@ -28,7 +28,7 @@ def guarded(command: Callable[[], int], name: str = "torchobs") -> int:
         try:
             return command()
         finally:
-            sys.stdout.flush()  # here, where what it raises is told: at the interpreter's end it would be shown by that
+            sys.stdout.flush()  # here, where errors are handled: at exit the interpreter would print them
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -36,21 +36,21 @@ def guarded(command: Callable[[], int], name: str = "torchobs") -> int:
         return NO_READER
     except OSError as problem:
         if problem.filename is not None:
-            raise  # a stream's error has no file's name
+            raise  # errors of streams have no filename
         _let_go()
         sys.stderr.write(f"{name}: the output cannot be written: {problem.strerror or problem}\n")
         return 1
 
 
 def _open_missing() -> None:
-    """Open what the caller has closed (``>&-``), so that nothing else gets its number."""
+    """Open standard streams that the caller has closed (``>&-``), so that no other file gets their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  # as long as the program lives
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115  # stays open
 
 
 def _let_go() -> None:
-    """Point standard output at nothing: what is still buffered would raise once more at the interpreter's end."""
+    """Redirect standard output to /dev/null: buffered data would raise again at interpreter exit."""
     with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

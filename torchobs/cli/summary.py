@@ -1,6 +1,6 @@
-"""What ``torchobs run`` says on a terminal: where the live page is, and at the end what ``torchobs inspect`` would say first.
+"""Messages of ``torchobs run`` on a terminal: the live page's address, and at the end the main findings of ``inspect``.
 
-Only where a person reads it, on rank 0, and to standard error: the script's own streams and its exit status stay its own.
+Only on a terminal, on rank 0, and to standard error: the script's streams and exit status are not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAST_NAMED = 0.01
 
 
 class _Watched(NamedTuple):
-    """The run that this process is a part of, and whether this node has an exporter."""
+    """The run that this process belongs to, and whether this node has an exporter."""
 
     directory: str
     run_id: str
@@ -40,16 +40,16 @@ class _Watched(NamedTuple):
 
 
 class Summary:
-    """The two times that something is said. To be made before torchobs begins, so that the end is told after everything."""
+    """Prints the messages at start and end. Must be created before ``init()``, so that its exit handler runs last."""
 
     def __init__(self, *, quiet: bool, write: Callable[[str], None] | None = None) -> None:
         self._quiet, self._write = quiet, write or _to_terminal
         self._watched: _Watched | None = None
-        # handlers run last in, first out: this one after the session's, and after all of the script's
+        # exit handlers run last in, first out: this one after the session's and the script's
         atexit.register(error_guard.call, error_guard.CircuitBreaker("summary"), self.end)
 
     def begin(self, session: Session | None) -> None:
-        """Say where the live page is, as soon as that is known."""
+        """Print the live page's address as soon as it is known."""
         writer = session.writer if session is not None else None
         if session is None or writer is None or session.identity is None or session.identity.rank:
             return
@@ -61,7 +61,7 @@ class Summary:
             threading.Thread(target=self._say_address, name="torchobs-address", daemon=True).start()
 
     def end(self) -> None:
-        """Say what became of the run, once everything has ended."""
+        """Print the summary of the run after everything else has ended."""
         watched, self._watched = self._watched, None
         if watched is None or watched.pid != os.getpid():  # a forked child
             return
@@ -69,7 +69,7 @@ class Summary:
 
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
-        self._tell([*told(chosen.ranks), f"more: {more}"])
+        self._tell([*summary_lines(chosen.ranks), f"more: {more}"])
 
     def _say_address(self) -> None:
         error_guard.call(error_guard.CircuitBreaker("summary"), self._wait_for_address)
@@ -94,8 +94,8 @@ class Summary:
         self._write("".join(f"torchobs: {line}\n" for line in lines))
 
 
-def told(ranks: Sequence[RankReport]) -> list[str]:
-    """Return the run in a few lines: how well it is, how it ended, what was found worst, where the time went."""
+def summary_lines(ranks: Sequence[RankReport]) -> list[str]:
+    """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
     from torchobs import catalog
     from torchobs.cli.inspect_view import shown_in_full, verdict
     from torchobs.cli.table import shares
@@ -114,6 +114,6 @@ def told(ranks: Sequence[RankReport]) -> list[str]:
 
 
 def _to_terminal(text: str) -> None:
-    """Write it in one piece, past ``sys.stderr``, which the script may have replaced or closed."""
+    """Write in one piece to descriptor 2: the script may have replaced or closed ``sys.stderr``."""
     with contextlib.suppress(OSError):
         os.write(_STDERR, text.encode(errors="replace"))

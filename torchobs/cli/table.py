@@ -1,4 +1,4 @@
-"""Tables and paragraphs that fit the terminal: columns that matter less go first. Pure."""
+"""Tables and paragraphs that fit the terminal's width, dropping less important columns. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NARROWEST = 20
 
 
 class Column(NamedTuple):
-    """A column: its heading, whether numbers stand at its right, its rank among those to leave out (0 never, 9 before 8)."""
+    """A column: heading, whether right-aligned, and the order in which it is dropped (0 never, 9 before 8)."""
 
     heading: str
     right: bool = True
@@ -23,7 +23,7 @@ class Column(NamedTuple):
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Return a heading and a line per row, none wider than ``width``. Cells are clean texts."""
+    """Return a heading and one line per row, at most ``width`` columns wide. Cells must be clean texts."""
     kept = list(range(len(columns)))
     widths = [max([text_format.columns(row[index]) for row in rows] + [len(columns[index].heading)]) for index in kept]
     while sum(widths[index] + len(GAP) for index in kept) - len(GAP) > width:
@@ -38,7 +38,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) 
 
 
 def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
-    """Return each text as a paragraph behind a mark."""
+    """Return each text as a paragraph with a bullet."""
     lines: list[str] = []
     for text in texts:
         first, *rest = wrap(text, max(NARROWEST, width - len(mark)), break_on_hyphens=False) or [""]
@@ -47,7 +47,7 @@ def bullets(texts: Sequence[str], width: int, mark: str = "- ") -> list[str]:
 
 
 def shares(parts: Mapping[str, float], width: int, total: float | None = None) -> list[str]:
-    """Return ``productive 84 %  data 3 %`` in as many lines as it takes; what is nothing is left out."""
+    """Return ``productive 84 %  data 3 %`` in as many lines as needed; zero shares are left out."""
     whole = sum(parts.values()) if total is None else total
     if whole <= 0:
         return []
@@ -56,7 +56,7 @@ def shares(parts: Mapping[str, float], width: int, total: float | None = None) -
 
 
 def flow(items: Sequence[str], width: int) -> list[str]:
-    """Return items side by side, in as many lines as it takes; none is broken."""
+    """Return items side by side, in as many lines as needed, without breaking any."""
     lines: list[str] = []
     for item in items:
         if lines and text_format.columns(lines[-1]) + len(GAP) + text_format.columns(item) <= width:

@@ -1,4 +1,4 @@
-"""The terminal as ``torchobs top`` uses it: plain ANSI, single keys, given back as it was found however the program ends."""
+"""Terminal control for ``torchobs top``: plain ANSI, single keys; restored however the program ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUIT = "quit"
 
 
 class Terminal:
-    """A terminal within a ``with`` block. ``keys``: where keys come from, -1 for nowhere."""
+    """A terminal under control in a ``with`` block. ``keys``: descriptor to read keys from, -1 for none."""
 
     def __init__(self, out: TextIO, keys: int) -> None:
         self._out, self._keys = out, keys
@@ -34,7 +34,7 @@ class Terminal:
         self._wakeup = os.pipe()
 
     def __enter__(self) -> Terminal:  # noqa: PYI034  # typing.Self needs Python 3.11
-        """Take it over."""
+        """Take control of the terminal."""
         for end in self._wakeup:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
@@ -45,22 +45,22 @@ class Terminal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give it back."""
+        """Restore the terminal."""
         self._give()
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal() returned
+            signal.signal(number, handler)  # type: ignore[arg-type]  # as returned by signal()
         for end in self._wakeup:
             os.close(end)
 
     def draw(self, lines: Sequence[str]) -> None:
-        """Show these lines and nothing else. Nothing flickers: each is written over the one before."""
+        """Show exactly these lines, overwriting the previous ones without flicker."""
         self._out.write("\x1b[H" + "".join(f"{line}\x1b[0m\x1b[K\r\n" for line in lines[:-1]))
         self._out.write("".join(f"{line}\x1b[0m\x1b[K" for line in lines[-1:]) + "\x1b[J")
         self._out.flush()
 
     def wait(self, seconds: float) -> str:
-        """Wait for a key, a new size, or so long. Returns ``up``, ``down``, ``quit``, or nothing."""
+        """Wait for a key, a resize or the timeout. Returns ``up``, ``down``, ``quit``, or an empty text."""
         readable, _, _ = select.select([end for end in (self._keys, self._wakeup[0]) if end >= 0], [], [], seconds)
         if self._wakeup[0] in readable:
             os.read(self._wakeup[0], 4096)
@@ -68,7 +68,7 @@ class Terminal:
             return ""
         typed = os.read(self._keys, 64)
         if not typed or typed[:1] in _QUIT:
-            return QUIT  # an end of file: the connection is gone
+            return QUIT  # end of file: the connection is gone
         return _KEYS.get(typed, "")
 
     def _take(self) -> None:
@@ -82,10 +82,10 @@ class Terminal:
         self._out.write(_LEAVE)
         self._out.flush()
         if self._before is not None:
-            termios.tcsetattr(self._keys, termios.TCSADRAIN, self._before)  # type: ignore[arg-type]  # what tcgetattr returned
+            termios.tcsetattr(self._keys, termios.TCSADRAIN, self._before)  # type: ignore[arg-type]  # as returned by tcgetattr()
 
     def _suspend(self, number: int, _: FrameType | None) -> None:
-        """Ctrl-Z: give the terminal to the shell, and take it again when it lets us go on."""
+        """Handle Ctrl-Z: restore the terminal for the shell, and take it again when continued."""
         self._give()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -98,4 +98,4 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def _ignore(_: int, __: FrameType | None) -> None:
-    """The wake-up descriptor tells of it."""
+    """Do nothing: the wake-up descriptor reports the signal."""

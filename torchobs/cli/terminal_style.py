@@ -1,4 +1,4 @@
-"""What the terminal can show: its width, colours, Unicode."""
+"""Capabilities of the terminal: width, colours, Unicode."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ STATE_COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class TerminalStyle:
-    """How to show things there. ``width`` in columns."""
+    """Style of output on a terminal. ``width`` in columns."""
 
     width: int
     colour: bool = False
     unicode: bool = True
 
     def __call__(self, colour: str, text: str) -> str:
-        """Return the text in that colour, or style, where there are colours. The text is clean already."""
+        """Return the text in that colour or style, if colours are on. The text must be clean."""
         return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.colour and colour and text else text
 
 
-def paint_for(out: TextIO, environ: Mapping[str, str] | None = None) -> TerminalStyle:
-    """Return what ``out`` can show. Colours: a terminal that is not dumb, and no NO_COLOR (no-color.org)."""
+def style_for(out: TextIO, environ: Mapping[str, str] | None = None) -> TerminalStyle:
+    """Return the style for ``out``. Colours need a terminal that is not dumb, and no NO_COLOR (no-color.org)."""
     environ = settings.environment() if environ is None else environ
     terminal = out.isatty()
     width = size_of(out).columns
@@ -45,7 +45,7 @@ def paint_for(out: TextIO, environ: Mapping[str, str] | None = None) -> Terminal
 
 
 def size_of(out: TextIO) -> os.terminal_size:
-    """Return the size of the terminal, as it is now; elsewhere what COLUMNS and LINES say, or 120 columns."""
+    """Return the present size of the terminal; else that in COLUMNS and LINES, or 120 columns."""
     if out.isatty():
         with contextlib.suppress(OSError, ValueError):
             found = os.get_terminal_size(out.fileno())
@@ -55,7 +55,7 @@ def size_of(out: TextIO) -> os.terminal_size:
 
 
 def tolerant(out: TextIO) -> TextIO:
-    """Have ``out`` show a question mark for what its encoding has not, and return it."""
+    """Make ``out`` replace unencodable characters by question marks, and return it."""
     reconfigure = getattr(out, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments
 from torchobs.cli.terminal import QUIT, Terminal
-from torchobs.cli.terminal_style import paint_for, size_of, tolerant
+from torchobs.cli.terminal_style import size_of, style_for, tolerant
 from torchobs.cli.top_view import RankView, Screen, frame
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 _DESCRIPTION = """\
 Watch the ranks of this machine live: state, step, speed, loss, gradient norm, where a step's time goes, memory, who slows the
@@ -47,7 +47,7 @@ _INTERVAL = Option(
 )
 _CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
 _LARGEST_SHARE = 0.1
-"""Of a core, beside the training: hundreds of ranks are looked at less often."""
+"""Largest share of a core to use beside the training: hundreds of ranks are read less often."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,33 +65,33 @@ def main(given: Sequence[str]) -> int:
     environ = settings.environment()
     chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
     flight_dir = str(chosen.flight_dir) if chosen.flight_dir else None
-    # a person's tool, so it reads what the file system lets that person read
+    # for the calling user: reads any file that the user may read
     config = ExporterConfig(flight_dir=flight_dir, runtime_dir=environ.get("XDG_RUNTIME_DIR"), allow_foreign_owner=True)
     logging.getLogger("torchobs").addHandler(logging.NullHandler())
-    logging.getLogger("torchobs").propagate = False  # what the scan complains of is said on the screen
+    logging.getLogger("torchobs").propagate = False  # the scanner's problems are shown on the screen
     with contextlib.closing(Scanner(config)) as scanner:
         if options.once or not sys.stdout.isatty():
             return _once(scanner)
         return _live(scanner, options.interval)
 
 
-def look(scanner: Scanner) -> tuple[list[RankView], str]:
-    """Return every rank with its last steps, and what to say if there is none."""
+def views(scanner: Scanner) -> tuple[list[RankView], str]:
+    """Return every rank with its last steps, and a note if there is none."""
     snapshot = scanner.scan()
     limit = _CURVE if len(snapshot.ranks) <= _MANY else _OF_MANY
     shown = {(rank.job_name, rank.run_id): rank.incarnation for rank in reversed(snapshot.ranks)}.values()
-    return [_seen(scanner, rank, limit, logged=rank.incarnation in shown) for rank in snapshot.ranks], _note(snapshot)
+    return [_view_of(scanner, rank, limit, logged=rank.incarnation in shown) for rank in snapshot.ranks], _note(snapshot)
 
 
-def _seen(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankView:
-    """Return a rank's look; ``logged``: with what its script logs, which only a run's first rank shows."""
+def _view_of(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankView:
+    """Return the view of a rank; ``logged``: with logged scalars, which only a run's first rank shows."""
     try:
         with scanner.flight_file(rank.incarnation) as file:
             records = file.steps(limit)
             found = scalars.curves(frame for _, frame in file.events()) if logged else {}
             return RankView(rank, steps_of(records, file.header), pace(records), found)
     except HOSTILE:
-        return RankView(rank, ())  # it is going, or was replaced: the next look says what is there
+        return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 
 
 def _note(snapshot: Snapshot) -> str:
@@ -103,9 +103,9 @@ def _note(snapshot: Snapshot) -> str:
 def _once(scanner: Scanner) -> int:
     out = tolerant(sys.stdout)
     if scanner.scan().fading:
-        time.sleep(FADED_AFTER_S)  # there is no next look that would tell whether it is dead
-    seen, note = look(scanner)
-    lines = frame(seen, paint_for(out), Screen(10_000), time.strftime("%H:%M:%S"), note)
+        time.sleep(FADED_AFTER_S)  # no later scan would confirm a death
+    seen, note = views(scanner)
+    lines = frame(seen, style_for(out), Screen(10_000), time.strftime("%H:%M:%S"), note)
     out.write("".join(f"{line.rstrip()}\n" for line in lines))
     return 0 if seen else 1
 
@@ -119,11 +119,11 @@ def _live(scanner: Scanner, interval_s: float) -> int:
         while True:
             if time.monotonic() >= due:
                 began = time.monotonic()
-                seen, note = look(scanner)
+                seen, note = views(scanner)
                 took_s = time.monotonic() - began
                 due = began + max(interval_s, took_s / _LARGEST_SHARE)
             screen = Screen(size_of(out).lines, first)
-            terminal.draw(frame(seen, paint_for(out), screen, time.strftime("%H:%M:%S"), note))
+            terminal.draw(frame(seen, style_for(out), screen, time.strftime("%H:%M:%S"), note))
             key = terminal.wait(max(0.0, due - time.monotonic()))
             if key == QUIT:
                 return 0

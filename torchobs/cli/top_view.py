@@ -1,4 +1,4 @@
-"""What ``torchobs top`` shows, as lines of text. Pure: a snapshot and the ranks' last steps in, lines out."""
+"""The display of ``torchobs top`` as lines of text. Pure: input is a snapshot and the ranks' last steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchobs.diagnosis.rank_report import values_of
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
 from torchobs.flight.metrics.throughput import time_left_s
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.state import PATIENT_PHASES
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.rank_report import Step
     from torchobs.diagnosis.scalars import Point
     from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.flight.reader.reader import Value
-    from torchobs.ranks.scanner import Rank
+    from torchobs.flight.reader.decode import Value
+    from torchobs.ranks.snapshot import Rank
 
 Values = dict[tuple[str, ...], "Value"]
 
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4
 _LEAST_FOR_WORDS = 6
-"""Lines of a run below which the table of its ranks matters more"""
+"""Fewest lines per run for showing its findings; with fewer the table of ranks has priority."""
 _SHORT = {"data": "data", "forward": "fwd", "backward": "bwd", "optimizer": "opt", "other": "other"}
 _COLUMNS = (
     Column("rank"), Column("state", right=False), Column("step"), Column("steps/s", dispensable=2), Column("loss"),
@@ -56,40 +56,40 @@ class RankView(NamedTuple):
 
     @property
     def speed(self) -> Throughput | None:
-        """Its pace while it trains."""
+        """Its throughput while it trains."""
         trains = self.rank.state == "alive" and self.rank.view.live.phase != "idle"
         return self.pace if trains and self.pace and self.pace.per_s else None
 
 
 class Screen(NamedTuple):
-    """How much room there is, and which rank is at the top of the table."""
+    """Height of the screen, and the first rank of the table."""
 
     height: int
     first: int = 0
 
 
-def frame(seen: Sequence[RankView], paint: TerminalStyle, screen: Screen, now: str, note: str = "") -> list[str]:
-    """Return the lines of one look, at most ``screen.height``."""
+def frame(seen: Sequence[RankView], style: TerminalStyle, screen: Screen, now: str, note: str = "") -> list[str]:
+    """Return the lines of one screen, at most ``screen.height``."""
     runs = [list(group) for _, group in groupby(seen, key=lambda one: (one.rank.job_name, one.rank.run_id))]
     if not runs:
-        return [text_format.cut(line, paint.width) for line in (f"torchobs top  {now}", note)][: screen.height]
+        return [text_format.cut(line, style.width) for line in (f"torchobs top  {now}", note)][: screen.height]
     used = len(runs) * 2 + (len(runs) - 1)
     curves = screen.height - used - len(seen) >= 0 or screen.height >= used + sum(map(_curve_rows, runs)) + 3 * len(runs)
     lines: list[str] = []
     for number, run in enumerate(runs):
         rest = len(runs) - number - 1
         slow = slownesses(run)
-        told = _verdict(run, slow, paint) if screen.height - len(lines) - 3 * rest > _LEAST_FOR_WORDS else []
+        told = _verdict(run, slow, style) if screen.height - len(lines) - 3 * rest > _LEAST_FOR_WORDS else []
         above = len(told) + (_curve_rows(run) if curves else 0) + (1 if number else 0)
         room = max(1, (screen.height - len(lines) - 3 * rest) - 2 - above)
         lines += [""] if number else []
-        lines += [_heading(run, paint, now if not number else ""), *told, *(_curves(run, paint) if curves else [])]
-        lines += _table(run, slow, paint, room, screen.first)
+        lines += [_heading(run, style, now if not number else ""), *told, *(_curves(run, style) if curves else [])]
+        lines += _table(run, slow, style, room, screen.first)
     return lines[: screen.height]
 
 
 def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
-    """Return how the living ranks of a run compare, by incarnation: as the page has it; at first by their last steps."""
+    """Return the slowness of a run's living ranks by incarnation: as on the live page, at first by their last steps."""
     living = [one for one in seen if one.rank.up]
     known = {
         one.rank.incarnation: one.rank.standing.slowness
@@ -101,14 +101,14 @@ def slownesses(seen: Sequence[RankView]) -> dict[str, Slowness]:
     return stragglers.slowness({one.rank.incarnation: one.pace.spent for one in living if one.pace})
 
 
-def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], paint: TerminalStyle) -> list[str]:
-    """Return what is worth a look, in the words that the page has for it; nothing where all is well."""
+def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: TerminalStyle) -> list[str]:
+    """Return the findings in the live page's words; none if all is well."""
     found = health.findings(RunStatus([_status(one, slow) for one in run], len(run), len(run)))
     severity = found[0].severity if found else health.INFO
     if severity == health.INFO:
         return []
     line = f"{health.BADGES[health.LEVELS[severity]]}: {' '.join(text_format.clean(one.text) for one in found)}"
-    return [paint("red" if severity == health.ERROR else "yellow", text_format.cut(line, paint.width))]
+    return [style("red" if severity == health.ERROR else "yellow", text_format.cut(line, style.width))]
 
 
 def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
@@ -134,39 +134,39 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
     )
 
 
-def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], paint: TerminalStyle, room: int, first: int) -> Iterator[str]:
+def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: TerminalStyle, room: int, first: int) -> Iterator[str]:
     ordered = run if len(run) <= room else sorted(run, key=lambda one: _trouble(one, slow))
     fits = len(ordered) <= room
     begin = 0 if fits else min(first, max(0, len(ordered) - room + 1))
     shown = ordered[begin : begin + (room if fits else room - 1)]
     rows = [_row(one, slow) for one in shown]
-    columns = _COLUMNS if any(row[-1] for row in rows) else _COLUMNS[:-1]  # no anomalies: room for the phases
-    heading, *lines = table(columns, [row[: len(columns)] for row in rows], paint.width)
-    yield paint("dim", heading)
+    columns = _COLUMNS if any(row[-1] for row in rows) else _COLUMNS[:-1]  # without anomalies there is more room for the phases
+    heading, *lines = table(columns, [row[: len(columns)] for row in rows], style.width)
+    yield style("dim", heading)
     for one, line in zip(shown, lines, strict=True):
         colour = "" if one.rank.state == "alive" and not _active(one) else STATE_COLOURS.get(one.rank.state, "")
-        yield paint("yellow" if one.rank.state == "alive" and _active(one) else colour, line)
+        yield style("yellow" if one.rank.state == "alive" and _active(one) else colour, line)
     if not fits:
-        yield paint(
+        yield style(
             "dim",
-            text_format.cut(f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first", paint.width),
+            text_format.cut(f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first", style.width),
         )
 
 
 def _trouble(one: RankView, slow: Mapping[str, Slowness]) -> tuple[bool, bool, float]:
-    # rounded, so that equals keep their places from look to look
+    # rounded, so that nearly equal ranks keep their order
     own = slow.get(one.rank.incarnation)
     return one.rank.state in _FINE, not _active(one), -max(1.0, round(own.factor, 1) if own else 1.0)
 
 
-def _heading(run: Sequence[RankView], paint: TerminalStyle, now: str) -> str:
+def _heading(run: Sequence[RankView], style: TerminalStyle, now: str) -> str:
     states = Counter(one.rank.state for one in run)
     told = ", ".join(f"{count} {state}" for state, count in states.items())
     name = f"{text_format.clean(run[0].rank.job_name)}  {text_format.clean(run[0].rank.run_id)}  {told}{_progress(run)}"
-    room = paint.width - len(now) - 2
-    line = f"{text_format.pad(name, room)}  {now}" if now and room > len(told) else text_format.cut(name, paint.width)
+    room = style.width - len(now) - 2
+    line = f"{text_format.pad(name, room)}  {now}" if now and room > len(told) else text_format.cut(name, style.width)
     bad = set(states) - _FINE
-    return paint("red" if bad else "bold", line)
+    return style("red" if bad else "bold", line)
 
 
 def _progress(run: Sequence[RankView]) -> str:
@@ -186,7 +186,7 @@ def _left_s(one: RankView) -> float | None:
     return time_left_s(one.speed, int(done or 0), total or 0, aside_s)
 
 
-def _curves(run: Sequence[RankView], paint: TerminalStyle) -> list[str]:
+def _curves(run: Sequence[RankView], style: TerminalStyle) -> list[str]:
     """Return loss, gradient norm and step time of the first rank that has steps."""
     first = next((one for one in run if one.steps), run[0])
     kinds = (
@@ -197,17 +197,17 @@ def _curves(run: Sequence[RankView], paint: TerminalStyle) -> list[str]:
     lines = []
     for name, values, say in kinds:
         last = next((value for value in reversed(values) if value is not None), None)
-        room = paint.width - 22
-        curve = text_format.sparkline(values, room, ascii_only=not paint.unicode)
+        room = style.width - 22
+        curve = text_format.sparkline(values, room, ascii_only=not style.unicode)
         line = f"{name:<9} {text_format.pad(say(last), 9, right=True)}  {curve}"
-        lines.append(paint("cyan", line.rstrip()))
-    return [*lines, *(_logged(name, points, paint) for name, points in list(first.scalars.items())[:_MOST_SCALARS]), ""]
+        lines.append(style("cyan", line.rstrip()))
+    return [*lines, *(_logged(name, points, style) for name, points in list(first.scalars.items())[:_MOST_SCALARS]), ""]
 
 
-def _logged(name: str, points: Sequence[Point], paint: TerminalStyle) -> str:
-    bars = text_format.sparkline([point.value for point in points], paint.width - 22, ascii_only=not paint.unicode)
+def _logged(name: str, points: Sequence[Point], style: TerminalStyle) -> str:
+    bars = text_format.sparkline([point.value for point in points], style.width - 22, ascii_only=not style.unicode)
     last = text_format.pad(text_format.number(points[-1].value), 9, right=True)
-    return paint("cyan", f"{text_format.pad(text_format.clean(name), 9)} {last}  {bars}".rstrip())
+    return style("cyan", f"{text_format.pad(text_format.clean(name), 9)} {last}  {bars}".rstrip())
 
 
 def _curve_rows(run: Sequence[RankView]) -> int:
@@ -236,7 +236,7 @@ def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
 
 
 def _state(rank: Rank) -> str:
-    """Return the state, and what a living rank does that takes its time and is no step."""
+    """Return the state, and a living rank's phase outside of steps."""
     phase = rank.view.live.phase
     return f"{rank.state}, {phase}" if rank.state == "alive" and phase in PATIENT_PHASES else rank.state
 

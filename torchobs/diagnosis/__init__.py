@@ -1,1 +1,1 @@
-"""What flight files tell of a run afterwards: read from the files, worked out by pure functions, said in words."""
+"""Diagnosis of a run from its flight files: loading, pure analysis, and findings in words."""

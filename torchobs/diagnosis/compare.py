@@ -1,4 +1,4 @@
-"""Several ranks of one run side by side: who failed first, who is slow and in what, who fell behind. Pure."""
+"""Comparison of a run's ranks: which failed first, which is slow and in which phase, which is behind. Pure."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 RECENT = 200
 _BEAT_S = 0.5
-"""A rank that vanished gave its last sign of life up to that long before."""
+"""Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
 
 
 def compare(ranks: Sequence[RankReport]) -> list[Finding]:
-    """Return what can be said of ranks together; nothing of a single one."""
-    if len(ranks) < 2:  # noqa: PLR2004  # one has nobody to be compared with
+    """Return the findings on ranks together; none for a single rank."""
+    if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
     return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *_slowest(ranks)]
 
@@ -36,11 +36,11 @@ def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
-    """Return the rank that failed first, as far as that can be told, and a sentence about it; none if none failed.
+    """Return the rank that likely failed first and a sentence about it; ``None`` if no rank failed.
 
-    Of ranks closer together than the clocks tell, one that vanished while the others raised in a collective operation was
-    likely first, for that is what a peer's end looks like from there; one that raised in code of its own was likely first when
-    the others vanished, for a launcher ends them then.
+    If ends are too close for the clocks to order, a rank that vanished while the others raised in a collective operation was
+    likely first, for that is how they see a peer's end; one that raised in other code was likely first when the others
+    vanished, for the launcher then kills them.
     """
     failed = [facts for facts in ranks if facts.state in {"failed", "lost"} and facts.end_known]
     ended = sorted(((_end_s(facts), facts) for facts in failed), key=lambda pair: pair[0])
@@ -66,17 +66,17 @@ def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankR
     if len(silent) == 1 and not own:
         text = f"Rank {silent[0].rank} vanished, and {within} the others raised in collective operations: it was likely first."
         return silent[0], text
-    names = text_format.either(_few([facts.rank for facts in together]))
+    names = text_format.joined(_few([facts.rank for facts in together]))
     return together[0], f"Ranks {names} failed {within}: which was first cannot be told."
 
 
 def _in_collective(facts: RankReport) -> bool:
-    """Return True if the exception is one that a peer's end makes: raised by torch.distributed, or by DDP within backward."""
+    """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP within backward."""
     for fact in main_exceptions(facts)[-1:]:
         place = fact.text("location")
         if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):
             return True
-        return "_engine_run_backward" in place and len(facts.told(catalog.EVENT_DISTRIBUTED)) > 0
+        return "_engine_run_backward" in place and len(facts.events_named(catalog.EVENT_DISTRIBUTED)) > 0
     return False
 
 
@@ -112,7 +112,7 @@ def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         least = min(behind, key=lambda facts: facts.last_step)
         text = f"Rank {least.rank} ended after step {least.last_step:,}, the furthest after step {furthest:,}."
         if furthest - least.last_step > 1:
-            text += f" {text_format.several(len(behind), 'rank')} behind."
+            text += f" {text_format.plural(len(behind), 'rank')} behind."
         yield Finding(INFO, "out_of_step", text)
 
 

@@ -1,4 +1,4 @@
-"""The diagnosis: what a person wants to know first, in the order of what matters. Pure."""
+"""All findings on a rank, in the order of importance. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ORDER = (ERROR, WARNING, INFO)
 
 
 def diagnose(facts: RankReport) -> list[Finding]:
-    """Return what is to be said of a rank: first how it ended, then the rest, the worst first."""
+    """Return the findings on a rank: first how it ended, then the others, the worst first."""
     first, *rest = chain.from_iterable(rule(facts) for rule in _RULES)
     return [first, *sorted(rest, key=lambda finding: _ORDER.index(finding.severity))]
 

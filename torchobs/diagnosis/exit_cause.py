@@ -1,4 +1,4 @@
-"""How a rank ended, in sentences. Pure functions of its facts."""
+"""Findings on how a rank ended. Pure functions of its report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NO_STEPS = "its steps are not in this part of the file"
 _SHORTLY_S = 60.0
-"""What a machine, a device or a worker complained of within this time before the end is told beside it."""
+"""Errors of machine, device or workers within this time before the end are reported with it."""
 
 
 def ending(facts: RankReport) -> Iterator[Finding]:
@@ -43,7 +43,7 @@ def ending(facts: RankReport) -> Iterator[Finding]:
 
 
 def where(facts: RankReport) -> str:
-    """Return how far it had come: ``after step 812``."""
+    """Return the rank's progress at its end: ``after step 812``."""
     if facts.last_step:
         return f"after step {facts.last_step:,}"
     return f"({_NO_STEPS})" if facts.partial else "before its first step was complete"
@@ -66,7 +66,7 @@ def _finished(facts: RankReport) -> Finding:
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}; {_NO_STEPS}.")
     if not facts.last_step:
         hint = "no optimizer stepped, and no backward was followed by a change (torchobs.step() says where steps end)"
-        if facts.told(catalog.EVENT_CHILDREN):
+        if facts.events_named(catalog.EVENT_CHILDREN):
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}, without a step: {hint}.")
     return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {where(facts)}; it ran for {length}.")
@@ -90,8 +90,8 @@ def _exception(facts: RankReport) -> Finding:
 
 
 def main_exceptions(facts: RankReport) -> list[Fact]:
-    """Return the exceptions that could have been the rank's end: those of its main thread."""
-    return [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
+    """Return the exceptions that can have ended the rank: those of its main thread."""
+    return [fact for fact in facts.events_named(catalog.EVENT_EXCEPTION) if not fact.text("thread")]
 
 
 def _raised(fact: Fact, of: str) -> str:
@@ -130,7 +130,7 @@ def _out_of_memory(facts: RankReport) -> Finding:
                 f"{text_format.percent(share)} of {name} was taken{_of_limit(facts) if limit == state.FULL_CGROUP else ''}"
             )
     text = f"Rank {facts.rank} was likely killed for memory {where(facts)}{_phase(facts)}"
-    return Finding(ERROR, "out_of_memory", f"{text}: {text_format.either(evidence)}.")
+    return Finding(ERROR, "out_of_memory", f"{text}: {text_format.joined(evidence)}.")
 
 
 def _phase(facts: RankReport) -> str:
@@ -149,7 +149,7 @@ def _before(seconds: float) -> str:
 
 
 def _complaints(facts: RankReport) -> Iterator[Finding]:
-    """Yield what was reported shortly before an end that was none in order."""
+    """Yield errors reported shortly before an abnormal end."""
     if facts.reason in {"finished", "interrupted"}:
         return
     for event, severity, tell in (
@@ -160,23 +160,23 @@ def _complaints(facts: RankReport) -> Iterator[Finding]:
         (catalog.EVENT_SHARED_MEMORY_FULL, WARNING, _shared_memory),
         (catalog.EVENT_CHECKPOINT_FAILED, WARNING, _save),
     ):  # fmt: skip
-        late = [fact for fact in facts.told(event) if facts.last_s - fact.time_s <= _SHORTLY_S]
+        late = [fact for fact in facts.events_named(event) if facts.last_s - fact.time_s <= _SHORTLY_S]
         if late:
             age = max(0.0, facts.last_s - late[-1].time_s)
             yield Finding(severity, event.name.removeprefix("torchobs."), f"{tell(late[-1])}, {_before(age)} the end.")
 
 
 def _threads(facts: RankReport) -> Iterator[Finding]:
-    """Yield the last thread that ended by an exception: whoever waits for what it was to bring fails later, or hangs.
+    """Yield the last thread that ended by an exception: threads that wait for its results fail later, or hang.
 
-    However long that was before the end: the main thread may have waited for hours.
+    However long before the end it was: the main thread may have waited for hours.
     """
-    ended = [fact for fact in facts.told(catalog.EVENT_EXCEPTION) if fact.text("thread")]
+    ended = [fact for fact in facts.events_named(catalog.EVENT_EXCEPTION) if fact.text("thread")]
     if not ended or facts.reason in {"finished", "interrupted"}:
         return
     last, others = ended[-1], {fact.text("thread") for fact in ended[:-1]} - {ended[-1].text("thread")}
     during = f", after step {last.step:,}" if last.step else ""
-    also = f" So did {text_format.several(len(others), 'other thread')} before." if others else ""
+    also = f" So did {text_format.plural(len(others), 'other thread')} before." if others else ""
     text = (
         f"Thread '{last.text('thread')}' ended by {_raised(last, '')}{during}, {_before(max(0.0, facts.last_s - last.time_s))}"
     )

@@ -1,6 +1,6 @@
-"""A run's health in a sentence or two, and the findings that it is made of. Pure: a status in, words out.
+"""Health of a run in a sentence or two, and the findings behind it. Pure: status in, text out.
 
-The live page, ``torchobs top``, ``torchobs inspect`` and the summary of ``torchobs run`` say these words and no others of it.
+The live page, ``torchobs top``, ``torchobs inspect`` and the summary of ``torchobs run`` all use these texts.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ _PAST = {
     "gradient_vanishing": ("vanishing gradient", "vanishing gradients"),
 }
 LEAST_NOTABLE = {"gradient_explosion": LEAST_EXPLOSIONS, "loss_spike": LEAST_LOSS_SPIKES}
-"""From how many on what is over is worth a look, as for the alert; of the other kinds it is one"""
+"""Least number of past anomalies that is reported, as for the alert; one for the other kinds."""
 
 
 class Finding(NamedTuple):
-    """One thing to say about a run, for a person; ``kind`` names what it is about, for a program, and does not change."""
+    """A statement about a run for people; ``kind`` identifies its subject for programs and is stable."""
 
     severity: str
     kind: str
     text: str
     gist: str = ""
-    """the same without figures that change all the time, where it has such"""
+    """the same without figures that change all the time, if it has any"""
 
 
 class Health(NamedTuple):
-    """What to say, and how loudly."""
+    """Text and severity of a run's health."""
 
     level: Severity
     text: str
     gist: str
-    """the same without figures that change all the time: what a screen reader is to say when it changes"""
+    """the same without figures that change all the time, for screen readers to announce"""
     headline: str = ""
-    """its first sentence"""
+    """the first sentence"""
 
 
 def health(run: RunStatus) -> Health:
-    """Return the sentence on a run."""
+    """Return the health of a run."""
     head = headline(run)
     found = [head, *findings(run)]
     level = max((LEVELS[one.severity] for one in found), key=lambda level: level.value)
@@ -79,12 +79,12 @@ def health(run: RunStatus) -> Health:
 
 
 def findings(run: RunStatus) -> list[Finding]:
-    """Return what is worth a word of a run, the worst first."""
+    """Return the findings on a run, the worst first."""
     return sorted(_findings(run.ranks, run.expected), key=lambda one: -LEVELS[one.severity].value)
 
 
 def headline(run: RunStatus) -> Finding:
-    """Return what the run is at, or how it is over: ranks, step, loss, speed."""
+    """Return the run's progress, or how it ended: ranks, step, loss, speed."""
     up = [rank for rank in run.ranks if rank.up]
     if not up:
         done = all(rank.state == "finished" for rank in run.ranks)
@@ -148,15 +148,15 @@ def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         who, since = _ranks(hung), quantities.span(max(rank.progress_age_s or 0.0 for rank in hung))
         verb = "hangs" if len(hung) == 1 else "hang"
         yield Finding(ERROR, "hung", f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
-    mute = [rank for rank in ranks if rank.state == "unresponsive"]
-    if mute:
-        who, since = _ranks(mute), quantities.span(max(rank.beat_age_s for rank in mute))
-        verb = "does not respond" if len(mute) == 1 else "do not respond"
+    silent = [rank for rank in ranks if rank.state == "unresponsive"]
+    if silent:
+        who, since = _ranks(silent), quantities.span(max(rank.beat_age_s for rank in silent))
+        verb = "does not respond" if len(silent) == 1 else "do not respond"
         yield Finding(ERROR, "unresponsive", f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
 
 
 def _unrecorded(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Nothing can be said to be well of steps that nobody has seen."""
+    """Yield ranks with recording off, about which nothing is known."""
     off = [rank for rank in ranks if rank.up and not rank.recorded]
     if off:
         verb = "does" if len(off) == 1 else "do"
@@ -172,19 +172,19 @@ def _anomalies(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def _lost(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Of what ended with such a loss nothing is left to be used, in whatever order it ended."""
+    """Yield runs that ended with a non-finite loss: their result is unusable, even if they finished in order."""
     lost = [rank for rank in ranks if rank.loss is not None and not isfinite(rank.loss)]
     if lost and not any(rank.up for rank in ranks):
         yield Finding(ERROR, "nonfinite_loss", f"The loss was not finite at the end{_where(lost, ranks)}.")
 
 
 def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """What there was, for who comes when it is over; a run that goes on may have recovered from it, after a while."""
+    """Yield past anomalies; a run that continues may have recovered, so only its recent ones make a warning."""
     ended = not any(rank.up for rank in ranks)
     active = {kind for rank in ranks if rank.up for kind in rank.anomalies}
     seen = {kind: max((rank.counted.get(kind, 0) for rank in ranks), default=0) for kind in _PAST}
     if any(rank.scaled for rank in ranks):
-        del seen["nonfinite_gradient"]  # the loss scaler at work
+        del seen["nonfinite_gradient"]  # part of normal loss scaling
     seen = {kind: number for kind, number in seen.items() if number and kind not in active}
     if not seen:
         return
@@ -197,7 +197,7 @@ def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Whether or not the run has ended: what it has learned is the less for it."""
+    """Yield stuck layers, also of an ended run, for its result suffers."""
     layers = max((rank.unmoved_layers for rank in ranks), default=0)
     if layers:
         text = f"{_many(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing: hardly any gradient reaches them."
@@ -206,7 +206,7 @@ def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """A function that was recompiled up to torch's limit; its events say where, and which guard failed."""
+    """Yield functions recompiled up to torch's limit; their events name the place and the failed guard."""
     functions = max((rank.given_up for rank in ranks), default=0)
     if functions:
         text = f"torch.compile has given {_many(functions, 'function')} up, recompiled again and again."
@@ -214,7 +214,7 @@ def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield that training waits for its data, or did to its end."""
+    """Yield that training waits for data, or did until its end."""
     there = [rank for rank in ranks if rank.up] or ranks
     starved = [rank for rank in there if rank.waiting is not None]
     if starved:
@@ -226,7 +226,7 @@ def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield which rank the others wait for."""
+    """Yield the rank that the others wait for."""
     there = [rank for rank in ranks if rank.up] or ranks
     slow = [rank for rank in there if rank.slowness and rank.slowness.is_slow]
     worst = max(slow, key=lambda rank: rank.slowness.factor if rank.slowness else 0.0, default=None)
@@ -237,7 +237,7 @@ def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
 
 
 def probes_off(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield what is not watched, because watching it failed."""
+    """Yield the probes that failed and are off."""
     off = sorted({probe for rank in ranks for probe in rank.probes_off})
     if off:
         yield Finding(WARNING, "probes_off", f"Not watched, because the probe failed: {', '.join(off)}.")

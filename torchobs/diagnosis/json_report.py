@@ -1,6 +1,6 @@
-"""The report as a document for programs (``torchobs inspect --json``). Pure; ``VERSION`` rises when a field changes or goes.
+"""The report as JSON (``torchobs inspect --json``). Pure; ``VERSION`` increases when a field changes or is removed.
 
-Times are Unix seconds, lengths seconds, memory bytes. A number that is not finite is its name (``"NaN"``), as JSON has none.
+Times are Unix seconds, durations seconds, memory bytes. A non-finite number is its name (``"NaN"``), as JSON has none.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ def rank_document(facts: RankReport, options: Options) -> dict[str, Any]:
 
 
 def memory(facts: RankReport) -> dict[str, float | None]:
-    """Return what it said last of the host's memory, in bytes."""
+    """Return the last known use of host memory, in bytes."""
     return {name: facts.value(metric) for name, metric in _MEMORY.items()}
 
 
 def device_memory(facts: RankReport) -> dict[str, dict[str, float]]:
-    """Return what it said last of each device's memory, in bytes."""
+    """Return the last known memory use of each device, in bytes."""
     found: dict[str, dict[str, float]] = {}
     for name, metric in _DEVICE_MEMORY.items():
         for device, value in facts.by_attribute(metric).items():

@@ -1,4 +1,4 @@
-"""From paths to facts: a flight file, or a directory of them; what is damaged gives what can be had of it."""
+"""Loads rank reports from a flight file or a directory of them; damaged files are read as far as possible."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.metrics.fold import StepRecord
-    from torchobs.flight.reader.reader import Value, View
+    from torchobs.flight.format.step_record import StepRecord
+    from torchobs.flight.reader.decode import Value
+    from torchobs.flight.reader.reader import View
     from torchobs.ranks.rank_file import Now
 
 _FEW = 16
@@ -40,7 +41,7 @@ _SIZE_AT = slice(16, 24)
 
 
 class LoadedFlight(NamedTuple):
-    """A flight file that could be read, and which run it belongs to."""
+    """A readable flight file and the run it belongs to."""
 
     path: Path
     header: Header
@@ -50,14 +51,14 @@ class LoadedFlight(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a directory holds: readable files, and the others with the reason."""
+    """Contents of a directory: readable files, and the others with the reason."""
 
     found: tuple[LoadedFlight, ...]
     bad: tuple[tuple[str, str], ...]
 
 
 def listing(directory: Path) -> Listing:
-    """Look at the header of every flight file in a directory. Raises ``OSError`` when that cannot be read."""
+    """Read the headers of all flight files in a directory. Raises ``OSError`` when it cannot be read."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     found, bad = [], []
     now = system_clock()
@@ -74,7 +75,7 @@ def listing(directory: Path) -> Listing:
 
 
 def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[LoadedFlight]]:
-    """Return each rank's newest incarnation, by rank, and the earlier ones, oldest first. All of one run."""
+    """Return each rank's newest incarnation, by rank, and the earlier ones, oldest first. ``found``: files of one run."""
     every = list(found)
     last = resolve(item.claim for item in every)
     chosen = [item for item in every if item.claim.incarnation in last]
@@ -83,10 +84,10 @@ def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[Load
 
 
 def facts_of_many(paths: Sequence[Path], limit: int | None = None) -> tuple[list[RankReport], list[tuple[str, str]]]:
-    """Read flight files, and what lies beside them; ``limit``: of each one's step records only so many.
+    """Read flight files and their artifacts; ``limit``: most step records per file.
 
-    Returns the facts, and what could not be read. A rank that may have died this very moment is looked at once more, when that
-    can be told: half a second later, for all of them at once.
+    Returns the reports, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
+    second later, when their death is certain.
     """
     left = {directory: _left(directory) for directory in {path.parent for path in paths}}
     found = [_look(path, limit) for path in paths]
@@ -101,18 +102,18 @@ def facts_of_many(paths: Sequence[Path], limit: int | None = None) -> tuple[list
 
 
 def limit_of(count: int) -> int | None:
-    """Return how many step records of each of so many files are read: of more than 16 only the last thousand."""
+    """Return how many step records to read per file: the last thousand if there are more than 16 files."""
     return _STEPS_OF_MANY if count > _FEW else None
 
 
 class _Look(NamedTuple):
     facts: RankReport
     fading: bool
-    """whether it is probably dead, and another look will tell"""
+    """True if probably dead, to be confirmed by another read"""
 
 
 def _look(path: Path, limit: int | None) -> _Look | str:
-    """Return what a file tells now, or why it tells nothing."""
+    """Return the file's report, or why it is unreadable."""
     try:
         return _look_at(path, limit)
     except HOSTILE as problem:
@@ -122,8 +123,8 @@ def _look(path: Path, limit: int | None) -> _Look | str:
 def _look_at(path: Path, limit: int | None) -> _Look:
     """Read one flight file alone.
 
-    A copy, a truncated file or one behind a link gives what can be had of it, and ``problems`` says what is missing.
-    Raises ``OSError`` or :class:`BadFlightFileError` when that is nothing.
+    A copy, a truncated file or one behind a link is read as far as possible, and ``problems`` lists what is missing.
+    Raises ``OSError`` or :class:`BadFlightFileError` when nothing is readable.
     """
     now = system_clock()
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -140,14 +141,14 @@ def _look_at(path: Path, limit: int | None) -> _Look:
 
 
 def reason(problem: BaseException) -> str:
-    """Return what was wrong with a file, for a person."""
+    """Return what is wrong with a file, for people."""
     if isinstance(problem, OSError):
         return text_format.clean(problem.strerror or problem)
     return text_format.clean(problem) or type(problem).__name__
 
 
 def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
-    """Read a private copy, filled up with zeros to the size that its header gives."""
+    """Read a private copy, padded with zeros to the size in its header."""
     with path.open("rb") as given:
         raw = given.read(MAX_READ_SIZE + 1)
     if len(raw) > MAX_READ_SIZE:
@@ -160,7 +161,7 @@ def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
         problems.append("a copy: whether its process still runs cannot be seen from it")
     with closing(FlightFile(_copy(raw[: header.file_size].ljust(header.file_size, b"\0")), header)) as file:
         tracked = RankFile(file, path.name, now, None)
-        # whoever copied it has no lock to ask for: it is taken for dead, however young its heartbeat
+        # a copy has no lock: it counts as dead, however recent its heartbeat
         tracked.same_boot = False
         tracked.observe(-1, now, None)
         facts = _facts(tracked, path.name, limit)
@@ -168,7 +169,7 @@ def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
 
 
 def _copy(raw: bytes) -> int:
-    """Return the descriptor of a file without a name that holds these bytes; in memory: a pod may have no directory for it."""
+    """Return the descriptor of an unnamed file with these bytes, in memory, as a pod may have no writable directory."""
     with open(_nameless(), "wb") as copy:
         copy.write(raw)
         copy.flush()
@@ -218,7 +219,7 @@ def _facts(tracked: RankFile, source: str, limit: int | None) -> RankReport:
 def _damage(
     view: View, values: Mapping[tuple[str, ...], Value], records: Sequence[StepRecord], limit: int | None
 ) -> tuple[str, ...]:
-    """Return what a dead rank wrote and is not here, or not as it was written. A rank writes the first two at its start."""
+    """Return what a dead rank wrote and is missing or damaged. A rank writes the first two at its start."""
     problems = []
     if view.live.heartbeat_ns is None:
         problems.append("its last signs of life are damaged or missing")
@@ -228,14 +229,14 @@ def _damage(
     missing = missing_records(records, room if limit is None or len(records) < limit else limit, values)
     if missing:
         verb = "is" if missing == 1 else "are"
-        problems.append(f"{text_format.several(missing, 'step record')} {verb} damaged or missing")
+        problems.append(f"{text_format.plural(missing, 'step record')} {verb} damaged or missing")
     return tuple(problems)
 
 
 def _left(directory: Path) -> dict[str, list[ArtifactName]]:
-    """Return what ranks have left in a directory beside their flight files, by the name of these; no empty files."""
+    """Return the non-empty artifacts in a directory by flight file."""
     left: dict[str, list[ArtifactName]] = {}
-    with suppress(OSError):  # a file can be told without what lies beside it
+    with suppress(OSError):  # artifacts are optional
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for one in artifacts.names(fd):

@@ -1,4 +1,4 @@
-"""What the loss and the gradients did, in sentences. Pure functions of a rank's facts."""
+"""Findings on loss and gradients. Pure functions of a rank's report."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 
 _BEFORE = 50
-"""Steps before a loss went wrong in which its cause is looked for."""
+"""Steps before a bad loss that are searched for its cause."""
 _BASELINE = 200
 _ALL_SINCE = 0.99
-"""The last steps may be counted, and not be in the file, or the other way round."""
+"""Tolerance, as the last steps may be counted and not in the file, or the other way round."""
 _LEAST_BASELINE = 10
 _RATE_ROSE = 2.0
-"""A learning rate that at least doubles in one step, to what it never was: schedules move by a few per cent."""
+"""Least jump of the learning rate in one step, to a new maximum: schedules change it by a few per cent."""
 _GREW = 10.0
-"""Of a run that went wrong within its first steps: what training lowers has grown by an order of magnitude"""
+"""Growth of loss or norm within a run's first steps that counts as divergence: an order of magnitude."""
 _LATELY = 16
 _MANY_SKIPPED = 0.05
-"""Of all steps. A scaler at work doubles its scale every 2,000 steps, and skips one when that was too much."""
+"""Share of all steps. A healthy scaler doubles its scale every 2,000 steps, and skips one if that was too much."""
 
 
 class Rise(NamedTuple):
-    """A value that rose in one step above what was usual."""
+    """A value that rose in one step above its baseline."""
 
     step: int
     usual: float
@@ -42,12 +42,12 @@ class Rise(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """By how much."""
+        """New value divided by the baseline."""
         return self.value / self.usual
 
 
 def numerics(facts: RankReport) -> Iterator[Finding]:
-    """Yield what went wrong with the numbers, the loss first."""
+    """Yield numerical problems, the loss first."""
     lost = _onset(facts.steps)
     if lost is not None:
         yield _nonfinite_loss(facts, lost)
@@ -58,13 +58,13 @@ def numerics(facts: RankReport) -> Iterator[Finding]:
     yield from _unmoved(facts)
     yield from _scaler(facts)
     yield from _scheduler(facts)
-    for fact in facts.told(catalog.EVENT_DEVICE_UNREAD)[:1]:
+    for fact in facts.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
         yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: on {kind} reading them would wait.")
 
 
 def _onset(steps: Sequence[Step]) -> int | None:
-    """Return the index of the step from which on no loss was finite any more, up to the last; ``None`` if the last one was."""
+    """Return the index of the step from which on all losses are non-finite; ``None`` if the last one is finite."""
     onset = None
     for index in range(len(steps) - 1, -1, -1):
         loss = steps[index].loss
@@ -88,34 +88,34 @@ def _nonfinite_loss(facts: RankReport, onset: int) -> Finding:
 
 
 def _long_ago(facts: RankReport, step: Step, name: str) -> str:
-    """Return since when, where the steps of that time are gone."""
+    """Return since when, if the steps of that time are no longer in the file."""
     first = _began(facts)
     if first is None or first.step is None:
         return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
-    usual, wasted = text_format.number(first.number("baseline")), text_format.several(facts.last_step - first.step, "step")
+    usual, wasted = text_format.number(first.number("baseline")), text_format.plural(facts.last_step - first.step, "step")
     return f"The loss turned {name} in step {first.step:,}, where {usual} was usual. It trained on for {wasted} with it."
 
 
 def _began(facts: RankReport) -> Fact | None:
-    """Return the first event of a loss that was not finite, if as many were so as steps have been since: all of them."""
-    told = (fact for fact in facts.told(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
+    """Return the first event of a non-finite loss, if all losses since were non-finite."""
+    told = (fact for fact in facts.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
     first, count = next(told, None), facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0
     since = facts.last_step - first.step + 1 if first is not None and first.step is not None else 0
     return first if _ALL_SINCE * count <= since <= count / _ALL_SINCE else None
 
 
 def _cause(steps: Sequence[Step], onset: int) -> str:
-    """Return what the gradient did before the loss went."""
+    """Return how the gradient behaved before the loss became non-finite."""
     step, before = steps[onset], steps[max(model_begins(steps, onset), onset - _BEFORE) : onset]
     odd = next(
         (item for item in before if item.grad_norm is not None and not isfinite(item.grad_norm) and not item.skipped), None
     )
     if odd is not None:
-        ago = text_format.several(step.step - odd.step, "step")
+        ago = text_format.plural(step.step - odd.step, "step")
         return f", {ago} after its gradient was not finite while the loss still was {text_format.number(odd.loss)}"
     if (rise := norm_rise(steps, onset)) is not None:
         later = step.step - rise.step
-        when = f"{text_format.several(later, 'step')} after" if later else "as"
+        when = f"{text_format.plural(later, 'step')} after" if later else "as"
         return f", {when} the gradient norm rose {_from_to(rise)}"
     if any(item.grad_norm is not None for item in before):
         return " without a warning in the gradient norm"
@@ -123,9 +123,9 @@ def _cause(steps: Sequence[Step], onset: int) -> str:
 
 
 def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
-    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times its median of before.
+    """Return the first explosion of the gradient norm in the 50 steps up to ``end``: eight times the median before.
 
-    Of a run's first norms, of which a median says little, one is that is orders of magnitude above how they began.
+    Among a run's first norms, too few for a median, one that is orders of magnitude above the first values.
     """
     begin = model_begins(steps, end)
     for index in range(max(begin, end - _BEFORE), end + 1):
@@ -143,7 +143,7 @@ def norm_rise(steps: Sequence[Step], end: int) -> Rise | None:
 
 
 def rate_rise(steps: Sequence[Step], end: int) -> Rise | None:
-    """Return the step of the last 50 up to ``end`` in which the learning rate leapt to where it had never been."""
+    """Return the step among the last 50 up to ``end`` in which the learning rate jumped to a new maximum."""
     highest, found, begin = 0.0, None, model_begins(steps, end)
     for index, step in enumerate(steps[begin : end + 1], begin):
         rate = step.learning_rate
@@ -163,7 +163,7 @@ def _rate_note(steps: Sequence[Step], end: int) -> str:
 
 
 def _suspect(steps: Sequence[Step], end: int) -> str:
-    """Return that the learning rate may have been wrong from the start, where the numbers grew away within the first steps."""
+    """Return that the learning rate may have been wrong from the start, if values diverged within the first steps."""
     begin = model_begins(steps, end)
     first = steps[begin : end + 1]
     rate = next((step.learning_rate for step in first if step.learning_rate), None)
@@ -173,7 +173,7 @@ def _suspect(steps: Sequence[Step], end: int) -> str:
 
 
 def _grew(steps: Sequence[Step], field: str) -> bool:
-    """Return True if a value became ten times as large as it began."""
+    """Return True if a value grew to ten times its first."""
     values = [value for step in steps if (value := getattr(step, field)) is not None and isfinite(value)]
     return bool(values) and max(values) >= _GREW * max(abs(values[0]), LEAST_SCALE)
 
@@ -188,7 +188,7 @@ def _with_rate(step: Step) -> str:
 
 def _afterwards(steps: Sequence[Step], onset: int) -> str:
     wasted = steps[-1].step - steps[onset].step
-    return f" It trained on for {text_format.several(wasted, 'step')} with it." if wasted else ""
+    return f" It trained on for {text_format.plural(wasted, 'step')} with it." if wasted else ""
 
 
 def _all_fine(facts: RankReport) -> bool:
@@ -196,8 +196,8 @@ def _all_fine(facts: RankReport) -> bool:
 
 
 def _spikes(facts: RankReport) -> Iterator[Finding]:
-    """Yield what rose, and with what, when in the end the loss was finite."""
-    told, told_of_rate = facts.told(catalog.EVENT_ANOMALY), ""
+    """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
+    told, told_of_rate = facts.events_named(catalog.EVENT_ANOMALY), ""
     for kind, what in (("gradient_explosion", "The gradient norm"), ("loss_spike", "The loss")):
         count = int(facts.value(catalog.ANOMALIES, kind) or 0)
         first = next((fact for fact in told if fact.text("kind") == kind), None)
@@ -213,11 +213,11 @@ def _spikes(facts: RankReport) -> Iterator[Finding]:
     count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
         then = "and recovered" if _recovered(facts, count) else "and whether it recovered is not in this part of the file"
-        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.several(count, 'step')}, {then}.")
+        yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.plural(count, 'step')}, {then}.")
 
 
 def _recovered(facts: RankReport, count: int) -> bool:
-    """Return True if the last loss was finite, if the last one that is here was: records may be missing."""
+    """Return True if the last loss was finite, as far as known: records may be missing."""
     if not facts.partial:
         return True
     seen = [step for step in facts.steps if step.loss is not None]
@@ -226,7 +226,7 @@ def _recovered(facts: RankReport, count: int) -> bool:
 
 
 def _again(facts: RankReport, step: int, more: int, field: str) -> str:
-    """Return in how many later steps it was so, of those in which it was measured: a norm is in fewer of them than a loss."""
+    """Return in how many later steps it recurred, of those with a measurement: fewer have a norm than a loss."""
     if not more:
         return ""
     later = [each for each in facts.steps if each.step > step]
@@ -242,18 +242,18 @@ def _index(steps: Sequence[Step], number: int) -> int:
 
 
 def _layers(facts: RankReport) -> Iterator[Finding]:
-    """Yield where gradients stopped to be finite, first."""
-    told = facts.told(catalog.EVENT_NONFINITE_GRADIENT)
+    """Yield the layers where gradients first became non-finite."""
+    told = facts.events_named(catalog.EVENT_NONFINITE_GRADIENT)
     if not told:
         return
     first, scaled = told[0], bool(facts.by_attribute(catalog.AMP_SCALE))
     affected = first.count("layers_affected")
     names = _named(first)
-    more = f" and {text_format.several(affected - len(names), 'more layer')}" if affected > len(names) else ""
+    more = f" and {text_format.plural(affected - len(names), 'more layer')}" if affected > len(names) else ""
     where = f", in {', '.join(names)}{more}" if names else ""
     step = f" in step {first.step:,}" if first.step is not None else ""
     steps = int(facts.value(catalog.GRAD_NONFINITE_STEPS) or 0)
-    text = f"Gradients were {_kinds(first)} first{step}{where}; in {text_format.several(steps, 'measured step')} in all."
+    text = f"Gradients were {_kinds(first)} first{step}{where}; in {text_format.plural(steps, 'measured step')} in all."
     hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
     yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
 
@@ -272,14 +272,14 @@ def _vanished(facts: RankReport) -> Iterator[Finding]:
     zero = facts.value(catalog.GRAD_ZERO) or 0.0
     if count:
         zeros = f" At the end {text_format.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
-        steps = text_format.several(count, "step")
+        steps = text_format.plural(count, "step")
         text = f"The gradient norm was vanishingly small, or zero, in {steps} of those measured.{zeros}"
         yield Finding(WARNING, "gradient_vanishing", text)
 
 
 def _unmoved(facts: RankReport) -> Iterator[Finding]:
-    """Yield which layers have learned nothing, as it was told last."""
-    for fact in facts.told(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
+    """Yield the layers that have not changed, by the last event."""
+    for fact in facts.events_named(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
         count, of = fact.count("layers_affected"), fact.count("layers_measured")
         names, at = _named(fact), fact.text("at")
         more = f" and {count - len(names):,} more" if count > len(names) else ""
@@ -293,20 +293,20 @@ def _unmoved(facts: RankReport) -> Iterator[Finding]:
 def _scaler(facts: RankReport) -> Iterator[Finding]:
     skipped = int(facts.value(catalog.AMP_STEPS_SKIPPED) or 0)
     streak, steps = facts.value(catalog.AMP_SKIP_STREAK) or 0, int(facts.value(catalog.STEPS) or 0)
-    if facts.told(catalog.EVENT_AMP_SCALE_COLLAPSED):
+    if facts.events_named(catalog.EVENT_AMP_SCALE_COLLAPSED):
         scale = text_format.number(min(facts.by_attribute(catalog.AMP_SCALE).values(), default=None))
         text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
         yield Finding(ERROR, "amp_scale_collapsed", text)
     elif streak >= _LATELY:
-        text = f"The loss scaler skipped the last {text_format.several(int(streak), 'step')}: nothing was learned in them."
+        text = f"The loss scaler skipped the last {text_format.plural(int(streak), 'step')}: nothing was learned in them."
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
-        yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.several(skipped, 'step')} of {steps:,}.")
-    for fact in facts.told(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
+        yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.plural(skipped, 'step')} of {steps:,}.")
+    for fact in facts.events_named(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
         limit, scale = text_format.number(fact.number("limit")), text_format.number(fact.number("scale"))
         text = f"Gradients were clipped by norm before scaler.unscale_(optimizer): to {limit} over the loss scale, {scale}."
         yield Finding(WARNING, "clipped_scaled", text)
-    if facts.told(catalog.EVENT_AMP_UNSCALED):
+    if facts.events_named(catalog.EVENT_AMP_UNSCALED):
         yield Finding(
             WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."
         )
@@ -318,6 +318,6 @@ def _scheduler(facts: RankReport) -> Iterator[Finding]:
         "never_stepped": "was never stepped: the learning rate stayed as it began",
         "idle_optimizer": "belongs to an optimizer that does not step",
     }
-    for fact in facts.told(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
+    for fact in facts.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
         text = how.get(fact.text("kind"), "was used wrongly")
         yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")

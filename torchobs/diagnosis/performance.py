@@ -1,4 +1,4 @@
-"""What the time and the memory went into, and what was not saved, in sentences. Pure functions of a rank's facts."""
+"""Findings on time, memory and unsaved work. Pure functions of a rank's report."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.rank_report import RankReport, Step
 
 _FIRST = 3
-"""Steps that make workers and caches."""
+"""First steps, which start workers and fill caches."""
 _LEAST_EARLIER = 16
 _LEAST_LOSS_S = 60.0
 _PLACES = 3
 _LONGEST_S = 1e9
-"""Longer is forged."""
+"""A longer step is forged."""
 _AT_ONCE_S = 0.5
-"""As often a rank gives a sign of life."""
+"""Interval of the heartbeat."""
 
 
 def pace(facts: RankReport) -> Iterator[Finding]:
-    """Yield what of the time and the memory is worth a sentence."""
+    """Yield the findings on time and memory."""
     yield from _unsaved(facts)
     yield from _held_up(facts)
     yield from _slowed(facts)
@@ -45,32 +45,32 @@ def pace(facts: RankReport) -> Iterator[Finding]:
 
 
 def _unsaved(facts: RankReport) -> Iterator[Finding]:
-    """Yield how much work went with a rank that did not finish."""
+    """Yield how much unsaved work was lost with a rank that did not finish."""
     if facts.up or facts.reason == "finished" or not facts.last_step or not facts.end_known:
         return
     saved_s = facts.value(catalog.CHECKPOINT_TIMESTAMP)
     ran_s = facts.last_s - facts.start_s
     if saved_s is None or saved_s < facts.start_s:
         if facts.partial:
-            return  # it may have been told in what is missing
+            return  # the event may be among the missing ones
         if ran_s >= _LEAST_LOSS_S and facts.rank == "0":
             text = f"No checkpoint was seen: all of its {text_format.duration(ran_s)} are lost, unless something unseen saved."
             yield Finding(WARNING, "no_checkpoint", text)
         return
     later = sum(step.end_s > saved_s for step in facts.steps)
     more = "" if later < len(facts.steps) and not facts.partial else " or more"
-    # the two clocks are read apart, and the sampler's last sign of life may be older than a save right at the end
+    # the clocks are read separately, and the last heartbeat may be older than a save right at the end
     age_s = facts.last_s - saved_s
     when = f"{text_format.duration(age_s)} before the end" if age_s >= _AT_ONCE_S else "at the end"
     if not later and not more:
         yield Finding(INFO, "checkpoint_age", f"The last checkpoint was complete {when}: no step must be done again.")
         return
     text = f"The last checkpoint was complete {when}"
-    yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.several(later, 'step')}{more} must be done again.")
+    yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.plural(later, 'step')}{more} must be done again.")
 
 
 def _held_up(facts: RankReport) -> Iterator[Finding]:
-    """Yield the steps after which it went on, but that were as long as what is told of a rank that ended so (``stall``)."""
+    """Yield steps as long as a stall (see ``stall``) after which training continued."""
     took = [(_own_s(step), step) for step in facts.steps[model_begins(facts.steps, len(facts.steps)) :]][_FIRST:]
     if len(took) < _LEAST_EARLIER:
         return
@@ -80,19 +80,19 @@ def _held_up(facts: RankReport) -> Iterator[Finding]:
         return
     seconds, step = max(long, key=itemgetter(0))
     phase = max(catalog.PHASES, key=lambda name: step.phase_s.get(name, 0.0))
-    more = f"; so did {text_format.several(len(long) - 1, 'more step')}" if len(long) > 1 else ""
+    more = f"; so did {text_format.plural(len(long) - 1, 'more step')}" if len(long) > 1 else ""
     span, normal = text_format.duration(seconds), text_format.duration(usual_s)
     text = f"Step {step.step:,} took {span}, where {normal} was usual, most of it in the phase"
-    yield Finding(INFO, "held_up", f"{text} {phase}{more}.")  # a process that was stopped, a file system, a pause at a prompt
+    yield Finding(INFO, "held_up", f"{text} {phase}{more}.")  # e.g. a stopped process, a file system, a debugger prompt
 
 
 def _own_s(step: Step) -> float:
-    """Return a step's length without evaluation, checkpoints and compilation."""
+    """Return a step's duration without evaluation, checkpoints and compilation."""
     return sum(step.phase_s.get(name, 0.0) for name in catalog.PHASES)
 
 
 def _slowed(facts: RankReport) -> Iterator[Finding]:
-    """Yield that the last steps were slow, and which phase it was."""
+    """Yield that the last steps were slow, and in which phase."""
     latest = facts.steps[model_begins(facts.steps, len(facts.steps)) :]
     timed = [step for step in latest if step.duration_s is not None and 0 <= step.duration_s < _LONGEST_S][_FIRST:]
     begin = slow_steps.slowed_from([step.duration_s or 0.0 for step in timed]) if facts.newest_is_here else None
@@ -121,7 +121,7 @@ def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, fl
 
 
 def _waited(facts: RankReport) -> Iterator[Finding]:
-    """Yield that training waited for its data, with what its workers had ready."""
+    """Yield that training waited for data, with the workers' queue."""
     for told in health.waiting([status(facts)]):
         ready = facts.value(catalog.DATA_BATCHES_READY)
         hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
@@ -129,7 +129,7 @@ def _waited(facts: RankReport) -> Iterator[Finding]:
 
 
 def _grew(facts: RankReport) -> Iterator[Finding]:
-    for fact in facts.told(catalog.EVENT_MEMORY_GROWTH)[-1:]:
+    for fact in facts.events_named(catalog.EVENT_MEMORY_GROWTH)[-1:]:
         where = "Device" if fact.text("space") == "device" else "Host"
         grown, left = text_format.size(fact.number("per_step")), text_format.duration(fact.number("time_to_limit"))
         text = f"{where} memory grew by {grown} a step, and would have reached its limit in {left} when this was found."
@@ -137,42 +137,42 @@ def _grew(facts: RankReport) -> Iterator[Finding]:
 
 
 def _recompiled(facts: RankReport) -> Iterator[Finding]:
-    storms = {fact.text("location"): fact for fact in facts.told(catalog.EVENT_RECOMPILE_STORM)}
-    again = Counter(fact.text("location") for fact in facts.told(catalog.EVENT_RECOMPILE))
+    storms = {fact.text("location"): fact for fact in facts.events_named(catalog.EVENT_RECOMPILE_STORM)}
+    again = Counter(fact.text("location") for fact in facts.events_named(catalog.EVENT_RECOMPILE))
     for location, fact in list(storms.items())[-_PLACES:]:
-        times = max(again[location], fact.count("recompiles"))  # it is told of at the fourth, and then once a minute
+        times = max(again[location], fact.count("recompiles"))  # reported at the fourth, then once a minute
         why = f"its guard on {fact.text('guard')} failed, {fact.text('expression')}"
         text = f"torch.compile compiled {location} again and again ({times:,} times): {why}."
         yield Finding(WARNING, "recompile_storm", text)
-    count = len(facts.told(catalog.EVENT_COMPILE_FAILED))
+    count = len(facts.events_named(catalog.EVENT_COMPILE_FAILED))
     if count:
-        last = facts.told(catalog.EVENT_COMPILE_FAILED)[-1]
+        last = facts.events_named(catalog.EVENT_COMPILE_FAILED)[-1]
         text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
         yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
     yield from _broken(facts)
 
 
 def _broken(facts: RankReport) -> Iterator[Finding]:
-    """Yield where compiled code had to end a graph: it is right, and slower than it was meant to be."""
-    told = facts.told(catalog.EVENT_GRAPH_BREAK)
+    """Yield graph breaks in compiled code, which is correct but slower than intended."""
+    told = facts.events_named(catalog.EVENT_GRAPH_BREAK)
     if told:
         places = [f"{fact.text('location')} ({fact.text('message')})" for fact in told[:_PLACES]]
-        more = f", and {text_format.several(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
+        more = f", and {text_format.plural(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
         yield Finding(INFO, "graph_breaks", f"torch.compile had to end a graph at {', '.join(places)}{more}.")
 
 
 def _changed(facts: RankReport) -> Iterator[Finding]:
-    """Yield that several models were trained one after the other, whose losses and step times are not comparable."""
+    """Yield that several models were trained in turn: their losses and step times are not comparable."""
     changes = int(facts.value(catalog.MODEL_CHANGES) or 0)
     if changes:
-        last = facts.told(catalog.EVENT_MODEL_CHANGE)[-1:]
+        last = facts.events_named(catalog.EVENT_MODEL_CHANGE)[-1:]
         began = f", the last one from step {last[0].step:,} on" if last and last[0].step is not None else ""
         text = f"It trained {changes + 1:,} models one after the other{began}: each is judged by its own past."
         yield Finding(INFO, "model_changes", text)
 
 
 def _unseen(facts: RankReport) -> Iterator[Finding]:
-    """Yield what of this is blind: probes that are off, items that did not fit."""
+    """Yield gaps in the data: probes that are off, items that did not fit."""
     yield from health.probes_off([status(facts)])
     dropped = {what: int(count) for what, count in facts.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them in a sentence or a table cell. Nothing here is exact."""
+"""Formatting of numbers for sentences and table cells, rounded for people."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def size(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Return a short time: ``12.3 ms``, ``1.52 s``."""
+    """Return a short duration: ``12.3 ms``, ``1.52 s``."""
     if value is None:
         return NONE
     unit = next((one for one in _TIMES if abs(value) >= one[0]), _TIMES[-1])
@@ -59,7 +59,7 @@ def seconds(value: float | None) -> str:
 
 
 def span(value: float | None) -> str:
-    """Return a long time in its two largest units: ``40 s``, ``3 min 20 s``, ``2 h 5 min``, ``4 d 3 h``."""
+    """Return a long duration in its two largest units: ``40 s``, ``3 min 20 s``, ``2 h 5 min``, ``4 d 3 h``."""
     if value is None:
         return NONE
     whole = max(0, int(value))
@@ -71,7 +71,7 @@ def span(value: float | None) -> str:
 
 
 def took(value: float | None) -> str:
-    """Return a time that may be short or long."""
+    """Return a duration, short or long."""
     return seconds(value) if value is None or value < _MINUTE else span(value)
 
 

@@ -1,4 +1,4 @@
-"""What one flight file says of its rank, in the shape in which a person asks for it. Pure: no file, no clock."""
+"""Contents of one flight file as a report on its rank. Pure: no file, no clock."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
-from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.scalars import Point
     from torchobs.flight.files.artifacts import ArtifactName
     from torchobs.flight.format.layout import Header
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.flight.reader.reader import Value, View
+    from torchobs.flight.reader.decode import Value
+    from torchobs.flight.reader.reader import View
     from torchobs.ranks.state import MemoryUse
 
 _FAR = 1 << 62
@@ -30,11 +31,11 @@ _NAMES = ("NaN", "Infinity", "-Infinity")
 
 
 _CLOCKS_DIFFER_S = 0.001
-"""One is in microseconds, and both are seen through a clock's pair of readings."""
+"""Tolerance: one time stamp is in microseconds, and both are converted between clocks."""
 
 
 class Step(NamedTuple):
-    """One step with everything that was delivered for it. Times in seconds, ``end_s`` Unix; ``None`` where unknown."""
+    """One step with all its values, late ones included. Times in seconds, ``end_s`` Unix; ``None`` where unknown."""
 
     step: int
     end_s: float
@@ -47,11 +48,11 @@ class Step(NamedTuple):
     skipped: bool
     clipped: bool
     new_model: bool = False
-    """the first of a model: what was before is no measure of it"""
+    """the first step of a model: baselines of earlier steps do not apply"""
 
 
 class Fact(NamedTuple):
-    """A dated event. ``time_s`` is Unix time, by the clocks of the rank's start."""
+    """An event. ``time_s``: Unix time, by the clock pair read at the rank's start."""
 
     name: str
     time_s: float
@@ -59,32 +60,32 @@ class Fact(NamedTuple):
     attributes: Mapping[str, Any]
 
     def text(self, name: str) -> str:
-        """Return an attribute as one harmless line; empty if it is not there."""
+        """Return an attribute as one sanitised line; empty if absent."""
         value = self.attributes.get(name)
         return (
             ""
             if value is None
-            else text_format.clean(text_format.either(value) if isinstance(value, list) and value else value)
+            else text_format.clean(text_format.joined(value) if isinstance(value, list) and value else value)
         )
 
     def number(self, name: str) -> float | None:
-        """Return an attribute that is a number, or spells one that JSON has not; else ``None``."""
+        """Return a numeric attribute, also one spelled as text (``"NaN"``); else ``None``."""
         value = self.attributes.get(name)
         if isinstance(value, str) and value in _NAMES:
             return float(value)
         return float(value) if isinstance(value, (int, float)) and abs(value) < float(_FAR) ** 4 else None
 
     def count(self, name: str) -> int:
-        """Return an attribute that counts something; 0 if it is not there, or is no such number."""
+        """Return an attribute that is a count; 0 if absent or invalid."""
         found = self.number(name)
         return int(found) if found is not None and 0 < found < _FAR else 0
 
 
 def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) -> tuple[str | None, float | None]:
-    """Return what the rank was doing at last, and since when; ``None`` twice where that was written before its last step ended.
+    """Return the rank's last phase and its begin; ``None`` twice if the phase was written before the last step ended.
 
-    The sampler thread writes it, ten times a second, the training thread a step's end: one that takes Python's lock right
-    after a step leaves the phase of a step before.
+    The sampler thread writes the phase ten times a second, the training thread the step's end: code that holds the GIL
+    right after a step leaves the phase of an earlier one.
     """
     stale = begun_s is not None and bool(steps) and begun_s < steps[-1].end_s - _CLOCKS_DIFFER_S
     return (None, None) if stale else (phase, begun_s)
@@ -92,12 +93,12 @@ def last_phase(phase: str | None, begun_s: float | None, steps: Sequence[Step]) 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank, as its file tells it. Times are Unix seconds."""
+    """Report on one rank from its flight file. Times are Unix seconds."""
 
     source: str
     """the file's name"""
     problems: tuple[str, ...]
-    """what of it could not be read, or not be trusted"""
+    """what could not be read, or is not trustworthy"""
     header: Header
     up: bool
     state: str
@@ -108,27 +109,27 @@ class RankReport:
     same_boot: bool
     memory: MemoryUse
     last_s: float
-    """its last sign of life"""
+    """time of the last sign of life"""
     phase: str | None
     phase_begun_s: float | None
     steps: tuple[Step, ...]
-    """the newest of them, oldest first"""
+    """the newest ones, oldest first"""
     events: tuple[Fact, ...]
-    """oldest first; spans are not among them"""
+    """oldest first; without spans"""
     values: Mapping[tuple[str, ...], Value]
-    """by the series' name and the values of its attributes"""
+    """by series name and attribute values"""
     pace: Throughput | None = None
-    """of its latest steps"""
+    """over the latest steps"""
     scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
-    """what the script logged by name"""
+    """scalars that the script logged, by name"""
     left: tuple[ArtifactName, ...] = ()
-    """files with something in them that it left beside its flight file"""
+    """non-empty artifacts of the rank"""
     copied: bool = False
-    """a copy or a part, from which cannot be seen whether its process still runs, or its machine"""
+    """a copy or a part of a file, which does not show whether its process still runs"""
     partial: bool = False
-    """something that was written is missing or damaged (``problems`` says what): what is not here may have been all the same"""
+    """some data is missing or damaged (see ``problems``): its absence proves nothing"""
     end_known: bool = True
-    """whether the words that say how it ended are here"""
+    """True if the exit word is readable"""
 
     @property
     def identity(self) -> tuple[str, str, str]:
@@ -138,31 +139,31 @@ class RankReport:
 
     @property
     def rank(self) -> str:
-        """Its rank."""
+        """The rank's number, as text."""
         return self.identity[2]
 
     @property
     def restart(self) -> int:
-        """Which attempt it was, from 0."""
+        """Number of the attempt, from 0."""
         return labels.number(self.header.resource, "restart") or 0
 
     @property
     def start_s(self) -> float:
-        """When torchobs began to record it."""
+        """When recording began."""
         return self.header.wall_ns / 1e9
 
     @property
     def last_step(self) -> int:
-        """The number of the newest step; 0 before the first, and where it is not known.
+        """The number of the newest step; 0 before the first, and if unknown.
 
-        Of a file in part it may be known by the count alone.
+        In a partial file only the counter may know it.
         """
         newest = self.steps[-1].step if self.steps else 0
         return max(newest, self._counted) if self.partial else newest
 
     @property
     def newest_is_here(self) -> bool:
-        """Whether the newest of ``steps`` is the last one that there was."""
+        """True if ``steps`` includes the rank's last step."""
         counted = self.value(catalog.STEPS) is not None
         return not self.partial or (counted and bool(self.steps) and self.steps[-1].step >= self._counted)
 
@@ -176,20 +177,20 @@ class RankReport:
         return "" if value is None else text_format.clean(value)
 
     def value(self, metric: Metric, *attributes: str) -> float | None:
-        """Return the number of a series; ``None`` if it has none."""
+        """Return the value of a series; ``None`` if absent."""
         found = self.values.get((metric.name, *attributes))
         return None if isinstance(found, Distribution) else found
 
     def by_attribute(self, metric: Metric) -> dict[str, float]:
-        """Return the numbers of a metric's series by the value of their one attribute."""
+        """Return the values of a metric's series by their single attribute."""
         return {
             text_format.clean(key[1]): value
             for key, value in self.values.items()
             if key[0] == metric.name and len(key[1:]) == 1 and not isinstance(value, Distribution)
         }
 
-    def told(self, event: catalog.Event) -> list[Fact]:
-        """Return its events of that name, oldest first."""
+    def events_named(self, event: catalog.Event) -> list[Fact]:
+        """Return the events of that name, oldest first."""
         return [fact for fact in self.events if fact.name == event.name]
 
 
@@ -200,7 +201,7 @@ def values_of(view: View) -> dict[tuple[str, ...], Value]:
 
 
 def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -> tuple[Fact, ...]:
-    """Return the events among the frames of a ring, oldest first; what is no event of ours is left out."""
+    """Return the valid events among the frames of a ring, oldest first."""
     found = []
     for _, frame in frames:
         ns, name, step, attributes = (frame.get(key) for key in ("t", "name", "step", "attrs"))
@@ -212,7 +213,7 @@ def events_of(frames: Iterable[tuple[int, Mapping[str, Any]]], header: Header) -
 
 
 def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
-    """Join what came late to the step it belongs to; oldest first."""
+    """Merge late records into their steps; oldest first."""
     late: dict[int, list[StepRecord]] = {}
     for record in records:
         if record.kind == RecordKind.LATE:
@@ -222,10 +223,10 @@ def steps_of(records: Sequence[StepRecord], header: Header) -> tuple[Step, ...]:
 
 
 def missing_records(records: Sequence[StepRecord], room: int, values: Mapping[tuple[str, ...], Value]) -> int:
-    """Return how many of a dead rank's step records should be among these, of a ring with ``room`` for so many, and are not.
+    """Return how many step records of a dead rank are missing from a ring with ``room`` for so many.
 
-    Numbers follow each other, but for those that were counted as lost when they were to be folded; and the newest step is as
-    far as was counted. The oldest one may be on its way to be overwritten.
+    Numbers are consecutive, except those counted as lost by the fold; the newest step is known from the counter. The oldest
+    record may just have been overwritten.
     """
     first, newest = (records[0].seq, records[-1].seq) if records else (1, 0)
     oldest = max(1, newest - room + 1)
@@ -238,7 +239,7 @@ def missing_records(records: Sequence[StepRecord], room: int, values: Mapping[tu
 
 
 def model_begins(steps: Sequence[Step], end: int) -> int:
-    """Return the index of the first step, of those that are there, of the model that was trained in ``steps[end]``."""
+    """Return the index of the first available step of the model that was trained in ``steps[end]``."""
     return next((index for index in range(min(end, len(steps) - 1), 0, -1) if steps[index].new_model), 0)
 
 

@@ -1,4 +1,4 @@
-"""Scalars that the script logs, as curves: read back from the events in which a rank keeps their points."""
+"""Curves of the scalars that a script logs, read from the events that hold their points."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 MOST_NAMES = 64
 MOST_POINTS = 512
-"""Points of a curve that are kept, the newest. A rank writes ever fewer in the same time (``probes.core.user_scalars``)."""
+"""Most points kept per curve, the newest ones. A rank thins them out over time (``probes.core.user_scalars``)."""
 _SPECIAL = frozenset({"NaN", "Infinity", "-Infinity"})
 _FAR = 1 << 62
 
 
 class Point(NamedTuple):
-    """A logged value; the step is that after which it was logged."""
+    """A logged value, with the step after which it was logged."""
 
     step: int
     value: float
@@ -27,9 +27,9 @@ Curves = dict[str, tuple[Point, ...]]
 
 
 def curves(events: Iterable[Mapping[str, Any]], known: Mapping[str, tuple[Point, ...]] | None = None) -> Curves:
-    """Return the curves by name from the frames of an event ring, oldest first; ``known``: those of earlier frames.
+    """Return the curves by name from the frames of an event ring, oldest first; ``known``: curves of earlier frames.
 
-    What is no event of scalars is passed over, and so is what a forged one holds.
+    Other events and invalid points are skipped.
     """
     found = dict(known or {})
     for frame in events:

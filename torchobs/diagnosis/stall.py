@@ -1,4 +1,4 @@
-"""That no step ended any more for long before the end: how long, in which phase, and where the stacks are. Pure."""
+"""Stall at the end of a run: how long no step ended, in which phase, and where the stacks are. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
 from torchobs.flight.files.artifacts import PROFILE, STUCK
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import state
 
 if TYPE_CHECKING:
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from torchobs.diagnosis.rank_report import RankReport
 
 LEAST_S = 10.0
-"""A person who sees nothing move waits that long before Ctrl-C. Below it is a slow batch, or a save that nobody watched."""
+"""Shortest stall: people wait about that long before Ctrl-C. Shorter ones may be a slow batch or an unobserved save."""
 _RECENT = 200
 _ALL_OF_IT = 0.95
 
 
 class Stall(NamedTuple):
-    """A time without a step, at the end, that was much longer than steps are. Seconds."""
+    """A time without steps at the end, much longer than a step. Seconds."""
 
     seconds: float
-    """since the last step, or the start before the first, to the last sign of life"""
+    """from the last step, or the start, to the last sign of life"""
     usual_step: float | None
     """median of the last 200 steps; ``None`` before the first"""
     phase: str | None
     phase_seconds: float | None
-    """how long of that it had been in the phase"""
+    """how much of that in the last phase"""
     hung: bool
-    """whether the exporter calls a living rank hung after so long"""
+    """True if the exporter calls a living rank hung after this time"""
     lock_held: bool
-    """whether it held Python's lock at the end: no thread of torchobs could run, so that it may have lasted longer"""
+    """True if the GIL was held at the end: no thread of torchobs could run, so that it may have lasted longer"""
     stacks: tuple[str, ...]
-    """names of the files beside the flight file with what its threads were doing then, and ids of those that are gone"""
+    """names of stack dumps taken meanwhile, and ids of those that no longer exist"""
 
 
 def stall(facts: RankReport) -> Stall | None:
     """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
 
-    The factor is the exporter's, which calls no rank hung before a minute, for it may page a person. A rank that was stuck with
-    Python's lock held has a short one: the heartbeat stopped with it.
+    The factor is the exporter's, which calls no rank hung before a minute, as that may page a person. If the GIL was held, the
+    known stall is short, because the heartbeat stopped with it.
     """
     if not facts.newest_is_here or not facts.end_known:
         return None
@@ -69,7 +69,7 @@ def stall(facts: RankReport) -> Stall | None:
 
 
 def stalled(facts: RankReport) -> Iterator[Finding]:
-    """Yield that no step ended any more, if so."""
+    """Yield the stall, if there was one."""
     found = stall(facts)
     if found is None:
         return
@@ -106,7 +106,7 @@ def _held(found: Stall, facts: RankReport) -> str:
 
 def _where(found: Stall, facts: RankReport) -> str:
     if found.stacks:
-        return f"Where its threads were then is written in {text_format.either(found.stacks)}, beside the flight file."
+        return f"Where its threads were then is written in {text_format.joined(found.stacks)}, beside the flight file."
     if facts.up:
         return "`torchobs stacks` shows where its threads are."
     if found.phase == "idle":
@@ -116,8 +116,8 @@ def _where(found: Stall, facts: RankReport) -> str:
 
 def _stacks(facts: RankReport, since_s: float) -> tuple[str, ...]:
     files = [left for left in facts.left if left.kind != PROFILE]
-    late = [left.name for left in files if not left.number or left.number / 1e3 >= since_s - 1]  # the clocks' steps between
-    told = [fact.text("evidence") for fact in facts.told(catalog.EVENT_STACKS) if fact.time_s >= since_s]
+    late = [left.name for left in files if not left.number or left.number / 1e3 >= since_s - 1]  # 1 s for clock adjustments
+    told = [fact.text("evidence") for fact in facts.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s]
     known = {left.id for left in files}
     return tuple(sorted(late) or [f"evidence {name}" for name in told if name and name not in known])
 

@@ -1,4 +1,4 @@
-"""A run's status as its flight files tell it, for the narrator that the page has as well. Pure."""
+"""Status and health of a run from its rank reports, with the same texts as the live page. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_health(ranks: Sequence[RankReport], now_s: float | None = None) -> Health:
-    """Return the sentence on a run. ``now_s``: Unix time; by default the last sign of life of any of its ranks."""
+    """Return the health of a run. ``now_s``: Unix time; by default the last sign of life of any rank."""
     last_s = max(facts.last_s for facts in ranks) if now_s is None else now_s
     local = {facts.header.resource.get("local_world_size") for facts in ranks}
     expected = local.pop() if len(local) == 1 and len({facts.described("host") for facts in ranks}) == 1 else None
@@ -34,7 +34,7 @@ def statuses(ranks: Sequence[RankReport], now_s: float | None = None) -> list[Ra
 
 
 def status(facts: RankReport, now_s: float | None = None) -> RankStatus:
-    """Return a rank's status; ``now_s``: Unix time, by default its own last sign of life."""
+    """Return a rank's status. ``now_s``: Unix time, by default its last sign of life."""
     last_s = facts.last_s if now_s is None else now_s
     trains = facts.state == "alive" and facts.phase != "idle" and facts.pace is not None
     newest = next((step.loss for step in reversed(facts.steps) if step.loss is not None), None)

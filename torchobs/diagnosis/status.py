@@ -1,4 +1,4 @@
-"""What the narrator needs to know of a run: plain values, taken from a snapshot, a flight file or a look of ``top``."""
+"""Status of ranks and runs: the input of :mod:`torchobs.diagnosis.health`, from a snapshot or from flight files."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from torchobs import catalog
 from torchobs.config.settings import PROBES
 from torchobs.detect import starvation
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from torchobs.catalog import Metric
     from torchobs.detect.stragglers import Slowness
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
 
 
 class Get(Protocol):
-    """Looks a value of a rank up."""
+    """Looks up a value of a rank."""
 
     def __call__(self, metric: Metric, /, *attributes: str) -> float | None:
-        """Return the number of a series; ``None``: there is none."""
+        """Return the value of a series; ``None`` if absent."""
 
 
 class Newest(NamedTuple):
-    """The last delivered loss and gradient norm among some records, finite or not; ``None``: they have none."""
+    """The last delivered loss and gradient norm among some records, finite or not; ``None`` if they have none."""
 
     loss: float | None = None
     grad_norm: float | None = None
@@ -38,41 +38,41 @@ NOTHING_NEW = Newest()
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank. Times in seconds."""
+    """Status of one rank. Times in seconds."""
 
     rank: str
     state: str
     """one of ``catalog.RANK_STATES``"""
     reason: str
-    """one of ``catalog.EXIT_REASONS``; empty while it is there"""
+    """one of ``catalog.EXIT_REASONS``; empty while it runs"""
     up: bool
     phase: str | None
-    """what it is at now"""
+    """its present phase"""
     recorded: bool
-    """whether its steps are: nobody has switched that off"""
+    """False if recording of steps was switched off"""
     beat_age_s: float
     progress_age_s: float | None
     steps: int
     loss: float | None
     """the last one, finite or not"""
     per_s: float | None
-    """steps a second while it trains"""
+    """steps per second while it trains"""
     anomalies: tuple[str, ...] = ()
     """kinds that are active now"""
     counted: Mapping[str, int] = field(default_factory=dict)
     """anomalies since the start, by kind"""
     lately: Mapping[str, int] = field(default_factory=dict)
-    """of the last ten minutes, as far as events tell of them"""
+    """anomalies of the last ten minutes by kind, as far as known from events"""
     scaled: bool = False
-    """a loss scaler has skipped steps: gradients that are not finite are its work"""
+    """a loss scaler has skipped steps: non-finite gradients are normal"""
     unmoved_layers: int = 0
     given_up: int = 0
-    """functions that torch.compile does not compile any more"""
+    """number of functions that torch.compile no longer compiles"""
     waiting: float | None = None
-    """share of the steps' time that went into waiting for data, where that is too much"""
+    """share of step time spent waiting for data, if too large"""
     slowness: Slowness | None = None
     probes_off: tuple[str, ...] = ()
-    """that failed"""
+    """probes that failed"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,17 @@ class RunStatus:
 
     ranks: Sequence[RankStatus]
     expected: int
-    """ranks that there should be here"""
+    """number of ranks expected on this machine"""
     world_size: int
 
     @property
     def steps(self) -> int:
-        """Steps that all its ranks have done, whoever is ahead."""
+        """Number of steps that all ranks have done."""
         return max((rank.steps for rank in self.ranks), default=0)
 
 
 def newest(records: Iterable[StepRecord]) -> Newest:
-    """Return what was delivered for the latest steps; a device may deliver an earlier one's after a later one's."""
+    """Return the values of the latest steps; devices may deliver them out of order."""
     loss = norm = (0, -1, 0.0)
     for record in records:
         if record.flags & StepFlag.LOSS:
@@ -102,15 +102,15 @@ def newest(records: Iterable[StepRecord]) -> Newest:
 
 
 def last_loss(get: Get, known: float | None = None) -> float | None:
-    """Return the last loss. The metric holds the last finite one (``flight.metrics.fold``); an active anomaly says so.
+    """Return the last loss, NaN if an anomaly is active: the metric holds the last finite one (``flight.metrics.fold``).
 
-    ``known``: the newest in the records, where these were read; it tells NaN from infinity.
+    ``known``: the newest one in the records, if these were read; it distinguishes NaN from infinity.
     """
     return _last(get, catalog.LOSS, "nonfinite_loss", known)
 
 
 def last_grad_norm(get: Get, known: float | None = None) -> float | None:
-    """Return the last measured gradient norm as it was, likewise."""
+    """Return the last measured gradient norm, likewise."""
     return _last(get, catalog.GRAD_NORM, "nonfinite_gradient", known)
 
 
@@ -121,10 +121,10 @@ def _last(get: Get, metric: Metric, anomaly: str, known: float | None) -> float 
 
 
 def waiting_share(get: Get, *, up: bool) -> float | None:
-    """Return the share of the steps' time in which training waits for its data; ``None`` where that is not too much.
+    """Return the share of step time spent waiting for data; ``None`` if it is acceptable.
 
-    Of a living rank its own verdict on the last minute counts (``starvation.Starvation``), as soon as there is one; before,
-    and of one that has ended, the totals.
+    For a living rank by its own verdict on the last minute (``detect.starvation``), once there is one; before that, and for
+    an ended rank, by the totals.
     """
     phases = {phase: get(catalog.STEP_PHASE_TIME, phase) or 0.0 for phase in catalog.PHASES}
     trained_s = sum(phases.values())
@@ -136,7 +136,7 @@ def waiting_share(get: Get, *, up: bool) -> float | None:
     return starvation.waiting_share(phases["data"], trained_s)
 
 
-def rank_status(  # noqa: PLR0913  # the fields that are not read by ``get``
+def rank_status(  # noqa: PLR0913  # fields not available from ``get``
     get: Get,
     *,
     rank: str,
@@ -153,7 +153,7 @@ def rank_status(  # noqa: PLR0913  # the fields that are not read by ``get``
     lately: Mapping[str, int] | None = None,
     steps: int | None = None,
 ) -> RankStatus:
-    """Return a rank's status; ``get`` looks its values up. ``loss``: the last one, as :func:`last_loss` has it."""
+    """Return a rank's status; ``get`` looks up its values. ``loss``: as of :func:`last_loss`."""
     return RankStatus(
         rank=rank,
         state=state,

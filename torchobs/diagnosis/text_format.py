@@ -1,4 +1,4 @@
-"""Numbers, times and texts as a person reads them in a terminal; nothing that a file says reaches it as a command."""
+"""Formatting of numbers, times and untrusted texts for a terminal, free of control sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ASCII_BARS = "_.-=+*#@"
 _LONGEST = 400
 _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories that move a cursor, turn the writing direction or show nothing: escape sequences begin with one."""
+"""Unicode categories that move the cursor, change the writing direction or are invisible; escape sequences begin with one."""
 
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 _BASE = 1024.0
@@ -27,7 +27,7 @@ _LOGARITHMIC = 100.0
 
 
 def clean(value: object, longest: int = _LONGEST) -> str:
-    """Return a value as one harmless line: what could command a terminal is ``?``, what is too long ends in ``…``."""
+    """Return a value as one sanitised line: control characters become ``?``, long texts end in ``…``."""
     text = value if isinstance(value, str) else str(value)
     if len(text) > longest:
         text = text[: longest - 1] + "…"
@@ -37,19 +37,19 @@ def clean(value: object, longest: int = _LONGEST) -> str:
 
 
 def place(text: str) -> str:
-    """Return a place in code, an installed package's from the package's name on."""
+    """Return a source location, shortened to start at the package's name for installed packages."""
     return re.sub(r"[^\s'\"]*/(?:site|dist)-packages/", "", text)
 
 
 def columns(text: str) -> int:
-    """Return how many columns a clean text takes: East Asian characters two, combining ones none."""
+    """Return the display width of a clean text: East Asian characters take two columns, combining ones none."""
     if text.isascii():
         return len(text)
     return sum(_width(char) for char in text)
 
 
 def cut(text: str, room: int) -> str:
-    """Return as much of a clean text as ``room`` columns hold, the last a ``…`` if some was cut."""
+    """Truncate a clean text to ``room`` columns, ending in ``…`` if shortened."""
     if columns(text) <= room:
         return text
     used, kept = 0, []
@@ -62,7 +62,7 @@ def cut(text: str, room: int) -> str:
 
 
 def pad(text: str, room: int, *, right: bool = False) -> str:
-    """Return a clean text in exactly ``room`` columns; ``right``: its end at the right."""
+    """Pad a clean text to exactly ``room`` columns; ``right``: right-aligned."""
     shown = cut(text, room)
     space = " " * (room - columns(shown))
     return space + shown if right else shown + space
@@ -74,19 +74,19 @@ def number(value: float | None) -> str:
         return "-"
     if not isfinite(value):
         return "NaN" if isnan(value) else "Inf" if value > 0 else "-Inf"
-    if value and not 1e-3 <= abs(value) < 1e6:  # noqa: PLR2004  # beyond these the zeros are harder to read than the power
+    if value and not 1e-3 <= abs(value) < 1e6:  # noqa: PLR2004  # beyond these exponents are easier to read than zeros
         mantissa, _, power = f"{value:.2e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"  # noqa: PLR2004  # from where it would write a power, too
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"  # noqa: PLR2004  # from there on %g would use an exponent
 
 
 def percent(share: float) -> str:
     """Return a share as a whole percentage; a small one that is not zero as ``<1 %``."""
-    return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"  # noqa: PLR2004  # where rounding makes it zero
+    return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"  # noqa: PLR2004  # rounds to zero
 
 
 def fold(factor: float) -> str:
-    """Return by how much something rose: ``40-fold``, ``1.6-fold``."""
+    """Return a factor: ``40-fold``, ``1.6-fold``."""
     return f"{factor:.1f}-fold" if factor < 10 else f"{number(float(f'{factor:.2g}'))}-fold"  # noqa: PLR2004  # two digits
 
 
@@ -101,16 +101,16 @@ def size(count: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a length of time in the one or two units that matter."""
+    """Return a duration in its one or two largest units."""
     if seconds is None or not isfinite(seconds):
         return "-"
-    if abs(seconds) < 0.9995:  # noqa: PLR2004  # from there on 1,000 ms would be shown
+    if abs(seconds) < 0.9995:  # noqa: PLR2004  # above, it would round to 1,000 ms
         return f"{1e3 * seconds:.3g} ms" if seconds else "0"
     return f"{seconds:.3g} s" if seconds < _MINUTE else _long(seconds)
 
 
 def rate(per_s: float | None) -> str:
-    """Return how many there are in a second."""
+    """Return a rate per second."""
     return "-" if per_s is None else in_figures(per_s)
 
 
@@ -123,29 +123,29 @@ def _long(seconds: float) -> str:
 
 
 def moment(unix_s: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Return Unix time as this machine's local time."""
+    """Return a Unix time as local time."""
     try:
         return datetime.fromtimestamp(unix_s).astimezone().strftime(pattern)
     except (ValueError, OverflowError, OSError):
         return "?"
 
 
-def several(count: int, one: str, more: str = "") -> str:
+def plural(count: int, one: str, more: str = "") -> str:
     """Return ``1 step``, ``12,034 steps``."""
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
-def either(items: Sequence[object], last: str = "and") -> str:
+def joined(items: Sequence[object], last: str = "and") -> str:
     """Return ``a, b and c``."""
     shown = [str(item) for item in items]
     return f"{', '.join(shown[:-1])} {last} {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
 def sparkline(values: Iterable[float | None], room: int, *, ascii_only: bool = False) -> str:
-    """Return values, oldest first, as bars in at most ``room`` columns, each the highest of its share of them.
+    """Return values, oldest first, as bars in at most ``room`` columns, each the maximum of its group, so that spikes show.
 
-    A value that is not finite is ``!``, one that is not there a space. The highest, because a spike is what one looks for.
-    Positive values that differ by more than a hundredfold are drawn by their logarithms, else one spike would flatten the rest.
+    A non-finite value is ``!``, a missing one a space. Positive values that differ by more than a hundredfold are drawn on a
+    log scale, else one spike would flatten the rest.
     """
     bars, shown = (_ASCII_BARS if ascii_only else _BARS), list(values)
     if room <= 0 or not shown:

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.exporter.otlp.counters import Counts
-    from torchobs.ranks.comparison import RankStanding, RunSummary
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, RankStanding, RunSummary, Snapshot
 
 _BUILD = {"version": __version__, "python": platform.python_version()}
 

@@ -7,7 +7,8 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from torchobs.ranks.scanner import EMPTY, Snapshot, system_clock
+from torchobs.ranks.scanner import system_clock
+from torchobs.ranks.snapshot import EMPTY, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable

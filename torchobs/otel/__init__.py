@@ -1,6 +1,6 @@
-"""The OpenTelemetry API over a flight file: metrics and spans of the application itself, and of torchobs.
+"""The OpenTelemetry API implemented over a flight file: metrics and spans of the application and of torchobs.
 
-Only ``opentelemetry-api`` is imported here: the SDK belongs into the exporter.
+Only ``opentelemetry-api`` is imported here: the SDK is a dependency of the exporter only.
 """
 
 from torchobs.otel.global_providers import Installed, install, observe, uninstall

@@ -1,8 +1,8 @@
 """The observable instruments of the OpenTelemetry API: their callbacks run every ten seconds and at the end.
 
-An observed counter may not step back, in a file or in Prometheus. When the total that a callback returns goes down (its
-source was reset), counting goes on from there: the series shows what it had plus the new total. The SDK hands the lower total
-on, and Prometheus then adds it as a reset, with the same result.
+An observed counter must not decrease, in a file or in Prometheus. When the total that a callback returns decreases (its
+source was reset), the series continues with its last value plus the new total. The SDK exports the lower total, which
+Prometheus treats as a reset, with the same result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Observer:
         self._totals: dict[Cell, tuple[float, float]] = {}
 
     def observe(self, timeout_s: float) -> int:
-        """Call the callbacks, set the series to what they return; tell how many raised: the rest of their values is missing."""
+        """Call the callbacks and set the series to their results; return how many raised, losing the rest of their values."""
         found: dict[Cell, float] = {}
         errors = 0
         for callback in self.callbacks:
@@ -47,7 +47,7 @@ class Observer:
             call(breaker, self._read, callback, CallbackOptions(timeout_s * 1000), found)
             for trip in breaker.trips:
                 errors += 1
-                self.stream.say_once("a callback failed with %s at %s", trip.exception, trip.location)
+                self.stream.warn_once("a callback failed with %s at %s", trip.exception, trip.location)
         self._show(found)
         return errors
 
@@ -56,7 +56,7 @@ class Observer:
         for observation in _observations(callback, options):
             value = number(observation.value)
             if not isfinite(value) or (kind is Kind.COUNTER and value < 0):
-                self.stream.say_once("an observed value of %r is ignored", observation.value)
+                self.stream.warn_once("an observed value of %r is ignored", observation.value)
                 continue
             cell = self.stream.cell(observation.attributes)
             if cell is not None:
@@ -67,7 +67,7 @@ class Observer:
             self._writer, self._shown, self._totals = self.stream.writer, set(), {}
         if self.stream.metric.kind is Kind.COUNTER:
             found = {cell: self._total(cell, value) for cell, value in found.items()}
-        else:  # what a callback does not return has no value any more; a counter stays where it was
+        else:  # a gauge that a callback no longer returns becomes absent; a counter keeps its value
             found.update(dict.fromkeys(self._shown - found.keys(), nan))
         self._shown = {cell for cell, value in found.items() if isfinite(value)}
         for cell, value in found.items():
@@ -94,7 +94,7 @@ def _observations(callback: CallbackT, options: CallbackOptions) -> Iterable[Obs
 
 
 class FlightObservableCounter(ObservableCounter):
-    """A total that somebody else counts."""
+    """A counter with its total read by callbacks."""
 
     def __init__(self, stream: MetricStream, callbacks: Sequence[CallbackT] | None) -> None:
         self.stream = stream
@@ -106,7 +106,7 @@ class FlightObservableCounter(ObservableCounter):
 
 
 class FlightObservableUpDownCounter(ObservableUpDownCounter):
-    """A sum that somebody else keeps."""
+    """An up-down counter with its sum read by callbacks."""
 
     def __init__(self, stream: MetricStream, callbacks: Sequence[CallbackT] | None) -> None:
         self.stream = stream
@@ -118,7 +118,7 @@ class FlightObservableUpDownCounter(ObservableUpDownCounter):
 
 
 class FlightObservableGauge(ObservableGauge):
-    """A value of now that somebody else knows."""
+    """A gauge with its value read by callbacks."""
 
     def __init__(self, stream: MetricStream, callbacks: Sequence[CallbackT] | None) -> None:
         self.stream = stream

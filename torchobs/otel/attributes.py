@@ -1,8 +1,8 @@
-"""Attribute values: what OpenTelemetry allows, as JSON has it.
+"""Conversion of OpenTelemetry attribute values to JSON types.
 
-The rules are the SDK's: a foreign object becomes its text, or nothing where it has none; a mapping's empty keys are dropped.
-What JSON lacks becomes text: bytes in base64 and non-finite floats by name, as OpenTelemetry's rules for backends without
-such types say, and integers beyond 64 bits, which OTLP lacks too, in hexadecimal.
+The rules are the SDK's: a foreign object becomes its text, or is dropped if it has none; empty keys are dropped. Types that
+JSON lacks become text: bytes in base64 and non-finite floats by name, as OpenTelemetry specifies for backends without such
+types, and integers beyond 64 bits, which OTLP lacks too, in hexadecimal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_DEPTH = 8
 
 
 def clean(value: object, depth: int = _MAX_DEPTH) -> Plain:  # noqa: PLR0911  # one line for each type
-    """Return ``value`` as JSON has it. Never raises; what is nested deeper than 8 levels becomes the name of its type."""
+    """Convert ``value`` to JSON types. Never raises; values nested deeper than 8 levels become the name of their type."""
     if type(value) is str:
         return encodable(value)
     if isinstance(value, str):
@@ -45,7 +45,7 @@ def clean(value: object, depth: int = _MAX_DEPTH) -> Plain:  # noqa: PLR0911  # 
 
 
 def cleaned(attributes: object) -> dict[str, Plain]:
-    """Return a mapping of attributes cleaned; nothing of what is no mapping."""
+    """Convert a mapping of attributes to JSON types; an empty one if it is no mapping."""
     found: dict[str, Plain] = {}
     if isinstance(attributes, Mapping):
         for key, value in attributes.items():
@@ -60,19 +60,19 @@ def flat(attributes: object) -> dict[str, Plain]:
 
 
 def frozen(attributes: object) -> tuple[tuple[str, Any], ...]:
-    """Return :func:`flat` attributes as something that can be a key."""
+    """Return :func:`flat` attributes as a hashable."""
     return tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in flat(attributes).items())
 
 
 def clean_key(key: object) -> str:
-    """Return an attribute's name; the empty string for one that has none."""
+    """Return an attribute's name; the empty string if it is not a valid name."""
     if type(key) is str and key.isascii():
         return key
     return encodable(str.__str__(key)) if isinstance(key, str) else text(key) or ""
 
 
 def text(value: object) -> str | None:
-    """Return ``str(value)``; ``None`` when its class does not say how, or fails to."""
+    """Return ``str(value)``; ``None`` when its class defines no text, or raises."""
     kind = type(value)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
         return None

@@ -1,14 +1,13 @@
-"""torchobs as what the OpenTelemetry API's global providers are by default: in force until the application sets its own.
+"""torchobs as the default global providers of the OpenTelemetry API, until the application sets its own.
 
-``set_meter_provider`` and ``set_tracer_provider`` work once per process, whoever calls them. Had torchobs called them, an
-application that sets up its own telemetry after ``torchobs.init()`` (under ``torchobs run``: any) would be refused. So they
-are left to the application, and torchobs takes the place of the API's proxies, which stand for "nobody has set one yet".
-Libraries that ask whether a provider was set (``isinstance(…, ProxyTracerProvider)``) are told no.
+``set_meter_provider`` and ``set_tracer_provider`` work once per process. If torchobs called them, an application that sets up
+its own telemetry after ``torchobs.init()`` (under ``torchobs run``: any) would be refused. So torchobs replaces the API's
+proxies instead, which mean "no provider set yet"; libraries that check by ``isinstance(…, ProxyTracerProvider)`` find none set.
 
-When the application sets a provider, every instrument and tracer that was handed out before, by the proxies or by torchobs,
-goes over to it, observable ones with their callbacks: as without torchobs, nothing of the application's is missing there.
+When the application sets a provider, every instrument and tracer created before, by the proxies or by torchobs, delegates
+to it, observable ones with their callbacks: as without torchobs, nothing of the application's is missing there.
 
-The API has no public name for the place that its proxies take; the two private ones used here have been there since 1.12.
+The API has no public name for its proxies; the two private names used here have existed since 1.12.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ if TYPE_CHECKING:
 
 
 class Installed(NamedTuple):
-    """Which of the two are ours; the other one the application had set, or its environment names."""
+    """Which of the two providers are ours; the application, or its environment, had set the other."""
 
     metrics: bool
     traces: bool
 
 
 class DefaultTracerProvider(FlightTracerProvider, ProxyTracerProvider):
-    """What ``trace.get_tracer_provider()`` returns while the application has set none."""
+    """Result of ``trace.get_tracer_provider()`` while the application has set none."""
 
     def delegate(self) -> TracerProvider | None:
-        """Return the provider that the application has set since."""
+        """Return the provider that the application has set meanwhile."""
         provider = trace.get_tracer_provider()
         return None if isinstance(provider, ProxyTracerProvider) else provider
 
 
 class DefaultMeterProvider(metrics_api._ProxyMeterProvider):  # noqa: SLF001  # see the module
-    """What ``metrics.get_meter_provider()`` returns while the application has set none."""
+    """Result of ``metrics.get_meter_provider()`` while the application has set none."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class DefaultMeterProvider(metrics_api._ProxyMeterProvider):  # noqa: SLF001  # 
         return self.flight.get_meter(name, version, schema_url, attributes)
 
     def on_set_meter_provider(self, meter_provider: MeterProvider) -> None:
-        """Hand all instruments on: the API calls this when the application sets a provider."""
+        """Delegate all instruments; called by the API when the application sets a provider."""
         if self.before is not None:
             self.before.on_set_meter_provider(meter_provider)
         self.flight.delegate_to(meter_provider)
@@ -82,16 +81,16 @@ _tracers = DefaultTracerProvider(_no_file)
 
 
 def install(source: Source, parent: Callable[[], SpanContext | None] = _no_span) -> Installed:
-    """Record what the application's own instruments and tracers say, unless it has providers of its own.
+    """Record the application's own instruments and tracers, unless it has set providers.
 
-    ``source`` and ``parent`` as in :class:`FlightMeterProvider` and :class:`FlightTracerProvider`. May be called again, with
-    others, after :func:`uninstall`. Raises what the API raises when the environment names a provider that cannot be loaded.
+    ``source`` and ``parent`` as in :class:`FlightMeterProvider` and :class:`FlightTracerProvider`. May be called
+    again after :func:`uninstall`. Raises what the API raises when the environment names a provider that cannot be loaded.
     """
     return Installed(_install_meters(source), _install_tracers(source, parent))
 
 
 def uninstall() -> None:
-    """Record nothing any more. What was handed out stays, does nothing, and still goes over to a provider set later."""
+    """Stop recording. Existing instruments and tracers do nothing, and still delegate to a provider set later."""
     _meters.flight.write_to(_no_file)
     _tracers.write_to(_no_file)
 
@@ -108,7 +107,7 @@ def _install_meters(source: Source) -> bool:
             return False
         _meters.before = current
         metrics_api._PROXY_METER_PROVIDER = _meters  # noqa: SLF001  # see the module
-        current.on_set_meter_provider(_meters.flight)  # instruments that were handed out before
+        current.on_set_meter_provider(_meters.flight)  # instruments created before
     _meters.flight.write_to(source)
     return True
 

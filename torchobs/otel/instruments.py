@@ -1,11 +1,11 @@
 """The synchronous instruments of the OpenTelemetry API over a flight file.
 
-A measurement is in the file when its call returns (while another thread writes: when that one has; off tmpfs: within 100 ms).
-The rules are the SDK's, with one difference: a gauge set to NaN or infinity has no value from then on, where the SDK goes on
-showing the last finite one.
+A measurement is in the file when its call returns (if another thread writes: when that one has; off tmpfs: within 100 ms).
+The rules are the SDK's, with one exception: a gauge set to NaN or infinity becomes absent, where the SDK keeps the last finite
+value.
 
-When the application sets a provider of its own, every instrument made before hands on to the same one of that provider: its
-*heir*. It is what the API's own proxies do.
+When the application sets its own provider, every instrument created before delegates to the same instrument of that provider,
+as the API's own proxies do.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 _NUMBERS = (int, float)
 _MAX = sys.float_info.max
 DEFAULT_BOUNDS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 2500.0, 5000.0, 7500.0, 10000.0)
-"""A histogram's boundaries unless it advises others (OpenTelemetry specification, explicit bucket histogram aggregation)."""
+"""Default bucket boundaries of a histogram (OpenTelemetry specification, explicit bucket histogram aggregation)."""
 
 
 class FlightCounter(Counter):
-    """A sum that never goes down."""
+    """A sum that never decreases."""
 
     def __init__(self, stream: MetricStream) -> None:
         self.stream = stream
-        self._heir: Counter | None = None
+        self._delegate: Counter | None = None
 
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Counter`. A negative or non-finite amount is ignored, with one warning."""
-        if self._heir is not None:
-            self._heir.add(amount, attributes, **_given(context))
+        if self._delegate is not None:
+            self._delegate.add(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
         if not 0 <= amount <= _MAX:
-            self.stream.say_once("an amount that is negative or not finite (%r) is ignored", amount)
+            self.stream.warn_once("an amount that is negative or not finite (%r) is ignored", amount)
             return
         cell = self.stream.cell(attributes)
         if cell is None:
@@ -58,32 +58,32 @@ class FlightCounter(Counter):
         cell.publish()
 
     def delegate_to(self, meter: Meter) -> None:
-        """Hand on to the same instrument of the application's own provider from now on."""
-        self._heir = meter.create_counter(*self.stream.identity)
+        """Delegate to the same instrument of the application's own provider from now on."""
+        self._delegate = meter.create_counter(*self.stream.identity)
 
 
 class FlightUpDownCounter(UpDownCounter):
-    """A sum that may go down."""
+    """A sum that may decrease."""
 
     def __init__(self, stream: MetricStream) -> None:
         self.stream = stream
-        self._heir: UpDownCounter | None = None
+        self._delegate: UpDownCounter | None = None
 
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.UpDownCounter`. A non-finite amount is ignored, with one warning."""
-        if self._heir is not None:
-            self._heir.add(amount, attributes, **_given(context))
+        if self._delegate is not None:
+            self._delegate.add(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
         if not -_MAX <= amount <= _MAX:
-            self.stream.say_once("an amount that is not finite (%r) is ignored", amount)
+            self.stream.warn_once("an amount that is not finite (%r) is ignored", amount)
             return
         self.stream.record(Cell.add, amount, attributes)
 
     def delegate_to(self, meter: Meter) -> None:
-        """Hand on to the same instrument of the application's own provider from now on."""
-        self._heir = meter.create_up_down_counter(*self.stream.identity)
+        """Delegate to the same instrument of the application's own provider from now on."""
+        self._delegate = meter.create_up_down_counter(*self.stream.identity)
 
 
 class FlightHistogram(Histogram):
@@ -91,61 +91,61 @@ class FlightHistogram(Histogram):
 
     def __init__(self, stream: MetricStream) -> None:
         self.stream = stream
-        self._heir: Histogram | None = None
+        self._delegate: Histogram | None = None
 
     def record(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Histogram`. A negative or non-finite amount is ignored, with one warning."""
-        if self._heir is not None:
-            self._heir.record(amount, attributes, **_given(context))
+        if self._delegate is not None:
+            self._delegate.record(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
         if not 0 <= amount <= _MAX:
-            self.stream.say_once("an amount that is negative or not finite (%r) is ignored", amount)
+            self.stream.warn_once("an amount that is negative or not finite (%r) is ignored", amount)
             return
         self.stream.record(Cell.observe, amount, attributes)
 
     def delegate_to(self, meter: Meter) -> None:
-        """Hand on to the same instrument of the application's own provider from now on."""
+        """Delegate to the same instrument of the application's own provider from now on."""
         bounds = self.stream.metric.bounds
         advised: dict[str, Any] = {} if bounds == DEFAULT_BOUNDS else {"explicit_bucket_boundaries_advisory": bounds}
-        self._heir = meter.create_histogram(*self.stream.identity, **advised)
+        self._delegate = meter.create_histogram(*self.stream.identity, **advised)
 
 
 class FlightGauge(_Gauge):
-    """A value of now."""
+    """A present value."""
 
     def __init__(self, stream: MetricStream) -> None:
         self.stream = stream
-        self._heir: _Gauge | None = None
+        self._delegate: _Gauge | None = None
 
     def set(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
-        """See :meth:`opentelemetry.metrics.Meter.create_gauge`. A non-finite amount leaves the series without a value."""
-        if self._heir is not None:
-            self._heir.set(amount, attributes, **_given(context))
+        """See :meth:`opentelemetry.metrics.Meter.create_gauge`. A non-finite amount makes the series absent."""
+        if self._delegate is not None:
+            self._delegate.set(amount, attributes, **_given(context))
             return
         if type(amount) not in _NUMBERS:
             amount = number(amount)
         self.stream.record(Cell.set, amount if -_MAX <= amount <= _MAX else nan, attributes)
 
     def delegate_to(self, meter: Meter) -> None:
-        """Hand on to the same instrument of the application's own provider from now on."""
-        self._heir = meter.create_gauge(*self.stream.identity)
+        """Delegate to the same instrument of the application's own provider from now on."""
+        self._delegate = meter.create_gauge(*self.stream.identity)
 
 
 def _given(context: Context | None) -> dict[str, Context]:
-    """Return ``context`` as an argument for an SDK that may be older than that argument (1.28)."""
+    """Return ``context`` as keyword argument, if given: SDKs before 1.28 do not have it."""
     return {} if context is None else {"context": context}
 
 
 def number(value: object) -> float:
-    """Return what NumPy, torch or the standard library call a number as ``int`` or ``float``; NaN for what is none."""
+    """Convert a number of NumPy, torch or the standard library to ``int`` or ``float``; NaN for anything else."""
     converted = call(CircuitBreaker("amount"), _convert, value)
     return nan if converted is None else converted
 
 
 def _convert(value: object) -> float:
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # refused below if it is no integer
+        return operator.index(value)  # type: ignore[arg-type]  # raises unless it is an integer, handled below
     except TypeError:
-        return float(value)  # type: ignore[arg-type]  # raises for what is no number
+        return float(value)  # type: ignore[arg-type]  # raises unless it is a number

@@ -1,4 +1,4 @@
-"""Warnings about a misuse of the API: each once, for they would come with every step."""
+"""Warnings about misuse of the API, each logged once, for they would recur with every step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _said: set[str] = set()
 
 
 def warn_once(problem: str, *details: object) -> None:
-    """Log a warning, the first time that ``problem`` (without its details) is heard of."""
+    """Log a warning the first time that ``problem`` (without its details) occurs."""
     if problem not in _said:
         _said.add(problem)
         logger.warning("torchobs: " + problem, *details)  # noqa: G003  # our own texts, a handful of them
 
 
-def hand_on(to_heir: Callable[..., None], delegate: object) -> None:
-    """Call ``to_heir(heir)``; the application's provider may refuse what it is given, and then one warning says so."""
+def delegate_safely(set_delegate: Callable[..., None], delegate: object) -> None:
+    """Call ``set_delegate(delegate)``; if the application's provider raises, log one warning."""
     breaker = CircuitBreaker("heir")
-    call(breaker, to_heir, delegate)
+    call(breaker, set_delegate, delegate)
     for trip in breaker.trips:
         warn_once("the application's meter provider failed with %s at %s", trip.exception, trip.location)

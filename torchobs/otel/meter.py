@@ -1,7 +1,7 @@
 """The OpenTelemetry API's Meter over a flight file.
 
-Where the SDK raises in the training loop (an invalid name, bucket boundaries that do not increase) this warns and goes on:
-with an instrument that does nothing, with the default boundaries.
+Where the SDK would raise in the training loop (invalid name, bucket boundaries that do not increase), this logs a warning and
+returns an instrument that does nothing, or uses the default boundaries.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchobs.otel.instruments import (
     FlightUpDownCounter,
     number,
 )
-from torchobs.otel.log_once import hand_on, logger
+from torchobs.otel.log_once import delegate_safely, logger
 from torchobs.otel.metric_stream import MetricStream
 
 if TYPE_CHECKING:
@@ -52,16 +52,16 @@ class _Instrument(Protocol):
     stream: MetricStream
 
     def delegate_to(self, meter: Meter) -> None:
-        """Hand on to the same instrument of another meter."""
+        """Delegate to the same instrument of another meter."""
 
 
 InstrumentT = TypeVar("InstrumentT", bound=_Instrument)
 
 
 class FlightMeter(Meter):
-    """Makes instruments. One name (case ignored), kind, unit and description is one instrument, as in the SDK.
+    """Creates instruments, identified by name (case ignored), kind, unit and description, as in the SDK.
 
-    Where only the name is the same it is another stream, with a warning: Prometheus can show just one of the two.
+    If only the name is the same, a separate stream is created with a warning: Prometheus can show only one of the two.
     """
 
     def __init__(self, scope: Scope, destination: Destination) -> None:
@@ -69,12 +69,12 @@ class FlightMeter(Meter):
         self._scope, self._destination = scope, destination
         self._instruments: dict[tuple[type, str, str, str], _Instrument] = {}
         self._first: dict[str, _Instrument] = {}
-        self._heir: Meter | None = None
+        self._delegate: Meter | None = None
 
     @property
     def _other(self) -> Meter:
-        """Who makes what is not made here: the application's own meter, else one whose instruments do nothing."""
-        return self._heir or NoOpMeter("")
+        """The meter for instruments not created here: the application's own, else one with no-op instruments."""
+        return self._delegate or NoOpMeter("")
 
     def create_counter(self, name: str, unit: str = "", description: str = "") -> Counter:
         """See :class:`opentelemetry.metrics.Meter`."""
@@ -113,7 +113,7 @@ class FlightMeter(Meter):
             return self._other.create_histogram(name, unit or "", description or "", **advised)
         kept = self._keep(FlightHistogram(stream))
         if kept.stream.metric.bounds != stream.metric.bounds:
-            kept.stream.say_once("other boundaries are advised now, the first ones are used")
+            kept.stream.warn_once("other boundaries are advised now, the first ones are used")
         return kept
 
     def create_observable_counter(
@@ -144,21 +144,21 @@ class FlightMeter(Meter):
         return self._keep(FlightObservableGauge(stream, callbacks))
 
     def observers(self) -> list[Observer]:
-        """Return what reads the callbacks of the observable instruments."""
+        """Return the observers of the observable instruments."""
         return [observer for item in list(self._instruments.values()) if (observer := getattr(item, "observer", None))]
 
     def delegate_to(self, provider: MeterProvider) -> None:
-        """Hand on to the same meter of the application's own provider."""
+        """Delegate to the same meter of the application's own provider."""
         delegate = provider.get_meter(self._scope.name, self._scope.version or None, self._scope.schema_url or None)
-        self._heir = delegate
+        self._delegate = delegate
         for instrument in list(self._instruments.values()):
-            hand_on(instrument.delegate_to, delegate)
+            delegate_safely(instrument.delegate_to, delegate)
 
     def _stream(
         self, kind: Kind, name: str, unit: str, description: str, advisory: Sequence[float] | None = None
     ) -> MetricStream | None:
-        """Return a stream for that instrument; ``None`` where another meter has to make it."""
-        if self._heir is not None:
+        """Return a stream for that instrument; ``None`` where another meter has to create it."""
+        if self._delegate is not None:
             return None
         if not _NAME.fullmatch(name) or not _UNIT.fullmatch(unit or ""):
             logger.warning("torchobs: no valid name and unit of an instrument: %.300r, %.100r; it records nothing", name, unit)
@@ -168,12 +168,12 @@ class FlightMeter(Meter):
         return MetricStream(metric, self._scope, self._destination)
 
     def _keep(self, instrument: InstrumentT) -> InstrumentT:
-        """Return the instrument of that identity that was made first; no lock, for a dict's ``setdefault`` is atomic."""
+        """Return the instrument of that identity that was created first; without a lock, as ``dict.setdefault`` is atomic."""
         name, *_ = identity = instrument.stream.identity
         kept = self._instruments.setdefault((type(instrument), *identity), instrument)
         first = self._first.setdefault(name, kept)
         if first is not kept:
-            first.stream.say_once("there is another one of this name with another kind, unit or description")
+            first.stream.warn_once("there is another one of this name with another kind, unit or description")
         return cast("InstrumentT", kept)
 
 

@@ -1,4 +1,4 @@
-"""The OpenTelemetry API's MeterProvider over a flight file: a user's own instruments are as crash-safe as our own metrics."""
+"""The OpenTelemetry API's MeterProvider over a flight file: a user's instruments are as crash-safe as our own metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opentelemetry.metrics import Meter, MeterProvider, NoOpMeter
 from torchobs import catalog
 from torchobs.flight.format.series import Scope
 from torchobs.otel.attributes import clean_key, frozen
-from torchobs.otel.log_once import hand_on, warn_once
+from torchobs.otel.log_once import delegate_safely, warn_once
 from torchobs.otel.meter import FlightMeter
 from torchobs.otel.metric_stream import Destination
 
@@ -27,28 +27,28 @@ _CALLBACK_TIMEOUT_S = 10.0
 
 
 class FlightMeterProvider(MeterProvider):
-    """Hands out meters whose instruments write to the file that ``source()`` returns; while it is ``None`` they do nothing.
+    """Creates meters for the file that ``source()`` returns; while it is ``None`` their instruments do nothing.
 
-    ``source`` is asked at every measurement, so that instruments outlive any number of sessions. In a forked child it must
-    return ``None`` or a writer of the child's own.
+    ``source`` is called at every measurement, so that instruments survive any number of sessions. In a forked child it must
+    return ``None`` or the child's own writer.
     """
 
     def __init__(self, source: Source) -> None:
         self._destination = Destination(source)
         self._meters: dict[Scope, FlightMeter] = {}
-        self._heir: MeterProvider | None = None
+        self._delegate: MeterProvider | None = None
         self._round: threading.Thread | None = None
 
     def write_to(self, source: Source) -> None:
-        """Ask ``source`` for the file from now on."""
+        """Set the function that returns the writer."""
         self._destination.source = source
 
     def get_meter(
         self, name: str, version: str | None = None, schema_url: str | None = None, attributes: Attributes = None
     ) -> Meter:
-        """Return the meter of that instrumentation scope; where it has no name one that does nothing, with a warning."""
-        if self._heir is not None:
-            return self._heir.get_meter(name, version, schema_url)
+        """Return the meter of that instrumentation scope; without a name a no-op meter, with a warning."""
+        if self._delegate is not None:
+            return self._delegate.get_meter(name, version, schema_url)
         if not name:
             warn_once("a meter needs a name; the instruments of one without record nothing")
             return NoOpMeter("")
@@ -56,10 +56,10 @@ class FlightMeterProvider(MeterProvider):
         return self._meters.setdefault(scope, FlightMeter(scope, self._destination))
 
     def observe(self, timeout_s: float = 0.0) -> bool:
-        """Call the callbacks of all observable instruments in a thread of their own, and wait for it at most ``timeout_s``.
+        """Call the callbacks of all observable instruments in a separate thread and wait for it at most ``timeout_s``.
 
-        They are the user's code: one that hangs must not stop the heartbeat of the thread that asks. While a round lasts no
-        other begins. Returns whether it is over.
+        They are user code: a callback that hangs must not stop the caller's heartbeat. Only one round runs at a time.
+        Returns True if it has finished.
         """
         self._destination.retry()
         running = self._round
@@ -71,15 +71,15 @@ class FlightMeterProvider(MeterProvider):
         return not running.is_alive()
 
     def delegate_to(self, provider: MeterProvider) -> None:
-        """Hand on to the provider that the application has set: every instrument made here becomes one of its own."""
-        self._heir = provider
+        """Delegate every instrument created here to the provider that the application has set."""
+        self._delegate = provider
         for meter in list(self._meters.values()):
-            hand_on(meter.delegate_to, provider)
+            delegate_safely(meter.delegate_to, provider)
 
     def _begin_round(self, timeout_s: float) -> threading.Thread | None:
         writer = self._destination.source()
         observers = [observer for meter in list(self._meters.values()) for observer in meter.observers()]
-        if writer is None or self._heir is not None or not observers:
+        if writer is None or self._delegate is not None or not observers:
             return None
         self._round = threading.Thread(
             target=_observe, args=(writer, observers, timeout_s), name="torchobs-callbacks", daemon=True

@@ -1,10 +1,10 @@
-"""An instrument's stream: which cell an attribute set has, in whichever flight file is being written.
+"""Metric stream of an instrument: maps attribute sets to cells of the flight file being written.
 
-The hot path is one look-up of the attributes as they came, ``tuple(attributes.items())``: strings need nothing more. Whatever
-is not found there is brought into the one form that the file knows (sorted, types told apart: 1 is neither True nor 1.0).
+The hot path is one look-up of the attributes as given, ``tuple(attributes.items())``: strings need nothing more. Other sets are
+converted to the file's canonical form (sorted, with types: 1 differs from True and 1.0).
 
-A set that the file has no room for is counted in ``torchobs.flight.dropped`` and its measurements go to the series with the
-attribute ``otel.metric.overflow``, as OpenTelemetry says, so that the instrument's total stays right.
+An attribute set without room in the file is counted in ``torchobs.flight.dropped``, and its measurements go to the series with
+the attribute ``otel.metric.overflow``, as OpenTelemetry specifies, so that the instrument's total stays right.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ OVERFLOW: Mapping[str, bool] = {"otel.metric.overflow": True}
 _OVERFLOW_FORM = "overflow"
 _SCALARS = frozenset({str, bool, int, float, type(None)})
 _MAX_FORMS = 4096
-"""Attribute sets that are remembered as they came, by instrument (at most 2 MiB)."""
+"""Most attribute sets per instrument that are cached as given (at most 2 MiB)."""
 _MAX_LATE = 1024
 _SCRAP = Cell(
     ValueBlock(DirectStorage(memoryview(bytearray(2 * SLOT_SIZE))), 0, 0),
     Series("scrap", Kind.COUNTER, "", "", (), (), ValueType.EITHER, 0, 0),
 )
-"""Where the measurements of an instrument go that has no room even for its overflow series: they are counted as dropped."""
+"""Cell for an instrument without room even for its overflow series: its measurements are counted as dropped."""
 
 
 class Destination:
-    """Where measurements go, and those of series that another thread was just making: nobody waits for it."""
+    """Destination of measurements. Those of a series that another thread is creating are kept, so that no thread waits."""
 
     __slots__ = ("_late", "source")
 
@@ -59,7 +59,7 @@ class Destination:
         self._late: deque[tuple[MetricStream, Change, float, Attributes]] = deque()
 
     def keep(self, stream: MetricStream, change: Change, amount: float, attributes: Attributes) -> None:
-        """Keep a measurement for :meth:`retry`, if anything is recorded; while 1,024 of them wait it is dropped and counted."""
+        """Keep a measurement for :meth:`retry`, if a file is written; beyond 1,024 pending ones it is dropped and counted."""
         writer = self.source()
         if writer is not None and len(self._late) >= _MAX_LATE:
             writer.table.dropped += 1
@@ -67,12 +67,12 @@ class Destination:
             self._late.append((stream, change, amount, dict(attributes) if attributes else None))
 
     def retry(self) -> None:
-        """Record what waits, each at most once per call."""
+        """Record the pending measurements, each at most once per call."""
         for _ in range(len(self._late)):
             try:
                 stream, change, amount, attributes = self._late.popleft()
             except IndexError:
-                return  # another thread retries, too
+                return  # another thread is retrying
             stream.record(change, amount, attributes)
 
 
@@ -94,22 +94,22 @@ class MetricStream:
 
     @property
     def writer(self) -> FlightWriter | None:
-        """The file that the last cell belongs to."""
+        """The writer that the cached cells belong to."""
         return self._bound[0]
 
     def cell(self, attributes: Attributes) -> Cell | None:
-        """Return the cell of that attribute set; ``None`` when nothing is recorded, or its series is just being made."""
+        """Return the cell of that attribute set; ``None`` when no file is written, or another thread is creating the series."""
         writer, cells = self._bound
         if self._destination.source() is not writer:
             writer, cells = self._rebind()
         try:
             found = cells.get(tuple(attributes.items()) if attributes else ())
-        except (TypeError, AttributeError):  # a value that cannot be hashed; no mapping at all
+        except (TypeError, AttributeError):  # an unhashable value; not a mapping
             found = None
         return self._find(writer, cells, attributes) if found is None else found
 
     def record(self, change: Change, amount: float, attributes: Attributes) -> None:
-        """Change that attribute set's value and publish it: now or, if its series is just being made, later."""
+        """Change the value of that attribute set and publish it: later if another thread is creating the series."""
         cell = self.cell(attributes)
         if cell is not None:
             change(cell, amount)
@@ -117,14 +117,14 @@ class MetricStream:
         else:
             self._destination.keep(self, change, amount, attributes)
 
-    def say_once(self, problem: str, *details: object) -> None:
-        """Warn of a misuse of this instrument, once for each kind."""
+    def warn_once(self, problem: str, *details: object) -> None:
+        """Log a warning about misuse of this instrument, once per kind."""
         if problem not in self._said:
             self._said.add(problem)
             logger.warning("torchobs: instrument %r: " + problem, self.metric.name, *details)  # our own texts
 
     def _rebind(self) -> tuple[FlightWriter | None, Cells]:
-        """Turn to another file. Writer and cells change as one: no thread may put a cell of the old file among the new."""
+        """Switch to the present file. Writer and cells are replaced together, so that no thread mixes cells of two files."""
         bound: tuple[FlightWriter | None, Cells] = (self._destination.source(), {})
         self._bound = bound
         return bound
@@ -147,11 +147,11 @@ class MetricStream:
             return self._overflow(table, cells)
 
     def _overflow(self, table: Table, cells: Cells) -> Cell | None:
-        """Return the series that takes in what has no room of its own."""
+        """Return the cell of the overflow series."""
         cell = cells.get(_OVERFLOW_FORM)
         if cell is not None:
             return cell
-        self.say_once("no room for more attribute sets in the flight file, further ones count as otel.metric.overflow")
+        self.warn_once("no room for more attribute sets in the flight file, further ones count as otel.metric.overflow")
         try:
             cell = table.open(self.metric, OVERFLOW, USER, either=True, scope=self.scope, spare=True)
         except NoSeriesRoomError:
@@ -162,7 +162,7 @@ class MetricStream:
 
 
 def _form(attributes: object) -> Hashable | None:
-    """Return attributes as they came, as a key: with their types unless all are strings, for ``1 == True == 1.0`` in Python."""
+    """Return attributes as given as a key, with their types unless all are strings, for ``1 == True == 1.0`` in Python."""
     if not isinstance(attributes, Mapping) or not set(map(type, attributes)) <= {str}:
         return None
     types = tuple(map(type, attributes.values()))

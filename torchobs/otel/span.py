@@ -1,6 +1,6 @@
-"""A span of the OpenTelemetry API over a flight file: kept in memory while it lasts, in the file when it has ended.
+"""Spans of the OpenTelemetry API over a flight file: in memory while they last, written to the file at their end.
 
-Semantics are the SDK's, its default limits included. No lock is taken: a signal handler may add to the span that it interrupts.
+Semantics and default limits are the SDK's. No lock is taken: a signal handler may add to the span that it interrupts.
 """
 
 # ruff: noqa: FBT001, FBT002  # the API's signatures
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SpanLimits:
-    """How much one span may hold; the oldest goes first. The SDK's defaults."""
+    """Limits of one span, with the SDK's defaults; beyond them the oldest items are dropped."""
 
     attributes: int = 128
     events: int = 128
     links: int = 128
     attributes_of_each: int = 128
-    """of one event or link"""
+    """per event or link"""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the spans of one tracer have in common while one file is written."""
+    """Common state of one tracer's spans while one file is written."""
 
     writer: FlightWriter
     source: Source
     scope: list[object]
-    """as a frame has it"""
+    """as encoded in a frame"""
     limits: SpanLimits
 
     def now_ns(self) -> int:
@@ -56,7 +56,7 @@ class Origin:
         return self.writer.header.wall_ns + self.writer.elapsed_ns()
 
     def write(self, fields: Mapping[str, Any]) -> None:
-        """Append a frame, unless its file is no longer the one being written. One that had to be cut counts as dropped, too."""
+        """Append a frame, unless another file is being written now. A shortened frame counts as dropped, too."""
         if self.source() is self.writer:
             payload, cut = fit(fields, self.writer.events.limit)
             self.writer.events.dropped += cut > 0
@@ -64,7 +64,7 @@ class Origin:
 
 
 class Reactions(NamedTuple):
-    """What happens to a span when its ``with`` block is left, by an exception or not."""
+    """What to do with a span when its ``with`` block exits, with or without an exception."""
 
     record: bool
     set_status: bool
@@ -72,7 +72,7 @@ class Reactions(NamedTuple):
 
 
 class Bounded:
-    """Attributes up to a limit: the oldest makes room. The SDK's rules, without its lock."""
+    """Bounded attributes: the oldest is dropped beyond the limit. The SDK's rules, without its lock."""
 
     __slots__ = ("_limit", "dropped", "values")
 
@@ -95,7 +95,7 @@ class Bounded:
             self._put(name, value)
 
     def set(self, key: object, value: object) -> None:
-        """Add one; a key that is no text, or empty, is dropped."""
+        """Add one; a key that is empty or not text is dropped."""
         if isinstance(key, str) and key:
             self._put(clean_key(key), clean(value))
         else:
@@ -103,7 +103,7 @@ class Bounded:
 
     def _put(self, name: str, value: Plain) -> None:
         values = self.values
-        values.pop(name, None)  # what is set anew is the youngest
+        values.pop(name, None)  # a key set again becomes the newest
         if len(values) >= self._limit:
             self.dropped += 1
             if not self._limit:
@@ -132,7 +132,7 @@ class FlightSpan(Span):
         self._links: deque[list[Any]] = deque(maxlen=origin.limits.links)
         self._events_seen = self._links_seen = 0
         self._status = Status()
-        self._unended = [None]  # popped by the one end() that counts
+        self._unended = [None]  # popped by the first end(): later calls do nothing
 
     def get_span_context(self) -> SpanContext:
         """Return what identifies the span."""
@@ -168,7 +168,7 @@ class FlightSpan(Span):
             self._links_seen += 1
 
     def begin_with(self, attributes: Attributes, links: Sequence[Link]) -> None:
-        """Add what was given at the start."""
+        """Add the attributes and links given at creation."""
         if attributes:
             self._attributes.update(attributes)
         for link in links:
@@ -205,7 +205,7 @@ class FlightSpan(Span):
         self.add_event("exception", described | dict(attributes or {}), timestamp)
 
     def announce(self) -> None:
-        """Write that the span has begun, so that it is known of even if the process is killed before its end."""
+        """Write a frame at the span's begin, so that it is visible even if the process is killed before its end."""
         self._origin.write(self._begun("span_start") | {"attrs": dict(self._attributes.values)})
 
     def end(self, end_time: int | None = None) -> None:
@@ -220,7 +220,7 @@ class FlightSpan(Span):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
     ) -> None:
-        """End it; an exception on its way out is recorded before."""
+        """End the span; record an exception that leaves the block."""
         if exc_val is not None and self.is_recording():
             react(self, exc_val, self._reactions, escaped=True)
         super().__exit__(exc_type, exc_val, exc_tb)
@@ -253,7 +253,7 @@ class FlightSpan(Span):
 
 
 def react(span: Span, error: BaseException, reactions: Reactions, *, escaped: bool = False) -> None:
-    """Tell a span of an exception on its way out of its block."""
+    """Record an exception that leaves a span's block."""
     if reactions.record:
         span.record_exception(error, escaped=escaped)
     if reactions.set_status:

@@ -1,9 +1,9 @@
-"""A span as a frame of the event ring: a JSON object of at most 16 KiB.
+"""Encoding of a span as a frame of the event ring: a JSON object of at most 16 KiB.
 
 =========== ==========================================================================================================
 field       meaning
 =========== ==========================================================================================================
-k           ``span``; ``span_start`` for one that was announced when it began, without what only its end knows
+k           ``span``; ``span_start`` for one announced at its begin, without the fields known only at its end
 name        its name
 trace_id    32 hexadecimal digits
 span_id     16 hexadecimal digits
@@ -14,13 +14,13 @@ state       W3C ``tracestate``; absent when empty
 kind        ``internal``, ``server``, ``client``, ``producer`` or ``consumer``
 t0, t1      begin and end, Unix time in ns
 status      ``unset``, ``ok`` or ``error``
-description why the status is ``error``; absent when nothing was said
+description why the status is ``error``; absent when not given
 attrs       attributes (``attributes.py``)
 events      ``[t, name, attrs, dropped attributes]`` each, ``t`` in Unix ns
 links       ``[trace_id, span_id, flags, state, attrs, dropped attributes]`` each
 scope       ``[name, version, schema_url, attrs]`` of the tracer
 dropped     ``[attributes, events, links]`` beyond the limits; absent when none were
-cut         values that were shortened or left out so that the frame fits; absent when none were
+cut         number of values shortened or left out so that the frame fits; absent when zero
 =========== ==========================================================================================================
 """
 
@@ -40,7 +40,7 @@ _MANY = ("attrs", "events", "links")
 
 
 def fit(fields: Mapping[str, Any], limit: int) -> tuple[bytes, int]:
-    """Return the frame's payload of at most ``limit`` bytes (at least 2 KiB), and how many values had to be cut.
+    """Return the frame's payload of at most ``limit`` bytes (at least 2 KiB), and the number of values cut.
 
     A span that is too long loses the ends of its longest texts first, then its oldest events, links and attributes.
     """
@@ -79,5 +79,5 @@ def _thin_out(fields: Mapping[str, Any], cut: int, limit: int) -> tuple[bytes, i
         payload = _encode(fewer | {"cut": cut}).encode()
         if len(payload) <= limit:
             return payload, cut
-    fewer["scope"] = [*fewer["scope"][:3], {}]  # nothing else is left that could be long
+    fewer["scope"] = [*fewer["scope"][:3], {}]  # the only other field that can be long
     return _encode(fewer | {"cut": cut + 1}).encode(), cut + 1

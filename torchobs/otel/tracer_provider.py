@@ -1,8 +1,8 @@
-"""The OpenTelemetry API's TracerProvider over a flight file: a user's spans outlive a kill from the moment they end.
+"""The OpenTelemetry API's TracerProvider over a flight file: a user's spans survive a kill once they have ended.
 
-Every span is recorded, except below a parent that its maker decided not to sample. Identifiers come from the operating
-system and not from :mod:`random`: seeding that one alike on all ranks is good practice in training, and would give the spans
-of all ranks the same identifiers; and drawing from it would change what the training itself draws.
+Every span is recorded, except below a parent that was not sampled. Identifiers come from the operating system and not from
+:mod:`random`: training often seeds that equally on all ranks, which would give the spans of all ranks the same identifiers, and
+drawing from it would change the training's own random numbers.
 """
 
 # ruff: noqa: FBT001, FBT002  # the API's signatures
@@ -50,29 +50,29 @@ _SAMPLED, _RANDOM = 0x01, 0x02
 _LIMITS = SpanLimits()
 
 
-def _nobody() -> None:
+def _no_parent() -> None:
     return None
 
 
 class FlightTracerProvider(TracerProvider):
-    """Hands out tracers whose spans go to the file that ``source()`` returns; while it is ``None`` they record nothing.
+    """Creates tracers for the file that ``source()`` returns; while it is ``None`` they record nothing.
 
-    ``parent`` gives the parent of spans that are started without any context: the span of the run, where there is one. In a
-    forked child ``source`` must return ``None`` or a writer of the child's own.
+    ``parent`` returns the parent of spans started without a context: the run's span, if there is one. In a forked child
+    ``source`` must return ``None`` or the child's own writer.
     """
 
     def __init__(
-        self, source: Source, parent: Callable[[], SpanContext | None] = _nobody, limits: SpanLimits = _LIMITS
+        self, source: Source, parent: Callable[[], SpanContext | None] = _no_parent, limits: SpanLimits = _LIMITS
     ) -> None:
         self._source, self.parent, self.limits = source, parent, limits
         self._tracers: dict[Scope, FlightTracer] = {}
 
     def writer(self) -> FlightWriter | None:
-        """Return what writes the file; ``None`` when nothing is recorded."""
+        """Return the file's writer; ``None`` when nothing is recorded."""
         return self._source()
 
-    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = _nobody) -> None:
-        """Ask ``source`` for the file, and ``parent`` for the parent of roots, from now on."""
+    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = _no_parent) -> None:
+        """Set the functions that return the writer and the parent of root spans."""
         self._source, self.parent = source, parent
 
     def get_tracer(
@@ -90,7 +90,7 @@ class FlightTracerProvider(TracerProvider):
         return self._tracers.setdefault(scope, FlightTracer(scope, self))
 
     def delegate(self) -> TracerProvider | None:
-        """Return the provider to hand on to: one that the application has set itself."""
+        """Return the provider that the application has set, to delegate to."""
         return None
 
 
@@ -113,12 +113,12 @@ class FlightTracer(Tracer):
         record_exception: bool = True,
         set_status_on_exception: bool = True,
     ) -> Span:
-        """See :class:`opentelemetry.trace.Tracer`. Where nothing is recorded the span passes its parent's context on."""
-        delegate = self._heir()
+        """See :class:`opentelemetry.trace.Tracer`. Where nothing is recorded the span propagates its parent's context."""
+        delegate = self._delegated_tracer()
         if delegate is not None:
             given = (name, context, kind, attributes, links, start_time, record_exception, set_status_on_exception)
             return delegate.start_span(*given)
-        current, origin = get_current_span(context).get_span_context(), self._turn()
+        current, origin = get_current_span(context).get_span_context(), self._current_origin()
         if origin is None:
             return NonRecordingSpan(current)
         parent = current if current.is_valid else self._provider.parent() if context is None else None
@@ -148,7 +148,7 @@ class FlightTracer(Tracer):
         reactions = Reactions(record_exception, set_status_on_exception, end_on_exit)
         return CurrentSpan(functools.partial(self.start_span, *given), reactions)
 
-    def _heir(self) -> Tracer | None:
+    def _delegated_tracer(self) -> Tracer | None:
         provider = self._provider.delegate()
         if provider is None:
             return None
@@ -157,8 +157,8 @@ class FlightTracer(Tracer):
             self._inherited = provider, provider.get_tracer(name, version or None, schema_url or None)
         return self._inherited[1]
 
-    def _turn(self) -> Origin | None:
-        """Turn to the file being written; ``None`` when there is none."""
+    def _current_origin(self) -> Origin | None:
+        """Return the origin for the file being written; ``None`` when there is none."""
         provider, origin = self._provider, self._origin
         writer = provider.writer()
         if writer is None:
@@ -172,7 +172,7 @@ class FlightTracer(Tracer):
 class CurrentSpan(AbstractContextManager[Span]):
     """Starts a span on entering and makes it the current one; a decorator starts one for each call.
 
-    What the API's ``use_span`` does, for any exception: that one raises another when an exception's text cannot be had.
+    Like the API's ``use_span``, which however raises another exception when an exception's text cannot be computed.
     """
 
     __slots__ = ("_entered", "_reactions", "_start")
@@ -214,7 +214,7 @@ class CurrentSpan(AbstractContextManager[Span]):
 
 
 def _context_below(parent: SpanContext | None) -> SpanContext:
-    """Return the context of a new span: its parent's trace and decision to sample, or a trace of its own."""
+    """Return the context of a new span: with its parent's trace and sampling decision, or a new trace."""
     random = os.urandom(24)
     span_id = int.from_bytes(random[:8], "big") or 1
     if parent is None:

@@ -1,1 +1,1 @@
-"""Ranks as seen from outside: scanner, state, incarnations and comparison. Shared by exporter, top and inspect."""
+"""Ranks as read from their flight files: scanner, state, incarnations, comparison. Shared by exporter, top and inspect."""

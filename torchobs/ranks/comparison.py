@@ -1,6 +1,6 @@
-"""What no rank can say of itself: how it stands among the ranks of its run on this machine, and what they are together.
+"""Comparison of a run's ranks on this machine, and their summary.
 
-Beyond one machine these are recording rules: every exporter sees its own ranks only.
+Across machines recording rules do this: every exporter sees only its own ranks.
 """
 
 from __future__ import annotations
@@ -23,46 +23,44 @@ if TYPE_CHECKING:
     from torchobs.ranks.metric_values import Readings
     from torchobs.ranks.snapshot import Rank
 
-__all__ = ["RankComparator", "RankStanding", "RunSummary", "whole_norm"]
-
 LEAST_STEPS = 16
-"""Steps between two looks at the counters over which a rank is compared."""
+"""Fewest steps over which a rank is compared."""
 WINDOW_NS = 30_000_000_000
-"""And at least this long, so that a rank at 1 ms a step is not judged by 16 ms."""
+"""Shortest time over which a rank is compared, so that a rank with 1 ms steps is not judged by 16 ms."""
 _PHASE_KEYS = [(phase,) for phase in catalog.PHASES]
 _SAMPLE_NS = 1_000_000_000
 _METRICS = (catalog.STEPS, catalog.STEP_PHASE_TIME, catalog.GOODPUT_TIME, catalog.GRAD_NORM, catalog.GRAD_NORM_RANKS)
 _ASIDE = ("evaluation", "checkpoint", "compile")
-"""What a rank does beside its steps while its peers wait for it."""
+"""Phases outside the steps in which the peers wait for a rank."""
 
 
 class RankComparator:
-    """Compares the ranks of snapshots, one after the other. Remembers how far each was."""
+    """Compares the ranks of successive snapshots; keeps each rank's history."""
 
     def __init__(self) -> None:
         self._reader = Reader(_METRICS)
-        self._pasts: dict[str, _Past] = {}
+        self._histories: dict[str, _History] = {}
 
     def of(self, ranks: Sequence[Rank], now_ns: int) -> tuple[dict[str, RankStanding], tuple[RunSummary, ...]]:
-        """Return the standing of every living rank by its incarnation, and every run; ``ranks`` are sorted by run."""
+        """Return the standing of every living rank by incarnation, and a summary of every run; ``ranks`` are sorted by run."""
         self._reader.keep(ranks)
-        pasts = {rank.incarnation: self._pasts.get(rank.incarnation) or _Past() for rank in ranks}
-        self._pasts = pasts
+        histories = {rank.incarnation: self._histories.get(rank.incarnation) or _History() for rank in ranks}
+        self._histories = histories
         standings: dict[str, RankStanding] = {}
         runs = []
         for _, group in groupby(ranks, lambda rank: (rank.job_name, rank.run_id)):
             read = [(rank, self._reader.read(rank)) for rank in group]
             living = {rank.incarnation: readings for rank, readings in read if rank.up}
             for incarnation, readings in living.items():
-                pasts[incarnation].add(now_ns, readings)
+                histories[incarnation].add(now_ns, readings)
             counted = {rank.incarnation for rank, _ in read if _is_counted(rank)}
-            standings |= _standings(living, pasts, counted)
-            runs.append(_together(read))
+            standings |= _compared(living, histories, counted)
+            runs.append(_summarise(read))
         return standings, tuple(runs)
 
 
-class _Past:
-    """A rank's steps, its time in each phase and beside its steps, once a second, for as long as it takes to compare it."""
+class _History:
+    """History of one rank for the comparison: steps and time in each phase, sampled once a second."""
 
     __slots__ = ("_marks",)
 
@@ -76,17 +74,17 @@ class _Past:
         phases += (sum(readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in _ASIDE),)
         marks = self._marks
         if marks and steps == marks[-1][1]:
-            return  # an evaluation's time is shown as it goes on, a peer's waiting for it when its step ends: both count then
+            return  # evaluation time grows continuously, a peer's wait for it at its step's end: sample both at a step's end
         if marks and steps < marks[-1][1]:
             marks.clear()
         if len(marks) > 1 and now_ns - marks[-2][0] < _SAMPLE_NS:
-            marks.pop()  # the newest is always the latest; between the others there is a second
+            marks.pop()  # replace the newest mark; the others are a second apart
         marks.append((now_ns, steps, phases))
-        while len(marks) > 2 and steps - marks[1][1] >= LEAST_STEPS and now_ns - marks[1][0] >= WINDOW_NS:  # noqa: PLR2004  # the oldest, the newest
+        while len(marks) > 2 and steps - marks[1][1] >= LEAST_STEPS and now_ns - marks[1][0] >= WINDOW_NS:  # noqa: PLR2004  # oldest and newest
             marks.popleft()
 
     def spent(self) -> Spent | None:
-        """Return what the steps between the oldest and the newest look took; ``None``: they are too few."""
+        """Return the times of the steps between the oldest and the newest sample; ``None`` if there are too few."""
         (_, first, before), (_, last, after) = self._marks[0], self._marks[-1]
         steps = last - first
         if steps < LEAST_STEPS:
@@ -96,15 +94,17 @@ class _Past:
 
 
 def _is_counted(rank: Rank) -> bool:
-    """Return True if all of its steps were recorded: whose recording was off for a while has missed some."""
+    """Return True if all steps of the rank were recorded, i.e. recording was never off."""
     return rank.view.live.steps_since_ns == 0
 
 
-def _standings(living: Mapping[str, Readings], pasts: Mapping[str, _Past], counted: Collection[str]) -> dict[str, RankStanding]:
+def _compared(
+    living: Mapping[str, Readings], past: Mapping[str, _History], counted: Collection[str]
+) -> dict[str, RankStanding]:
     if len(living) < stragglers.LEAST_RANKS:
         return {}
     furthest = max((_steps(readings) for incarnation, readings in living.items() if incarnation in counted), default=0)
-    spent = {incarnation: found for incarnation in living if (found := pasts[incarnation].spent()) is not None}
+    spent = {incarnation: found for incarnation in living if (found := past[incarnation].spent()) is not None}
     slow = stragglers.slowness(spent)
     return {
         incarnation: RankStanding(
@@ -115,11 +115,11 @@ def _standings(living: Mapping[str, Readings], pasts: Mapping[str, _Past], count
     }
 
 
-def _together(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
+def _summarise(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
     ranks = [rank for rank, _ in read]
     here = sum(rank.up for rank, _ in read)
     steps = [_steps(readings) for rank, readings in read if rank.up and _is_counted(rank)]
-    started = max((_said(rank, "local_world_size") for rank in ranks), default=0)
+    started = max((_resource_int(rank, "local_world_size") for rank in ranks), default=0)
     return RunSummary(
         job_name=ranks[0].job_name,
         run_id=ranks[0].run_id,
@@ -128,17 +128,17 @@ def _together(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:
         step_spread=max(steps) - min(steps) if steps else 0,
         grad_norm=whole_norm(
             [(readings.get(catalog.GRAD_NORM), readings.get(catalog.GRAD_NORM_RANKS)) for _, readings in read],
-            max(_said(rank, "world_size") for rank in ranks),
+            max(_resource_int(rank, "world_size") for rank in ranks),
         ),
     )
 
 
 def whole_norm(parts: Sequence[tuple[float | None, float | None]], world_size: int) -> float | None:
-    """Return the whole gradient's L2 norm from each rank's norm, and over how many ranks the gradient is spread (None: one).
+    """Return the whole gradient's L2 norm from each rank's norm and number of shards N (None: one).
 
-    The squares of N shards add up to the whole's square. Where several groups of N ranks hold the same shards, or every rank
-    holds everything (N = 1), the mean over all ranks of N times the square is the same. ``None`` unless all ``world_size``
-    ranks have a norm.
+    The squares of N shards add up to the square of the whole. Where several groups of N ranks hold the same shards, or every
+    rank holds everything (N = 1), this equals the mean over all ranks of N times the square. ``None`` unless all
+    ``world_size`` ranks have a norm.
     """
     squares = [norm * norm * (ranks or 1.0) for norm, ranks in parts if norm is not None]
     if not squares or len(squares) != len(parts) or len(squares) != max(world_size, 1):
@@ -150,5 +150,5 @@ def _steps(readings: Readings) -> int:
     return int(readings.get(catalog.STEPS) or 0)
 
 
-def _said(rank: Rank, name: str) -> int:
+def _resource_int(rank: Rank, name: str) -> int:
     return labels.number(rank.view.header.resource, name) or 0

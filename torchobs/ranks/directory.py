@@ -1,4 +1,4 @@
-"""The flight directory: opened, checked, listed, found again when it was replaced, waited for when it is not there yet."""
+"""The flight directory as readers see it: opened, checked and listed; reopened when replaced, awaited when missing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
 
 _SETTLED_NS = 1_000_000_000
-"""A directory's ctime has the resolution of a clock tick: one that is younger may hide a change in the same tick."""
+"""Age from which a ctime is trusted: it has the resolution of a clock tick, and a younger one may hide a later change."""
 
 _LIST_ANYWAY = 30
-"""Scans after which the names are read again, whatever the ctime says: a wall clock that jumps could repeat one."""
+"""Scans after which the names are read again regardless of ctime: a wall clock that jumps could repeat one."""
 
 
 class ForeignDirectoryError(OSError):
@@ -35,7 +35,7 @@ def accepted_owner(config: ExporterConfig, path: str, uid: int) -> int | None:
 
 
 class Directory:
-    """The directory as it is at present. ``fd`` is -1 while there is none."""
+    """The present flight directory. ``fd`` is -1 while there is none."""
 
     def __init__(self, config: ExporterConfig, uid: int | None = None) -> None:
         self._config = config
@@ -48,12 +48,12 @@ class Directory:
         self._scans = 0
 
     def names(self, wall_ns: int) -> list[str]:
-        """Return the names of the flight files. Raises ``OSError`` when there is no directory, or none that may be read.
+        """Return the names of the flight files. Raises ``OSError`` when the directory is missing or unreadable.
 
-        With 10^5 names a listing takes 50 ms, so it is not repeated while the directory has not changed.
+        A listing of 10^5 names takes 50 ms, so it is repeated only when the directory has changed.
         """
         self._open()
-        changed_ns = os.fstat(self.fd).st_ctime_ns  # moves with mtime, and when the directory is shut
+        changed_ns = os.fstat(self.fd).st_ctime_ns  # changes with mtime and with the permissions
         self._scans += 1
         settled = abs(wall_ns - changed_ns) > _SETTLED_NS
         if not settled or changed_ns != self._listed_ns or self._scans >= _LIST_ANYWAY:
@@ -63,7 +63,7 @@ class Directory:
         return self._names
 
     def close(self) -> None:
-        """Let go of the directory. Idempotent."""
+        """Close the directory. Idempotent."""
         fd, self.fd = self.fd, -1
         self._listed_ns = -1
         if fd >= 0:

@@ -1,8 +1,8 @@
-"""Which step a histogram's bucket was filled by: exemplars with the span of the newest step in each bucket that has one.
+"""Exemplars of histograms: for each bucket the newest step that has a span.
 
-Only steps whose span is in the rank's event ring qualify, for a link to a span that no tracing backend ever gets is worth
-nothing: one step in ten seconds, and of the slow and the anomalous ones a few, which are those that a person wants to look at.
-An exemplar stays when the ring has been written over, as the bucket does that it belongs to.
+Only steps with a span in the rank's event ring qualify, for a link must lead to a span that the tracing backend receives: one
+step per ten seconds, and some slow and anomalous ones, which are the interesting ones. Like its bucket, an exemplar stays
+after the ring has been overwritten.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from torchobs.flight.reader.reader import FlightFile
 
 _HISTOGRAMS = {"duration_s": catalog.STEP_DURATION, "grad_norm": catalog.GRAD_NORM_DISTRIBUTION}
-"""By the attribute of a step's span that is what the step added to it"""
+"""Histogram by the span attribute that holds the step's observation."""
 _BY_NAME = {metric.name: metric for metric in _HISTOGRAMS.values()}
 _MARKS = (f'"{catalog.SPAN_STEP.name}"'.encode(), b'"late"')
 _TRACE_ID = re.compile(r"(?!0{32})[0-9a-f]{32}")
 _SAMPLED = 1
 _RECENT = 128
-"""Steps whose span may be followed by a value that comes late (``stepspans`` remembers as many)"""
+"""Most step spans kept for a late value (``runtime.step_spans`` keeps as many)."""
 _MOST = 1 << 63
 
 
@@ -47,12 +47,12 @@ class Exemplar(NamedTuple):
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What OpenMetrics has between the braces."""
+        """The exemplar's labels in OpenMetrics."""
         return {"trace_id": self.trace_id, "span_id": self.span_id, "step": str(self.step)}
 
 
 class _Observation(NamedTuple):
-    """What a step has added to a histogram. ``at_ns``: the step's end, Unix ns."""
+    """A step's observation in a histogram. ``at_ns``: the step's end, Unix ns."""
 
     metric: catalog.Metric
     step: int
@@ -61,12 +61,12 @@ class _Observation(NamedTuple):
 
 
 Shown = dict[str, dict[int, Exemplar]]
-"""By the metric's name and the bucket's index. Never changed, but replaced: who has written it knows by its identity."""
+"""Exemplars by metric name and bucket index. Replaced instead of modified, so that renderers can cache by identity."""
 NONE: Shown = {}
 
 
 class Exemplars:
-    """Those of one rank. ``shown`` is of use at any time."""
+    """Collects the exemplars of one rank. ``shown`` is valid at any time."""
 
     def __init__(self, header: Header) -> None:
         self.shown = NONE
@@ -75,17 +75,17 @@ class Exemplars:
         self._ends: OrderedDict[int, int] = OrderedDict()
 
     def look(self, file: FlightFile, head: int) -> None:
-        """Take what the ring has got since the last time. Raises ``OSError`` when it cannot be read."""
+        """Process the new frames of the ring. Raises ``OSError`` when it cannot be read."""
         fresh = [fields_of(payload) for payload in file.fresh_events(self._tail, head) if any(one in payload for one in _MARKS)]
         found = [one for fields in fresh if fields is not None for one in self._observations(fields)]
         if found:
             shown = {name: dict(buckets) for name, buckets in self.shown.items()}
-            for one in reversed(found):  # the newest first: of a whole ring few are shown
+            for one in reversed(found):  # newest first: only a few of a whole ring are needed
                 self._put(shown.setdefault(one.metric.name, {}), one)
             self.shown = shown
 
     def _observations(self, fields: Mapping[str, Any]) -> list[_Observation]:
-        """Return what a frame says that its step has added to histograms."""
+        """Return the histogram observations in a frame."""
         kind = fields.get("k")
         values = self._step(fields) if kind == "span" else fields if kind == "late" else {}
         step = values.get("step")
@@ -95,7 +95,7 @@ class Exemplars:
         return [_Observation(metric, step, float(value), self._ends[step]) for metric, value in amounts if _is_amount(value)]
 
     def _step(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the attributes of a step's span, and note its end; nothing for another span, or for a forged one."""
+        """Return the attributes of a step's span, and record its end; none for another span or a forged one."""
         values, end_ns, flags = fields.get("attrs"), fields.get("t1"), fields.get("flags")
         if not isinstance(values, dict) or not _is_whole(end_ns) or not isinstance(flags, int) or not flags & _SAMPLED:
             return {}
@@ -111,13 +111,13 @@ class Exemplars:
     def _put(self, buckets: dict[int, Exemplar], seen: _Observation) -> None:
         index = bisect_left(seen.metric.bounds, seen.value)
         if index in buckets and buckets[index].at_ns >= seen.at_ns:
-            return  # Prometheus refuses one that is older than the last, too
+            return  # Prometheus also rejects one older than the last
         span_id = span_ids.step_span_id(self._run, seen.step)
         buckets[index] = Exemplar(self._trace_id, span_id, seen.step, seen.value, seen.at_ns)
 
 
 def of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:
-    """Return the exemplars of a histogram by bucket: those of its metric, if it is the fold's own with the buckets we know."""
+    """Return a histogram's exemplars by bucket, if it is the fold's own with the known bounds."""
     metric = _BY_NAME.get(series.name)
     ours = metric is not None and series.block == 0 and series.scope is None and series.bounds == metric.bounds
     return shown.get(series.name, {}) if ours else {}

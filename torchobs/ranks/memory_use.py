@@ -1,11 +1,11 @@
-"""How near to its memory limits a rank was when it last spoke: what tells a kill for memory from any other."""
+"""A rank's last known memory use relative to its limits, which distinguishes an OOM kill from other kills."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks.state import MemoryUse
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def last_memory(view: View) -> MemoryUse:
-    """Return what the rank said last of its memory."""
+    """Return the rank's last known memory use."""
     shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
     last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
     for series, value in view.points:

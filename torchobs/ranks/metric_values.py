@@ -1,11 +1,11 @@
-"""The values of a rank by name, found once and then read by position: of a thousand ranks every second."""
+"""Values of a rank by name: looked up once, then read by position, to read a thousand ranks every second."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from torchobs.catalog import BY_NAME, cumulative
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank
 
 Key = tuple[str, ...]
-"""The values of a series' attributes, in its own order"""
+"""Attribute values of a series, in its own order."""
 
 
 class Readings:
-    """What a rank's file says, by metric and attribute values. A dead rank keeps what it keeps on the metrics page."""
+    """A rank's values by metric and attribute values. For a dead rank the same as stay on the metrics page."""
 
     __slots__ = ("_values",)
 
@@ -28,7 +28,7 @@ class Readings:
         self._values = values
 
     def get(self, metric: Metric, *key: str) -> float | None:
-        """Return one value; ``None``: there is none."""
+        """Return one value; ``None`` if absent."""
         return self._values.get(metric.name, {}).get(key)
 
     def of(self, metric: Metric) -> dict[Key, float]:
@@ -37,14 +37,14 @@ class Readings:
 
 
 class Reader:
-    """Reads the same metrics of ranks, again and again."""
+    """Reads a fixed set of metrics repeatedly."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._names = frozenset(metric.name for metric in metrics)
         self._places: dict[int, list[_Places]] = {}
 
     def read(self, rank: Rank) -> Readings:
-        """Return what is to be read of a rank."""
+        """Return the rank's values of these metrics."""
         known = self._places.setdefault(rank.opened, [])
         values: dict[str, dict[Key, float]] = {}
         for index, block in enumerate(rank.view.blocks):
@@ -56,7 +56,7 @@ class Reader:
         return Readings(values)
 
     def keep(self, ranks: Iterable[Rank]) -> None:
-        """Forget all but these."""
+        """Drop cached state of all other ranks."""
         kept = {rank.opened for rank in ranks}
         for gone in self._places.keys() - kept:
             del self._places[gone]
@@ -69,7 +69,7 @@ class Reader:
 
 
 class _Places:
-    """Where in a block the values are."""
+    """Positions of the values in a block."""
 
     __slots__ = ("found", "series")
 

@@ -1,4 +1,4 @@
-"""One flight file, followed from its first sight to its end."""
+"""A flight file that the scanner follows, from its discovery to the rank's end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torchobs.flight.files import lock
 from torchobs.flight.files.create import file_name
 from torchobs.flight.format.layout import BadFlightFileError, Region
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import DecodedBlock, Distribution, View
+from torchobs.flight.reader.decode import DecodedBlock, Distribution
+from torchobs.flight.reader.reader import View
 from torchobs.ranks import exemplars, labels, state
 from torchobs.ranks.incarnations import RankCandidate
 from torchobs.ranks.memory_budget import RANK
@@ -28,7 +29,7 @@ HOSTILE = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
     struct.error,
 )
-"""What reading bytes that somebody chose can raise; the file is bad then, and the exporter goes on."""
+"""Exceptions that reading untrusted bytes can raise; the file is then bad, and the exporter continues."""
 
 _PASSING = frozenset(
     {
@@ -42,9 +43,9 @@ _NEVER_NS = -(1 << 62)
 
 
 def is_passing(problem: BaseException) -> bool:
-    """Return True if an error says nothing of the file: descriptors or memory have run out, or it may not be read just now.
+    """Return True if the error is not the file's fault: out of descriptors or memory, or temporarily unreadable.
 
-    What is known of a rank stays then, instead of the rank being taken for gone.
+    The rank's known state is kept then, instead of counting the rank as gone.
     """
     return isinstance(problem, MemoryError) or (isinstance(problem, OSError) and problem.errno in _PASSING)
 
@@ -58,7 +59,7 @@ class Now(NamedTuple):
 
 
 class RankFile:
-    """An open flight file and what was seen of it. Not thread-safe."""
+    """An open flight file and its observed state. Not thread-safe."""
 
     def __init__(self, file: FlightFile, name: str, now: Now, owner: int | None) -> None:
         """Use :func:`open_tracked`."""
@@ -74,7 +75,7 @@ class RankFile:
         self.state = "alive"
         self.fading = False
         self.retired = ""
-        """why it is served and looked at no more, if so: ``superseded`` or ``expired``"""
+        """why it is no longer served: ``superseded`` or ``expired``; empty while it is"""
         self._sealed = False
         self.ended_in: int | None = None
         """number of the snapshot in which it was first seen to be dead"""
@@ -83,42 +84,42 @@ class RankFile:
         self._looked_ns = _NEVER_NS
         self._beat_ns = self._first_beat_ns(now)
 
-    def claim(self) -> RankCandidate:
-        """Return what decides whether this incarnation is served."""
+    def candidate(self) -> RankCandidate:
+        """Return this incarnation as a candidate for serving."""
         restart = labels.number(self.header.resource, "restart") or 0
         born_ns = self.header.monotonic_ns if self.same_boot else self.header.wall_ns
         return RankCandidate(self.rank, self.incarnation, self.same_boot, born_ns, restart, self.view.live.heartbeat_ns or 0)
 
     @property
     def exemplars(self) -> exemplars.Shown:
-        """What its histograms' buckets were filled by."""
+        """Exemplars of its histograms."""
         return self._exemplars.shown
 
     @property
     def size(self) -> int:
-        """How many series it counts for where memory is planned (``memory``)."""
+        """Number of series that it counts for in the memory budget (``memory_budget``)."""
         return 0 if self.retired else RANK + self.file.size
 
     @property
     def up(self) -> bool:
-        """Whether the process is there."""
+        """True while the process exists."""
         return self.state in state.LIVING
 
     def follow(self, directory_fd: int) -> None:
-        """Change over to a file that its writer had to make again. Raises one of :data:`HOSTILE` if the name is another's."""
+        """Switch to the file if its writer recreated it. Raises one of :data:`HOSTILE` if it is another incarnation's."""
         if not self._sealed:
             self.file.follow(directory_fd, self.name)
 
     def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None) -> None:
-        """Ask for the lock, read, judge. Raises one of :data:`HOSTILE`, after judging by what was known before."""
+        """Query the lock, read the file, update the state. Raises one of :data:`HOSTILE`, after updating from older data."""
         if self._sealed:
             return
-        # the lock first: when it is free already, what is read afterwards is the last there will be
+        # the lock first: if it is free, the following read is final
         self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name), before=self.lock_held)
         was_up = self.up
         try:
             self._read(now)
-        finally:  # a file that cannot be read shows no heartbeat, and its rank is judged by that
+        finally:  # an unreadable file counts as one without a heartbeat
             self._looked_ns = now.monotonic_ns
             seen = self._observation(now, self._learned_s if hang_timeout_s is None else hang_timeout_s)
             self.state, self.fading = state.judge(seen), state.fading(seen)
@@ -126,7 +127,7 @@ class RankFile:
             self._read(now)
 
     def progress_age_s(self, now: Now) -> float | None:
-        """Return the seconds since the last step, or since the start before the first; ``None``: nobody records its steps."""
+        """Return the seconds since the last step, or the start if none; ``None`` if steps are not recorded."""
         recorded_ns = self.view.live.steps_since_ns
         if recorded_ns is None:
             return None
@@ -134,23 +135,23 @@ class RankFile:
         return max(0.0, (now.monotonic_ns - since) / 1e9)
 
     def _quiet_s(self, now: Now) -> float | None:
-        """Return the seconds since anything was seen of its steps: one that goes from batch to batch has not hung."""
+        """Return the seconds since the last sign of a step or its phases: a rank that still takes batches has not hung."""
         age_s, begun_ns = self.progress_age_s(now), self.view.live.phase_begun_ns
         if age_s is None or begun_ns is None:
             return age_s
         return min(age_s, max(0.0, (now.monotonic_ns - begun_ns) / 1e9))
 
     def beat_age_s(self, now: Now) -> float:
-        """Return the seconds since the last heartbeat; for the dead, how long they have been so."""
+        """Return the seconds since the last heartbeat, or for a dead rank since its end."""
         return (now.monotonic_ns - self._beat_ns) / 1e9
 
     def certainly_dead(self, now: Now) -> bool:
-        """Return True if nothing more will come: a lock can be lost by a living process, whose heartbeat may have paused."""
+        """Return True if the rank is surely dead: a living process can lose its lock, and its heartbeat can pause."""
         return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
 
     @contextmanager
-    def lend(self, directory_fd: int) -> Iterator[FlightFile]:
-        """Lend the file for a ``with`` block, opened anew if it was let go of. Raises one of :data:`HOSTILE`."""
+    def access(self, directory_fd: int) -> Iterator[FlightFile]:
+        """Give access to the file in a ``with`` block, reopened if it was closed. Raises one of :data:`HOSTILE`."""
         if not self._sealed:
             yield self.file
             return
@@ -163,14 +164,14 @@ class RankFile:
         finally:
             again.close()
 
-    def seal(self) -> None:
-        """Let go of the file; the view stays. Idempotent."""
+    def release(self) -> None:
+        """Close the file and keep the view. Idempotent."""
         self._sealed = True
         self.file.close()
 
     def retire(self, why: str) -> None:
-        """Let go of the view as well; the claim stays, so that no older incarnation takes the place."""
-        self.seal()
+        """Drop the view as well, but stay a candidate, so that no older incarnation is served instead."""
+        self.release()
         self.retired = why
         self.view = View(self.header, self.view.live, (), None)
         self._exemplars = exemplars.Exemplars(self.header)
@@ -180,7 +181,7 @@ class RankFile:
         self._learned_s = self._durations.timeout_s(self.view)
         beat = self.view.live.heartbeat_ns
         if beat is not None and beat != before:
-            # its own time is exact where it compares with ours: both are CLOCK_MONOTONIC, unless a container has one of its own
+            # the rank's own time is exact if comparable with ours: both CLOCK_MONOTONIC, unless in another time namespace
             self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
         self._exemplars.look(self.file, self.view.live.event_head)
 
@@ -198,7 +199,7 @@ class RankFile:
         )
 
     def _first_beat_ns(self, now: Now) -> int:
-        """Return when the last heartbeat was, on our CLOCK_MONOTONIC, as far as the file tells."""
+        """Return the time of the last heartbeat on our CLOCK_MONOTONIC, as far as known from the file."""
         beat_ns = self.view.live.heartbeat_ns or self.header.monotonic_ns
         if self.same_boot:
             return min(now.monotonic_ns, beat_ns)
@@ -209,7 +210,7 @@ class RankFile:
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:
     """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open.
 
-    ``most``: bytes that its series table may have, which is read at once.
+    ``most``: limit on the series table in bytes, which is read at once.
     """
     file = reader.open_file(directory_fd, name, owner)
     try:
@@ -228,12 +229,12 @@ def _is_held(directory_fd: int, name: str, *, before: bool) -> bool:
     try:
         return lock.is_held(directory_fd, name)
     except OSError as problem:
-        # gone, or no lock of ours: its heartbeat alone can show that it lives
+        # missing or invalid lock: only the heartbeat can show that the rank lives
         return before and is_passing(problem)
 
 
 class _Durations:
-    """A rank's step times, which are in the fold's own block."""
+    """A rank's distribution of step times, in block 0."""
 
     __slots__ = ("_index", "_series")
 
@@ -242,7 +243,7 @@ class _Durations:
         self._index: int | None = None
 
     def timeout_s(self, view: View) -> float:
-        """Return how long the rank may be without a step, as far as it has been learned."""
+        """Return how long the rank may be without a step, learned from its step times."""
         block = view.blocks[0] if view.blocks else DecodedBlock()
         if block.series is not self._series:
             places = (index for index, one in enumerate(block.series) if one.name == catalog.STEP_DURATION.name and one.bounds)

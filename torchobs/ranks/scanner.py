@@ -1,7 +1,7 @@
-"""The scan: every flight file in the directory becomes part of one snapshot.
+"""Scanner: reads every flight file in the directory into one snapshot.
 
 Files that appear, grow, vanish, are replaced, of another version, half-written, hostile or garbage are served or counted as
-bad; no scan ever fails. Nothing here is thread-safe: one thread scans (``watch``), everyone may keep a snapshot.
+bad; a scan never fails. Not thread-safe: one thread scans (``exporter.snapshot_cache``); any thread may use a snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
 from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
-from torchobs.ranks.snapshot import EMPTY, REASONS, STATUSES, Rank, Snapshot
+from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
 from torchobs.ranks.superseded import SupersededRanks
 
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.reader.reader import FlightFile
 
-__all__ = ["EMPTY", "Rank", "Scanner", "Snapshot", "system_clock"]
-
 OPENING_S = 1.0
-"""Processor time for new files in one scan: the rest waits for the next, so that no scrape waits for all of them."""
+"""Limit on the CPU time for new files per scan: the rest waits for the next, so that no scrape waits for all of them."""
 _RETRY_NS = 5_000_000_000
 _RETRIES_PER_SCAN = 64
 _log = logging.getLogger(__name__)
@@ -55,22 +53,22 @@ class Scanner:
     """Follows one flight directory."""
 
     def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, series_limit: float = inf) -> None:
-        """``series_limit``: how many series the files in use may have together, a rank itself being ``memory.RANK``."""
+        """``series_limit``: limit on the series of all open files together; a rank itself counts ``memory_budget.RANK``."""
         self._config, self._clock, self._most = config, clock, series_limit
         self._directory = Directory(config)
         self._tracked: dict[str, RankFile] = {}
         self._bad: dict[str, int] = {}
         self._large: dict[str, int] = {}
-        """of those, the series that were too many"""
+        """bad files with too many series, and their numbers of series"""
         self._size = 0
-        """how many series the files in use have"""
+        """number of series in the open files"""
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = 0
         self._joins, self._replaced = RankComparator(), SupersededRanks()
 
     def scan(self) -> Snapshot:
-        """Return what there is now."""
+        """Scan the directory and return a snapshot."""
         began, now = time.perf_counter(), self._clock()
         self._number += 1
         names, problems = self._names(now)
@@ -98,14 +96,14 @@ class Scanner:
 
     @contextmanager
     def flight_file(self, incarnation: str) -> Iterator[FlightFile]:
-        """Lend the file of a served rank: the one that is open, or the name opened once more if its rank is dead.
+        """Give access to the file of a served rank: the open one, or the file reopened if the rank is dead.
 
-        Raises one of :data:`HOSTILE`: it cannot be read, or is not there any more.
+        Raises one of :data:`HOSTILE` if it is unreadable or gone.
         """
         found = next((one for one in self._tracked.values() if one.incarnation == incarnation and not one.retired), None)
         if found is None:
             raise FileNotFoundError(incarnation)
-        with found.lend(self._directory.fd) as file:
+        with found.access(self._directory.fd) as file:
             yield file
 
     def close(self) -> None:
@@ -114,7 +112,7 @@ class Scanner:
         self._directory.close()
 
     def _names(self, now: Now) -> tuple[list[str] | None, tuple[str, ...]]:
-        """Return the names and what is wrong; ``None``: they cannot be read at present, and nobody is to be forgotten."""
+        """Return the names and the problems; ``None``: not listable at present, known ranks are kept."""
         try:
             return self._directory.names(now.wall_ns), self._config.problems
         except (OSError, MemoryError) as problem:
@@ -123,7 +121,7 @@ class Scanner:
 
     def _forget(self, names: list[str]) -> None:
         for name in self._tracked.keys() - set(names):
-            self._tracked.pop(name).seal()
+            self._tracked.pop(name).release()
         for name in self._bad.keys() - set(names):
             del self._bad[name]
             self._large.pop(name, None)
@@ -134,7 +132,7 @@ class Scanner:
                 tracked.follow(self._directory.fd)
             except HOSTILE as problem:
                 if not is_passing(problem):
-                    self._tracked.pop(name).seal()  # opened again below, and then served or counted as what it is now
+                    self._tracked.pop(name).release()  # reopened below and then served or counted as bad
         new = (name for name in names if name not in self._tracked and name not in self._bad)
         until_s = time.thread_time() + OPENING_S
         for name in chain(new, self._due(now)[:_RETRIES_PER_SCAN]):
@@ -143,7 +141,7 @@ class Scanner:
                 break
 
     def _due(self, now: Now) -> list[str]:
-        """Return the bad files to be tried again; of those that were too large the ones for which there is memory by now."""
+        """Return the bad files to retry; of those that were too large the ones that fit into memory now."""
         left = self._most - self._size
         due = (name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns)
         return [name for name in due if self._large.get(name, 0) <= left]
@@ -162,21 +160,21 @@ class Scanner:
             if self._size > self._most:
                 self._leave_out(now)
         except FileNotFoundError:
-            self._bad.pop(name, None)  # gone since it was listed
+            self._bad.pop(name, None)  # removed since the listing
         except HOSTILE as problem:
             self._bad[name] = now.monotonic_ns + _RETRY_NS
             self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
             _log.warning("flight file not served: %s: %s", name, _words(problem))
 
     def _leave_out(self, now: Now) -> None:
-        """Let go of the files with the most series, of those the newest, until there is room for the rest."""
+        """Close the files with the most series, the newest first, until the rest fits."""
         sizes = {name: (tracked.size, tracked.opened) for name, tracked in self._tracked.items()}
         self._size = sum(size for size, _ in sizes.values())
         while self._size > self._most:
             name = max(sizes, key=sizes.__getitem__)
             size, _ = sizes.pop(name)
             self._size -= size
-            self._tracked.pop(name).seal()
+            self._tracked.pop(name).release()
             self._bad[name], self._large[name] = now.monotonic_ns + _RETRY_NS, size
             self._errors["memory"] += 1
             _log.warning("flight file not served: %s: no memory for its %d series", name, size)
@@ -192,10 +190,10 @@ class Scanner:
         elif tracked.ended_in is None:
             tracked.ended_in = self._number
         if tracked.certainly_dead(now):
-            tracked.seal()
+            tracked.release()
 
     def _select(self, now: Now) -> tuple[tuple[Rank, ...], tuple[Rank, ...], dict[str, int]]:
-        suffixes = resolve(tracked.claim() for tracked in self._tracked.values())
+        suffixes = resolve(tracked.candidate() for tracked in self._tracked.values())
         files = dict.fromkeys(STATUSES, 0) | {"bad": len(self._bad)}
         ranks, left = [], []
         for tracked in self._tracked.values():
@@ -242,7 +240,7 @@ class Scanner:
 
 
 def _with_patience(ranks: Sequence[Rank]) -> list[Rank]:
-    """Return the ranks, those alive that wait for a peer which does alone what may take any time."""
+    """Return the ranks, with *hung* ones alive if they only wait for a peer that evaluates, saves or compiles alone."""
     phases: dict[tuple[str, str], set[str | None]] = {}
     for rank in ranks:
         if rank.state == "alive":
@@ -256,7 +254,7 @@ def _order(rank: Rank) -> tuple[str, str, int, str]:
 
 
 def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | None) -> str:
-    """Return which of :data:`REASONS` it is; the reader's message is for people."""
+    """Return the matching one of :data:`REASONS`; the reader's message is for people."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:

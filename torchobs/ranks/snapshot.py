@@ -1,4 +1,4 @@
-"""What one scan of the flight files has found: ranks as they are served, and how they stand among each other."""
+"""Result of one scan of the flight files: the served ranks, and their comparison."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
 
 
 class RankStanding(NamedTuple):
-    """How a rank stands among those of its run on this machine that live."""
+    """Comparison of a rank with the living ranks of its run on this machine."""
 
     behind: int | None
-    """steps by which the one that has done most is ahead; None: not all of its own were recorded"""
+    """steps behind the rank with the most; None: not all of its own steps were recorded"""
     slowness: Slowness | None
-    """by ``detect.stragglers``, which the page and the commands show as well; None: too few steps yet"""
+    """by ``detect.stragglers``, as in the page and the commands; None: too few steps yet"""
 
     @property
     def slowdown(self) -> float | None:
-        """Its step time over that of its peers, both without waiting."""
+        """Its step time divided by that of its peers, both without waiting."""
         return self.slowness.factor if self.slowness else None
 
     @property
     def excess_s(self) -> Mapping[str, float]:
-        """Seconds per step above the median of its peers, by ``catalog.OWN_PHASES``; empty where there is no slowdown."""
+        """Seconds per step above the median of its peers, by ``catalog.OWN_PHASES``; empty without a slowdown."""
         excess = self.slowness.excess_s if self.slowness else ()
         return {phase: own_s for phase, own_s in zip(catalog.PHASES, excess, strict=False) if phase in catalog.OWN_PHASES}
 
@@ -41,44 +41,44 @@ class RunSummary(NamedTuple):
     job_name: str
     run_id: str
     here: int
-    """that live"""
+    """number of living ranks"""
     missing: int | None
-    """that the launcher started here, as it says, and that are not on the page; None: it does not say"""
+    """ranks that the launcher started on this machine and that are not served; None: unknown"""
     step_spread: int
-    """steps between the first and the last of those that live, and of which all were recorded"""
+    """steps between the first and the last of the living ranks with all steps recorded"""
     grad_norm: float | None
-    """L2 norm of the whole gradient; None: the run has ranks elsewhere, or not all of them have measured one"""
+    """L2 norm of the whole gradient; None: the run has ranks on other machines, or not all have measured a norm"""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank as it is served. Times in seconds."""
+    """A served rank. Times in seconds."""
 
     job_name: str
     run_id: str
     rank: str
     incarnation: str
     info: Mapping[str, str]
-    """what describes it, as labels: the same object as long as it is the same rank"""
+    """descriptive labels: the same object for the whole life of the rank"""
     state: str
     up: bool
     view: View
     progress_age_s: float | None
-    """None: it has ended, or its steps are not recorded"""
+    """since the last step; None: the rank has ended, or its steps are not recorded"""
     beat_age_s: float
-    """since the last heartbeat; for the dead, since their end"""
+    """since the last heartbeat; for a dead rank, since its end"""
     ended_in: int | None
     """number of the snapshot in which it was first seen to be dead"""
     opened: int
-    """which opening of a file the view is from: while it is the same, so are the objects that stand for its series"""
+    """counts openings of files: while it is unchanged, the view's series objects are the same"""
     standing: RankStanding | None = None
-    """among the ranks of its run on this machine; None: it is alone, or does not live"""
+    """comparison within its run on this machine; None: it is alone or dead"""
     exemplars: Shown = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that one scan found. ``taken_ns`` is the exporter's CLOCK_MONOTONIC when it began."""
+    """Result of one scan. ``taken_ns``: the exporter's CLOCK_MONOTONIC at its begin."""
 
     number: int
     taken_ns: int
@@ -91,7 +91,7 @@ class Snapshot:
     duration_s: float
     runs: tuple[RunSummary, ...] = ()
     left: tuple[Rank, ...] = ()
-    """those that another incarnation has replaced, as they ended; in each snapshot of ``replaced.TOLD_NS``, and on no page"""
+    """superseded ranks with their final state, for ``superseded.TOLD_NS`` after their end; not on any page"""
 
 
 EMPTY = Snapshot(
@@ -105,4 +105,4 @@ EMPTY = Snapshot(
     fading=False,
     duration_s=0.0,
 )
-"""Before the first scan."""
+"""The snapshot before the first scan."""

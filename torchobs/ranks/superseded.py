@@ -1,7 +1,7 @@
-"""Ranks that another incarnation has replaced: they are served no more, and what they counted last is told for a while.
+"""Superseded ranks: no longer served, but their final counts are kept in snapshots for a while.
 
-A program that runs ``init()``, trains and runs ``shutdown()`` again and again has a new incarnation in each turn, and none of
-them may have been seen dead while it was the newest.
+A program that repeats ``init()``, training and ``shutdown()`` has a new incarnation each time, and possibly none of them was
+seen dead while it was the newest.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from torchobs.ranks.rank_file import Now, RankFile
 
 TOLD_NS = 10_000_000_000
-"""How long a rank's end is told: whoever looks each second misses none, though snapshots come between."""
+"""How long an ended rank stays in snapshots: a client that polls every second misses none."""
 
 
 class SupersededRanks:
-    """What is known of them from one scan to the next."""
+    """State of superseded ranks between scans."""
 
     def __init__(self) -> None:
         self._suffixes: dict[str, str] = {}
         self._since_ns: dict[str, int] = {}
 
     def served(self, incarnation: str, suffix: str) -> None:
-        """Note that a rank is served, and what was added to its name."""
+        """Record that a rank is served, and its suffix."""
         self._suffixes[incarnation] = suffix
 
     def suffix(self, tracked: RankFile, now: Now) -> str | None:
-        """Return what was added to the name of a replaced rank whose end is to be told; ``None``: it is not, or no more.
+        """Return the suffix of a superseded rank if its end is to be reported now; else ``None``.
 
-        One that still runs is not dead yet. One that was never served and has been dead for long ended before this exporter.
+        Excluded are ranks that still run, and those never served and long dead, which ended before this exporter started.
         """
         known = self._suffixes.get(tracked.incarnation)
         runs, is_old = tracked.up and not tracked.fading, known is None and tracked.certainly_dead(now)
@@ -41,7 +41,7 @@ class SupersededRanks:
         return known or "" if now.monotonic_ns - since_ns < TOLD_NS else None
 
     def keep(self, incarnations: Iterable[str]) -> None:
-        """Forget all others."""
+        """Drop the state of all others."""
         for gone in self._suffixes.keys() - (kept := set(incarnations)):
             del self._suffixes[gone]
         for gone in self._since_ns.keys() - kept:

@@ -15,7 +15,7 @@ from torchobs import catalog
 from torchobs.detect.event_rate_limit import anomaly_limiter
 from torchobs.flight.files.headroom import survive_limits
 from torchobs.flight.files.location import remedy
-from torchobs.flight.metrics.fold import LIVE_PHASES
+from torchobs.flight.format.step_record import LIVE_PHASES
 from torchobs.probes.core.timeline import DATA, EVALUATION, FORWARD, OTHER
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect.slow_steps import slow_from
 from torchobs.flight.format import span_ids
-from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
     from torchobs.probes.core.context import ProbeContext
 
 _EVERY_NS = 10_000_000_000

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
     from torchobs.flight.reader.reader import FlightFile
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 PREFIX = "/api/v1"
 MOST_RINGS = 256

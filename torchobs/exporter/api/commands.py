@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.api.artifacts import ArtifactStore
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 _FORGOTTEN_S = 3600.0
 """Age of a command of an exporter before this one, after which it is removed."""

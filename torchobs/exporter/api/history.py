@@ -9,15 +9,15 @@ from torchobs import catalog
 from torchobs.diagnosis import scalars
 from torchobs.exporter.api.problems import bad
 from torchobs.exporter.api.serializers import instant, named, wall_ns
-from torchobs.flight.metrics.fold import PHASE_NAMES, RecordKind, StepFlag
+from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
 from torchobs.flight.metrics.throughput import RECORDS, pace, speed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.reader.reader import FlightFile
-    from torchobs.ranks.scanner import Rank
+    from torchobs.ranks.snapshot import Rank
 
 MOST_STEPS = 4096
 LATE_FACTOR = 3

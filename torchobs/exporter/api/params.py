@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 RANK = r"[0-9]{1,9}(-[0-9a-f]{8})?|[0-9a-f]{32}"
 """A rank as it is served, or its incarnation."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.flight.files.control import LEVELS
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torchobs.flight.format.layout import Header
-    from torchobs.flight.reader.reader import SeriesValue
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.flight.reader.decode import SeriesValue
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999

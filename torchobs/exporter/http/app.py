@@ -11,7 +11,7 @@ from starlette.routing import Route
 from torchobs.exporter.exporter_metrics import NOTHING_LOST, ScrapeInput
 from torchobs.exporter.prometheus.handler import MetricsPage
 from torchobs.exporter.ui.routes import LivePage
-from torchobs.ranks.scanner import EMPTY
+from torchobs.ranks.snapshot import EMPTY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.prometheus.page_cache import PageCache
     from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
     from torchobs.exporter.snapshot_cache import SnapshotCache
-    from torchobs.ranks.scanner import Snapshot
+    from torchobs.ranks.snapshot import Snapshot
 
 
 class Site:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torchobs.exporter.exporter_metrics import HostFacts, ScrapeInput
     from torchobs.exporter.otlp.span_reader import SpanReader
-    from torchobs.ranks.scanner import Rank
+    from torchobs.ranks.snapshot import Rank
 
 OLDER_NS = 10_000_000_000
 """A rank this much older than the exporter has an exporter before this one; a node's first rank starts its own."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.counters import Counts
     from torchobs.exporter.otlp.options import PushConfig, PushTarget
     from torchobs.exporter.otlp.transport import Transport
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 _FULL = 0.25
 """Share of a rank's event ring whose filling has it read before its time: it must not be written over unread."""

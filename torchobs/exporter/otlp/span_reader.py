@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.otlp.span_encoder import Frame
     from torchobs.flight.reader.reader import FlightFile
-    from torchobs.ranks.scanner import Rank
+    from torchobs.ranks.snapshot import Rank
 
 _LONGEST = MAX_PAYLOAD + ALIGN
 """What a frame takes at most, and less than what a lap's end may leave empty: a smaller gap may be no loss."""

@@ -11,7 +11,7 @@ from torchobs.exporter.prometheus.float_format import numbers
 from torchobs.exporter.prometheus.line_template import LineRange, weave
 from torchobs.exporter.prometheus.series_lines import Lines
 from torchobs.flight.format.series import ValueType
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import exemplars
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.prometheus.series_lines import Labelled
     from torchobs.exporter.prometheus.text_format import Style
     from torchobs.flight.format.series import Series
-    from torchobs.ranks.scanner import Rank
+    from torchobs.ranks.snapshot import Rank
 
 _TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
 _OM_UNITS = {"s": "seconds", "By": "bytes"}

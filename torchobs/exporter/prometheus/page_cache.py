@@ -14,7 +14,7 @@ from torchobs.exporter.prometheus.compression import gzipped
 from torchobs.exporter.prometheus.exposition import Exposition
 from torchobs.exporter.prometheus.series_limits import SeriesLimits
 from torchobs.ranks.memory_budget import MOST
-from torchobs.ranks.scanner import EMPTY
+from torchobs.ranks.snapshot import EMPTY
 
 if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig

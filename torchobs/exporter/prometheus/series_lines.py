@@ -11,7 +11,7 @@ from prometheus_client.utils import floatToGoString
 from torchobs.catalog import BY_NAME, Kind, cumulative
 from torchobs.exporter.prometheus.name_registry import sample_name
 from torchobs.exporter.prometheus.text_format import exemplar, number, prefix
-from torchobs.flight.reader.reader import Distribution
+from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import exemplars, labels
 
 if TYPE_CHECKING:

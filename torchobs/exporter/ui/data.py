@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.snapshot_cache import Scan
     from torchobs.exporter.ui.event_groups import RankEvents
     from torchobs.flight.reader.reader import FlightFile
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 RECORDS = 16_384
 """Records that a look reads of all ranks together, at least 32 of each; one takes 2 µs to decode. Beyond 64 ranks those that

@@ -6,12 +6,12 @@ from array import array
 from math import isfinite, log10
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torchobs.flight.metrics.fold import StepRecord
+    from torchobs.flight.format.step_record import StepRecord
 
 KEPT = 4096
 """Values: as many as the ring has records."""

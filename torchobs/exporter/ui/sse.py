@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
     from torchobs.exporter.ui.data import Details
     from torchobs.exporter.ui.view_model import Choice, Model
-    from torchobs.ranks.scanner import Snapshot
+    from torchobs.ranks.snapshot import Snapshot
 
 TICK_S = 1.0
 RELAXATION = 4.0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.ui.sparkline_data import Curve
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.ranks.metric_values import Readings
-    from torchobs.ranks.scanner import Rank, Snapshot
+    from torchobs.ranks.snapshot import Rank, Snapshot
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
-"""Evidence: what a rank leaves beside its flight file when it is asked to, or when it is stuck.
+"""Artifacts: files that a rank writes beside its flight file on command, or when it is stuck. The API calls them evidence.
 
-A file is called ``r<rank>-<incarnation>.<kind>-<number>`` and an ending; the number is that of the command that asked for it,
-which is a Unix time in milliseconds. It appears under this name when it is complete, but for that of a rank that is stuck at
-this moment: that one has the number 0 and is empty until there is something to tell. The trainer writes, the exporter reads
-and trusts nothing; whoever asks the exporter for one names it by its :attr:`Evidence.id`, never by its name.
+A file is named ``r<rank>-<incarnation>.<kind>-<number>`` plus a suffix; the number is that of the command that requested it,
+a Unix time in milliseconds. It gets this name when it is complete, except for the dump of a rank that is stuck right now,
+which has the number 0 and stays empty until there is something to write. The trainer writes, the exporter reads and trusts
+nothing; clients of the exporter request an artifact by its :attr:`ArtifactName.id`, never by its file name.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 STACKS, STUCK, PROFILE = "stacks", "stuck", "profile"
 KINDS = (STACKS, STUCK, PROFILE)
-"""Stacks that were asked for; stacks of a rank that held Python's lock for seconds; a profiler's trace."""
+"""Requested stacks; stacks of a rank that held the GIL for seconds; a profiler's trace."""
 ENDINGS = {STACKS: ".txt", STUCK: ".txt", PROFILE: ".json.gz"}
 LIMITS = {STACKS: 1 << 20, STUCK: 1 << 20, PROFILE: 32 << 20}
-"""Bytes that a file may have: it lies in memory, and counts for the trainer."""
+"""Maximum size in bytes: on tmpfs the file is charged to the trainer's memory."""
 KEPT = {STACKS: 8, STUCK: 4, PROFILE: 2}
-"""Files of one kind that a rank keeps; the oldest go."""
+"""Files of one kind that are kept per rank; the oldest are removed."""
 
 END = b"\n# end of stacks\n"
-"""The last line of stacks that are complete: ``faulthandler`` writes on when there is no room, and says nothing of it."""
+"""Last line of a complete dump: ``faulthandler`` reports no error when the disk is full."""
 
 _WHY = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM), "no_room"),
@@ -49,11 +49,11 @@ _MAX_FOUND = 4096
 
 
 class NoEvidenceError(OSError):
-    """The name belongs to something that is no evidence, or not any more."""
+    """The file is not an artifact that may be served, or no longer exists."""
 
 
 class ArtifactName(NamedTuple):
-    """What a name says."""
+    """A parsed artifact file name."""
 
     name: str
     flight: str
@@ -66,19 +66,19 @@ class ArtifactName(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What it is asked for by: 16 hexadecimal digits that only somebody who knows the incarnation can work out."""
+        """Identifier in the API: 16 hexadecimal digits that cannot be guessed without knowing the incarnation."""
         return hashlib.sha256(self.name.encode()).hexdigest()[:16]
 
 
 def named(flight: str, kind: str, number: int) -> ArtifactName:
-    """Return the evidence of that kind and number of the rank with that flight file."""
+    """Return the artifact name of that kind and number for the rank with that flight file."""
     stem = flight.removesuffix(SUFFIX)
     rank, _, incarnation = stem.removeprefix("r").partition("-")
     return ArtifactName(f"{stem}.{kind}-{number}{ENDINGS[kind]}", flight, rank, incarnation, kind, number)
 
 
 def parse(name: str) -> ArtifactName | None:
-    """Return what the name says; ``None`` if it is no evidence's."""
+    """Parse a file name; ``None`` if it is not an artifact's."""
     found = _NAME.fullmatch(name)
     if found is None or ENDINGS[found[4]] != found[6]:
         return None
@@ -86,7 +86,7 @@ def parse(name: str) -> ArtifactName | None:
 
 
 def names(directory_fd: int) -> list[ArtifactName]:
-    """Return what there is by name, at most 4,096 of at most 200,000 names looked at. Raises ``OSError``."""
+    """List the artifacts in a directory: at most 4,096, among at most 200,000 entries. Raises ``OSError``."""
     return list(_names(directory_fd))
 
 
@@ -109,7 +109,7 @@ def _names(directory_fd: int) -> Iterator[ArtifactName]:
 
 
 def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.stat_result:
-    """Return the file's status. ``owner``: the only uid to accept. Raises ``OSError`` when there is nothing to be served."""
+    """Return the file's status. ``owner``: the only uid to accept. Raises ``OSError`` when it may not be served."""
     status = os.stat(evidence.name, dir_fd=directory_fd, follow_symlinks=False)
     _check(status, evidence, owner)
     return status
@@ -143,7 +143,7 @@ def create(place: FlightDirectory, name: str) -> int:
     mode = 0o640 if place.shared else 0o600
     fd = os.open(name, _CREATE, mode, dir_fd=place.fd)
     try:
-        os.fchmod(fd, mode)  # whatever the umask: the sidecar reads by group
+        os.fchmod(fd, mode)  # regardless of the umask: the sidecar reads by group
     except OSError:
         os.close(fd)
         remove(place, name)
@@ -158,15 +158,15 @@ def create_unfinished(place: FlightDirectory) -> tuple[str, int]:
 
 
 def append(fd: int, data: bytes) -> None:
-    """Write all of it. Raises ``OSError`` where there is no room for it, be it that a part was taken."""
+    """Write all of ``data``. Raises ``OSError`` where there is no room, possibly after writing a part."""
     while data:
         data = data[os.write(fd, data) :]
 
 
 def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> None:
-    """Give the file its name, and remove the oldest of its kind where there are too many. Raises ``OSError``.
+    """Give the file its final name and remove the oldest beyond :data:`KEPT`. Raises ``OSError``.
 
-    What is there is looked up first: where that cannot be seen, nothing more is kept.
+    The directory is listed first: where that fails, no file is added that could not be counted.
     """
     alike = [one for one in names(place.fd) if (one.flight, one.kind) == (evidence.flight, evidence.kind) and one.number]
     os.rename(temporary, evidence.name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
@@ -175,7 +175,7 @@ def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> No
 
 
 def refusal(problem: OSError) -> dict[str, str]:
-    """Return why something could not be written, as an event's attributes: a word, and the system's own. No path."""
+    """Return why a write failed, as attributes of an event: a reason code and the system's message, without a path."""
     number = problem.errno or 0
     return {"reason": _WHY.get(number, "error"), "detail": os.strerror(number) if number else type(problem).__name__}
 

@@ -1,9 +1,8 @@
-"""Cleaning: dead flight files go when they are old, or when all of them together take too much.
+"""Removal of dead flight files that are old, or that together take too much space.
 
-Trainers clean when they start and node-mode exporters now and then (the mount of a sidecar is read-only). Only files of our
-own user go, whose writer is dead for good, as its free lock and its stopped heartbeat show. Their age is that of the last
-heartbeat: stores through a map do not move a file's mtime. Evidence goes with its flight file. Names that are not ours are
-never touched.
+Trainers clean when they start, node exporters periodically (a sidecar's mount is read-only). A file is removed only if it
+belongs to our user and its writer is dead: its lock is free and its heartbeat stopped. Its age is that of the last heartbeat,
+because stores through a map do not update mtime. Artifacts are removed with their flight file. Other names are never touched.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 MIN_AGE_S = 24 * 3600.0
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
 STALE_S = 3600.0
-"""Age, by mtime, of temporary files and of locks without a file; to make one takes milliseconds."""
+"""Age, by mtime, at which temporary files and orphaned locks are removed; creation takes milliseconds."""
 SETTLED_S = 10.0
-"""A rank can lose its lock and live (a program that closes descriptors it does not know), but then its heartbeat moves."""
+"""A living rank can lose its lock (a program that closes unknown descriptors), but its heartbeat goes on."""
 
 _TEMPORARY = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _ENDINGS = (SUFFIX, LOCK_SUFFIX, *artifacts.ENDINGS.values())
@@ -38,7 +37,7 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class _File(NamedTuple):
-    """A flight file of ours. ``age_s``: since its last heartbeat; 0 while its writer lives."""
+    """A flight file of our user. ``age_s``: seconds since its last heartbeat; 0 while its writer lives."""
 
     age_s: float
     name: str
@@ -55,11 +54,11 @@ def clean(
     served: Callable[[str], bool] | None = None,
     budget_s: float = 0.25,
 ) -> list[str]:
-    """Remove what nobody needs any more; return the names that are gone.
+    """Remove files that are no longer needed and return their names.
 
-    ``now`` is CLOCK_MONOTONIC in nanoseconds. A dead file goes ``min_age_s`` after its last heartbeat, or once ``served(name)``
-    says that whoever wanted it has it; then the oldest go until all files of ours take ``max_total_bytes`` at most. Looks no
-    longer than ``budget_s``; what was not looked at stays for the next call.
+    ``now`` is CLOCK_MONOTONIC in nanoseconds. A dead file is removed ``min_age_s`` after its last heartbeat, or once
+    ``served(name)`` is true; then the oldest until all our files take at most ``max_total_bytes``. The listing
+    stops after ``budget_s``; the remaining files wait for the next call.
 
     Raises ``OSError`` when the directory cannot be read.
     """
@@ -82,7 +81,7 @@ def clean(
 
 
 def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
-    """Yield the names that look like ours, for ``budget_s`` at most."""
+    """Yield names of the kinds that torchobs creates, for at most ``budget_s``."""
     deadline = time.monotonic() + budget_s
     fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)  # see reader.names
     try:
@@ -97,7 +96,7 @@ def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
 
 
 def _look(directory_fd: int, name: str, now: int) -> _File | None:
-    """Return what is known of a file with that name; ``None`` when it is not ours, or gone."""
+    """Return the flight file of that name; ``None`` when it is not our user's, or gone."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
         if not _is_ours(status):
@@ -110,7 +109,7 @@ def _look(directory_fd: int, name: str, now: int) -> _File | None:
 
 
 def _age_s(directory_fd: int, name: str, now: int) -> float:
-    """Return the seconds since the last heartbeat; of a file that cannot be read, since it was made. Raises ``OSError``."""
+    """Return the seconds since the last heartbeat, or since creation if the file cannot be parsed. Raises ``OSError``."""
     fd = os.open(name, _FLAGS, dir_fd=directory_fd)
     status = os.fstat(fd)
     try:
@@ -127,7 +126,7 @@ def _age_s(directory_fd: int, name: str, now: int) -> float:
 
 
 def _remove(directory_fd: int, file: _File) -> bool:
-    """Remove a dead file and its lock, unless somebody has put another one there meanwhile; tell whether it is gone."""
+    """Remove a dead file and its lock, unless another file has replaced it; return True if it was removed."""
     try:
         if _is_held(directory_fd, lock_name(file.name)) or _inode(directory_fd, file.name) != file.inode:
             return False
@@ -140,12 +139,12 @@ def _remove(directory_fd: int, file: _File) -> bool:
 
 
 def _remove_stale(directory_fd: int, name: str) -> list[str]:
-    """Remove what was left: a temporary file of a process that was killed meanwhile, a lock or evidence without its file."""
+    """Remove a leftover: a temporary file of a killed process, or a lock or an artifact without its flight file."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
         if not _is_ours(status) or time.time() - status.st_mtime < STALE_S:
             return []
-        if _TEMPORARY.fullmatch(name) or _is_lone_lock(directory_fd, name) or _is_lone_evidence(directory_fd, name):
+        if _TEMPORARY.fullmatch(name) or _is_orphaned_lock(directory_fd, name) or _is_orphaned_artifact(directory_fd, name):
             os.unlink(name, dir_fd=directory_fd)
             return [name]
     except OSError:
@@ -153,14 +152,14 @@ def _remove_stale(directory_fd: int, name: str) -> list[str]:
     return []
 
 
-def _is_lone_lock(directory_fd: int, name: str) -> bool:
-    """Return True if that is the free lock of a flight file that is not there. Raises ``OSError``."""
+def _is_orphaned_lock(directory_fd: int, name: str) -> bool:
+    """Return True if it is the free lock of a flight file that no longer exists. Raises ``OSError``."""
     of = name.removesuffix(LOCK_SUFFIX) + SUFFIX
     return name.endswith(LOCK_SUFFIX) and is_name(of) and not _inode(directory_fd, of) and not _is_held(directory_fd, name)
 
 
-def _is_lone_evidence(directory_fd: int, name: str) -> bool:
-    """Return True if that is evidence of a rank whose flight file is not there. Raises ``OSError``."""
+def _is_orphaned_artifact(directory_fd: int, name: str) -> bool:
+    """Return True if it is an artifact of a rank without a flight file. Raises ``OSError``."""
     found = artifacts.parse(name)
     return found is not None and not _inode(directory_fd, found.flight)
 
@@ -175,7 +174,7 @@ def _size(directory_fd: int, names: list[str]) -> int:
 
 
 def _remove_all(directory_fd: int, names: list[str]) -> list[str]:
-    """Remove what of these is ours; return it."""
+    """Remove those of the files that belong to our user; return their names."""
     removed = []
     for name in names:
         with contextlib.suppress(OSError):
@@ -186,7 +185,7 @@ def _remove_all(directory_fd: int, names: list[str]) -> list[str]:
 
 
 def _is_held(directory_fd: int, name: str) -> bool:
-    """Return True if the lock is held. A deleted one is not: then the heartbeat alone shows that a rank lives.
+    """Return True if the lock is held. A deleted lock is not: then only the heartbeat shows that a rank lives.
 
     Raises ``OSError``.
     """

@@ -1,15 +1,15 @@
-"""Commands to a rank: one small file per incarnation, in a directory that the exporter writes and the trainer only reads.
+"""Commands to a rank: one small file per incarnation, written by the exporter and only read by the trainer.
 
 ``<incarnation>.control`` is one record of 72 bytes, little-endian: ``magic[8] major:u16 minor:u16 level:u32 target[16]
 seq:u64 profile_seq:u64 stacks_seq:u64 probes_off:u64 profile_steps:u32 crc:u32``. The CRC covers what is before it and is
 seeded with the low 32 bits of the target's incarnation, so that a record for another rank does not validate.
 
-``level`` and ``probes_off`` (one bit for each name in ``settings.PROBES``, whose order is for good) are states, all ones until
-somebody commands one. Profiles and stacks are requests, and each is known by the number of
-the command that made it: a later command that replaced the record before it was read does not lose it. Numbers increase, also
-over a record that was deleted: they are the milliseconds of the Unix time, or one more than the last.
+``level`` and ``probes_off`` (one bit per name in ``settings.PROBES``, in a fixed order) are states, all ones until a command
+sets them. Profiles and stacks are requests, each identified by the number of its command, so that a later command which
+replaces the record before it was read does not lose them. Numbers increase, even after a record was deleted: they are Unix
+times in milliseconds, or one more than the last.
 
-It is replaced by rename, whole or not at all; the trainer reads it by ``pread`` and maps nothing that another can truncate.
+The file is replaced atomically by rename; the trainer reads it by ``pread``, for a map could be truncated by another process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchobs.support.after_fork import renew_in_child
 
 SUFFIX, TEMPORARY = ".control", ".tmp-"
 LEVELS = ("off", "basic", "advanced", "extreme")
-"""Names of the levels; a level is an index in it."""
+"""Names of the debug levels; a level is an index into it."""
 MAX_PROFILE_STEPS = 1000
 
 _MAGIC = b"TORCHCMD"
@@ -45,22 +45,22 @@ renew_in_child(sys.modules[__name__], _mutex=Lock)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a rank is to do. As given to :func:`write_command`, ``None`` keeps what is in force."""
+    """A command to a rank. In an argument of :func:`write_command`, ``None`` keeps the present state."""
 
     level: int | None = None
-    """index in ``LEVELS``; ``None``: nobody has commanded one"""
+    """index into ``LEVELS``; ``None``: not set by a command"""
     profile_steps: int = 0
-    """profile that many steps, from the next one on"""
+    """number of steps to profile, from the next one on"""
     stacks: bool = False
     """dump the stacks of all threads"""
     seq: int = 0
-    """the command's number, which :func:`write_command` gives it"""
+    """the command's number, assigned by :func:`write_command`"""
     probes_off: int | None = None
-    """a bit for each probe that shall be off; ``None``: nobody has commanded any"""
+    """one bit per probe to switch off; ``None``: not set by a command"""
     profile_seq: int = 0
-    """as read: number of the command that asked for the profile"""
+    """when read: number of the command that requested the profile"""
     stacks_seq: int = 0
-    """as read: number of the command that asked for the stacks"""
+    """when read: number of the command that requested the stacks"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,14 @@ _NOTHING = _Record()
 
 
 def file_name(incarnation: bytes) -> str:
-    """Return the name of the record for that rank."""
+    """Return the name of the control file of that incarnation."""
     return incarnation.hex() + SUFFIX
 
 
 def write_command(directory_fd: int, incarnation: bytes, command: Command) -> int:
-    """Add a command to what the rank has been told; return its number. One process writes to a directory.
+    """Merge a command into the rank's control file; return its number. Only one process may write to a directory.
 
-    Raises ``OSError``, or ``ValueError`` for a level or a number of steps that there is not.
+    Raises ``OSError``, or ``ValueError`` for an unknown level or a number of steps out of range.
     """
     if command.level is not None and not 0 <= command.level < len(LEVELS):
         msg = f"level {command.level} is none of 0 to {len(LEVELS) - 1}"
@@ -111,16 +111,16 @@ def write_command(directory_fd: int, incarnation: bytes, command: Command) -> in
 
 
 def remove(directory_fd: int, incarnation: bytes) -> None:
-    """Remove what a rank that has ended was told. Raises ``OSError`` other than that it is gone."""
+    """Remove the control file of a rank that has ended. Raises ``OSError`` unless the file is already gone."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(file_name(incarnation), dir_fd=directory_fd)
 
 
 class ControlReader:
-    """The trainer's side: asks every 100 ms, at the cost of one ``stat`` while nothing is new."""
+    """Polls for commands in the trainer, every 100 ms, at the cost of one ``stat`` while nothing is new."""
 
     def __init__(self, path: str, incarnation: bytes, owner: int | None = None) -> None:
-        """``path``: the directory, which may come later; ``owner``: the only uid whose commands count."""
+        """``path``: the directory, which may not exist yet; ``owner``: the only uid to accept commands from."""
         self._path, self._incarnation, self._owner = path, incarnation, owner
         self._name = file_name(incarnation)
         self._directory_fd = -1
@@ -128,7 +128,7 @@ class ControlReader:
         self._acknowledged = _NOTHING
 
     def poll(self) -> Command | None:
-        """Return the command if it is newer than the last one returned; a request in it is returned once. Never raises."""
+        """Return the command if it is newer than the last one returned; each request is returned once. Never raises."""
         try:
             record = self._newer()
         except OSError:
@@ -142,7 +142,7 @@ class ControlReader:
         return Command(record.level, profile, stacks, record.seq, record.probes_off, *seqs)
 
     def close(self) -> None:
-        """Let go of the directory; :meth:`poll` opens it again. Idempotent."""
+        """Close the directory; :meth:`poll` opens it again. Idempotent."""
         fd, self._directory_fd = self._directory_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -160,12 +160,12 @@ class ControlReader:
         if version == self._seen:
             return None
         record = _read(self._directory_fd, self._incarnation, self._owner)
-        self._seen = version  # after reading: what could not be opened now is tried again
+        self._seen = version  # after reading: a file that could not be opened is tried again
         return record
 
 
 def _read(directory_fd: int, incarnation: bytes, owner: int | None) -> _Record | None:
-    """Return the record, ``None`` if there is none that is valid. Raises ``OSError`` other than that it is gone."""
+    """Return the record; ``None`` if missing or invalid. Raises ``OSError`` unless the file is gone."""
     try:
         fd = os.open(file_name(incarnation), _FLAGS, dir_fd=directory_fd)
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def _replace(directory_fd: int, name: str, raw: bytes) -> None:
         fd = os.open(temporary, flags, 0o644, dir_fd=directory_fd)
         undo.callback(_unlink, temporary, directory_fd)
         try:
-            os.fchmod(fd, 0o644)  # whatever the umask: the trainer may be another user
+            os.fchmod(fd, 0o644)  # regardless of the umask: the trainer may be another user
             os.write(fd, raw)
         finally:
             os.close(fd)

@@ -1,6 +1,6 @@
-"""How a flight file comes to be: ``.tmp-random`` → allocate → header → lock → rename.
+"""Creation of a flight file: ``.tmp-random`` → allocate → header → lock → rename.
 
-So a published file is complete, and one whose lock is free is dead for good.
+This order makes every published file complete, and a published file with a free lock the file of a dead writer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PAGE = 4096
 
 
 class NoRoomError(OSError):
-    """The file system or the memory cgroup has no room for a flight file; the message says which."""
+    """The file system or the memory cgroup lacks space for a flight file; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedFile:
-    """A published flight file: its map, its name in ``place``, and the lock's descriptor, which stays open to the end."""
+    """A published flight file: its map, its name in ``place``, and the lock's descriptor, which stays open until the end."""
 
     place: FlightDirectory
     name: str
@@ -45,19 +45,19 @@ class CreatedFile:
 
 
 def new_header(resource: Mapping[str, str | int], size: int) -> Header:
-    """Return the header of a new incarnation, born now, of ``size`` bytes down to whole pages.
+    """Return the header of a new incarnation with the present times; ``size`` in bytes is rounded down to whole pages.
 
-    Raises ``ValueError`` for a size that no flight file has.
+    Raises ``ValueError`` for a size out of range.
     """
     size -= size % _PAGE
-    # the pair is read wall, monotonic, wall and halved, so that a preemption between the two is not taken for an offset
+    # wall clock before and after the monotonic one, averaged: a preemption in between would shift the offset
     before, monotonic_ns, after = time.time_ns(), time.monotonic_ns(), time.time_ns()
     wall_ns = (before + after) // 2
     return Header(size, token_bytes(16), boot_id(), monotonic_ns, wall_ns, os.getpid(), os.getuid(), plan(size), resource)
 
 
 def boot_id() -> bytes:
-    """Return this boot's random id, 16 bytes; zeros where the system has none."""
+    """Return the 16-byte random id of this boot; zeros where the system has none."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return bytes.fromhex(text.strip().replace("-", ""))
@@ -76,9 +76,9 @@ def lock_name(name: str) -> str:
 
 
 def create(place: FlightDirectory, header: Header, content: bytes | None = None) -> CreatedFile:
-    """Make and publish the file; ``content`` is what a deleted one of the same incarnation held.
+    """Create and publish the file; ``content``: what a deleted file of the same incarnation held.
 
-    Raises :class:`NoRoomError`, ``OSError``, or ``ValueError`` for a resource that is too long; then nothing is left behind,
+    Raises :class:`NoRoomError`, ``OSError``, or ``ValueError`` for a resource that is too long. Nothing is left behind then,
     nor after an interrupt.
     """
     raw, name, temporary = encode_header(header), file_name(header), TEMPORARY + token_hex(8)
@@ -97,21 +97,21 @@ def create(place: FlightDirectory, header: Header, content: bytes | None = None)
     return CreatedFile(place, name, inode, header, mapped, lock_fd, lock_inode)
 
 
-def open_again(born: CreatedFile) -> int:
-    """Open a published file for writing, and only that file. Raises ``OSError``."""
-    fd = os.open(born.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=born.place.fd)
-    if os.fstat(fd).st_ino != born.inode:
+def open_again(created: CreatedFile) -> int:
+    """Open a published file for writing, refusing any other file of that name. Raises ``OSError``."""
+    fd = os.open(created.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=created.place.fd)
+    if os.fstat(fd).st_ino != created.inode:
         os.close(fd)
-        raise FileNotFoundError(born.name)
+        raise FileNotFoundError(created.name)
     return fd
 
 
-def relock(born: CreatedFile) -> CreatedFile:
-    """Make the lock of a published file again, for one whose name was deleted. Raises ``OSError``; the old one holds then."""
+def relock(created: CreatedFile) -> CreatedFile:
+    """Create a new lock file after the old one was deleted. Raises ``OSError``; the old lock stays in force then."""
     with contextlib.ExitStack() as undo:
-        lock_fd, lock_inode = _take_lock(born.place, born.name, undo)
+        lock_fd, lock_inode = _take_lock(created.place, created.name, undo)
         undo.pop_all()
-    return replace(born, lock_fd=lock_fd, lock_inode=lock_inode)
+    return replace(created, lock_fd=lock_fd, lock_inode=lock_inode)
 
 
 def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) ->
 def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, mmap.mmap]:
     fd = _open(place, name)
     try:
-        # a store into a page that a full tmpfs cannot back is SIGBUS; allocated beforehand it is ENOSPC here
+        # storing into a page that a full tmpfs cannot back raises SIGBUS; allocating beforehand turns that into ENOSPC
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)
         else:
@@ -141,7 +141,7 @@ def _open(place: FlightDirectory, name: str) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, mode, dir_fd=place.fd)
     try:
-        os.fchmod(fd, mode)  # whatever the umask: the sidecar reads by group
+        os.fchmod(fd, mode)  # regardless of the umask: the sidecar reads by group
     except OSError:
         os.close(fd)
         _unlink(place, name)

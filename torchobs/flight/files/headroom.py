@@ -1,4 +1,4 @@
-"""Is there room for a flight file? Asked before allocating: at a full memory cgroup that would be the trainer's end."""
+"""Check for space before a flight file is allocated: in a full memory cgroup the allocation gets the trainer killed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torchobs.support.cgroup import Memory
 
 HEADROOM = 16
-"""Times the file's size that must be free in the memory cgroup: allocation at its limit got the trainer OOM-killed."""
+"""Multiple of the file's size that must be free in the memory cgroup: allocation at its limit got the trainer OOM-killed."""
 
 
 def shortage(directory_fd: int, size: int) -> str | None:
-    """Return why a file of ``size`` bytes should not be allocated there, or ``None`` when there is room."""
+    """Return why a file of ``size`` bytes should not be allocated there; ``None`` when there is room."""
     if deadly_limit(size):
         return f"files of this process may have {_size_limit()} bytes, and the signal that would tell it of more ends it"
     usage = os.fstatvfs(directory_fd)
@@ -30,17 +30,17 @@ def shortage(directory_fd: int, size: int) -> str | None:
 
 
 def deadly_limit(size: int) -> bool:
-    """Return True if a file of ``size`` bytes would be this process' end, by ``ulimit -f``.
+    """Return True if writing ``size`` bytes would kill this process by SIGXFSZ (``ulimit -f``).
 
-    Python ignores the signal, so that writing on is an error as any other; but an application may have its default back.
+    Python ignores the signal, so that the write fails with an error; an application may have restored the default.
     """
     return size > _size_limit() and signal.getsignal(signal.SIGXFSZ) == signal.SIG_DFL
 
 
 def survive_limits() -> None:
-    """Have too long a file be an error in this thread, whatever the application makes of the signal meanwhile.
+    """Block SIGXFSZ in this thread, so that exceeding ``ulimit -f`` is an error whatever handler the application sets.
 
-    The kernel sends it to the thread that writes, and there it stays pending.
+    The kernel sends the signal to the writing thread, where it then stays pending.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGXFSZ])
 
@@ -53,9 +53,9 @@ def _size_limit() -> float:
 def cgroup_headroom(root: str = "") -> int | None:
     """Return the bytes left in the tightest memory cgroup, v1 or v2; ``None`` without a limit.
 
-    Left is the limit less the working set, as the kubelet counts it: usage without inactive file pages. Whoever reads a
-    data set larger than the limit has the cgroup full of those, and the kernel takes them back before it kills anybody.
-    ``root`` is put before every path.
+    That is the limit minus the working set as the kubelet counts it: usage without inactive file pages. Reading a data set
+    larger than the limit fills the cgroup with those, and the kernel reclaims them before it kills a process.
+    ``root`` is prefixed to every path.
     """
     return min((max(limit - memory.working_set, 0) for limit, memory in _limited(root)), default=None)
 
@@ -66,7 +66,7 @@ def cgroup_limit(root: str = "") -> int | None:
 
 
 def _limited(root: str) -> list[tuple[int, Memory]]:
-    """Return the limit and the memory of each group that has one."""
+    """Return limit and memory use of each group with a limit."""
     groups = of_process("memory", root)
     found = [memory_of(level, v2=groups.v2, root=root) for level in groups.levels] if groups else []
     return [(memory.limit, memory) for memory in found if memory is not None and memory.limit is not None]

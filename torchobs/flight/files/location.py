@@ -1,11 +1,11 @@
-"""Where flight files go: a private directory, on tmpfs where there is one with room.
+"""Choice of the directory for flight files: private, and on tmpfs where there is one with room.
 
 ``TORCHOBS_DIR`` (or ``init(flight_dir=…)``), else the Kubernetes mount, else ``$XDG_RUNTIME_DIR``, else ``/dev/shm`` if it
-has 1 GiB and a quarter of it free (a container's default is 64 MiB and shared with NCCL and DataLoader), else the temp
+has 1 GiB, a quarter of it free (a container's default is 64 MiB and shared with NCCL and DataLoader), else the temp
 directory. NFS, Lustre and FUSE are refused: a store into their pages can block for as long as a server is away.
 
-In a directory that everybody may write to, somebody else may have taken our name, or put a symbolic link there: then the
-name gets a number. All ranks of a user try the same numbers in the same order, so they and their exporter meet in one.
+In a world-writable directory another user may have taken our name, or put a symbolic link there: then a number is appended.
+All ranks of a user try the same numbers in the same order, so that they and their exporter choose the same directory.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ NETWORK = frozenset(
         *("orangefs", "panfs", "pvfs2", "wekafs"),
     }
 )
-"""File systems on which a step could block; any other FUSE type begins with ``breaker.``."""
+"""File systems on which a step could block; other FUSE types begin with ``fuse.``."""
 _MEMORY = ("tmpfs", "ramfs")
 _SPARE_NAMES = 8
 
 
 class NoPlaceError(OSError):
-    """No directory for the flight file can be had; the message says what to do.
+    """No directory for the flight file is usable; the message says what to do.
 
-    ``of_one_rank``: another rank of this node may have found one all the same.
+    ``of_one_rank``: the other ranks of this node may still have one.
     """
 
     def __init__(self, message: str, *, of_one_rank: bool = False) -> None:
@@ -44,7 +44,7 @@ class NoPlaceError(OSError):
 
 
 def remedy(problem: OSError) -> str:
-    """Return what to do where a file of ours cannot be written."""
+    """Return what a user can do where a flight file cannot be written."""
     do = {
         **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable for this user"),
         **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
@@ -61,11 +61,11 @@ class FlightDirectory:
     in_memory: bool
     shared: bool
     given: bool = False
-    """by the user or by Kubernetes: taken as it is, whoever it belongs to"""
+    """set by the user or by Kubernetes: accepted whatever its owner and mode"""
 
 
 def candidates(flight_dir: str | None, runtime_dir: str | None) -> list[str]:
-    """Return the directories to try, best first; only ``flight_dir`` when it was given."""
+    """Return the directories to try, best first; only ``flight_dir`` if set."""
     if flight_dir:
         return [flight_dir]
     if Path(KUBERNETES_MOUNT).is_dir():
@@ -80,11 +80,11 @@ def candidates(flight_dir: str | None, runtime_dir: str | None) -> list[str]:
 
 
 def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirectory:
-    """Open the best directory, made 0700 if it is not there. Raises :class:`NoPlaceError`."""
+    """Open the best directory; create it with mode 0700 if missing. Raises :class:`NoPlaceError`."""
     problems = []
     for path in candidates(flight_dir, runtime_dir):
         given = _is_given(path, flight_dir)
-        for name in (path,) if given else spare(path):
+        for name in (path,) if given else numbered_names(path):
             try:
                 return _open(name, given=given)
             except OSError as problem:
@@ -94,25 +94,25 @@ def open_place(flight_dir: str | None, runtime_dir: str | None) -> FlightDirecto
 
 
 def renew(place: FlightDirectory) -> None:
-    """Make a directory again that was deleted, and open it under the same descriptor. Raises ``OSError``."""
+    """Recreate a deleted directory and open it under the same descriptor. Raises ``OSError``."""
     again = _open(place.path, given=place.given)
     os.dup2(again.fd, place.fd, inheritable=False)
     os.close(again.fd)
 
 
 def find_existing(flight_dir: str | None, runtime_dir: str | None) -> str | None:
-    """Return the directory that trainers of this user would use, for readers; ``None`` if none is there yet."""
+    """Return the existing directory that trainers of this user would choose, for readers; ``None`` if there is none."""
     for path in candidates(flight_dir, runtime_dir):
         if _is_given(path, flight_dir):
             return path if Path(path).is_dir() else None
-        for name in spare(path):
+        for name in numbered_names(path):
             if _is_private(name):
                 return name
     return None
 
 
 def control_directory(chosen: str | None, flight_dir: str) -> str:
-    """Return where commands are: as set, the pod's volume beside its flight volume, else below the flight directory."""
+    """Return the directory of control files: as set, or the pod's control volume, or a subdirectory of the flight directory."""
     if chosen is not None:
         return chosen
     return KUBERNETES_CONTROL if flight_dir == KUBERNETES_MOUNT else str(Path(flight_dir) / "control")
@@ -127,15 +127,15 @@ def _temporary() -> str:
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
-        return "/tmp"  # noqa: S108  # a container's root is read-only: opening it says so, by a name that a person knows
+        return "/tmp"  # noqa: S108  # no usable temporary directory (read-only root): opening this one raises an error with a known path
 
 
 def _is_given(path: str, flight_dir: str | None) -> bool:
     return bool(flight_dir) or path == KUBERNETES_MOUNT
 
 
-def spare(path: str) -> list[str]:
-    """Return the names that are tried for a directory that nobody has named: another user may have taken one."""
+def numbered_names(path: str) -> list[str]:
+    """Return the names to try for a default directory, for another user may have taken the first ones."""
     return [path, *(f"{path}-{number}" for number in range(1, _SPARE_NAMES))]
 
 
@@ -149,7 +149,7 @@ def _open(path: str, *, given: bool) -> FlightDirectory:
     except OSError:
         os.close(fd)
         raise
-    # A directory that was given is taken as it is (a pod's volume belongs to root, its mode is 3777); ours alone is 0700.
+    # A directory that was set is accepted as it is (a pod's volume belongs to root with mode 3777); a default one is 0700.
     shared = path == KUBERNETES_MOUNT or status.st_uid != os.getuid() or bool(status.st_mode & stat.S_ISGID)
     return FlightDirectory(path, fd, kind in _MEMORY, shared, given)
 
@@ -219,6 +219,6 @@ def filesystem_type(mountinfo: str, path: str) -> str:
             continue
         mount = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), fields[4])
         inside = path == mount or path.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= best:  # the last of equals is mounted over the others
+        if inside and len(mount) >= best:  # of equal mount points the last one is on top
             best, kind = len(mount), fields[fields.index("-", 6) + 1]
     return kind

@@ -1,11 +1,11 @@
-"""Liveness: a POSIX record lock on a sibling ``.lock`` file, held until the kernel lets the process go.
+"""Liveness of a rank: a POSIX record lock on a sibling ``.lock`` file, which the kernel releases when the process ends.
 
-A record lock is dropped by ANY close of the locked file in its process, so nothing in this process may open it again
-(:func:`held_here` lets others ask). It is not inherited by fork, unlike an OFD lock, which survives in forked workers. It is
+A record lock is dropped by ANY close of the locked file in its process, so this process must not open that file again
+(:func:`held_here` checks that). It is not inherited by fork, unlike an OFD lock, which survives in forked workers. It is
 probed by ``F_GETLK`` through a read-only descriptor, which works across containers, users and PID namespaces.
 
-A mutex makes asking and opening one act: a thread that found the lock not held here, and opened the file after another
-thread had taken it, would drop it by its close. It is reentrant, for a signal handler may ask too; no training step does.
+A mutex makes check and open atomic: a thread that found the lock not held here, and opened the file after another thread
+had taken it, would drop it by closing. It is reentrant, for a signal handler may check too; no training step takes it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _kind(raw: bytes) -> int:
 def take(fd: int) -> None:
     """Lock the open, writable file for as long as this process lives. Raises ``OSError`` when another process has it.
 
-    The caller must never close ``fd`` while the lock shall hold.
+    The caller must not close ``fd`` as long as the lock is needed.
     """
     with _mutex:
         fcntl.fcntl(fd, fcntl.F_SETLK, _flock(fcntl.F_WRLCK))
@@ -81,7 +81,7 @@ def is_held(directory_fd: int, name: str) -> bool:
 
 
 def holder(directory_fd: int, name: str) -> int:
-    """Return the process id of who holds the lock; 0 if nobody does, or somebody whom this PID namespace does not have.
+    """Return the process id of the lock's holder; 0 if it is free, or held from outside this PID namespace.
 
     Raises ``OSError`` if it cannot be opened.
     """
@@ -93,7 +93,7 @@ def holder(directory_fd: int, name: str) -> int:
 
 
 def _probe(directory_fd: int, name: str) -> bytes:
-    """Ask for the lock on a file that this process does not hold: the close below would drop it. The mutex is taken."""
+    """Query the lock of a file that this process has not locked (the close below would drop it). Call with the mutex held."""
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
         return fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))

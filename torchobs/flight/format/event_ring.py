@@ -1,11 +1,11 @@
-"""The event ring: dated facts, finished spans and what came too late for them, as frames at multiples of 64 bytes.
+"""The event ring: events, finished spans and their late values, as frames at multiples of 64 bytes.
 
 A frame is ``position:u64 length:u32 crc:u32`` and ``length`` bytes of a JSON object. ``position`` is virtual: it counts
-bytes since birth and never wraps, so that a frame stands at ``position % ring``; the CRC covers position, length and
-payload. A frame never wraps around the ring's end: what does not fit there starts at the next lap. A reader needs no
-head: it looks at every 64 bytes and takes what stands where its position says and matches its CRC.
+bytes since the file's creation and never wraps; a frame is stored at ``position % ring``. The CRC covers position, length
+and payload. A frame that does not fit before the ring's end is stored at its beginning. A reader needs no head: it checks
+every 64 bytes and accepts a frame that is stored where its position says and matches its CRC.
 
-A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/frames.py``), or ``late``: the ``grad_norm`` of a ``step``
+A frame's ``k`` is ``event``, ``span`` or ``span_start`` (``otel/span_codec.py``), or ``late``: the ``grad_norm`` of a ``step``
 whose span was written before a device delivered it.
 """
 
@@ -34,11 +34,11 @@ _MAX_CHECKED = 8
 _MAX_DEPTH = 32
 _MAX_BITS = 128
 _MAX_RING = 512 * 1024
-"""No writer makes a longer one (456 KiB in the largest file), and following it costs with its length."""
+"""No writer creates a longer ring (456 KiB in the largest file), and the cost of reading grows with its length."""
 
 
 def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
-    """Return ``value`` as something JSON has: a non-finite float becomes its name, an unknown or too deep object its text."""
+    """Convert ``value`` to JSON types: a non-finite float becomes its name, an unknown or too deep object its text."""
     if isinstance(value, float) and not isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
@@ -53,7 +53,7 @@ def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
 
 
 class EventRing:
-    """The writing side. Any thread may append; none ever waits: who finds the ring busy leaves its frame to the holder."""
+    """Writer of the ring. Any thread may append without waiting: while another thread writes, that one takes the frame over."""
 
     __slots__ = ("__weakref__", "_lock", "_memory", "_offset", "_pending", "_position", "_seed", "_size", "dropped", "live_at")
 
@@ -68,15 +68,15 @@ class EventRing:
 
     @property
     def limit(self) -> int:
-        """Bytes that a frame's payload may have."""
+        """Maximum length of a frame's payload in bytes."""
         return min(MAX_PAYLOAD, self._size // 4)
 
     def append(self, fields: Mapping[str, object]) -> None:
-        """Add one frame; one that is too long, or comes while 1,024 wait, is dropped and counted."""
+        """Add one frame; it is dropped and counted if too long, or if 1,024 frames are pending."""
         self.put(json.dumps(plain(dict(fields)), separators=(",", ":")).encode())
 
     def put(self, payload: bytes) -> None:
-        """Add one frame whose JSON is ready."""
+        """Add one frame from encoded JSON."""
         if len(payload) > self.limit or len(self._pending) >= _MAX_PENDING:
             self.dropped += 1
             return
@@ -84,11 +84,11 @@ class EventRing:
         self.drain()
 
     def drain(self) -> None:
-        """Write what is pending, unless another thread is at it."""
+        """Write the pending frames, unless another thread is doing so."""
         while self._pending:
             if self._lock.locked():
                 return
-            with self._lock:  # see block.Block.publish
+            with self._lock:  # see ValueBlock.publish
                 if self._pending:
                     self._write(self._pending.popleft())
 
@@ -106,7 +106,7 @@ class EventRing:
 def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield ``(position, fields)`` of every valid frame, oldest first.
 
-    Forged lengths could make every 64 bytes cost the CRC of 16 KiB: after ``_MAX_CHECKED`` rings' worth of bytes it ends.
+    Forged lengths could make every 64 bytes cost a CRC over 16 KiB, so it stops after ``_MAX_CHECKED`` times the ring's size.
     """
     for position, payload in sorted(_frames(ring, seed)):
         fields = fields_of(payload)
@@ -115,9 +115,9 @@ def scan(ring: bytes, seed: int) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def fields_of(payload: bytes) -> dict[str, Any] | None:
-    """Return what a frame's payload says; ``None`` if that is not a JSON object."""
+    """Decode a frame's payload; ``None`` if it is not a JSON object."""
     try:
-        fields = json.loads(payload.decode())  # json.loads would take bytes for UTF-16, too
+        fields = json.loads(payload.decode())  # given bytes, json.loads would also accept UTF-16
         if b"\\u" in payload or payload.count(b"[") + payload.count(b"{") > _MAX_DEPTH:
             fields = _sane(fields, _MAX_DEPTH)
     except (ValueError, RecursionError):
@@ -126,7 +126,7 @@ def fields_of(payload: bytes) -> dict[str, Any] | None:
 
 
 class Tail:
-    """Follows a ring: gives each frame once, and reads what was written since it looked last, not the whole ring."""
+    """Incremental reader of a ring: returns each frame once, and reads only what was written since the last call."""
 
     __slots__ = ("_head", "_next", "_seed", "_size")
 
@@ -135,15 +135,15 @@ class Tail:
         self._head = self._next = 0
 
     def take(self, head: int, read: Callable[[int, int], bytes]) -> list[bytes]:
-        """Return the payloads that are new, oldest first; none before ``head`` has changed.
+        """Return the new payloads, oldest first; none before ``head`` has changed.
 
-        ``head`` is where the writer says that its newest frame ends, and ``read(at, length)`` reads the ring.
+        ``head``: the end of the newest frame as the writer published it; ``read(at, length)`` reads the ring.
         """
         if head == self._head or self._size > _MAX_RING:
             return []
         self._head = head
         found = sorted(frame for at, length in self._parts(head) if length for frame in self._frames(read(at, length), at))
-        if found:  # not the head: where stores are reordered it can be ahead of its frame
+        if found:  # not the head: with reordered stores it can be visible before its frame
             position, payload = found[-1]
             self._next = position + _aligned(len(payload))
         return [payload for _, payload in found]
@@ -161,7 +161,7 @@ class Tail:
 
 
 def _frames(part: bytes, seed: int, offset: int = 0, size: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield the frames of a ring, or of the part of a ring of ``size`` that begins at ``offset``."""
+    """Yield the frames of a ring, or of the part that begins at ``offset`` of a ring of ``size`` bytes."""
     size = size or len(part)
     at, left = 0, _MAX_CHECKED * len(part)
     while at < len(part) - _FRAME.size and left > 0:
@@ -173,11 +173,11 @@ def _frames(part: bytes, seed: int, offset: int = 0, size: int | None = None) ->
         payload = part[begin + _FRAME.size : begin + _FRAME.size + length]
         if crc == zlib.crc32(payload, zlib.crc32(_FRAME.pack(position, length, 0), seed)):
             yield position, payload
-            at = begin + _aligned(length)  # no frame begins inside another
+            at = begin + _aligned(length)  # frames do not overlap
 
 
 def _aligned(length: int) -> int:
-    """Return the bytes that a frame with a payload of that length takes."""
+    """Return the size in bytes of a frame with a payload of that length."""
     return -(-(_FRAME.size + length) // ALIGN) * ALIGN
 
 

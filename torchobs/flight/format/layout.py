@@ -4,17 +4,17 @@ r"""The format of a flight file, version 1: little-endian, every region aligned 
 offset content
 ====== =========================================================================================================
 0      static header, 4,096 bytes, complete before the file gets its name (:class:`Header`)
-4,096  live words: 8-byte words, each stored alone and meaningful alone (:class:`Live`)
+4,096  live words: 8-byte words, each stored and valid independently (:class:`Live`)
 …      series table: append-only entries (``series.py``)
 …      value blocks: ``BLOCK_COUNT`` blocks of two slots, A and B (:data:`SLOT_HEADER`, then up to 512 words)
-…      step ring: 128-byte records (``record.py``)
-…      event ring: frames at multiples of 64 bytes (``events.py``)
+…      step ring: 128-byte records (``step_record.py``)
+…      event ring: frames at multiples of 64 bytes (``event_ring.py``)
 ====== =========================================================================================================
 
 **Header**: ``magic[8] major:u16 minor:u16 header_size:u32 file_size:u64 incarnation[16] boot_id[16] monotonic_ns:u64
 wall_ns:u64 pid:u32 uid:u32 region_count:u32 resource_length:u32 resource_crc:u32 pad:u32``, then at 96 ``region_count`` ×
 ``kind:u32 item_size:u32 offset:u64 length:u64``, then at 288 the resource, a flat JSON object in UTF-8 that describes the rank,
-and in the last four bytes the CRC-32 of everything before. A header with a bad CRC or size makes the whole file bad.
+and in the last four bytes the CRC-32 of everything before. A bad CRC or size in the header invalidates the file.
 
 **CRCs** of everything but the header are seeded with the low 32 bits of the incarnation, so that stale or forged frames
 do not validate. **Versions**: a reader takes any minor version of its major; minor versions add regions, never fields.
@@ -57,7 +57,7 @@ _FIXED = struct.Struct("<8sHHIQ16s16sQQIIIIII")
 _REGION = struct.Struct("<IIQQ")
 _REGIONS_AT, _MAX_REGIONS = 96, 8
 _MAX_RECORDS = MAX_SIZE // RECORD_SIZE
-"""What a reader folds at most: 16 MiB of forged records held it for half a second."""
+"""Most records that a reader folds: 16 MiB of forged ones took half a second."""
 _U32 = struct.Struct("<I")
 
 
@@ -76,12 +76,12 @@ class Region(IntEnum):
 
 
 class Live:
-    """Indexes of the live words. A word that is out of range is absent; heads are hints only."""
+    """Indexes of the live words. A word with a value out of range counts as absent; heads are hints only."""
 
     HEARTBEAT_NS = 0
     """CLOCK_MONOTONIC of the sampler's last round"""
     PHASE = 1
-    """phase id << 56 | CLOCK_MONOTONIC in µs at which it began (``record.LIVE_PHASES`` gives the names)"""
+    """phase id << 56 | CLOCK_MONOTONIC in µs at which it began (names: ``step_record.LIVE_PHASES``)"""
     STEP_HEAD = 2
     """sequence number of the newest step record"""
     EVENT_HEAD = 3
@@ -93,7 +93,7 @@ class Live:
     LEVEL = 6
     """debug level in force"""
     STEPS_SINCE_NS = 7
-    """CLOCK_MONOTONIC since which steps are recorded; 0: since the start; all ones: they are not"""
+    """CLOCK_MONOTONIC since when steps are recorded; 0: since the start; all ones: recording is off"""
 
 
 LIVE_WORDS = 32
@@ -114,7 +114,7 @@ NO_STEPS = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a region lies: bytes from the start of the file, and the size of its items."""
+    """Offset and length of a region in bytes, and the size of its items."""
 
     offset: int
     length: int
@@ -147,12 +147,12 @@ class Header:
         return int.from_bytes(self.incarnation[:4], "little")
 
     def wall_s(self, monotonic_ns: int) -> float:
-        """Unix time in seconds of a CLOCK_MONOTONIC reading, by the pair taken at birth: later clock jumps change nothing."""
+        """Unix time in seconds of a CLOCK_MONOTONIC reading, by the pair read at creation: clock jumps have no effect."""
         return (self.wall_ns + monotonic_ns - self.monotonic_ns) / 1e9
 
 
 def plan(size: int) -> dict[Region, Extent]:
-    """Lay out a file of ``size`` bytes: half of it step records, the blocks fixed, series and events share the rest.
+    """Lay out a file of ``size`` bytes: half for step records, fixed value blocks, the rest shared by series and events.
 
     Raises ``ValueError`` for a size outside ``MIN_SIZE``…``MAX_SIZE`` or not a multiple of ``ALIGN``.
     """
@@ -181,7 +181,7 @@ def plan(size: int) -> dict[Region, Extent]:
 
 def encode_header(header: Header) -> bytes:
     """Return the header's 4,096 bytes. Raises ``ValueError`` when the resource does not fit ``RESOURCE_LIMIT`` bytes."""
-    # a host or job name need not be UTF-8; the error handler keeps the rest of it
+    # host and job names need not be UTF-8; the error handler keeps what can be encoded
     resource = json.dumps(dict(header.resource), ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
     if len(resource) > RESOURCE_LIMIT:
         msg = f"the resource takes {len(resource)} bytes, at most {RESOURCE_LIMIT} fit"
@@ -197,7 +197,7 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(raw: bytes, size: int) -> Header:
-    """Check and decode a header; ``size`` is the file's. Every offset it returns is in the file.
+    """Check and decode a header; ``size``: the file's length. Every returned offset lies within the file.
 
     Raises :class:`BadFlightFileError`.
     """
@@ -226,7 +226,7 @@ def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
     for index in range(count):
         kind, item_size, offset, length = _REGION.unpack_from(raw, _REGIONS_AT + index * _REGION.size)
         if kind not in Region._value2member_map_:
-            continue  # of a later minor version
+            continue  # added by a later minor version
         if kind in found:
             raise BadFlightFileError("a region twice")
         found[Region(kind)] = Extent(offset, length, item_size)
@@ -264,7 +264,7 @@ def _resource(raw: bytes, length: int) -> dict[str, str | int]:
     if length > RESOURCE_LIMIT:
         raise BadFlightFileError("resource longer than the header")
     try:
-        decoded = json.loads(raw[288 : 288 + length].decode())  # json.loads would take bytes for UTF-16, too
+        decoded = json.loads(raw[288 : 288 + length].decode())  # given bytes, json.loads would also accept UTF-16
     except (ValueError, RecursionError):
         decoded = None
     if not isinstance(decoded, dict) or not all(isinstance(value, (str, int)) for value in decoded.values()):
@@ -278,5 +278,5 @@ def encodable(text: str) -> str:
 
 
 def words_crc(generation: int, words: bytes | memoryview, seed: int) -> int:
-    """CRC of a value slot."""
+    """Return the CRC of a value slot."""
     return zlib.crc32(words, zlib.crc32(SLOT_HEADER.pack(generation, len(words), 0), seed))

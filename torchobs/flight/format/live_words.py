@@ -1,4 +1,4 @@
-"""The live words, decoded by whoever watches a rank: each stands alone, and one that is out of range is absent."""
+"""Decoding of the live words. Each is valid on its own; a value out of range counts as absent."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class LiveWords:
     exit_code: int
     level: int
     event_head: int = 0
-    """changes with every event, and is a hint only"""
+    """changes with every event; a hint only"""
     steps_since_ns: int | None = 0
-    """since when steps are recorded: 0 = since the start, ``None`` = they are not, somebody has switched that off"""
+    """since when steps are recorded: 0 = since the start, ``None`` = recording was switched off"""
 
 
 def decode(raw: bytes) -> LiveWords:
-    """Decode the region; bytes that are not there (a file that shrank) count as zeros."""
+    """Decode the region; missing bytes (of a file that shrank) count as zeros."""
     words = memoryview(raw.ljust(8 * (Live.STEPS_SINCE_NS + 1), b"\0")).cast("Q")
     phase, exit_word, level = words[Live.PHASE], words[Live.EXIT], words[Live.LEVEL]
     heartbeat, code = words[Live.HEARTBEAT_NS], exit_word & 0xFFFFFFFF

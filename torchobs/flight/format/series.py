@@ -1,8 +1,8 @@
-"""The series table: which word of which value block is what.
+"""The series table: which series each word of a value block belongs to.
 
 An entry is ``length:u32 crc:u32 block:u16 word:u16 width:u16 kind:u8 type:u8``, then a JSON array ``[name, unit, brief,
 attributes, bounds]`` in UTF-8, padded with spaces to a multiple of 8 bytes; ``length`` counts all of it, and the CRC covers
-all of it but itself. Entries are append-only and count only if their CRC matches: the first whose does not ends the table.
+all of it but itself. Entries are append-only; the table ends at the first entry with a bad CRC.
 A user's instrument has a sixth element, its instrumentation scope ``[name, version, schema_url, attributes]``.
 """
 
@@ -34,7 +34,7 @@ class ValueType:
     FLOAT = 1
     """one word, f64; any NaN: absent"""
     EITHER = 2
-    """a user's instrument that may be given ints and floats: i64 word (its minimum: absent), f64 word (NaN: absent); a
+    """a user's instrument that may receive ints and floats: i64 word (its minimum: absent), f64 word (NaN: absent); a
     sum is their sum, a gauge is the one that is present"""
     HISTOGRAM = 3
     """u64 buckets (one more than bounds), then f64 sum, least, greatest"""
@@ -45,7 +45,7 @@ WIDTHS = {ValueType.INT: 1, ValueType.FLOAT: 1, ValueType.EITHER: 2}
 
 
 class Scope(NamedTuple):
-    """OpenTelemetry's instrumentation scope: who made the instrument. ``attributes`` as in :class:`Series`."""
+    """OpenTelemetry's instrumentation scope: the library that created the instrument. ``attributes`` as in :class:`Series`."""
 
     name: str
     version: str = ""
@@ -73,7 +73,7 @@ class Series:
 
     @property
     def width(self) -> int:
-        """Words that the value takes."""
+        """Number of words of the value."""
         return len(self.bounds) + 4 if self.value_type == ValueType.HISTOGRAM else WIDTHS[self.value_type]
 
 
@@ -94,7 +94,7 @@ def encode(series: Series, seed: int) -> bytes:
 
 
 def decode(table: bytes, seed: int, blocks: int, start: int = 0) -> Iterator[tuple[Series, int]]:
-    """Yield each valid entry from ``start`` on with the offset after it; one whose words lie outside its block is skipped."""
+    """Yield each valid entry from ``start`` on with the offset after it; entries with words outside their block are skipped."""
     at = start
     while at + _HEAD.size <= len(table):
         length, crc, *tail = _HEAD.unpack_from(table, at)
@@ -143,7 +143,7 @@ def _text(value: object) -> str:
 
 
 def _attribute(value: object) -> object:
-    """Return a value as something hashable that equals itself. Raises ``TypeError`` for what OpenTelemetry does not have."""
+    """Return a value as a hashable that equals itself. Raises ``TypeError`` for types that OpenTelemetry does not have."""
     if isinstance(value, list):
         return tuple(_scalar(item) for item in value)
     return _scalar(value)

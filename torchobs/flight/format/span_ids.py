@@ -1,11 +1,11 @@
-"""Identifiers of the run's and its steps' spans, which can be worked out by whoever has the flight file.
+"""Identifiers of the spans of a run and its steps, derived from the flight file's header.
 
-A step's span is written for few steps, and for those long after they ended. Its identifier is a function of the run's and of
-the step's number, so that the training thread makes none, a span of the application's can name the step under way as its
-parent, and an exporter can give any step's histogram sample its exemplar:
+Spans are written for few steps only, and long after these ended. A step's span id is a function of the run's and the step's
+number, so that the training thread generates none, a span of the application can name the current step as its parent, and an
+exporter can attach an exemplar to any step's histogram sample:
 
-* the run's trace is the launcher's (``TRACEPARENT``; ``trace_id`` in the file's resource), else the incarnation's 16 bytes;
-* the run's span, a step's and a phase's are the first 8 bytes of BLAKE2b of ``<incarnation>/run``, ``<run's span>/<step>`` and
+* the run's trace id is the launcher's (``TRACEPARENT``; ``trace_id`` in the file's resource), else the incarnation's 16 bytes;
+* the span ids of run, step and phase are the first 8 bytes of BLAKE2b of ``<incarnation>/run``, ``<run's span>/<step>`` and
   ``<step's span>/<phase>``, in lower-case hexadecimal and decimal digits.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchobs.flight.format.layout import Header
 
 TRACE_ID = "trace_id"
-"""In the resource, where the launcher gave one"""
+"""Key in the resource, present if the launcher set a trace."""
 
 
 class Part(NamedTuple):
@@ -33,23 +33,23 @@ class Part(NamedTuple):
 
 
 def trace_id(header: Header) -> str:
-    """Return the trace of the run, 32 hexadecimal digits."""
+    """Return the run's trace id, 32 hexadecimal digits."""
     given = header.resource.get(TRACE_ID)
     return given if isinstance(given, str) else header.incarnation.hex()
 
 
 def run_span_id(header: Header) -> str:
-    """Return the run's span, 16 hexadecimal digits."""
+    """Return the run's span id, 16 hexadecimal digits."""
     return _derived(header.incarnation.hex(), "run")
 
 
 def step_span_id(run: str, step: int) -> str:
-    """Return a step's span, given the run's."""
+    """Return a step's span id from the run's."""
     return _derived(run, str(step))
 
 
 def phase_span_id(step: str, phase: str) -> str:
-    """Return a phase's span, given the step's."""
+    """Return a phase's span id from the step's."""
     return _derived(step, phase)
 
 
@@ -58,9 +58,9 @@ def _derived(parent: str, what: str) -> str:
 
 
 def parts(raw: bytes) -> tuple[int, list[Part]] | None:
-    """Return when a plain step began, and its phases; ``None`` for another record, which holds sums and no boundaries.
+    """Return the begin of a plain step and its phases; ``None`` for other records, which hold sums and no boundaries.
 
-    ``raw`` must be a record that ``record.unpack`` has accepted. What lies between the phases is ``other``.
+    ``raw`` must be a record that ``step_record.unpack`` has accepted. Gaps between the phases are ``other``.
     """
     if raw[24] != RecordKind.PLAIN:
         return None
@@ -71,6 +71,6 @@ def parts(raw: bytes) -> tuple[int, list[Part]] | None:
     found = [Part("data", fetch >> 4, fetched >> 4)] if fetched >> 4 else []
     begun, ended = boundaries[0], boundaries[1]
     if found and is_forward_before((fetch >> 4) - begun_ns, ended - begun, boundaries[2] - ended):
-        begun, ended = begun_ns, fetch >> 4  # what was fetched is the next step's batch
+        begun, ended = begun_ns, fetch >> 4  # the fetch was for the next step
     found += [Part("forward", begun, ended), Part("backward", boundaries[1], boundaries[2])]
     return begun_ns, [*found, Part("optimizer", boundaries[3], boundaries[4])]

@@ -9,10 +9,10 @@ offset type   field            meaning
 8      u64    step             the step's number, from 1
 16     u64    end_ns           CLOCK_MONOTONIC at the step's end
 24     u16    kind             1 *step*; 2 *late*: values of an earlier step, delivered after its end; 3 *plain* (below)
-26     u16    flags            :class:`Flag`
+26     u16    flags            :class:`StepFlag`
 28     u32    losses           backward passes that the loss sums over
-32     f64    duration_s       from the last step's end to this one's; evaluation, checkpoints, compilation taken out
-40     f64    loss             sum over the step's backward passes, or the value logged
+32     f64    duration_s       from the last step's end to this one's, without evaluation, checkpoints and compilation
+40     f64    loss             sum over the step's backward passes, or the logged value
 48     f64    grad_norm        total L2 norm, unscaled
 56     f64    learning_rate    of the first parameter group
 64     8×f32  phase_s          seconds in each of ``PHASE_NAMES``
@@ -21,13 +21,13 @@ offset type   field            meaning
 108    u32    zero
 112    f64    norm_scale       the loss scale that grad_norm was divided by, 1 without
 120    u32    zero
-124    u32    crc              CRC-32 of the 124 bytes before, seeded (``layout``)
+124    u32    crc              CRC-32 of the 124 bytes before, seeded (see ``layout``)
 ====== ====== ================ =============================================================================================
 
-A *plain* step (kind 3), which is nearly every one, holds its boundaries instead of its times, so that the training thread
-computes nothing: ``fetch`` u64 at 32; ``fetched``, ``backward``, ``backward_ends``, ``optimizer`` u64 at 64, each
+A *plain* step (kind 3), as nearly all are, holds time stamps of its boundaries instead of durations, so that the training
+thread computes nothing: ``fetch`` u64 at 32; ``fetched``, ``backward``, ``backward_ends``, ``optimizer`` u64 at 64, each
 CLOCK_MONOTONIC in ns << 4, the low bits the hook's code; ``norm_scale`` f32 at 108; ``begun_ns`` u64, the last step's end,
-at 112. Without a DataLoader ``fetch`` and ``fetched`` are at 0 ns. :func:`unpack` makes the same :class:`StepRecord` of both.
+at 112. Without a DataLoader ``fetch`` and ``fetched`` are 0 ns. :func:`unpack` decodes both kinds to :class:`StepRecord`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchobs.flight.format.layout import RECORD_SIZE
 
 PHASE_NAMES = ("data", "forward", "backward", "optimizer", "other", "evaluation", "checkpoint", "compile")
 LIVE_PHASES = (*PHASE_NAMES, "idle")
-"""What the training thread may be at now: idle is to have left its training loop."""
+"""Phases that the training thread can be in now; idle: it has left its training loop."""
 
 _BODY = struct.Struct("<QQQHHIdddd8fQIIdI")
 PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")
@@ -70,13 +70,13 @@ class StepFlag:
     UNTIMED = 16
     """the step's start is unknown (the first one): no duration"""
     DIRECT = 32
-    """the boundary was given by torchobs.step()"""
+    """the step was ended by torchobs.step()"""
     CLOSURE = 64
-    """the optimizer was given a closure"""
+    """the optimizer was called with a closure"""
     CLIPPED = 128
     """the gradient was clipped"""
     NEW_MODEL = 256
-    """parameters that had never been stepped: what was usual before is no measure from here on"""
+    """first step of parameters never stepped before: baselines of earlier steps do not apply"""
 
 
 class StepRecord(NamedTuple):
@@ -111,7 +111,7 @@ def pack(  # noqa: PLR0913, PLR0917  # the record's fields, once a step: a tuple
 
 
 def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
-    """Decode 128 bytes; ``None`` when the CRC does not match."""
+    """Decode a record of 128 bytes; ``None`` when the CRC does not match."""
     if len(raw) != RECORD_SIZE or CRC.unpack_from(raw, RECORD_SIZE - 4)[0] != zlib.crc32(raw[: RECORD_SIZE - 4], seed):
         return None
     if raw[24] == RecordKind.PLAIN:
@@ -125,7 +125,7 @@ def unpack(raw: bytes | memoryview, seed: int) -> StepRecord | None:
 
 
 def _unpack_plain(raw: bytes | memoryview) -> StepRecord | None:
-    """Work the times of a plain step out; ``None`` if they are not in order, which only a forger writes."""
+    """Compute the durations of a plain step; ``None`` if its time stamps are not in order, which only a forged record has."""
     seq, step, end_ns, _, flags, losses, *stamps, tokens, samples, scale, begun_ns, _ = PLAIN.unpack_from(raw)
     fetch, loss, norm, rate, fetched, backward, backward_ends, optimizer = stamps
     fetch, fetched = (fetch >> 4, fetched >> 4) if fetched >> 4 else (begun_ns, begun_ns)

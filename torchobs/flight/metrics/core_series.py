@@ -1,13 +1,13 @@
-"""Which series the fold keeps, and in which words of the core (value block 0)."""
+"""Series that the fold maintains, and their words in the core (value block 0)."""
 
 from __future__ import annotations
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import Word
+from torchobs.flight.metrics.totals import Word
 
 
 def series() -> list[tuple[catalog.Metric, dict[str, str], int]]:
-    """Return the series that the fold keeps, each with its word in block 0."""
+    """Return the series that the fold maintains, each with its word in block 0."""
     single = (
         (catalog.STEPS, Word.STEPS), (catalog.LAST_STEP_TIMESTAMP, Word.LAST_STEP_TIMESTAMP), (catalog.LOSS, Word.LOSS),
         (catalog.SAMPLES, Word.SAMPLES), (catalog.TOKENS, Word.TOKENS), (catalog.GRAD_NORM, Word.GRAD_NORM),

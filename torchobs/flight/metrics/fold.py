@@ -13,34 +13,26 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
 from torchobs.flight.format.step_record import (
-    CRC,
-    LIVE_PHASES,
-    PHASE_NAMES,
-    PLAIN,
     RecordKind,
     StepFlag,
     StepRecord,
-    pack,
-    unpack,
 )
-from torchobs.flight.metrics.goodput import credited, repay
+from torchobs.flight.metrics.goodput import credited, deduct_credit
 from torchobs.flight.metrics.gradient_norms import fold_norms
 from torchobs.flight.metrics.totals import (
-    ABSENT_BITS,
     DURATION_SUM,
     LOSS_SPIKE,
     NONFINITE_LOSS,
     SIZE,
-    WORDS,
     Anomaly,
     Totals,
     Word,
     add,
+    add_anomaly,
     begin_model,
     count,
     is_active,
     load_baseline,
-    note,
     observe,
     signed,
     store_baseline,
@@ -49,25 +41,20 @@ from torchobs.flight.metrics.totals import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "ABSENT_BITS", "CRC", "LIVE_PHASES", "PHASE_NAMES", "PLAIN", "WORDS", "Anomaly", "RecordKind", "StepFlag", "StepRecord",
-    "Totals", "Word", "fold", "fold_late", "pack", "unpack",
-]  # fmt: skip
-
 LEAST_LOSS_EXCESS = 0.25
-"""A loss spike is at least a quarter of the usual loss above it, or 0.25 where the loss is near 0; beyond the tail as well."""
+"""Least excess of a spike over the loss baseline: relative, or absolute below a loss of 1; beside the tail test."""
 
 
 def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | None = None) -> None:
     """Add ``records``, in ring order, to ``totals``; anomalies are appended to ``found``. Pure: no clock, no I/O.
 
     Each subject is one pass over the batch with its state in local variables: item access through a memoryview costs as
-    much as the arithmetic, and at a thousand steps a second the sampler's share of the GIL is what training feels. The
-    result does not depend on how the records were cut into batches, to the last bit: sums run in ring order from the
-    stored value, else a reader's total could step back by one rounding error, which Prometheus takes for a reset.
+    much as the arithmetic, and at a thousand steps a second the sampler's use of the GIL slows training. The result is
+    the same to the last bit however the records were cut into batches: sums run in ring order from the stored value,
+    else a reader's total could decrease by a rounding error, which Prometheus takes for a reset.
 
-    A record that is in ``totals`` already is passed over, and an exception changes nothing: a batch that an interrupt (a
-    signal handler that raises) has cut short can be given once more.
+    Records already in ``totals`` are skipped, and an exception changes nothing: a batch that was interrupted (by a
+    signal handler that raises) can be folded again.
     """
     upto = totals.ints[Word.FOLDED_UPTO]
     fresh = records if records and records[0].seq > upto else [record for record in records if record.seq > upto]
@@ -86,13 +73,13 @@ def fold(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly] | N
 
 
 def _by_model(records: Sequence[StepRecord]) -> list[Sequence[StepRecord]]:
-    """Cut the records so that none but the first of each part begins a model."""
+    """Split the records where a new model begins."""
     cuts = [index for index, record in enumerate(records) if index and record.flags & StepFlag.NEW_MODEL]
     return [records[begin:end] for begin, end in pairwise([0, *cuts, len(records)])] if cuts else [records]
 
 
 def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly]) -> None:
-    """Add records whose numbers were passed over, and counted as lost, because they took too long to come."""
+    """Add records that arrived after their numbers had been skipped and counted as lost."""
     add(totals, Word.TOKENS, sum(record.tokens for record in records))
     add(totals, Word.SAMPLES, sum(record.samples for record in records))
     rates = (record.learning_rate for record in reversed(records) if record.flags & StepFlag.LEARNING_RATE)
@@ -102,14 +89,14 @@ def fold_late(totals: Totals, records: Sequence[StepRecord], found: list[Anomaly
         _fold_progress(totals, steps)
         _fold_times(totals, steps)
     _fold_losses(totals, [record for record in records if record.flags & StepFlag.LOSS], found)
-    solved = {record.step for record in records if record.flags & StepFlag.LOSS and not record.loss}
-    fold_norms(totals, [record for record in records if record.flags & StepFlag.GRAD_NORM], found, solved)
+    converged = {record.step for record in records if record.flags & StepFlag.LOSS and not record.loss}
+    fold_norms(totals, [record for record in records if record.flags & StepFlag.GRAD_NORM], found, converged)
     totals.ints[Word.STEPS_SKIPPED] += sum(1 for record in records if record.flags & StepFlag.SKIPPED)
     _fold_clipped(totals, [record.step for record in records if record.flags & StepFlag.CLIPPED])
 
 
 def _fold_clipped(totals: Totals, steps: list[int]) -> None:
-    """Count each step once: several parts of its gradient may have been clipped, each with a record of its own."""
+    """Count each step once: several parts of its gradient may have been clipped, each with its own record."""
     ints = totals.ints
     for step in steps:
         if step > ints[Word.LAST_CLIPPED]:
@@ -130,7 +117,7 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
     floats = totals.floats
     data, forward, backward, optimizer, other = floats[Word.PHASE_TIME : Word.PHASE_TIME + 5]
     productive, starved, skipped, evaluation, checkpoint, compiling = floats[Word.GOODPUT : Word.GOODPUT + 6]
-    owing = any(credited(totals))
+    has_credit = any(credited(totals))
     for record in steps:
         data_s, forward_s, backward_s, optimizer_s, other_s, evaluation_s, checkpoint_s, compile_s = record.phase_s
         data += data_s
@@ -139,10 +126,10 @@ def _fold_times(totals: Totals, steps: list[StepRecord]) -> None:
         optimizer += optimizer_s
         other += other_s
         trained_s = forward_s + backward_s + optimizer_s + other_s
-        if owing:
+        if has_credit:
             spent_s = (data_s, evaluation_s, checkpoint_s, compile_s, trained_s)
-            data_s, evaluation_s, checkpoint_s, compile_s, trained_s = repay(totals, spent_s)
-            owing = any(credited(totals))
+            data_s, evaluation_s, checkpoint_s, compile_s, trained_s = deduct_credit(totals, spent_s)
+            has_credit = any(credited(totals))
         starved += data_s
         evaluation += evaluation_s
         checkpoint += checkpoint_s
@@ -168,15 +155,15 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
         loss, late = record.loss, record.step < newest
         if not isfinite(loss):
             nonfinite += 1
-            note(found, NONFINITE_LOSS, record, loss, usual if spike else last)
+            add_anomaly(found, NONFINITE_LOSS, record, loss, usual if spike else last)
             if not late:
                 newest, finite, spike = record.step, False, False
             continue
         if late:
-            continue  # a device delivered it after a newer step's
+            continue  # delivered by a device after a newer step's value
         newest, finite, last = record.step, True, loss
         if seen < WARM_UP and leaves_start(loss, start, seen):
-            spike, seen, usual = True, seen + 1, min(usual, start)  # no part of what is learned to be usual
+            spike, seen, usual = True, seen + 1, min(usual, start)  # not learned by the baseline
         else:
             least = LEAST_LOSS_EXCESS * max(1.0, abs(mean))
             spike, mean, variance, seen = judge(loss, mean, variance, seen, least, skewed=True)
@@ -184,7 +171,7 @@ def _fold_losses(totals: Totals, records: list[StepRecord], found: list[Anomaly]
                 start = max(start, abs(loss)) if seen > 1 else abs(loss)
         if spike:
             spikes += 1
-            note(found, LOSS_SPIKE, record, loss, usual)
+            add_anomaly(found, LOSS_SPIKE, record, loss, usual)
         else:
             usual = mean
     if records:

@@ -1,8 +1,8 @@
-"""Goodput of a step that has not ended: an evaluation of an hour is seen while it lasts, and one after the last step at all.
+"""Goodput of the unfinished step: an evaluation of an hour is visible while it lasts, and so is one after the last step.
 
-The sampler adds it to the goodput, and remembers as credit what it has added; the fold adds of the step's own record what is
-left of it. So a state never steps back, whatever a step turns out to have been, and what all states have together is the time
-that has passed. Pure, as the fold is.
+The sampler adds the time to the goodput in advance and records it as credit; when the step ends, the fold adds its times minus
+the credit. So no state's total ever decreases, whatever the step turns out to be, and all states together equal the elapsed
+time. Pure, like the fold.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 STATES = ("data", "evaluation", "checkpoint", "compile", "idle")
-"""What can be told before a step's end. Whether its training was productive shows when it ends."""
+"""States known before a step's end; whether training was productive is known only then."""
 _WORDS = tuple(Word.GOODPUT + catalog.GOODPUT_STATES.index(state) for state in STATES)
 _COUNT = len(STATES)
 
 
 def credited(totals: Totals) -> list[float]:
-    """Return the seconds of each of ``STATES`` that no record has covered yet."""
+    """Return the credit of each of ``STATES``: seconds not covered by a record yet."""
     return list(totals.floats[Word.CREDITED : Word.CREDITED + _COUNT])
 
 
 def credit(totals: Totals, after_step: int, seconds: Sequence[float], whole_s: float) -> None:
-    """Bring the credit up to ``seconds`` in each of ``STATES``, of the ``whole_s`` that have passed since that step's end.
+    """Raise the credit to ``seconds`` in each of ``STATES``, in all at most ``whole_s``, the time since ``after_step``.
 
-    Nothing where that step is not the last one folded: its own record comes first, or the next one's has come.
+    Does nothing unless ``after_step`` is the last step folded: its own record is still due, or a later one was folded.
     """
     if totals.ints[Word.LAST_STEP] != after_step:
         return
@@ -43,16 +43,16 @@ def credit(totals: Totals, after_step: int, seconds: Sequence[float], whole_s: f
         floats[Word.CREDITED + index] += amount * share
 
 
-def forgive(totals: Totals) -> None:
-    """What was credited stays: the step it was given for has no record."""
+def clear_credit(totals: Totals) -> None:
+    """Reset the credit and keep the goodput: the step it was given for will have no record."""
     for index in range(_COUNT):
         totals.floats[Word.CREDITED + index] = 0.0
 
 
-def repay(totals: Totals, spent_s: Sequence[float]) -> list[float]:
-    """Return what a step adds that spent so much in each of ``STATES``, and training where ``idle`` stands.
+def deduct_credit(totals: Totals, spent_s: Sequence[float]) -> list[float]:
+    """Return a step's times minus the credit. ``spent_s``: seconds in each of ``STATES``, with training instead of ``idle``.
 
-    A state that was given more than it turns out to have takes that from the others, in proportion to what they have.
+    Excess credit of a state is deducted from the others, in proportion to their remaining times.
     """
     given = credited(totals)
     *others, idle = given
@@ -60,7 +60,7 @@ def repay(totals: Totals, spent_s: Sequence[float]) -> list[float]:
     lacking = sum(max(-amount, 0.0) for amount in more) + idle
     gained = [max(amount, 0.0) for amount in more]
     total = sum(gained)
-    owed = max(lacking - total, 0.0)  # more than the whole step: the rest is the next one's
+    owed = max(lacking - total, 0.0)  # exceeds the whole step: the rest is deducted from the next
     for index, amount in enumerate([*(max(-amount, 0.0) for amount in more[:-1]), idle]):
         totals.floats[Word.CREDITED + index] = amount * (owed / lacking) if owed else 0.0
     share = max(total - lacking, 0.0) / total if total else 0.0

@@ -1,4 +1,4 @@
-"""The part of the fold that the gradient norms are: the gauge, the distribution, and what is anomalous about them."""
+"""Aggregation of gradient norms, a part of the fold: gauge, distribution and anomalies."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchobs.flight.metrics.totals import (
     NORM_SUM,
     Totals,
     Word,
+    add_anomaly,
     count,
     is_active,
     load_baseline,
-    note,
     observe,
     store_baseline,
 )
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 _NONE = -1
 _KINDS = (NONFINITE_GRADIENT, GRADIENT_EXPLOSION, GRADIENT_VANISHING)
 LEAST_NORM_EXCESS = log(8.0)
-"""An explosion is at least 8 times the usual norm (on the log scale, where norms are near normal)."""
+"""An explosion is at least 8 times the baseline norm (on the log scale, where norms are nearly normal)."""
 
 
-def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], solved: Collection[int] = ()) -> None:
-    """Add the norms of ``records``, in ring order (see ``record.fold``).
+def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], converged: Collection[int] = ()) -> None:
+    """Add the norms of ``records``, in ring order (see :func:`torchobs.flight.metrics.fold.fold`).
 
-    ``solved``: steps whose loss was exactly zero. A margin that is kept by every example of a batch (hinge, triplet) has a
-    gradient of zero because nothing is left to learn, and has not vanished.
+    ``converged``: steps with a loss of exactly zero. A margin loss (hinge, triplet) that every example of a batch satisfies
+    has a zero gradient because nothing is left to learn; it has not vanished.
     """
     if not records:
         return
@@ -54,21 +54,21 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
         norm, kind = record.grad_norm, _NONE
         if not isfinite(norm):
             kind = NONFINITE_GRADIENT
-            note(found, kind, record, norm, exp(usual) if active[GRADIENT_EXPLOSION] else last)
+            add_anomaly(found, kind, record, norm, exp(usual) if active[GRADIENT_EXPLOSION] else last)
         elif record.step >= since:
-            at_rest = not norm and record.step in solved
+            at_rest = not norm and record.step in converged
             vanished, low = (False, 0) if at_rest else judge_low(norm, mean, variance, seen, low)
-            exploded, early, start, mean, variance, seen = _judged(norm, start, mean, variance, seen)
+            exploded, early, start, mean, variance, seen = _assess(norm, start, mean, variance, seen)
             if early and start > 0.0:
                 usual = min(usual, log(start))
             if exploded or vanished:
                 kind = GRADIENT_EXPLOSION if exploded else GRADIENT_VANISHING
-                note(found, kind, record, norm, exp(usual) if seen else 0.0)
+                add_anomaly(found, kind, record, norm, exp(usual) if seen else 0.0)
             else:
                 usual = mean
         if kind != _NONE:
             found_here[kind] += 1
-        if record.step >= newest:  # else a device delivered it after a newer step's
+        if record.step >= newest:  # else delivered by a device after a newer step's value
             newest, active = record.step, {each: each == kind for each in _KINDS}
             last = norm if isfinite(norm) else last
     ints[Word.GRAD_NORM_STEP], floats[Word.GRAD_NORM], ints[Word.LOW_NORMS] = newest, last, low
@@ -81,11 +81,11 @@ def fold_norms(totals: Totals, records: list[StepRecord], found: list[Anomaly], 
     observe(totals, Word.NORM_DISTRIBUTION, catalog.NORM_BOUNDS, NORM_SUM, norms)
 
 
-def _judged(norm: float, start: float, mean: float, variance: float, seen: int) -> tuple[bool, bool, float, float, float, int]:
-    """Return whether it explodes, whether that shows by the run's start, and start and baseline updated."""
+def _assess(norm: float, start: float, mean: float, variance: float, seen: int) -> tuple[bool, bool, float, float, float, int]:
+    """Return whether the norm explodes, whether judged by the run's first values, and these values and the baseline updated."""
     if seen < WARM_UP and leaves_start(norm, start, seen):
-        return True, True, start, mean, variance, seen + 1  # no part of what is learned to be usual
-    if norm <= 0.0:  # a zero norm has no logarithm and is no explosion
+        return True, True, start, mean, variance, seen + 1  # not learned by the baseline
+    if norm <= 0.0:  # zero has no logarithm
         return False, False, start, mean, variance, seen
     exploded, mean, variance, seen = judge(log(norm), mean, variance, seen, LEAST_NORM_EXCESS)
     if seen <= START:

@@ -1,8 +1,8 @@
-"""How fast a rank is: a pure function of its latest step records, the same for whoever shows it.
+"""Throughput of a rank: a pure function of its latest step records, used by every view.
 
-Speeds are those of the clock, as ``rate()`` over the counters has them: what lies between two steps counts. They are over the
-last 256 records (a step is one, and one more for what a device delivers of it afterwards), of which those of the last minute
-count, but at least eight steps: steady where steps are fast, and not of an hour ago where they are slow.
+Rates are per second of wall time, as ``rate()`` over the counters gives them: pauses between steps count. The window is the
+last 256 records (one per step, and one more for values that a device delivers late) of the last minute, but at least eight
+steps: stable where steps are fast, and not an hour old where they are slow.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ if TYPE_CHECKING:
     from torchobs.flight.format.step_record import StepRecord
 
 RECORDS = 256
-"""As many as have to be read; more change nothing."""
+"""Number of records to read; more do not change the result."""
 WINDOW_S = 60.0
 LEAST_STEPS = 8
 _TENTH = 0.1
 
 
 class Throughput(NamedTuple):
-    """Of the latest steps. Times in seconds."""
+    """Throughput over the latest steps. Times in seconds."""
 
     steps: int
-    """that it is the pace of"""
+    """number of steps in the window"""
     step_s: float
-    """median, so that a checkpoint's neighbour does not count"""
+    """median, so that steps beside a checkpoint do not matter"""
     mean_s: float
-    """mean: what the next ones will take, evaluations and checkpoints apart"""
+    """mean, the estimate for the next steps, without evaluations and checkpoints"""
     phases_s: tuple[float, ...]
     """mean per step in each of ``catalog.PHASES``"""
     aside_s: float
-    """mean per step of evaluation, checkpoints and compilation beside it"""
+    """mean per step of evaluation, checkpoints and compilation"""
     window_s: float
-    """from the end of the first of the steps to the end of the last"""
+    """from the end of the first step to the end of the last"""
     per_s: float | None
-    """steps per second of the clock, evaluations and checkpoints between them included; None: one step only"""
+    """steps per second of wall time, evaluations and checkpoints included; None: one step only"""
     tokens_per_s: float | None
     samples_per_s: float | None
-    """None where torchobs.log() was given none"""
+    """None if never given to torchobs.log()"""
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -56,12 +56,12 @@ class Throughput(NamedTuple):
 
     @property
     def spent(self) -> Spent:
-        """What a rank is compared with its peers by."""
+        """The input for comparing ranks."""
         return Spent(self.steps, self.phases_s, self.aside_s)
 
 
 def pace(records: Sequence[StepRecord]) -> Throughput | None:
-    """Return the pace at the end of a row of records; ``None`` if there is no timed step among the last of them."""
+    """Return the throughput over the newest of ``records``; ``None`` if these have no timed step."""
     recent = records[-RECORDS:]
     steps = _latest([record for record in recent if _is_timed(record)])
     if not steps:
@@ -69,7 +69,7 @@ def pace(records: Sequence[StepRecord]) -> Throughput | None:
     phases = [fmean(record.phase_s[index] for record in steps) for index in range(len(PHASES))]
     elapsed_s = (steps[-1].end_ns - steps[0].end_ns) / 1e9
     timed = elapsed_s if elapsed_s > 0 else None
-    # what the first step brought was done before the time that is looked at
+    # the first step's samples were processed before the window
     later = [record for record in recent if record.end_ns > steps[0].end_ns]
     return Throughput(
         steps=len(steps),
@@ -85,10 +85,10 @@ def pace(records: Sequence[StepRecord]) -> Throughput | None:
 
 
 def time_left_s(found: Throughput | None, done: int, total: float, aside_s: float) -> float | None:
-    """Return the seconds that are left of ``total`` steps, ``done`` of which took ``aside_s`` of evaluation and checkpoints.
+    """Estimate the seconds left until ``total`` steps; the ``done`` ones took ``aside_s`` of evaluation and checkpoints.
 
-    Those go on as often as before: the pace of the steps between two evaluations knows nothing of the next one. ``None`` where
-    there is no pace, or no end in sight: no total, or one that has been passed.
+    These are assumed to recur as often as before, for the latest steps may contain none. ``None`` without a throughput, or
+    without a total that is still ahead.
     """
     if found is None or found.per_s is None or not 0 < done < total:
         return None
@@ -97,7 +97,7 @@ def time_left_s(found: Throughput | None, done: int, total: float, aside_s: floa
 
 
 def speed(found: Throughput | None) -> dict[str, float | None] | None:
-    """Return what programs are told of it; ``None`` if there is none."""
+    """Return the rates for JSON; ``None`` without a throughput."""
     if found is None or found.per_s is None:
         return None
     return {
@@ -110,7 +110,7 @@ def speed(found: Throughput | None) -> dict[str, float | None] | None:
 
 
 def in_figures(per_s: float) -> str:
-    """Return how many there are in a second, in three digits at least: ``0.0214``, ``1.90``, ``45,300``."""
+    """Format a rate with at least three digits: ``0.0214``, ``1.90``, ``45,300``."""
     if not isfinite(per_s) or 0 < abs(per_s) < _TENTH:
         return f"{per_s:.3g}"
     return f"{per_s:,.{max(0, 3 - len(str(int(abs(per_s)))))}f}"
@@ -122,7 +122,7 @@ def _latest(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def _is_timed(record: StepRecord) -> bool:
-    # not finite, or negative, is forged
+    # a non-finite or negative time is forged
     plausible = record.duration_s >= 0 and isfinite(record.duration_s + sum(record.phase_s))
     return record.kind == RecordKind.STEP and not record.flags & StepFlag.UNTIMED and plausible
 

@@ -1,4 +1,4 @@
-"""What the fold keeps: the first words of value block 0, and how single values are added to them."""
+"""State of the fold: the first words of value block 0, and the functions that add single values to them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from torchobs.flight.format.step_record import StepRecord
 
 TOP = (1 << 63) - 1
-"""No total goes beyond"""
+"""Greatest value of a total; it saturates there."""
 MAX = sys.float_info.max
 ABSENT_BITS = 0x7FF8_0000_0000_0002
-"""A gauge that was never set. Any NaN reads as absent: a NaN is counted, never a gauge's value."""
+"""A gauge that was never set. Any NaN reads as absent: NaN values are counted and never stored in a gauge."""
 
 
 class Word:
-    """Words of value block 0 that the fold owns; the others of the block are the session's."""
+    """Words of value block 0 that the fold owns; the others belong to the session."""
 
     FOLDED_UPTO = 0
     CLOCK_OFFSET = 1
-    """i64: wall clock minus CLOCK_MONOTONIC at birth, ns"""
+    """i64: wall clock minus CLOCK_MONOTONIC at the file's creation, ns"""
     STEPS = 2
     LAST_STEP = 3
     LAST_STEP_TIMESTAMP = 4
@@ -43,21 +43,21 @@ class Word:
     GOODPUT = 24
     ANOMALIES = 32
     LOSS_USUAL, NORM_USUAL = 38, 39
-    """the baseline when the last ordinary value had been learned (the norm's as a logarithm): what an anomaly is told beside"""
+    """the baseline after the last ordinary value (the norm's as a logarithm), which is reported with an anomaly"""
     ACTIVE = 40
     LOSS_START, NORM_START = 46, 47
     """``detect.spikes.leaves_start``: the greatest of the model's first values"""
     LOSS_BASELINE = 48
     MODEL_STEP = 51
-    """the first step of the model at hand; 0: the first model's"""
+    """first step of the present model; 0: the first model"""
     NORM_BASELINE = 52
     MODEL_CHANGES = 55
     LOW_NORMS = 56
-    """measured steps in a row whose norm was vanishing"""
+    """consecutive measured steps with a vanishing norm"""
     LAST_CLIPPED = 57
-    """the newest step that was clipped: its record and a later one of a device's may both say so"""
+    """the newest clipped step: its record and a late one may both have the flag"""
     CREDITED = 58
-    """seconds of ``credit.STATES`` that stand in the goodput, of a step that has not ended"""
+    """seconds in each of ``goodput.STATES`` already added to the goodput for the unfinished step"""
     STEP_DURATION = 64
     NORM_DISTRIBUTION = 96
 
@@ -65,14 +65,14 @@ class Word:
 DURATION_SUM = Word.STEP_DURATION + len(catalog.SECONDS_BOUNDS) + 1
 NORM_SUM = Word.NORM_DISTRIBUTION + len(catalog.NORM_BOUNDS) + 1
 WORDS = NORM_SUM + 3
-"""Words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
+"""Number of words that the fold owns; a histogram takes its buckets, then sum, least and greatest value."""
 SIZE = WORDS * 8
 
 NONFINITE_LOSS, NONFINITE_GRADIENT, GRADIENT_EXPLOSION, LOSS_SPIKE, GRADIENT_VANISHING = range(len(catalog.ANOMALY_KINDS))
 
 
 class Anomaly(NamedTuple):
-    """What the fold found in one record. ``value`` and ``baseline`` in the unit of the metric."""
+    """An anomaly in one record. ``value`` and ``baseline`` in the metric's unit."""
 
     kind: str
     step: int
@@ -92,7 +92,7 @@ class Totals:
         self.floats = self.buffer.cast("d")
 
     def clear(self, clock_offset_ns: int) -> None:
-        """Set the state of a rank that has done no step yet."""
+        """Set the state of a rank before its first step."""
         for index in range(WORDS):
             self.ints[index] = 0
         self.ints[Word.CLOCK_OFFSET] = clock_offset_ns & ((1 << 64) - 1)
@@ -103,8 +103,8 @@ class Totals:
 
 
 def add(totals: Totals, word: int, number: int) -> None:
-    """Add to a total that stays where it is at its end."""
-    # a user's tokens may be anything that a record holds, and a total that wraps around is a counter that steps back
+    """Add to a total, which saturates."""
+    # users may log any number of tokens, and a total that wraps around would be a decreasing counter
     totals.ints[word] = min(totals.ints[word] + number, TOP)
 
 
@@ -114,12 +114,12 @@ def load_baseline(totals: Totals, at: int) -> tuple[float, float, int]:
 
 
 def store_baseline(totals: Totals, at: int, mean: float, variance: float, seen: int) -> None:
-    """Keep them."""
+    """Store mean, variance and number of values (see :func:`load_baseline`)."""
     totals.floats[at], totals.floats[at + 1], totals.ints[at + 2] = mean, variance, seen
 
 
 def begin_model(totals: Totals, step: int) -> None:
-    """Forget what was usual: another model is trained from that step on; what comes late of earlier ones is not its."""
+    """Reset baselines and anomalies: a new model is trained from ``step`` on; late values of earlier steps are not its."""
     ints = totals.ints
     ints[Word.MODEL_CHANGES] += 1
     ints[Word.MODEL_STEP] = ints[Word.LOSS_STEP] = ints[Word.GRAD_NORM_STEP] = step
@@ -132,8 +132,8 @@ def begin_model(totals: Totals, step: int) -> None:
         totals.floats[Word.ACTIVE + kind] = 0.0
 
 
-def note(found: list[Anomaly], kind: int, record: StepRecord, value: float, baseline: float) -> None:
-    """Add to what was found."""
+def add_anomaly(found: list[Anomaly], kind: int, record: StepRecord, value: float, baseline: float) -> None:
+    """Append an anomaly to ``found``."""
     found.append(Anomaly(catalog.ANOMALY_KINDS[kind], record.step, record.end_ns, value, baseline))
 
 
@@ -143,13 +143,13 @@ def is_active(totals: Totals, kind: int) -> bool:
 
 
 def count(totals: Totals, kind: int, number: int, *, active: bool) -> None:
-    """Add to a kind's anomalies, and say whether it goes on."""
+    """Add to a kind's anomalies and set whether it is active."""
     totals.ints[Word.ANOMALIES + kind] += number
     totals.floats[Word.ACTIVE + kind] = float(active)
 
 
 def observe(totals: Totals, buckets: int, bounds: tuple[float, ...], total: int, values: list[float]) -> None:
-    """Add finite values to the histogram whose buckets begin at that word; ``total`` is the word after them."""
+    """Add finite values to the histogram with buckets from word ``buckets`` on; ``total`` is the word after them."""
     if not values:
         return
     ints, floats = totals.ints, totals.floats
@@ -159,10 +159,10 @@ def observe(totals: Totals, buckets: int, bounds: tuple[float, ...], total: int,
         sum_ += value
         least = min(least, value)
         greatest = max(greatest, value)
-    # an infinite sum would be no value, and its series gone
+    # an infinite sum would make the series absent
     floats[total], floats[total + 1], floats[total + 2] = min(sum_, MAX), least, greatest
 
 
 def signed(word: int) -> int:
-    """Return the integer that a word holds."""
+    """Return a word as a signed integer."""
     return word - (1 << 64) if word >> 63 else word

@@ -1,1 +1,1 @@
-"""The exporter's side of the flight file: every offset is checked, every block counts by its checksum."""
+"""Reading of flight files: every offset is checked, and a block is accepted only with a valid CRC."""

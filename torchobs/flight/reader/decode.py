@@ -1,4 +1,4 @@
-"""From words to values: what a reader serves, and whether it may be served after what was served before."""
+"""Decoding of value blocks, and the check that no counter decreases from one snapshot to the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Distribution(NamedTuple):
-    """A histogram's value: counts per bucket (one more than bounds), sum, least and greatest value (None: no value)."""
+    """A histogram's value: counts per bucket (one more than bounds), sum, least and greatest value (None: empty)."""
 
     counts: tuple[int, ...]
     sum: float
@@ -33,7 +33,7 @@ class SeriesValue(NamedTuple):
 
 
 class Columns:
-    """The series of one value block, sorted by how their words hold a value, so that most of them take one list to read."""
+    """Decoder of a value block's series, grouped by value type, so that most values are read by one list operation."""
 
     __slots__ = ("_floats", "_growing", "_others", "_run", "_words", "series")
 
@@ -47,25 +47,25 @@ class Columns:
         self._run = self._bytes_in_a_row()
 
     def _bytes_in_a_row(self) -> slice | None:
-        """Return where the values are if they are floats in the order of the series, as a writer leaves them."""
+        """Return the slice of the values if all are consecutive floats in series order, as a writer lays them out."""
         words = [word for _, word in self._floats]
         if self._others or not words or words != [*range(words[0], words[0] + len(words))]:
             return None
         return slice(words[0] * 8, (words[0] + len(words)) * 8)
 
     def read(self, words: bytes) -> DecodedBlock:
-        """Return the value of each series; ``None`` where it is absent or its words are not there yet."""
+        """Return the value of each series; ``None`` where it is absent or its words are not written yet."""
         there = len(words) // 8
         if self._run is not None and there >= self._words:
             run: list[float] = list(memoryview(words)[self._run].cast("d"))
-            if isfinite(sum(run)):  # all of them are then, and nearly every block is so
+            if isfinite(sum(run)):  # then all of them are finite, as in nearly every block
                 return DecodedBlock(self.series, run, whole=True)
         view = memoryview(words.ljust(self._words * 8, b"\0"))
         floats: list[float] = list(view.cast("d"))
         found: list[Value | None] = [None] * len(self.series)
         for index, word in self._floats:
             value = floats[word]
-            if value - value == 0.0:  # finite: what a NaN or an infinity leaves is a NaN
+            if value - value == 0.0:  # finite: for NaN and infinities the difference is NaN
                 found[index] = value
         ints = view.cast("Q").tolist() if self._others else []
         for index, one in self._others:
@@ -75,7 +75,7 @@ class Columns:
         return DecodedBlock(self.series, found, whole=None not in found)
 
     def steps_back(self, before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
-        """Return True if a counter or a bucket went down, or a counter went away. ``before`` may be shorter."""
+        """Return True if a counter or a bucket decreased, or a counter became absent. ``before`` may be shorter."""
         for index in self._growing:
             if index >= len(before):
                 return False
@@ -96,10 +96,10 @@ class DecodedBlock(NamedTuple):
     series: tuple[Series, ...] = ()
     values: Sequence[Value | None] = ()
     whole: bool = False
-    """whether it is known that none is absent"""
+    """True if it is known that no value is absent"""
 
     def points(self) -> Iterator[SeriesValue]:
-        """Yield those that are there."""
+        """Yield the series that have a value."""
         return (SeriesValue(one, value) for one, value in zip(self.series, self.values, strict=True) if value is not None)
 
 

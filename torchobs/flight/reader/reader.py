@@ -1,9 +1,9 @@
-"""The reading side of a flight file, which trusts nothing in it.
+"""Reader of a flight file, which trusts nothing in it.
 
-Opened by ``dir_fd`` with ``O_NOFOLLOW`` and ``O_NONBLOCK`` (a FIFO or a lease must not hold us), a regular file with one link,
-of the right device and owner, of the size that its header says; every offset and count is checked before use (``layout``,
-``series``); ``pread`` only, for a map of a file that somebody truncates is SIGBUS. No counter that was served ever steps back:
-a snapshot in which one would is not served.
+The file is opened by ``dir_fd`` with ``O_NOFOLLOW`` and ``O_NONBLOCK`` (a FIFO or a lease must not block us) and must be
+a regular file with one link, of the right device and owner, with the size that its header states. Every offset and count is
+checked before use (``layout``, ``series``). It is read by ``pread``, for a map of a truncated file raises SIGBUS. No counter
+decreases: a snapshot in which one would is not served.
 """
 
 from __future__ import annotations
@@ -33,30 +33,27 @@ from torchobs.flight.format.layout import (
 from torchobs.flight.format.live_words import LiveWords
 from torchobs.flight.format.live_words import decode as decode_live
 from torchobs.flight.format.series import Series, decode
+from torchobs.flight.format.step_record import RecordKind, StepRecord, unpack
 from torchobs.flight.metrics import fold
-from torchobs.flight.reader.decode import Columns, DecodedBlock, Distribution, SeriesValue, Value
+from torchobs.flight.metrics.totals import WORDS, Totals, Word
+from torchobs.flight.reader.decode import Columns, DecodedBlock, SeriesValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchobs.flight.format.event_ring import Tail
 
-__all__ = [
-    "DecodedBlock", "Distribution", "FlightFile", "LiveWords", "SeriesValue", "Value", "View", "is_name", "lock_of", "names",
-    "open_file", "open_path",
-]  # fmt: skip
-
 _NAME = re.compile(rf"r[0-9]{{1,9}}-[0-9a-f]{{32}}{re.escape(SUFFIX)}")
 _RETRIES = 4
 _CHUNK = 64
 _FAR_S = 1e11
-"""Five thousand years: no date of ours, and where its nanoseconds stop to be a float."""
+"""Five thousand years: no plausible date, and beyond what nanoseconds as a float can hold."""
 _Slot = tuple[int, bytes]
 """generation, words"""
 _NONE: _Slot = (0, b"")
 _NO_BLOCK = DecodedBlock()
 MAX_WORDS = 16_384
-"""That series may have: twice what a file of this version has. Series forged to fill 16 MiB would take 80 MB, and seconds."""
+"""Most words of series: twice as many as a file of this version has. Forged series of 16 MiB would take 80 MB and seconds."""
 MAX_NAMES = 200_000
 MAX_FILES = 4096
 _WIDE = 16
@@ -65,28 +62,28 @@ _WIDE = 16
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A flight file at one moment. Points are exact up to the last acknowledged record."""
+    """Contents of a flight file at one moment, exact up to the last acknowledged record."""
 
     header: Header
     live: LiveWords
     blocks: tuple[DecodedBlock, ...]
-    """the value blocks; while nothing in one has changed it is the same object"""
+    """the value blocks; an unchanged block is the same object as before"""
     last_step_ns: int | None
     """CLOCK_MONOTONIC at the end of the last step"""
 
     @property
     def points(self) -> tuple[SeriesValue, ...]:
-        """All of them."""
+        """All series with their values."""
         return tuple(chain.from_iterable(block.points() for block in self.blocks))
 
 
 def names(directory_fd: int) -> list[str]:
-    """Return the names of the flight files in a directory: at most 4,096, of at most 200,000 names looked at.
+    """Return the names of flight files in a directory: at most 4,096, among at most 200,000 entries.
 
     Raises ``OSError``.
     """
     found: list[str] = []
-    # opened anew: the position in a directory belongs to the open directory, and two scrapes at once would share it
+    # a descriptor of its own: concurrent scrapes would share the read position of one
     fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
         with os.scandir(fd) as entries:
@@ -101,7 +98,7 @@ def names(directory_fd: int) -> list[str]:
 
 
 def is_name(name: str) -> bool:
-    """Return True if that is the name of a published flight file."""
+    """Return True if ``name`` is that of a published flight file."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -111,7 +108,7 @@ def lock_of(name: str) -> str:
 
 
 class FlightFile:
-    """An open flight file; keeps what it last served."""
+    """An open flight file; keeps the last served view."""
 
     def __init__(self, fd: int, header: Header) -> None:
         """Use :func:`open_file` or :func:`open_path`."""
@@ -126,9 +123,9 @@ class FlightFile:
         self._last_step_ns: int | None = None
         self._upto = 0
         self.size = 0
-        """how many series are known, a histogram being one more for each 16 of its numbers"""
+        """number of known series; a histogram counts one more for each 16 of its words"""
         self.rejected = 0
-        """snapshots that were not served, because a counter would have stepped back"""
+        """number of snapshots not served because a counter would have decreased"""
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
@@ -137,9 +134,9 @@ class FlightFile:
             os.close(fd)
 
     def follow(self, directory_fd: int, name: str) -> bool:
-        """Change over to the file that has this name now, if its writer had to make it again; tell whether it had.
+        """Switch to the file that has this name now, if its writer recreated it; return True if so.
 
-        What was served stays served. Raises as :func:`open_file`, also for a file that is not the same incarnation's.
+        The served values are kept. Raises as :func:`open_file`, also if the file belongs to another incarnation.
         """
         ours = os.fstat(self._fd)
         if os.path.samestat(os.stat(name, dir_fd=directory_fd, follow_symlinks=False), ours):
@@ -153,9 +150,9 @@ class FlightFile:
         return True
 
     def read(self, *, final: bool = False) -> View:
-        """Return the file's state. ``final``: its writer is dead, so that a record missing in the row never comes.
+        """Read the file. ``final``: its writer is dead, so that missing records will not arrive.
 
-        Raises :class:`BadFlightFileError` when the file shrank, or holds impossible values, and nothing was served before;
+        Raises :class:`BadFlightFileError` when the file shrank, or holds impossible values and nothing was served before;
         ``OSError`` when it cannot be read.
         """
         live = self.live()
@@ -172,13 +169,13 @@ class FlightFile:
         return View(self.header, live, blocks, self._last_step_ns)
 
     def _serve(self, slots: dict[int, _Slot], *, final: bool) -> None:
-        """Take over what was read, unless a counter would step back: a snapshot is served whole or not at all."""
+        """Serve the slots unless a counter would decrease: a snapshot is served whole or not at all."""
         words = {block: slot[1] for block, slot in slots.items() if self._is_new(block, slot)}
         last_step_ns, upto = None, 0
         if slots[0][0]:
-            totals = fold.Totals(bytearray(slots[0][1]))
+            totals = Totals(bytearray(slots[0][1]))
             last_step_ns = self._fold(totals, final=final)
-            upto = totals.ints[fold.Word.FOLDED_UPTO]
+            upto = totals.ints[Word.FOLDED_UPTO]
             if 0 in words or upto != self._upto:
                 words[0] = bytes(totals.buffer)
         blocks = {block: self._columns_of(block).read(raw) for block, raw in words.items()}
@@ -203,24 +200,24 @@ class FlightFile:
         return columns
 
     def live(self) -> LiveWords:
-        """Return the live words alone: 256 bytes, for who looks every second and reads all only when asked to."""
+        """Return the live words only: 256 bytes, for a check every second between full reads."""
         return decode_live(self._region(Region.LIVE))
 
-    def steps(self, limit: int | None = None) -> list[fold.StepRecord]:
+    def steps(self, limit: int | None = None) -> list[StepRecord]:
         """Return the records in the ring, oldest first, the last ``limit`` of them."""
         return self._records(0, limit)
 
-    def latest(self, limit: int) -> list[fold.StepRecord]:
-        """Return up to ``limit`` records, oldest first, of which the last is the last in what :meth:`read` returned.
+    def latest(self, limit: int) -> list[StepRecord]:
+        """Return up to ``limit`` records, oldest first, the last being the newest one in the view of :meth:`read`.
 
-        Only those are read, and not the whole ring: what is lapped or broken meanwhile is missing.
+        Only these are read, not the whole ring; overwritten or damaged ones are missing.
         """
         count = self.header.regions[Region.STEPS].count
         first = max(self._upto - min(limit, count), 0) + 1
         slots = [(seq - 1) % count for seq in range(first, self._upto + 1)]
         wrap = slots.index(0) if 0 in slots else 0
         raw = b"".join(self._records_at(row[0], len(row)) for row in (slots[:wrap], slots[wrap:]) if row)
-        decoded = (fold.unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
+        decoded = (unpack(raw[at : at + RECORD_SIZE], self.header.seed) for at in range(0, len(raw), RECORD_SIZE))
         return [item for seq, item in zip(range(first, self._upto + 1), decoded, strict=False) if item and item.seq == seq]
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -228,7 +225,7 @@ class FlightFile:
         return event_ring.scan(self._region(Region.EVENTS), self.header.seed)
 
     def fresh_events(self, tail: Tail, head: int) -> list[bytes]:
-        """Return what :meth:`Tail.take` finds; ``head`` is that of the live words."""
+        """Return the new payloads (:meth:`Tail.take`); ``head``: the event head in the live words."""
         return tail.take(head, self._events_at)
 
     def _events_at(self, at: int, length: int) -> bytes:
@@ -242,7 +239,7 @@ class FlightFile:
     def _more_series(self) -> None:
         span, start = self.header.regions[Region.SERIES], self._table_at
         if not any(os.pread(self._fd, min(4, span.length - start), span.offset + start)):
-            return  # no length: nothing new
+            return  # zero length: no further entry
         raw = os.pread(self._fd, span.length - start, span.offset + start)
         taken = self._taken
         for series, end in decode(raw, self.header.seed, self.header.regions[Region.BLOCKS].count):
@@ -252,14 +249,14 @@ class FlightFile:
             words = range(first, first + series.width)
             self.size += 1 + series.width // _WIDE
             self._table_at = start + end
-            if taken.isdisjoint(words):  # a twin or an overlap is forged
+            if taken.isdisjoint(words):  # duplicate or overlapping words are forged
                 taken.update(words)
                 self._series.setdefault(series.block, []).append(series)
 
     def _newest(self, block: int) -> _Slot:
-        """Return the block's slot with the highest generation, or what was served when neither is valid or newer."""
+        """Return the block's slot with the highest generation, or the served one when neither is valid and newer."""
         offset = self.header.regions[Region.BLOCKS].offset + block * 2 * SLOT_SIZE
-        served, least = self._slots.get(block, _NONE), 0 if block else fold.WORDS * 8  # a core without totals is forged
+        served, least = self._slots.get(block, _NONE), 0 if block else WORDS * 8  # a core without totals is forged
         for _ in range(_RETRIES):
             raw = self._pair(offset)
             one, other = SLOT_HEADER.unpack_from(raw), SLOT_HEADER.unpack_from(raw, SLOT_SIZE)
@@ -268,7 +265,7 @@ class FlightFile:
             ):
                 if generation < served[0] or not generation:
                     break
-                if generation == served[0]:  # nothing is newer, and what it says is known
+                if generation == served[0]:  # unchanged
                     return served
                 words = raw[at + SLOT_HEADER.size : at + SLOT_HEADER.size + length]
                 if _is_length(length, least) and words_crc(generation, words, self.header.seed) == crc:
@@ -278,36 +275,36 @@ class FlightFile:
     def _pair(self, offset: int) -> bytes:
         return os.pread(self._fd, 2 * SLOT_SIZE, offset).ljust(2 * SLOT_SIZE, b"\0")
 
-    def _fold(self, core: fold.Totals, *, final: bool) -> int | None:
-        """Fold what the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
+    def _fold(self, core: Totals, *, final: bool) -> int | None:
+        """Fold the records that the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
 
-        Raises :class:`BadFlightFileError` for totals that no fold makes, as one is that no word can hold any more.
+        Raises :class:`BadFlightFileError` for totals that no fold produces, such as one that overflows its word.
         """
-        upto = core.ints[fold.Word.FOLDED_UPTO]
+        upto = core.ints[Word.FOLDED_UPTO]
         batch = self._records(upto) if final else list(self._following(upto))
         try:
             fold.fold(core, batch)
         except (ValueError, ArithmeticError):
             raise BadFlightFileError("impossible totals") from None
-        newest = next((item for item in reversed(batch) if item.kind == fold.RecordKind.STEP), None)
+        newest = next((item for item in reversed(batch) if item.kind == RecordKind.STEP), None)
         if newest is not None:
             return newest.end_ns
-        timestamp = core.floats[fold.Word.LAST_STEP_TIMESTAMP]  # NaN: absent
-        if not core.ints[fold.Word.STEPS] or not abs(timestamp) < _FAR_S:
+        timestamp = core.floats[Word.LAST_STEP_TIMESTAMP]  # NaN: absent
+        if not core.ints[Word.STEPS] or not abs(timestamp) < _FAR_S:
             return None
         return round(timestamp * 1e9) - self.header.wall_ns + self.header.monotonic_ns
 
-    def _records(self, after: int, limit: int | None = None) -> list[fold.StepRecord]:
-        """Return the records in the ring with a number over ``after``, in order; the last ``limit``. Only those are decoded."""
+    def _records(self, after: int, limit: int | None = None) -> list[StepRecord]:
+        """Return the last ``limit`` records with a number above ``after``, in order; only these are decoded."""
         ring, count = self._region(Region.STEPS), self.header.regions[Region.STEPS].count
         numbers = memoryview(ring).cast("Q")[:: RECORD_SIZE // 8].tolist()
         expected = ((seq, slot) for slot, seq in enumerate(numbers) if seq > after and (seq - 1) % count == slot)
         slots = (slot * RECORD_SIZE for _, slot in sorted(expected, reverse=True))
-        decoded = (fold.unpack(ring[at : at + RECORD_SIZE], self.header.seed) for at in slots)
+        decoded = (unpack(ring[at : at + RECORD_SIZE], self.header.seed) for at in slots)
         return list(islice((item for item in decoded if item is not None), limit))[::-1]
 
-    def _following(self, upto: int) -> Iterator[fold.StepRecord]:
-        """Yield the records from ``upto`` + 1 on, without a gap: what is not there yet will come."""
+    def _following(self, upto: int) -> Iterator[StepRecord]:
+        """Yield the records from ``upto`` + 1 on, up to the first gap: a missing record may still arrive."""
         span = self.header.regions[Region.STEPS]
         seq = upto + 1
         while seq <= upto + span.count:
@@ -315,7 +312,7 @@ class FlightFile:
             many = min(_CHUNK, span.count - slot)
             raw = self._records_at(slot, many)
             for at in range(0, many * RECORD_SIZE, RECORD_SIZE):
-                decoded = fold.unpack(raw[at : at + RECORD_SIZE], self.header.seed)
+                decoded = unpack(raw[at : at + RECORD_SIZE], self.header.seed)
                 if decoded is None or decoded.seq != seq:
                     return
                 yield decoded

@@ -1,1 +1,1 @@
-"""The rank's side of the flight file."""
+"""Writing of flight files, in the training process."""

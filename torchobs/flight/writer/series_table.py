@@ -1,4 +1,4 @@
-"""The writer's metrics: the series, the cell of each, and what each group of them may take of the file."""
+"""The writer's series: a cell for each, and the quota of the file for each group of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs.catalog import Kind, Metric
 from torchobs.flight.format.layout import BLOCK_WORDS, SLOT_SIZE, Extent, Live, Region
 from torchobs.flight.format.series import INT_ABSENT, Scope, Series, ValueType, encode
-from torchobs.flight.metrics.fold import ABSENT_BITS, WORDS
+from torchobs.flight.metrics.totals import ABSENT_BITS, WORDS
 from torchobs.flight.writer import value_block as words
 from torchobs.flight.writer.value_block import ValueBlock
 from torchobs.support.after_fork import renew_in_child
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 CORE, LAYERS, USER = "core", "layers", "user"
 _MAX_REFUSED = 10_000
-"""Series without room that are remembered, so that each is counted once (at most 1 MiB); beyond, every attempt counts."""
+"""Most refused series that are remembered, to count each once (at most 1 MiB); beyond, every attempt counts."""
 
 
 class NoSeriesRoomError(Exception):
-    """The file has no room for one more series of its group."""
+    """The file has no room for another series of this group."""
 
 
 class Cell:
-    """One series' value."""
+    """The value of one series."""
 
     __slots__ = ("_block", "_bounds", "_float_word", "_type", "_word", "publish")
 
@@ -39,7 +39,7 @@ class Cell:
         self._block, self._word, self._type, self._bounds = block, series.word, series.value_type, series.bounds
         self._float_word = series.word + (series.value_type == ValueType.EITHER)
         self.publish: Callable[[], None] = block.publish
-        """Make the change visible, whatever happens to the process afterwards (off tmpfs: after 100 ms)."""
+        """Publish the change, so that it survives the process (off tmpfs: after 100 ms)."""
 
     def add(self, amount: float) -> None:
         """Add to a counter or an up-down counter; visible after the block's next publication."""
@@ -51,20 +51,20 @@ class Cell:
             self._block.change(words.add_float, self._float_word, amount)
 
     def set(self, value: float) -> None:
-        """Set a gauge, or the total of an observed counter. A non-finite value makes it absent; a whole number has none."""
+        """Set a gauge, or the total of an observed counter. A non-finite value makes it absent, unless it is an integer."""
         if self._type == ValueType.INT and not isfinite(value):
             return
         self._block.change(words.set_value, self._word, self._type, value)
 
     def observe(self, value: float) -> None:
-        """Add one value to a histogram; a non-finite one is never observed."""
+        """Add one value to a histogram; non-finite values are ignored."""
         if isfinite(value):
             self._block.change(words.observe, self._word, self._bounds, value)
 
 
 @dataclass(slots=True)
 class _Share:
-    """What one group of series may take of the file, what of it is spare, and where it stands."""
+    """Quota of one group of series in the file, its spare part, and its present use."""
 
     blocks: int
     room: int
@@ -75,19 +75,19 @@ class _Share:
     room_taken: int = 0
 
     def has_words(self, width: int) -> bool:
-        """Whether the block in use has them."""
+        """Return True if the block in use has that many words left."""
         return self.block is not None and self.block.used + width <= BLOCK_WORDS
 
     def words_left(self) -> int:
-        """Words that the group has not taken; what was left over in a block that is full counts as taken."""
+        """Number of words left to the group; the unused rest of a full block counts as taken."""
         return (self.blocks - self.blocks_taken) * BLOCK_WORDS + (BLOCK_WORDS - self.block.used if self.block else 0)
 
 
 class Table:
-    """All series of a flight file. Block 0 is the core, whose first words belong to the fold.
+    """All series of a flight file. Block 0 is the core; its first words belong to the fold.
 
-    A user's instruments may take half of the series table and half of the blocks, so that no label of theirs crowds out what
-    torchobs has to say; the last eighth of that is spare, for the series that take in what did not fit.
+    A user's instruments may take half of the series table and half of the blocks, so that they cannot displace torchobs' own
+    series; the last eighth of that is spare, for overflow series.
     """
 
     __slots__ = (
@@ -123,7 +123,7 @@ class Table:
         blocks, room = self._span.count // 2, self._room // 2
         self._shares = {USER: _Share(blocks, room, blocks * BLOCK_WORDS // 8, room // 8)}
         self.dropped = 0
-        """series that did not fit"""
+        """number of series that did not fit"""
         core = self._new_block(self._share(CORE))
         core.used = WORDS
 
@@ -141,10 +141,10 @@ class Table:
         return self._count
 
     def cell(self, metric: Metric, attributes: Mapping[str, Any], group: str = CORE, *, either: bool = False) -> Cell | None:
-        """Return the cell of that series, made at first sight; ``None`` when there is no room, which is counted.
+        """Return the cell of a series, created on first use; ``None`` when there is no room, which is counted.
 
         ``either``: values may be ints and floats (a user's instrument). Also ``None``, uncounted, when another thread is
-        just making a series and does not finish within 50 ms, or this is a signal handler that interrupted this thread at it.
+        creating a series for more than 50 ms, or the caller is a signal handler that interrupted this thread while doing so.
         """
         try:
             return self.open(metric, attributes, group, either=either)
@@ -155,13 +155,13 @@ class Table:
         self, metric: Metric, attributes: Mapping[str, Any], group: str, *,
         either: bool = False, scope: Scope | None = None, spare: bool = False,
     ) -> Cell | None:  # fmt: skip
-        """Return the cell as :meth:`cell` does, but ``None`` only for what does not last: ask again.
+        """Return the cell like :meth:`cell`; ``None`` only for a temporary failure: try again.
 
-        ``scope`` tells apart what different instrumentations call by one name; ``spare``: what the group has spare may be used.
-        Raises :class:`NoSeriesRoomError`, counted once for each series.
+        ``scope`` separates series of one name from different instrumentations; ``spare``: the group's spare part may be used.
+        Raises :class:`NoSeriesRoomError`, counted once per series.
         """
         pairs = tuple(sorted(attributes.items()))
-        key = (metric, scope, json.dumps(pairs, separators=(",", ":"), default=str))  # as text: 1 is neither True nor 1.0
+        key = (metric, scope, json.dumps(pairs, separators=(",", ":"), default=str))  # as text: 1 must differ from True and 1.0
         found = self._cells.get(key)
         if found is not None or self._maker == get_ident() or not self._lock.acquire(timeout=0.05):
             return found
@@ -186,12 +186,12 @@ class Table:
                 self._refused.add(key)
 
     def claim(self, metric: Metric, attributes: Mapping[str, Any], word: int) -> None:
-        """Name a word of the core that the fold fills."""
+        """Register a word of the core that the fold maintains."""
         series = _series(metric, tuple(sorted(attributes.items())), None, either=False)
         self._enter(encode(replace(series, word=word), self._seed))
 
     def publish(self) -> None:
-        """Publish every block in which something changed."""
+        """Publish every changed block."""
         for block in self._blocks:
             block.publish()
 

@@ -1,11 +1,10 @@
-"""A value block: words in private memory, and their publication as A/B slots in the map.
+"""A value block: words in private memory, published as A/B slots in the map.
 
-Any thread may change the words at any time, a signal handler too: a change is queued, and whoever gets the block's lock
-without waiting applies what is queued and publishes the block. :meth:`Block.publish` raises the generation and stores the
-whole slot of its parity, so that a reader always finds one whole slot.
+Any thread and any signal handler may change the words at any time: changes are queued, and a thread that gets the block's lock
+without waiting applies the queue and publishes the block. :meth:`ValueBlock.publish` increments the generation and stores the
+whole slot of its parity, so that a reader always finds one complete slot.
 
-No total ever wraps around, however large its parts: a sum that leaves its word's range stays at the range's end, because a
-reader that saw a counter step back would have to refuse the whole file from then on.
+Totals saturate instead of wrapping around, because a reader that sees a counter decrease refuses the file from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from zlib import crc32
 
 from torchobs.flight.format.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE
 from torchobs.flight.format.series import INT_ABSENT, ValueType
-from torchobs.flight.metrics.fold import ABSENT_BITS, Totals
+from torchobs.flight.metrics.totals import ABSENT_BITS, Totals
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -64,31 +63,31 @@ class ValueBlock:
         self._unstored = False
 
     def change(self, update: Callable[..., None], *arguments: Any) -> None:
-        """Queue ``update(totals, *arguments)``; the next :meth:`publish` applies it."""
+        """Queue ``update(totals, *arguments)`` for the next :meth:`publish`."""
         self._pending.append((update, arguments))
 
     def publish(self, *, force: bool = False) -> None:
-        """Apply what is queued and store the block, unless another thread is at it (it will see our changes)."""
+        """Apply the queue and store the block, unless another thread is doing so, which will apply our changes too."""
         if force:
             self._pending.append((_nothing, ()))
         while self._pending or self._unstored:
             if self._lock.locked():
                 return
-            # `with`, for between a call of acquire() and a `try` an interrupt could leave the lock taken for good; it waits
-            # only for a thread that came first just now, never for the one that a signal handler has interrupted
+            # `with`, because an interrupt between acquire() and `try` would leave the lock taken forever; it waits only for
+            # a thread that has just taken it, never for the one that a signal handler has interrupted
             with self._lock:
                 self._apply()
                 self._store()
 
     def _apply(self) -> None:
-        self._unstored = True  # until it is: an interrupt may come in between
+        self._unstored = True  # before applying: an interrupt may come in between
         pending, totals = self._pending, self.totals
         for _ in range(len(pending)):
             update, arguments = pending.popleft()
             update(totals, *arguments)
 
     def _store(self) -> None:
-        # SLOT_HEADER word by word, which takes half the time of packing it; the CRC covers the header with its own field zero
+        # SLOT_HEADER as words, in half the time of packing it; the CRC covers the header with its own field zero
         generation, size = self._generation + 1, self.used * 8
         head, slot = self._head, self._raw[: SLOT_HEADER.size + size]
         head[0], head[1] = generation, size
@@ -99,7 +98,7 @@ class ValueBlock:
 
 
 def _nothing(_: Totals) -> None:
-    """The change that a forced publication queues."""
+    """The empty change that a forced publication queues."""
 
 
 def add_int(totals: Totals, word: int, amount: int) -> None:
@@ -121,7 +120,7 @@ def add_float(totals: Totals, word: int, amount: float) -> None:
 
 
 def set_value(totals: Totals, word: int, value_type: int, value: float) -> None:
-    """Set a gauge, or a total observed elsewhere. A non-finite value makes it absent."""
+    """Set a gauge, or an observed total. A non-finite value makes it absent."""
     whole = isinstance(value, int)
     if whole:
         value = min(max(value, -_TOP), _TOP)

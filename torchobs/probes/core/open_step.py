@@ -6,7 +6,7 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, CLOSURE_BEGINS, FETCH, PHASE_OF, PIN, STEP_BEGINS, UNPIN, replay
 from torchobs.probes.core.step_values import StepValues
 from torchobs.probes.core.timeline import COMPILE, OTHER, PhaseTimeline

@@ -12,7 +12,7 @@ import weakref
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.probes.core.boundaries import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,

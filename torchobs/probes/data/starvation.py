@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.starvation import DataCounters, Starvation
-from torchobs.flight.metrics.fold import Word
+from torchobs.flight.metrics.totals import Word
 
 if TYPE_CHECKING:
     from collections.abc import Callable

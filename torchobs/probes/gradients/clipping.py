@@ -14,7 +14,7 @@ from math import inf
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.gradients.measurement import Measurement, from_norms
 from torchobs.support.graph_safe import graph_being_made, outside_of_graphs

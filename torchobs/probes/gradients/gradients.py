@@ -15,7 +15,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
 from torchobs.probes.gradients.measurement import Devices, measure, scaled

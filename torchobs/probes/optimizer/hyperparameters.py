@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.probes.core.object_index import ObjectIndex
 
 if TYPE_CHECKING:

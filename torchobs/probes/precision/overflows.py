@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.object_index import ObjectIndex
 
 if TYPE_CHECKING:

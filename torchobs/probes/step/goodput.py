@@ -10,7 +10,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from torchobs.detect.idle import idle_from
-from torchobs.flight.metrics.goodput import credit, forgive
+from torchobs.flight.metrics.goodput import clear_credit, credit
 from torchobs.flight.metrics.totals import DURATION_SUM
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 
@@ -36,7 +36,7 @@ class OpenTime:
         recorder, core, now_ns = self._context.recorder, self._context.writer.table.core, monotonic_ns()
         if recorder.timeline is not self._timeline:
             self._timeline = recorder.timeline
-            core.change(forgive)  # the hooks were off for a while
+            core.change(clear_credit)  # hooks were off for a while
         if now_ns - recorder.open_since() < _LONG_NS and not last:
             self.evaluating_since_ns = 0
             return

@@ -17,7 +17,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.step_values import GONE, is_left_out, resolve_step
 
 if TYPE_CHECKING:

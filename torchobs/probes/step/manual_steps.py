@@ -15,7 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.boundaries import ARGUED, BACKWARD_ENDS
 from torchobs.support.error_guard import CircuitBreaker
 

@@ -10,8 +10,8 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.flight.metrics.fold import Word
 from torchobs.flight.metrics.goodput import credited
+from torchobs.flight.metrics.totals import Word
 from torchobs.identity import process
 from torchobs.probes.core.boundaries import EVAL, TRAIN
 

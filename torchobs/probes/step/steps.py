@@ -14,7 +14,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.metrics.fold import StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.boundaries import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
