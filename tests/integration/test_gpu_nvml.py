@@ -371,8 +371,8 @@ def test_a_session_samples_from_a_thread_of_its_own(
     monkeypatch.setattr(probes, "FAREWELL_S", 30.0)
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
-    assert session._switches is not None
-    gpu: Any = session._switches._probes["gpu"]
+    assert session._probe_manager is not None
+    gpu: Any = session._probe_manager._probes["gpu"]
     support.wait_until(gpu._looked.is_set)  # the first round is over
     assert [thread.daemon for thread in gpu_threads()] == [True]
     assert ("torchobs.overhead", "gpu") in run.values()
@@ -396,8 +396,8 @@ def test_a_driver_that_hangs_stops_nothing_but_its_own_thread(
     caplog.set_level(logging.INFO, "torchobs")
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
-    assert session._switches is not None
-    gpu: Any = session._switches._probes["gpu"]
+    assert session._probe_manager is not None
+    gpu: Any = session._probe_manager._probes["gpu"]
     support.wait_until(gpu._looked.is_set)  # the first round is over
     library.hangs.clear()
     gpu.observe()

@@ -199,7 +199,7 @@ def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> N
         floor = 10 * GIB + point * 1000 * MIB
         for look in range(10):
             device.memory = [DeviceMemory("cuda:0", floor + (look * 7 + point * 3) % 10 * 3 * GIB, floor, limit=TOTAL)]
-            device.probe._see()
+            device.probe._update()
         device.memory = [DeviceMemory("cuda:0", floor, floor, limit=TOTAL)]
         device.seconds += 10.0
         device.probe.observe()
