@@ -94,7 +94,7 @@ class Session:
         """Shut down; an exception that leaves the block is recorded and not swallowed."""
         del kind, trace
         if error is not None and self.active:
-            settle(CircuitBreaker("exits"), self._exits.passes, error)
+            settle(CircuitBreaker("exits"), self._exits.record_escaping, error)
         self.close()
 
     @property

@@ -74,7 +74,7 @@ def _of_xpu(torch: Any) -> Iterator[DeviceMemory]:
 
 
 def _limit(torch: Any, kind: str, index: int) -> int:
-    """Return the process's limit in bytes: the device's memory, or the user's fraction of it if readable (torch 2.8 and later)."""
+    """Return the process's limit in bytes: the device's memory, or the user's fraction of it where torch tells it (2.8)."""
     total = int(getattr(torch, kind).get_device_properties(index).total_memory)
     fraction = getattr(torch._C, f"_{kind}_getMemoryFraction", None)
     return total if fraction is None else int(total * fraction(index))

@@ -107,8 +107,8 @@ class _Device:
     def see(self, memory: DeviceMemory, step: int, now: float) -> bool:
         """Record a reading; return True if fast growth has to be reported at once.
 
-        The allocator's peak counts once it has moved: a value from before ``init()`` is not ours, and one that went down was reset
-        by the user and reached since.
+        The allocator's peak counts once it has moved: a value from before ``init()`` is not ours, and one that went down was
+        reset by the user and reached since.
         """
         self._memory = memory
         self._floor.see(memory.allocated)
