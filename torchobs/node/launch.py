@@ -113,9 +113,7 @@ def _bind_error(address: str) -> OSError | None:
     try:
         with socket.socket(family) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind(
-                (host.strip("[]"), int(port))
-            )  # not listening, so concurrent checks do not collide
+            tried.bind((host.strip("[]"), int(port)))  # not listening, so concurrent checks do not collide
     except OSError as problem:
         return problem
     return None

@@ -39,7 +39,7 @@ from torchobs.support import graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel
-from torchobs.support.rank_log import OWN, name_nobody, name_rank
+from torchobs.support.rank_log import OWN, name_rank, remove_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,7 +176,7 @@ class Session:
         self.context.thread = threading.get_ident()
         self._probe_manager.begin()
         self._dynamo.install(self.context.breaker("dynamo"))
-        graph_safe.torch_is_here()
+        graph_safe.use_torch()
 
     def note_exit(self, code: int) -> None:
         """Record the exit code that the process is about to end with (known to ``torchobs run``)."""
@@ -200,7 +200,7 @@ class Session:
             if self._sampler is not None:
                 self._sampler.stop()
             settle(CircuitBreaker("shutdown"), self._finish, context)
-            name_nobody(logger)
+            remove_rank(logger)
 
     def _remove_hooks(self, context: ProbeContext) -> None:
         if self._torch is not None:
@@ -297,7 +297,7 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
         session.open(chosen, who)
     except NoPlaceError as error:
         logger.warning("torchobs: off, %s; training is not affected", error, extra=OWN if error.of_one_rank else None)
-        name_nobody(logger)
+        remove_rank(logger)
 
 
 def shutdown() -> None:

@@ -59,7 +59,7 @@ class _SigEvent(ctypes.Structure):
 
 
 class Watchdog:
-    """One per session; all methods except :meth:`close` are for the sampler thread."""
+    """One per session. Only :meth:`close` may be called outside the sampler thread."""
 
     def __init__(self, writer: FlightWriter) -> None:
         self._writer, self._silence_ns = writer, round(SILENCE_S * 1e9)

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.support.cgroup import again, hierarchy, read, tightest
+from torchobs.support.cgroup import hierarchy, read, reread_memory, tightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ class MemoryCgroup:
     def read_again(self) -> None:
         """Read the same group again."""
         if self._found and self.memory is not None:
-            self.memory = again(self.path, self.memory, v2=self._found.v2, root=self._root)
+            self.memory = reread_memory(self.path, self.memory, v2=self._found.v2, root=self._root)
 
 
 class MemoryLimits:
