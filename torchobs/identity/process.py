@@ -87,8 +87,8 @@ def _unix_time_ns(ticks: int) -> int:
     since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     readings = []
     for _ in range(3):  # the quickest one counts: a thread may be preempted between two clocks
-        begun = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        started = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         now = time.time_ns()
         ended = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        readings.append((ended - begun, now - ended))
+        readings.append((ended - started, now - ended))
     return min(readings)[1] + since_boot_ns

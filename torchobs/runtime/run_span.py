@@ -129,6 +129,6 @@ class RunSpan:
         return SpanContext(int(self._trace_id, 16), own, is_remote=False, trace_flags=TraceFlags(self._flags))
 
 
-def of_launcher(settings: Settings) -> dict[str, str | int]:
+def trace_attributes(settings: Settings) -> dict[str, str | int]:
     """Return the flight file's resource attributes about the launcher's trace."""
     return {span_ids.TRACE_ID: settings.traceparent.split("-")[1]} if settings.traceparent else {}

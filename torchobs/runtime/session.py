@@ -32,9 +32,9 @@ from torchobs.probes.lifecycle.exits import ExitProbe
 from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.probe_manager import ProbeManager
-from torchobs.runtime.run_span import RunSpan, of_launcher
+from torchobs.runtime.run_span import RunSpan, trace_attributes
 from torchobs.runtime.sampler import Sampler
-from torchobs.runtime.spawned_ranks import SpawnedRanks, described, hide_launcher_file, report_children
+from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
 from torchobs.support import graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
@@ -107,11 +107,11 @@ class Session:
         """Flight file's writer; ``None`` while inactive."""
         return self.context.writer if self.context is not None and self.active else None
 
-    def open(self, chosen: Settings, who: Identity) -> None:
+    def open(self, chosen: Settings, found_identity: Identity) -> None:
         """Create the flight file, install the probes, start the sampler. Raises ``NoPlaceError`` without a place to write."""
-        self.settings, self.identity = chosen, who
+        self.settings, self.identity = chosen, found_identity
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
-        resource = who.described() | _versions() | of_launcher(chosen) | described()
+        resource = found_identity.described() | _versions() | trace_attributes(chosen) | launcher_attributes()
         try:
             writer = open_writer(place, resource, chosen.file_size)
         except OSError as error:
@@ -119,7 +119,7 @@ class Session:
             what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
             raise NoPlaceError(what, of_one_rank=True) from error
         context = self.context = ProbeContext(chosen, writer, StepRecorder(writer), DeviceValues())
-        writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
+        writer.event(catalog.EVENT_RUN_START.name, {"launcher": found_identity.launcher, "restart": found_identity.restart})
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
         self.run.watch(context)
@@ -142,7 +142,7 @@ class Session:
             self._probe_manager.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
         self._children = SpawnedRanks(
-            init, unpickle_token, self.given | {"run_id": who.run_id}, writer.header.incarnation.hex()
+            init, unpickle_token, self.given | {"run_id": found_identity.run_id}, writer.header.incarnation.hex()
         )
         call(CircuitBreaker("children"), self._children.install)
         self._sampler.start()
@@ -285,16 +285,16 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
     if not chosen.enabled:
         return
     environ, this = settings.environment(), process.this_process()
-    who, more = identity.discover(environ, chosen, this)
+    found_identity, more = identity.discover(environ, chosen, this)
     group = _process_group()
-    if group is not None and who.launcher == "python" and chosen.rank is None:
+    if group is not None and found_identity.launcher == "python" and chosen.rank is None:
         # ranks that a script started itself (torch.multiprocessing.spawn): no variable says so, the process group does
-        who, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
-    name_rank(logger, who.rank, who.local_rank, who.world_size)
+        found_identity, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
+    name_rank(logger, found_identity.rank, found_identity.local_rank, found_identity.world_size)
     for problem in dict.fromkeys([*problems, *more]):
         logger.warning("torchobs: %s; the default is used", problem)
     try:
-        session.open(chosen, who)
+        session.open(chosen, found_identity)
     except NoPlaceError as error:
         logger.warning("torchobs: off, %s; training is not affected", error, extra=OWN if error.of_one_rank else None)
         remove_rank(logger)

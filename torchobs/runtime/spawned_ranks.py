@@ -119,7 +119,7 @@ def unpickle_token(begin: Callable[..., object], unpickle: UnpickleToken, given:
     return children.token
 
 
-def described() -> dict[str, str]:
+def launcher_attributes() -> dict[str, str]:
     """Return resource attributes that name the process which launched this one."""
     return {LAUNCHED_BY: _launcher} if _launcher else {}
 

@@ -61,7 +61,7 @@ class Gpu(NamedTuple):
 
 
 class NvmlUnavailableError(Exception):
-    """The library cannot be initialized; ``fault`` tells whether it may be later."""
+    """The library cannot be initialized; the message is NVML's, ``fault`` the kind of error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))

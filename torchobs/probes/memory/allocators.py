@@ -74,14 +74,14 @@ def _of_xpu(torch: Any) -> Iterator[DeviceMemory]:
 
 
 def _limit(torch: Any, kind: str, index: int) -> int:
-    """Return the process's limit in bytes: the device's memory, or the user's fraction of it where torch tells it (2.8)."""
+    """Return the process's limit in bytes: all device memory, or the user's fraction of it (readable since torch 2.8)."""
     total = int(getattr(torch, kind).get_device_properties(index).total_memory)
     fraction = getattr(torch._C, f"_{kind}_getMemoryFraction", None)
     return total if fraction is None else int(total * fraction(index))
 
 
 def _of_mps(torch: Any) -> Iterator[DeviceMemory]:
-    """Yield Metal's one device: its allocator keeps no peaks and cannot be asked whether it was initialized."""
+    """Yield Metal's one device: its allocator keeps no peaks, and its initialization cannot be checked."""
     if not torch.backends.mps.is_available():
         return
     reserved = torch.mps.driver_allocated_memory()

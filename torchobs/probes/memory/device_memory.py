@@ -69,7 +69,7 @@ class DeviceMemoryProbe:
         self._show_growth()
 
     def _show_growth(self) -> None:
-        self._gauges.show([device.judge() for device in self._devices.values()])
+        self._gauges.show([device.verdict() for device in self._devices.values()])
 
     def _update(self) -> None:
         self._rounds, recorder, changed = 0, self._context.recorder, False
@@ -122,7 +122,7 @@ class _Device:
         """Add the readings since the last point to the history."""
         self._trends = self._floor.point(step, now)
 
-    def judge(self) -> GrowthVerdict:
+    def verdict(self) -> GrowthVerdict:
         """Return the trends and the bytes left."""
         fast, limit = self._fast.growth, self._memory.limit
         left = None if limit is None else limit - self._memory.allocated

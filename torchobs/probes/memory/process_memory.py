@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Trends = tuple[Growth | None, Growth | None]
 
-SHARED = "/dev/shm"  # noqa: S108  # looked at, not written to
+SHARED = "/dev/shm"  # noqa: S108  # read only
 FULL, REARM_BELOW = 0.9, 0.8
 """Shares of shared memory: an event is written above the first, and another one only after falling below the second."""
 _ADVANCED = 2

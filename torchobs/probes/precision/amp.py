@@ -1,7 +1,9 @@
 """Automatic mixed precision: skipped steps, the loss scale, and the data type that autocast uses.
 
 A step that the scaler skips is recorded as a skipped step. A non-fused skip does not call the optimizer, so no hook fires; a
-fused optimizer is called with ``found_inf`` set and does nothing. The patches sit on ``torch.amp.GradScaler``, whose
+fused optimizer is called with ``found_inf`` set and does nothing. The patches sit at class level on ``torch.amp.GradScaler``,
+from which the subclasses for CUDA and the CPU inherit, and on each subclass that overrides a patched method (such as
+``ShardedGradScaler``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loss scale and growth tracker of each loss scaler.
 
-The sampler thread reads a scale on the CPU directly. One on a device is copied without synchronizing (as ``get_scale()``
-would), after an ``update()``, at most ten times a second.
+The sampler thread reads a scale on the CPU directly. One on a device is copied asynchronously after an ``update()``, at most
+ten times a second: ``get_scale()`` would synchronize.
 """
 
 from __future__ import annotations
