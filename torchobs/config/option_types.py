@@ -79,7 +79,7 @@ def as_text(value: object) -> str:
         case Mapping():
             return as_text(tuple(value.items()))
         case list() | tuple() | set() | frozenset():
-            # A comma after every item: [1] is a list to the kinds that know lists, and no number to the others.
+            # A comma after every item, so that [1] is no number to the types that expect one.
             return "".join(f"{_item(item)}," for item in value)
         case _:
             raise TypeError(type(value).__name__)

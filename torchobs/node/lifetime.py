@@ -15,7 +15,7 @@ from torchobs.node.election import Election, anyone_alive
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WATCHED_S = 900.0
+VIEWER_WAIT_S = 900.0
 """How long the exporter stays after a run's end while its live page is open."""
 
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Departure:
         now = self._clock()
         if self._alone_since is None:
             self._alone_since = now
-        if status.viewers and now - self._alone_since < WATCHED_S:
+        if status.viewers and now - self._alone_since < VIEWER_WAIT_S:
             return False
         if not status.unscraped_final:
             return True

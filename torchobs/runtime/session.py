@@ -255,7 +255,7 @@ def init(**overrides: object) -> Session:
             return Session()  # not kept: a child that is importing its main module may become a rank later
         inherited, session = _current, Session()
         if inherited is not None and inherited.context is not None:
-            inherited._remove_hooks(inherited.context)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
+            inherited._remove_hooks(inherited.context)  # noqa: SLF001  # the parent's inert hooks, in a forked child that is a rank itself
             session._inherited = inherited  # noqa: SLF001  # as above
         _current = session
         # an invalid argument is None here if the default is
@@ -288,7 +288,7 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
     found_identity, more = identity.discover(environ, chosen, this)
     group = _process_group()
     if group is not None and found_identity.launcher == "python" and chosen.rank is None:
-        # ranks that a script started itself (torch.multiprocessing.spawn): no variable says so, the process group does
+        # ranks that a script started itself (torch.multiprocessing.spawn): only the process group has the rank
         found_identity, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
     name_rank(logger, found_identity.rank, found_identity.local_rank, found_identity.world_size)
     for problem in dict.fromkeys([*problems, *more]):

@@ -62,7 +62,7 @@ class SpawnedRanks:
     def install(self) -> None:
         """Patch the creation of the process group; add the token to the children's configuration."""
         self._handle = after_import(GROUPS, self._breaker.guard(self._patch_groups))
-        # a child run by another Python might have no torchobs, and could not even begin
+        # a child run by another Python may lack torchobs, and would fail to start
         if os.fsdecode(multiprocessing.spawn.get_executable()) == sys.executable:
             _configuration()[_KEY] = self.token
 

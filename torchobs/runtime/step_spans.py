@@ -78,7 +78,7 @@ class StepSpans:
         slow_s, interval = slow_from(self._durations), self._interval
         self._kept.extend(fresh)
         self._durations.extend([record.duration_s for record, _ in fresh if not record.flags & StepFlag.UNTIMED])
-        for record, raw in fresh:  # a thousand a second: a call for each would cost as much as the rest
+        for record, raw in fresh:  # up to a thousand a second, where a call each would double the cost
             due = record.end_ns >= self._due_ns and (interval == "auto" or not record.step % interval)
             if due or record.duration_s >= slow_s or record.step in self._wanted or record.step in anomalous:
                 self._consider(record, raw, self._reason(record, slow_s, anomalous))

@@ -28,8 +28,8 @@ _FAULTS = {
     3: NvmlFault.UNSUPPORTED,
     4: NvmlFault.UNSUPPORTED,  # no permission
     13: NvmlFault.UNSUPPORTED,  # the driver is older than the function
-    25: NvmlFault.UNSUPPORTED,  # or than the version of its argument
-    26: NvmlFault.UNSUPPORTED,  # or newer than it
+    25: NvmlFault.UNSUPPORTED,  # the driver is older than the argument's version
+    26: NvmlFault.UNSUPPORTED,  # the driver is newer than the argument's version
     15: NvmlFault.LOST,
     16: NvmlFault.LOST,  # reset required
     28: NvmlFault.LOST,  # GPU not found

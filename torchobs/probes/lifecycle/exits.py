@@ -136,7 +136,7 @@ class ExitProbe:
         """Return reason and code of the end. ``noted`` is the end that ``torchobs run`` saw, if it runs the program."""
         if self._fatal is not None:
             return self._fatal
-        # the step that was pending when the program left is counted only now
+        # the step pending at sys.exit is counted only now
         exit_called = (
             self._sys_exit if self._context is not None and self._context.recorder.step - self._sys_exit_step <= 1 else None
         )

@@ -28,7 +28,7 @@ class DeviceMemory(NamedTuple):
 
 def used_devices(torch: Any) -> list[DeviceMemory]:
     """Return the devices that this process uses. ``torch`` is the imported module."""
-    return [*_of_cuda(torch), *_of_xpu(torch), *_of_mps(torch)]
+    return [*_cuda_devices(torch), *_xpu_devices(torch), *_mps_devices(torch)]
 
 
 def of_stats(device: str, stats: Mapping[str, Any], limit: int | None) -> DeviceMemory | None:
@@ -54,7 +54,7 @@ def _bytes(stats: Mapping[str, Any], name: str, which: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _of_cuda(torch: Any) -> Iterator[DeviceMemory]:
+def _cuda_devices(torch: Any) -> Iterator[DeviceMemory]:
     if not torch.cuda.is_initialized():
         return
     for index in range(torch.cuda.device_count()):
@@ -63,7 +63,7 @@ def _of_cuda(torch: Any) -> Iterator[DeviceMemory]:
             yield found
 
 
-def _of_xpu(torch: Any) -> Iterator[DeviceMemory]:
+def _xpu_devices(torch: Any) -> Iterator[DeviceMemory]:
     xpu = getattr(torch, "xpu", None)  # in torch since 2.3
     if xpu is None or not xpu.is_initialized():
         return
@@ -80,7 +80,7 @@ def _limit(torch: Any, kind: str, index: int) -> int:
     return total if fraction is None else int(total * fraction(index))
 
 
-def _of_mps(torch: Any) -> Iterator[DeviceMemory]:
+def _mps_devices(torch: Any) -> Iterator[DeviceMemory]:
     """Yield Metal's one device: its allocator keeps no peaks, and its initialization cannot be checked."""
     if not torch.backends.mps.is_available():
         return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 MAX_LOCATIONS = 8
-APART_S = 1.0
+MIN_INTERVAL_S = 1.0
 """At most one event a second: a script that halves the batch until it fits fails often, and the ring is small."""
 
 
@@ -30,7 +30,7 @@ class OomObserver:
 
     def __init__(self) -> None:
         self._attach: Callable[[], object] | None = None
-        self._last = -APART_S
+        self._last = -MIN_INTERVAL_S
 
     def install(self, context: ProbeContext) -> None:
         """Listen, and attach the observer when CUDA is initialized, or at once if it is."""
@@ -41,7 +41,7 @@ class OomObserver:
         self._context, self._torch = context, torch
         breaker = context.breaker(
             "oom"
-        )  # of its own: an allocator that has no observers (cudaMallocAsync) has statistics all the same
+        )  # a breaker of its own: an allocator without observers (cudaMallocAsync) still has statistics
         _Listening.to = breaker.guard(self.note)
         if not _Listening.attached:
             self._attach = breaker.guard(_attach)
@@ -59,14 +59,14 @@ class OomObserver:
     def note(self, device: int, requested: int, limit: int, free: int) -> None:
         """Write the event. Called in the thread that ran out of memory, before the exception is raised."""
         now = time.monotonic()
-        if now - self._last < APART_S:
+        if now - self._last < MIN_INTERVAL_S:
             return
         self._last = now
         stats = self._torch.cuda.memory_stats_as_nested_dict(device)
-        attributes = {"device": f"cuda:{device}", "requested": requested, "limit": limit, "free": free, **numbers(stats)}
+        attributes = {"device": f"cuda:{device}", "requested": requested, "limit": limit, "free": free, **summary(stats)}
         if self._has_history():
             package = os.path.dirname(self._torch.__file__)
-            attributes["largest"] = largest(self._torch.cuda.memory._snapshot(), device, package)
+            attributes["largest"] = largest_allocations(self._torch.cuda.memory._snapshot(), device, package)
         self._context.writer.event(catalog.EVENT_OUT_OF_MEMORY.name, attributes, self._context.recorder.step)
 
     def _has_history(self) -> bool:
@@ -75,7 +75,7 @@ class OomObserver:
         return bool(enabled is not None and enabled())
 
 
-def numbers(stats: Mapping[str, Any]) -> dict[str, int]:
+def summary(stats: Mapping[str, Any]) -> dict[str, int]:
     """Return the main figures of the allocator's nested statistics: ``torch.cuda.memory_summary`` in one line."""
     memory = of_stats("", stats, None)
     if memory is None:
@@ -93,7 +93,7 @@ def numbers(stats: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def largest(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]:
+def largest_allocations(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]:
     """Return the code locations that hold most of a device's memory, as ``file:line size B in n blocks``.
 
     ``snapshot`` is from ``torch.cuda.memory._snapshot``; a block's location is its innermost Python frame outside torch's

@@ -133,7 +133,7 @@ def _resident(statm: str) -> Resident:
 
 
 def _open_files() -> int:
-    # the directory's size is their number since Linux 6.2, 0 before; listing takes 1 µs each, and shows its own descriptor
+    # since Linux 6.2 the directory's size is their number, before it is 0; listing takes 1 µs each and counts its own
     return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")) - 1
 
 
