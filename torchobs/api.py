@@ -1,6 +1,6 @@
-"""What a training script calls. Nothing here raises or waits; in a ``torch.compile(fullgraph=True)`` region it does nothing.
+"""Public functions for training scripts: they never raise or block, and do nothing in ``torch.compile(fullgraph=True)``.
 
-Each function has a fuse of its own (``guarding``): what fails is off, and shown like a probe that failed.
+Each function has its own circuit breaker (``support.error_guard``): after an error it is off, and reported like a failed probe.
 """
 
 from __future__ import annotations
@@ -24,78 +24,78 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
 
-SPAN_FROM_NS = 100_000_000
-_SEGMENTS = {**{name: index for index, name in enumerate(PHASE_NAMES)}, "rollout": PHASE_NAMES.index("other")}
+MIN_SPAN_NS = 100_000_000
+_PHASES = {**{name: index for index, name in enumerate(PHASE_NAMES)}, "rollout": PHASE_NAMES.index("other")}
 
 
 def step() -> None:
-    """Say that a training step has ended, where no optimizer of ``torch.optim`` steps (functional optimizers, ``torch.func``).
+    """Mark the end of a training step where no ``torch.optim`` optimizer steps (functional optimizers, ``torch.func``).
 
-    From the first call on these calls alone cut the training into steps.
+    From the first call on, only these calls delimit steps.
     """
     if not graph_safe.is_compiling():
         _call("step", _step)
 
 
 def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int | None = None, **scalars: Any) -> None:
-    """Add what only the script knows to the step in progress or, directly after ``optimizer.step()``, to that one.
+    """Record values that only the script knows, for the step in progress or, right after ``optimizer.step()``, for that step.
 
-    Where :func:`step` cuts the training into steps, call this before it.
+    With :func:`step`, call this before it.
 
     Args:
-        loss: the step's loss, instead of what its backward passes began from. A number or a tensor with one element; a
-            tensor on a device is copied without waiting.
+        loss: the step's loss, in place of the one that backward starts from. A number or a one-element tensor; a tensor on a
+            device is copied without synchronizing.
         tokens: tokens trained on since the last call, on this rank.
         samples: samples, likewise.
-        total_steps: steps that this process will take (going on from a checkpoint: those to come); once is enough.
-        scalars: other numbers by name; each is a gauge and a curve, the first 64 names count. What is no number is left out.
+        total_steps: steps that this process will take (after resuming from a checkpoint: the remaining ones); once is enough.
+        scalars: other numbers by name; each becomes a gauge and a curve. The first 64 names are kept, non-numbers are ignored.
     """
     if not graph_safe.is_compiling():
         _call("log", _log, loss, tokens, samples, total_steps, scalars)
 
 
 def event(name: str, **attributes: Any) -> None:
-    """Record that something happened now, with its attributes."""
+    """Record an event with the current time and these attributes."""
     if not graph_safe.is_compiling():
         _call("event", _event, name, attributes)
 
 
 def watch(model: Any) -> None:
-    """Say which module is trained: its class and size go on record, and its parameters' names are known at once."""
+    """Register the trained module: its class and size are recorded, and its parameters' names are known at once."""
     if not graph_safe.is_compiling():
         _call("watch", _watch, model)
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Name what the ``with`` block does: ``data``, ``rollout``, ``forward``, ``backward``, ``optimizer``, ``evaluation`` ...
+    """Attribute the time of the ``with`` block to a phase: ``data``, ``rollout``, ``forward``, ``backward``, ``optimizer`` ...
 
-    ... or ``checkpoint``. Its time counts as that, whatever the hooks see in it, and that of a ``rollout`` (a reinforcement
-    learner's, played to train on) as ``other``. What follows a block of ``data`` or ``rollout`` is ``forward``, up to the
-    backward pass. Any other name leaves the step's phases alone. A block of 100 ms or longer is recorded as a span, too.
+    ... ``evaluation`` or ``checkpoint``. The block counts as that phase whatever the hooks see in it; ``rollout`` (a
+    reinforcement learner's environment steps) counts as ``other``. What follows a ``data`` or ``rollout`` block is ``forward``
+    until the backward pass. Other names leave the step's phases alone. A block of 100 ms or more is also recorded as a span.
     """
     return contextlib.nullcontext() if graph_safe.is_compiling() else _Phase(name)
 
 
 class _Phase:
-    """The block. Reusable and reentrant."""
+    """Context manager of :func:`phase`. Reusable and reentrant."""
 
-    __slots__ = ("_begun_ns", "_name")
+    __slots__ = ("_name", "_started_ns")
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._begun_ns: list[int] = []
+        self._started_ns: list[int] = []
 
     def __enter__(self) -> None:
         now_ns = time.monotonic_ns()
-        self._begun_ns.append(now_ns)
+        self._started_ns.append(now_ns)
         _call("phase", _phase_begins, self._name, now_ns)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _call("phase", _phase_ends, self._name, self._begun_ns.pop(), time.monotonic_ns(), kind is not None)
+        _call("phase", _phase_ends, self._name, self._started_ns.pop(), time.monotonic_ns(), kind is not None)
 
 
 def _call(name: str, function: Callable[..., None], *args: Any) -> None:
-    """Call it with the host of the session, on the fuse of that name, unless there is none or its level is off."""
+    """Call ``function`` with the session's context under that breaker; do nothing without a session or at level ``off``."""
     session = current()
     context = session.context if session is not None else None
     if context is not None and context.level:
@@ -114,21 +114,21 @@ def _log(context: ProbeContext, loss: Any, tokens: int, samples: int, total_step
     if total_steps is not None:
         context.scalars.set_total_steps(float(total_steps))
     for name, value in scalars.items():
-        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # what torch, Python and NumPy say to that
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # raised by torch, Python and NumPy for a non-number
             _log_scalar(context, name, value)
 
 
 def _log_step(context: ProbeContext, loss: Any, tokens: int, samples: int) -> None:
     recorder = context.recorder
-    if loss is not None and _is_elsewhere(loss):
-        ended = recorder.logged_step()
-        context.device.take(loss, lambda value: recorder.late(ended, StepFlag.LOSS, value, 0.0))
+    if loss is not None and _is_on_device(loss):
+        ended_step = recorder.logged_step()
+        context.device.take(loss, lambda value: recorder.late(ended_step, StepFlag.LOSS, value, 0.0))
         recorder.log_wins, loss = True, None
     recorder.log(None if loss is None else _number(loss), tokens, samples)
 
 
 def _log_scalar(context: ProbeContext, name: str, value: Any) -> None:
-    number = None if _is_elsewhere(value) else _number(value)
+    number = None if _is_on_device(value) else _number(value)
     if not context.scalars.has_room(name):
         return
     if number is None:
@@ -137,8 +137,8 @@ def _log_scalar(context: ProbeContext, name: str, value: Any) -> None:
         context.scalars.set(name, context.recorder.ended, number)
 
 
-def _is_elsewhere(value: Any) -> bool:
-    """Return True if a device has it, where reading would wait. NumPy's numbers have a ``device``, too: a string."""
+def _is_on_device(value: Any) -> bool:
+    """Return True if the value is on a device, where reading it synchronizes. NumPy scalars have a ``device`` too, a string."""
     return getattr(getattr(value, "device", None), "type", "cpu") != "cpu"
 
 
@@ -163,13 +163,13 @@ def _watch(context: ProbeContext, model: Any) -> None:
 
 
 def _phase_begins(context: ProbeContext, name: str, now_ns: int) -> None:
-    if name in _SEGMENTS:
-        context.recorder.mark(PIN, now_ns, _SEGMENTS[name])
+    if name in _PHASES:
+        context.recorder.mark(PIN, now_ns, _PHASES[name])
 
 
-def _phase_ends(context: ProbeContext, name: str, begun_ns: int, now_ns: int, failed: bool) -> None:  # noqa: FBT001  # one call hands on all
-    if name in _SEGMENTS:
+def _phase_ends(context: ProbeContext, name: str, started_ns: int, now_ns: int, failed: bool) -> None:  # noqa: FBT001  # one call hands on all
+    if name in _PHASES:
         context.recorder.mark(UNPIN, now_ns)
-    if now_ns - begun_ns >= SPAN_FROM_NS and context.span is not None:
+    if now_ns - started_ns >= MIN_SPAN_NS and context.span is not None:
         attributes = {"phase": name, "step": context.recorder.step}
-        context.span(catalog.SPAN_PHASE.name, begun_ns, now_ns, attributes, failed=failed)
+        context.span(catalog.SPAN_PHASE.name, started_ns, now_ns, attributes, failed=failed)

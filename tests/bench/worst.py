@@ -1,9 +1,10 @@
 """The longest that torchobs may hold up a single step: ``python -m tests.bench.worst``.
 
 Two things can: our hooks, and the sampler thread while it has the GIL. Both are given as *processor time*, which nothing else
-on the machine prolongs: of all hooks in one step, and of what the sampler does between two breaths (``sampler``). A step is
-late by no more than their sum. Beside them stand the steps of whole trainings with and without torchobs, each in a process of
-its own and in turn: where others use the machine, too, the longest step is theirs, and the quantiles tell more than it.
+on the machine prolongs: of all hooks in one step, and of what the sampler does between two releases of the GIL (``sampler``).
+A step is late by no more than their sum. Beside them stand the steps of whole trainings with and without torchobs, each in a
+process of its own and in turn: where others use the machine, too, the longest step is theirs, and the quantiles tell more than
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
 
 class Stretches:
-    """The sampler's stretches of work between two breaths: ``found`` holds their processor time in ns, and where they ended."""
+    """The sampler's work between two releases of the GIL: ``found`` holds their processor time in ns, and where they ended."""
 
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
@@ -35,15 +36,15 @@ class Stretches:
         original = Sampler.yield_gil
 
         def yield_gil(sampler: Sampler) -> None:
-            before_ns, last = thread_time_ns(), sampler.breathed
+            before_ns, last = thread_time_ns(), sampler.yielded
             original(sampler)
-            if sampler.breathed != last:
+            if sampler.yielded != last:
                 caller = sys._getframe(1)
                 where = caller.f_locals.get("probe") or caller.f_code.co_name
                 self.found.append((before_ns - self._begun_ns, f"{where}, line {caller.f_lineno}"))
                 self._begun_ns = thread_time_ns()
 
-        self._patch = Patch(Sampler, "breathe", lambda _: yield_gil)
+        self._patch = Patch(Sampler, "yield_gil", lambda _: yield_gil)
 
     def remove(self) -> None:
         """Restore what was wrapped."""

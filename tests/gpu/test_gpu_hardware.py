@@ -71,8 +71,8 @@ def test_a_look_costs_the_training_thread_next_to_nothing(session: torchobs.Sess
     """NVML is called without the GIL: while a look at the GPU is under way, Python goes on."""
     run = Recording(session)
     support.wait_until(lambda: ("torchobs.overhead", "gpu") in run.values())
-    assert session._switches is not None
-    probe: Any = session._switches._probes["gpu"]
+    assert session._probe_manager is not None
+    probe: Any = session._probe_manager._probes["gpu"]
     worst_s, before = 0.0, time.perf_counter()
     for index in range(200_000):
         if index % 20_000 == 0:

@@ -102,7 +102,7 @@ import gzip, json, pathlib
 from torchobs.runtime.profiler import Profiles
 profiles = Profiles(session.context)
 train(3)
-profiles.ask(3, 1)
+profiles.request(3, 1)
 train(8)
 for _ in range(300):
     found = [path for path in pathlib.Path(sys.argv[1]).iterdir() if path.name.endswith(".json.gz")]

@@ -18,7 +18,7 @@ from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
 from torchobs.flight.reader import reader
-from torchobs.probes.precision.loss_scale import Scales
+from torchobs.probes.precision.loss_scale import LossScales
 from torchobs.probes.precision.overflows import Overflows
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def test_a_scale_on_a_device_is_copied_once_a_look(run: Recording) -> None:
     context.device = device
     scaler = GradScaler("cpu")
     scaler._scale, scaler._growth_tracker = torch.ones((), device="meta"), torch.zeros((), device="meta")
-    scales = Scales(context)
+    scales = LossScales(context)
     for looks in range(1, 4):
         for _ in range(5):
             scales.updated(scaler)

@@ -98,7 +98,7 @@ def test_autocast_costs_nothing_but_now_and_then(run: Recording) -> None:
     """The wrapper goes when it has seen one, or 64 that were disabled; a later look sees what is in use by then."""
     plain = vars(autocast_mode.autocast)["__enter__"].__wrapped__
     run.look()
-    for index in range(autocast.LOOKS):
+    for index in range(autocast.MAX_ENTRIES):
         assert vars(autocast_mode.autocast)["__enter__"] is not plain, index
         with torch.autocast("cpu", enabled=False):
             pass

@@ -170,7 +170,7 @@ def test_a_profile_takes_no_more_memory_and_time_than_it_may(
     run: Recording, flight_dir: Path, ask: Callable[..., int], step: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then the trace is what was seen by then."""
-    monkeypatch.setattr(torch_profiler, "MOST_GROWTH", -(1 << 40))
+    monkeypatch.setattr(torch_profiler, "MAX_GROWTH", -(1 << 40))
     step()
     ask(profile_steps=1000)
     soon(flight_dir, PROFILE, step)

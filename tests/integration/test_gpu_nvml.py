@@ -288,7 +288,7 @@ def test_idle_gpus_are_local_rank_0_s_after_a_while(bench: Bench, monkeypatch: p
     """That one uses one GPU of eight is worth knowing; a few values of each tell it."""
     bench.look()
     assert bench.of("hw.gpu.utilization", G1) == {}
-    monkeypatch.setattr(fleets, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(fleets, "IDLE_GPUS_AFTER_S", 0.0)
     bench.look()
     assert bench.of("hw.gpu.utilization", G1) == {("general",): 0.97}
     assert bench.of("hw.power", G1) == {(): 612.345}
@@ -300,7 +300,7 @@ def test_an_idle_gpu_that_is_used_at_last_has_all_its_series(
 ) -> None:
     """A second stage of the training may take another GPU."""
     nvml.installed([nvml.h100(0), nvml.h100(1)], monkeypatch)
-    monkeypatch.setattr(fleets, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(fleets, "IDLE_GPUS_AFTER_S", 0.0)
     devices = [Used("cuda:0", G0[4:], in_use=True), Used("cuda:1", G1[4:], in_use=False)]
     assert run.session.writer is not None
     fleet = GpuMonitor(run.session.writer, GpuOwnership(str(flight_dir), "run"), GpuAssignment(0, None), lambda: devices)
@@ -368,12 +368,12 @@ def test_a_session_samples_from_a_thread_of_its_own(
     session: torchobs.Session, library: nvml.FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From init to shutdown, and the last value is that of the end."""
-    monkeypatch.setattr(probes, "FAREWELL_S", 30.0)
+    monkeypatch.setattr(probes, "END_WAIT_S", 30.0)
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
-    assert session._switches is not None
-    gpu: Any = session._switches._probes["gpu"]
-    support.wait_until(gpu._looked.is_set)  # the first round is over
+    assert session._probe_manager is not None
+    gpu: Any = session._probe_manager._probes["gpu"]
+    support.wait_until(gpu._round_done.is_set)  # the first round is over
     assert [thread.daemon for thread in gpu_threads()] == [True]
     assert ("torchobs.overhead", "gpu") in run.values()
     library.gpus[0].millijoules += 9_000
@@ -396,9 +396,9 @@ def test_a_driver_that_hangs_stops_nothing_but_its_own_thread(
     caplog.set_level(logging.INFO, "torchobs")
     run = Recording(session)
     support.wait_until(lambda: ("hw.power", G0, "gpu") in run.values())
-    assert session._switches is not None
-    gpu: Any = session._switches._probes["gpu"]
-    support.wait_until(gpu._looked.is_set)  # the first round is over
+    assert session._probe_manager is not None
+    gpu: Any = session._probe_manager._probes["gpu"]
+    support.wait_until(gpu._round_done.is_set)  # the first round is over
     library.hangs.clear()
     gpu.observe()
     support.wait_until(lambda: gpu._busy_since is not None)

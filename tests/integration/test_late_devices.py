@@ -261,13 +261,13 @@ def test_a_loss_is_not_unscaled_within_a_capture(late: Late) -> None:
 def test_a_profile_begins_and_ends_outside_of_captures(late: Late) -> None:
     """Both wait for the device, which would end a capture; it is begun at the next backward pass that is not captured."""
     profiles = Profiles(late.context)
-    profiles.ask(1, 1)
+    profiles.request(1, 1)
     model = mlp()
     for capturing in (True, False):
         late.device.is_capturing = capturing
-        assert profiles._run is None
+        assert profiles._running is None
         loss_of(model).backward()  # type: ignore[no-untyped-call]
-    assert profiles._run is not None
+    assert profiles._running is not None
     profiles.close()
     assert late.run.frames(catalog.EVENT_PROFILE_FAILED.name) == []
 

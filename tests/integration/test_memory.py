@@ -69,7 +69,7 @@ class Watched:
             for index in range(steps):
                 step()
                 if index % max(1, steps // 10) == 0:
-                    self.probe._look(thorough=False)
+                    self.probe._read(thorough=False)
             self.seconds += 10.0
             self.probe.observe()
 
@@ -291,7 +291,7 @@ def test_a_leak_that_leaves_a_minute_is_told_of_within_half_a_minute(
     for _ in range(LEAST + 2):
         for _ in range(4):
             step()
-        watched.probe._look(thorough=False)
+        watched.probe._read(thorough=False)
         watched.seconds += 1.0
     seconds = watched.value(catalog.MEMORY_TIME_TO_LIMIT, "host")
     told = [frame["attrs"]["space"] for frame in watched.run.frames(catalog.EVENT_MEMORY_GROWTH.name)]

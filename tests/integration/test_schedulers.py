@@ -104,7 +104,7 @@ def train(
 
 def schedulers_of(run: Recording) -> schedulers.SchedulerProbe:
     """The probe at work."""
-    switches = run.session._switches
+    switches = run.session._probe_manager
     assert switches is not None
     probe = switches._probes["schedulers"]
     assert isinstance(probe, schedulers.SchedulerProbe)

@@ -9,7 +9,6 @@ import pytest
 from torchobs.support.cgroup import (
     Cpu,
     Hierarchy,
-    again,
     cpu_of,
     field,
     hierarchy,
@@ -17,6 +16,7 @@ from torchobs.support.cgroup import (
     number,
     pressure,
     read,
+    reread_memory,
     tightest,
 )
 
@@ -262,7 +262,7 @@ def test_a_second_look_sees_what_changes_fast(tmp_path: Path, v2: bool) -> None:
     assert first is not None
     usage = 7 * GIB // 2
     plant(tmp_path, v2_group("", limit="max", usage=usage) if v2 else v1_group("", limit=8 * GIB, usage=usage))
-    second = again(level, first, v2=v2, root=root)
+    second = reread_memory(level, first, v2=v2, root=root)
     assert (second.usage, second.limit, second.oom_kills) == (7 * GIB // 2, 4 * GIB, first.oom_kills)
     assert second.pinned == first.pinned + GIB // 2
 
@@ -272,7 +272,7 @@ def test_a_group_that_is_gone_is_as_it_was(tmp_path: Path) -> None:
     root = plant(tmp_path, v2_group("", limit=str(4 * GIB)))
     first = memory_of("/sys/fs/cgroup", v2=True, root=root)
     assert first is not None
-    assert again("/gone", first, v2=True, root=root) == first
+    assert reread_memory("/gone", first, v2=True, root=root) == first
 
 
 def test_fields_stand_at_the_beginning_of_a_line() -> None:

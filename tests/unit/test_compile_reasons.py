@@ -56,7 +56,7 @@ def test_an_endless_expression_is_cut() -> None:
     """A guard over a hundred symbols is not a kilobyte of an event."""
     guard = reasons.read_guard("0/0: " + " and ".join(f"s{number} < s{number + 1}" for number in range(500)))
     assert guard.kind == "shape"
-    assert len(guard.expression) == reasons.LONGEST
+    assert len(guard.expression) == reasons.MAX_LENGTH
 
 
 BREAKS = [

@@ -13,7 +13,7 @@ from torchobs import catalog
 from torchobs.detect.growth import LEAST
 from torchobs.probes.memory.allocators import DeviceMemory, of_stats, used_devices
 from torchobs.probes.memory.device_memory import DeviceMemoryProbe
-from torchobs.probes.memory.oom import APART_S, OomObserver, _observe, largest, numbers
+from torchobs.probes.memory.oom import MIN_INTERVAL_S, OomObserver, _observe, largest_allocations, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -199,7 +199,7 @@ def test_a_leak_on_the_device_is_seen_below_the_activations(run: Recording) -> N
         floor = 10 * GIB + point * 1000 * MIB
         for look in range(10):
             device.memory = [DeviceMemory("cuda:0", floor + (look * 7 + point * 3) % 10 * 3 * GIB, floor, limit=TOTAL)]
-            device.probe._see()
+            device.probe._update()
         device.memory = [DeviceMemory("cuda:0", floor, floor, limit=TOTAL)]
         device.seconds += 10.0
         device.probe.observe()
@@ -262,7 +262,7 @@ def test_an_oom_event_holds_the_allocator_s_numbers_and_the_step(run: Recording)
     run.session.context.recorder.step = 17
     watcher.note(0, 8 * GIB, TOTAL, GIB)
     module.remembers = True
-    watcher._last -= APART_S
+    watcher._last -= MIN_INTERVAL_S
     watcher.note(0, 8 * GIB, TOTAL, GIB)
     first, second = run.frames(catalog.EVENT_OUT_OF_MEMORY.name)
     assert first["step"] == 17
@@ -297,8 +297,8 @@ def test_who_halves_the_batch_until_it_fits_writes_one_event_a_second(run: Recor
 
 def test_without_statistics_an_event_is_written_all_the_same() -> None:
     """Another allocator may keep none."""
-    assert numbers({}) == {}
-    assert largest({"segments": []}, 0, "/torch") == []
+    assert summary({}) == {}
+    assert largest_allocations({"segments": []}, 0, "/torch") == []
 
 
 def test_cuda_s_initialisation_attaches_once_and_a_removed_session_hears_nothing(

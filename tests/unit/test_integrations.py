@@ -16,7 +16,7 @@ from tests import support
 from tests.training import Recording
 from torchobs.flight.reader import reader
 from torchobs.integrations.batches import samples_in, tokens_in
-from torchobs.integrations.hooks import Hooks, scalars, tell_trainer
+from torchobs.integrations.hooks import Hooks, record_trainer, scalars
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ def test_only_numbers_become_scalars_and_none_of_them_the_step_s_own() -> None:
 
 def test_settings_that_could_hold_a_secret_or_a_path_are_left_out(run: Recording) -> None:
     """Numbers, yes or no, and single words go on record, at most 32 of them."""
-    tell_trainer(
+    record_trainer(
         "ours",
         "1.0",
         {
@@ -84,7 +84,7 @@ def test_settings_that_could_hold_a_secret_or_a_path_are_left_out(run: Recording
             "nested": {"a": 1},
         },
     )
-    tell_trainer("ours", "1.0", {f"setting{number}": number for number in range(100)})
+    record_trainer("ours", "1.0", {f"setting{number}": number for number in range(100)})
     first, second = events(run, "torchobs.trainer")
     assert first == {
         "lr": 0.1, "bf16": True, "optim": "adamw_torch", "precision": "16-mixed", "framework": "ours", "version": "1.0"

@@ -39,7 +39,7 @@ class Rank:
 
     def look(self, *, thorough: bool = True) -> dict[str, float]:
         """Look, and return what the file holds of it."""
-        self.limits.look(thorough=thorough)
+        self.limits.update(thorough=thorough)
         file = open_path(str(self.file.save().path))
         try:
             points = file.read().points

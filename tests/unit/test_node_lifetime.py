@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchobs.node.lifetime import WATCHED_S, Departure
+from torchobs.node.lifetime import VIEWER_WAIT_S, Departure
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def test_it_stays_for_who_looks_at_the_page_of_a_run_that_has_ended() -> None:
     departure = Departure(60.0, clock)
     watched = Fleet(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0, viewers=1)
     assert not departure(watched)
-    clock.now += WATCHED_S - 1
+    clock.now += VIEWER_WAIT_S - 1
     assert not departure(watched)
     assert departure(Fleet(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0))
     clock.now += 1

@@ -1,1 +1,1 @@
-"""What torchobs can be told, and how: option types, options, settings."""
+"""Configuration: option types, options, settings."""

@@ -1,8 +1,8 @@
-"""One description of everything that torchobs can be told: by a flag, an environment variable, an argument of ``init()``.
+"""Declaration of options, which come from a flag, environment variables or an argument of ``init()``.
 
-The trainer's settings, the exporter, its push and the commands declare their options with :class:`Option` and read them with
-:func:`values_of`, so that precedence, limits and messages are the same everywhere: a flag or argument beats the variables,
-in their order; a source without an allowed value is reported and passed over.
+The trainer's settings, the exporter, its OTLP push and the commands declare their options with :class:`Option` and read them
+with :func:`values_of`, so that precedence, limits and messages are the same everywhere: a flag or argument beats the
+variables, in their order; a source without a valid value is reported and skipped.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torchobs.config import option_types
 from torchobs.config.option_types import PartlyUsableError, ValueKind
 
 EXPORTER_PREFIX = "TORCHOBS_EXPORTER_"
-"""What the variables of the exporter's options begin with."""
+"""Prefix of the exporter's environment variables."""
 
-_LONGEST_SHOWN = 120
-# Kubernetes describes a Service whose name begins with "torchobs" to every container of its namespace, unasked.
+_MAX_SHOWN = 120
+# Kubernetes sets such variables in all containers of a namespace for a Service with a name that begins with "torchobs".
 _SERVICE_LINK = r"TORCHOBS_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 
 
 @dataclass(frozen=True, slots=True)
 class SettingsProblem:
-    """What was ignored: the variable, flag or argument, its value (``None`` where it is not repeated), and why."""
+    """An ignored value: the variable, flag or argument, its value (``None``: not to be shown), and the reason."""
 
     name: str
     value: str | None
@@ -35,14 +35,14 @@ class SettingsProblem:
         if self.value is None:
             return f"{self.name} {self.reason}"
         shown = repr(self.value)
-        shown = shown if len(shown) <= _LONGEST_SHOWN else shown[:_LONGEST_SHOWN] + "…"
+        shown = shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + "…"
         return f"{self.name}{' ' if self.name.startswith('-') else '='}{shown}: {self.reason}"
 
 
 class Option(NamedTuple):
-    """One option or setting. Texts are for a person; ``kind`` says what is allowed, and makes a value of it.
+    """One option or setting. Texts are for people; ``kind`` checks and parses the value.
 
-    A named tuple, as the kinds are: a training makes two dozen at its start.
+    A named tuple, like the types: a training creates two dozen at its start.
     """
 
     name: str
@@ -50,29 +50,29 @@ class Option(NamedTuple):
     kind: ValueKind
     brief: str
     default: str = ""
-    """what holds if nothing is said, in words"""
+    """description of the default"""
     variables: tuple[str, ...] = ()
-    """in the order in which they are asked"""
+    """in order of precedence"""
     also: tuple[tuple[str, ValueKind], ...] = ()
-    """further variables, asked last, with the kind of each: another unit, or the opposite meaning"""
+    """further variables, read last, with the type of each: another unit, or the opposite meaning"""
     flag: str = ""
-    """empty: there is none on the command line"""
+    """empty: not available on the command line"""
     metavar: str = ""
     several: bool = False
     """may be given more than once; its variables hold several values, separated by blanks"""
     bare: str = ""
-    """what the flag means without a value; empty: it needs one"""
+    """value of a flag without one; empty: a value is required"""
     hidden_if: str | None = None
-    """a text that contains this is not repeated in messages"""
+    """texts that contain this are not shown in messages"""
 
     @property
     def every_variable(self) -> tuple[str, ...]:
-        """All its environment variables, those of another kind included."""
+        """All its environment variables, including those of another type."""
         return (*self.variables, *(name for name, _ in self.also))
 
 
 def with_exporter_variable(option: Option) -> Option:
-    """Return the option with the variable that follows from its flag as its first: ``--web.file-sd`` has ``…_WEB_FILE_SD``."""
+    """Return the option with a first variable derived from its flag: ``--web.file-sd`` becomes ``…_WEB_FILE_SD``."""
     own = EXPORTER_PREFIX + re.sub(r"[.-]+", "_", option.flag.lstrip("-")).upper()
     return option._replace(variables=(own, *option.variables))
 
@@ -84,13 +84,13 @@ def values_of(
     problems: list[SettingsProblem],
     first: tuple[str, ValueKind] | None = None,
 ) -> list[object]:
-    """Return the values of the first source that has any; an empty list leaves it to the default.
+    """Return the values of the first source that has any; an empty list means the default.
 
     Args:
-        option: what is asked for.
-        given: what its flag or argument was given, as text or as values; beats the variables.
-        environ: the environment; an empty variable counts as unset, as OpenTelemetry has it.
-        problems: takes what was not allowed.
+        option: the option to read.
+        given: values of its flag or argument, as text or as values; they beat the variables.
+        environ: the environment; an empty variable counts as unset, as in OpenTelemetry.
+        problems: invalid values are added here.
         first: a variable that beats even the flag.
     """
     for source, kind, raw in _sources(option, list(given), environ, first):
@@ -103,9 +103,9 @@ def values_of(
 def unknown_variables(
     environ: Mapping[str, str], prefix: str, known: Iterable[str], *, what: str, others: Iterable[str] = ()
 ) -> Iterator[SettingsProblem]:
-    """Yield a problem for every variable with this prefix that is not ``known``, nor one of the ``others``.
+    """Yield a problem for every variable with this prefix that is neither ``known`` nor one of the ``others``.
 
-    Its value is not repeated: who misspelled the name may have put a secret there.
+    Its value is not shown: a misspelled variable may hold a secret.
     """
     known = [name for name in known if name.startswith(prefix)]
     for name in sorted(environ.keys() - {*known, *others}):

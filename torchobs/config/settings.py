@@ -1,8 +1,8 @@
-"""Every setting of torchobs, described once, and the only reader of ``os.environ``.
+"""All settings of torchobs, declared once, and the only reader of ``os.environ``.
 
-An argument beats the environment, which beats the default. A value that is not allowed is ignored: the next source
-decides, and a :class:`SettingsProblem` says so for the session to log. A setting's variables stand in the order in which
-they are asked; an empty one counts as unset, as OpenTelemetry has it.
+An argument beats the environment, which beats the default. An invalid value is ignored: the next source decides, and a
+:class:`SettingsProblem` is returned for the session to log. A setting's variables are listed in order of precedence; an
+empty one counts as unset, as in OpenTelemetry.
 """
 
 import os
@@ -21,18 +21,18 @@ PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
     "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile",
 )  # fmt: skip
-"""The probes that can be switched off, by name; spelled here because this module loads without torch. New ones come at the end:
-a command switches a probe by its place (``flight.files.control``)."""
+"""Names of the probes that can be disabled; listed here because this module loads without torch. Append new ones: a command
+refers to a probe by its index (:mod:`torchobs.flight.files.control`)."""
 
 EXPORTER_ADDRESS = Address("127.0.0.1", 10960)
-"""Where a node-mode exporter listens: on loopback, on the port that Prometheus' list of defaults has free."""
+"""Default address of a node's exporter: loopback, on a port that is free in Prometheus' list of default ports."""
 
 _PREFIX = "TORCHOBS_"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one process. ``None`` means that another part of torchobs finds out, as :data:`OPTIONS` says."""
+    """Settings of one process. ``None``: determined by another part of torchobs, as :data:`OPTIONS` says."""
 
     enabled: bool = True
     level: Level = "basic"
@@ -148,23 +148,23 @@ OPTIONS = (
         "if the application has set none.", "true", ("TORCHOBS_OTEL_PROVIDERS",),
     ),
 )  # fmt: skip
-"""One for every field of :class:`Settings`, which has its type and default."""
+"""One option for every field of :class:`Settings`, which defines its type and default."""
 
 _DEFAULTS = Settings()
 
 
 def environment() -> Mapping[str, str]:
-    """Return what ``os.environ`` holds now: for :func:`resolve` and ``identity.discover``, which see the same then."""
+    """Return a copy of ``os.environ``, so that :func:`resolve` and ``identity.discover`` read the same values."""
     return dict(os.environ)
 
 
 def resolve(
     overrides: Mapping[str, object], environ: Mapping[str, str] | None = None
 ) -> tuple[Settings, tuple[SettingsProblem, ...]]:
-    """Return the settings in force, and what was ignored on the way to them.
+    """Return the effective settings, and the values that were ignored.
 
     Args:
-        overrides: arguments by the names of the fields, as values or as text; ``None`` means not given.
+        overrides: arguments by field name, as values or as text; ``None``: not given.
         environ: the environment, by default the process's own.
 
     Raises:
@@ -184,12 +184,12 @@ def resolve(
 
 
 def named(name: str) -> Option:
-    """Return the option that sets this field, for a command that has it as a flag."""
+    """Return the option of this field, for a command that has it as a flag."""
     return next(option for option in OPTIONS if option.name == name)
 
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[SettingsProblem]:
-    # What begins like the exporter's options is for the exporter to check (`torchobs exporter --help` lists them).
+    # The exporter checks variables with its own prefix (`torchobs exporter --help` lists them).
     checked = {name: "" for name in environ if not name.startswith(EXPORTER_PREFIX)}
     known = [name for option in OPTIONS for name in option.every_variable]
     return unknown_variables(checked, _PREFIX, known, what="setting")

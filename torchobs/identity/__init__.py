@@ -1,1 +1,1 @@
-"""Which rank of which run this process is, and which launcher started it."""
+"""Identity of this process: its run, its rank, and the launcher that started it."""

@@ -1,14 +1,14 @@
-"""Who this process is: the job, the run and the rank, found without talking to any other process.
+"""Identity of this process: job, run and rank, found without communication.
 
-A **run** is what a person would call one training: every rank of it has the same ``run_id``, and it keeps that id when
-elastic training, Slurm or Kubernetes restarts it. Where the id comes from, best first:
+A **run** is one training as a person counts it: all its ranks have the same ``run_id``, and keep it when elastic training,
+Slurm or Kubernetes restarts the run. Sources of the id, best first:
 
 1. ``TORCHOBS_RUN_ID``; ``TORCHOBS_K8S_JOB_UID`` from the downward API;
 2. the Slurm job, written as ``squeue`` writes it (``1234``, in an array ``1234_7``): one job is one run, also requeued;
-3. torchrun's ``--rdzv-id`` unless it is the default, ``none``; Open MPI's name of the job;
-4. several ranks without any of these: the host and what the ranks of one node share (:func:`_shared`). Nodes differ
-   then, and that is reported, because nothing can join the halves of a run that has two ids;
-5. one process: host, start and pid.
+3. torchrun's ``--rdzv-id`` unless it is the default, ``none``; Open MPI's job name;
+4. several ranks without any of these: the host and what the ranks of one node share (:func:`_shared`). Nodes differ then,
+   which is reported, because nothing can join the parts of a run that has two ids;
+5. one process: host, start time and pid.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torchobs.identity.process import ProcessInfo
 
 __all__ = ["Identity", "discover"]
 
-_LONGEST_NAME = 128
-# The flight file's header has 3,804 bytes for everything that describes a rank; these are for what is no field here.
+_MAX_NAME_LENGTH = 128
+# The flight file's header has 3,804 bytes for the whole description of a rank; this part is for ``resource``.
 _RESOURCE_LIMIT = 1536
 
 _KUBERNETES = {
@@ -37,8 +37,8 @@ _KUBERNETES = {
     "k8s.namespace.name": ("POD_NAMESPACE", "K8S_NAMESPACE_NAME"),
     "k8s.node.name": ("NODE_NAME", "K8S_NODE_NAME"),
 }
-# What Slurm calls a job that nobody named: an interactive shell, `sbatch --wrap`, the program that `srun` starts.
-_NO_NAMES = frozenset({"bash", "sh", "zsh", "interactive", "wrap", "python", "python3", "torchrun"})
+# Slurm's names of unnamed jobs: an interactive shell, `sbatch --wrap`, the program that `srun` starts.
+_DEFAULT_JOB_NAMES = frozenset({"bash", "sh", "zsh", "interactive", "wrap", "python", "python3", "torchrun"})
 # torchrun makes one directory per launch, with a random name, for all its workers and all their restarts.
 _ERROR_FILE = r".*/[^/]*_([a-z0-9_]{8})/attempt_\d+/\d+/error\.json"
 _NODES_DIFFER = SettingsProblem(
@@ -51,9 +51,9 @@ _NODES_DIFFER = SettingsProblem(
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A rank's identity. Names are printable and at most 128 characters long; ``None`` means that nobody said.
+    """A rank's identity. Names are printable and at most 128 characters long; ``None``: unknown.
 
-    ``restart`` counts the restarts of the run, ``resource`` is what else describes it, by OpenTelemetry's names.
+    ``restart`` counts the restarts of the run; ``resource`` holds further attributes by OpenTelemetry names.
     """
 
     job_name: str
@@ -69,7 +69,7 @@ class Identity:
     resource: tuple[tuple[str, str], ...] = ()
 
     def described(self) -> dict[str, str | int]:
-        """Return all that is known as one flat mapping, at most 3,300 bytes as JSON; fields win over ``resource``."""
+        """Return all known values as one flat mapping, at most 3,300 bytes as JSON; fields win over ``resource``."""
         known = ((name, getattr(self, name)) for name in self.__slots__ if name != "resource")
         return dict(self.resource) | {name: value for name, value in known if value is not None}
 
@@ -77,10 +77,10 @@ class Identity:
 def discover(
     environ: Mapping[str, str], settings: Settings, process: ProcessInfo
 ) -> tuple[Identity, tuple[SettingsProblem, ...]]:
-    """Return this process's identity, and what in its environment was ignored. No environment makes it raise."""
+    """Return this process's identity, and the environment values that were ignored. No environment makes it raise."""
     process = replace(process, host=_clean(process.host) or "localhost")
     problems: list[SettingsProblem] = []
-    place = _overridden(locate(environ, problems), settings, problems)
+    place = _with_overrides(locate(environ, problems), settings, problems)
     identity = Identity(
         job_name=_first_name(_job_names(environ, settings, process)) or "torch",
         run_id=_run_id(environ, settings, process, place, problems),
@@ -97,9 +97,9 @@ def discover(
     return identity, tuple(dict.fromkeys(problems))
 
 
-def _overridden(place: RankPlacement, settings: Settings, problems: list[SettingsProblem]) -> RankPlacement:
+def _with_overrides(place: RankPlacement, settings: Settings, problems: list[SettingsProblem]) -> RankPlacement:
     if settings.rank is not None and place.launcher == "python":
-        place = RankPlacement("python")  # somebody starts the ranks by hand: the world is more than this one process
+        place = RankPlacement("python")  # ranks are started by hand: the world is larger than this process
     rank = place.rank if settings.rank is None else settings.rank
     world_size = place.world_size if settings.world_size is None else settings.world_size
     if world_size is not None and rank >= world_size:
@@ -110,7 +110,7 @@ def _overridden(place: RankPlacement, settings: Settings, problems: list[Setting
 
 
 def _restarts(environ: Mapping[str, str], problems: list[SettingsProblem]) -> int:
-    """Return torchrun's restarts plus Slurm's: a requeued job's torchrun counts from 0 again."""
+    """Return torchrun's restarts plus Slurm's: in a requeued job torchrun counts from 0 again."""
     variables = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return sum(count((variable,), environ, problems) or 0 for variable in variables)
 
@@ -123,7 +123,7 @@ def _job_names(environ: Mapping[str, str], settings: Settings, process: ProcessI
     stem, _, index = process.host.rpartition("-")
     yield stem if index == environ.get("JOB_COMPLETION_INDEX") else None
     slurm = environ.get("SLURM_JOB_NAME")
-    yield slurm if slurm not in _NO_NAMES else None
+    yield slurm if slurm not in _DEFAULT_JOB_NAMES else None
     yield _script(process.argv0)
 
 
@@ -159,10 +159,10 @@ def _run_names(environ: Mapping[str, str], settings: Settings, place: RankPlacem
 
 
 def _shared(environ: Mapping[str, str], process: ProcessInfo, place: RankPlacement) -> str | None:
-    """Return what the ranks that one launcher started on this node, and no others, have in common; ``None``: nothing.
+    """Return an id shared by exactly the ranks that one launcher started on this node; ``None``: nothing is shared.
 
-    Torchrun's directory rather than its pid, because a shell may stand between it and the rank, and rather than its
-    ``MASTER_PORT``, because a static rendezvous has the same port in the next run.
+    Torchrun's directory rather than its pid, because a shell may run between it and the rank, and rather than ``MASTER_PORT``,
+    because a static rendezvous has the same port in the next run.
     """
     if place.launcher == "torchrun":
         directory = re.fullmatch(_ERROR_FILE, environ.get("TORCHELASTIC_ERROR_FILE", ""))
@@ -175,12 +175,12 @@ def _shared(environ: Mapping[str, str], process: ProcessInfo, place: RankPlaceme
 def _resource(environ: Mapping[str, str], settings: Settings, problems: list[SettingsProblem]) -> tuple[tuple[str, str], ...]:
     resource: dict[str, str] = {}
     for key, value in _resource_items(environ, settings):
-        longer = resource | {_printable(key): _printable(value)}
-        if len(json.dumps(longer, ensure_ascii=False).encode()) > _RESOURCE_LIMIT:
+        extended = resource | {_printable(key): _printable(value)}
+        if len(json.dumps(extended, ensure_ascii=False).encode()) > _RESOURCE_LIMIT:
             reason = f"is too long: {_clean(key)} is left out, allowed are {_RESOURCE_LIMIT} bytes"
             problems.append(SettingsProblem("OTEL_RESOURCE_ATTRIBUTES", None, reason))
         else:
-            resource = longer
+            resource = extended
     return tuple(resource.items())
 
 
@@ -200,9 +200,9 @@ def _first_name(candidates: Iterable[str | None]) -> str | None:
 
 
 def _clean(text: str) -> str:
-    """Return a printable name; a long one ends in its own checksum, so that two of them stay apart."""
+    """Return a printable name; a long one is cut and ends in its checksum, so that two of them stay different."""
     name = _printable(text)
-    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 9]}~{zlib.crc32(name.encode()):08x}"
+    return name if len(name) <= _MAX_NAME_LENGTH else f"{name[: _MAX_NAME_LENGTH - 9]}~{zlib.crc32(name.encode()):08x}"
 
 
 def _printable(text: str) -> str:

@@ -1,8 +1,8 @@
-"""Which launcher started this process, and which place among the ranks it gave it: pure functions of the environment.
+"""Recognizes the launcher and reads the process's placement among the ranks: pure functions of the environment.
 
-A launcher nearer to the process wins: ``torchrun`` started by ``srun`` sets ``RANK``, while ``SLURM_PROCID`` still
-counts the ``torchrun``s; ``mpirun`` starts its daemons by ``srun``, so that its ranks inherit a daemon's
-``SLURM_PROCID``. Values that contradict each other are reported and the next launcher is asked.
+The launcher nearest to the process wins: ``torchrun`` started by ``srun`` sets ``RANK``, while ``SLURM_PROCID`` still counts
+the ``torchrun``s; ``mpirun`` starts its daemons by ``srun``, so its ranks inherit a daemon's ``SLURM_PROCID``. Contradictory
+values are reported, and the next launcher is tried.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _TASKS = r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?"
 
 
 class RankPlacement(NamedTuple):
-    """A process's place in its run; ``None`` where the launcher does not say.
+    """A process's placement in its run; ``None`` where the launcher does not set it.
 
-    ``local_rank`` is 0 then: a launcher that does not count within a node starts one process per node or container.
+    ``local_rank`` is 0 then: such a launcher starts one process per node or container.
     """
 
     launcher: str
@@ -36,7 +36,7 @@ class RankPlacement(NamedTuple):
 
 
 class _Launcher(NamedTuple):
-    """A launcher's word and the variables in which it tells a rank its place; the first that is set counts."""
+    """A launcher's name, and the variables that it sets for a rank; the first that is set counts."""
 
     word: str
     rank: str
@@ -46,16 +46,16 @@ class _Launcher(NamedTuple):
     node_rank: tuple[str, ...] = ()
 
 
-# `env` is whoever else sets up torch.distributed's `env://`: DeepSpeed, a PyTorchJob without torchrun, a shell script.
+# `env`: others that use torch.distributed's `env://`, such as DeepSpeed, a PyTorchJob without torchrun, a shell script.
 _ENV = ("RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("GROUP_RANK", "NODE_RANK"))
 _TORCHRUN = _Launcher("torchrun", *_ENV)
 _SLURM = _Launcher("slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), (), ("SLURM_NODEID",))
-# Lightning repeats the command for the other ranks of a node and gives them everything but RANK.
+# Lightning starts the command again for a node's other ranks and sets everything but RANK.
 _LIGHTNING = _Launcher("lightning", "LOCAL_RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), (), ("NODE_RANK",))
 _LAUNCHERS = (
     _TORCHRUN,
     _Launcher("env", *_ENV),
-    # OMPI_COMM_WORLD_NODE_RANK is no rank of a node: it is the process's rank within its node over all jobs.
+    # OMPI_COMM_WORLD_NODE_RANK is not a node's rank but the process's rank within its node over all jobs.
     _Launcher(
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
@@ -72,7 +72,7 @@ _LAUNCHERS = (
 
 
 def locate(environ: Mapping[str, str], problems: list[SettingsProblem]) -> RankPlacement:
-    """Return this process's place; what makes no sense goes to ``problems``, twice if two launchers stumble over it."""
+    """Return this process's placement; invalid values are added to ``problems``, twice if two launchers read them."""
     for launcher in _LAUNCHERS:
         if _applies(launcher, environ) and (place := _place(launcher, environ, problems)):
             return place
@@ -80,7 +80,7 @@ def locate(environ: Mapping[str, str], problems: list[SettingsProblem]) -> RankP
 
 
 def count(names: tuple[str, ...], environ: Mapping[str, str], problems: list[SettingsProblem]) -> int | None:
-    """Return the number in the first of these variables that is set; ``None`` if none is, or if it holds no number."""
+    """Return the number in the first of these variables that is set; ``None`` if none is set, or if it is no number."""
     name, text = _first(names, environ)
     if re.fullmatch(_COUNT, text):
         return int(text)
@@ -90,7 +90,7 @@ def count(names: tuple[str, ...], environ: Mapping[str, str], problems: list[Set
 
 
 def tasks_on_node(layout: str, node: int) -> int | None:
-    """Return how many tasks ``2(x3),1``, in Slurm's notation, puts on a node (counted from 0); ``None``: not said."""
+    """Return the tasks that ``2(x3),1``, Slurm's notation, puts on a node (counted from 0); ``None``: not specified."""
     for part in layout.split(","):
         if not (found := re.fullmatch(_TASKS, part.strip())):
             return None
@@ -103,15 +103,15 @@ def tasks_on_node(layout: str, node: int) -> int | None:
 def _applies(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
     if launcher is _TORCHRUN:
         return bool(environ.get("TORCHELASTIC_RUN_ID"))
-    if launcher is _LIGHTNING:  # on the first node; elsewhere the process group knows the rank
+    if launcher is _LIGHTNING:  # on the first node; elsewhere the process group has the rank
         return environ.get("NODE_RANK") == "0" and bool(environ.get("WORLD_SIZE"))
     return launcher is not _SLURM or _in_step(environ)
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` started this process: a batch script has SLURM_PROCID=0 and SLURM_NTASKS=8, too, and runs once.
+    """Return True if ``srun`` started this process: a batch script also has SLURM_PROCID=0 and SLURM_NTASKS=8, but runs once.
 
-    The test for SLURM_STEP_ID is Open MPI's (``schizo_slurm.c``).
+    The check of SLURM_STEP_ID is Open MPI's (``schizo_slurm.c``).
     """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     if re.fullmatch(_COUNT, step):

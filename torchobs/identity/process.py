@@ -1,4 +1,4 @@
-"""What a process knows of itself besides its environment: the reading half of :mod:`torchobs.identity`."""
+"""Facts of a process outside its environment: host, pid, start time, parent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _START_TICKS = 19
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """The facts. ``start_ns`` is the process's start in Unix time (ns), and its first call's where there is no /proc.
+    """Facts of a process. ``start_ns``: its start in Unix time (ns), or the time of the first call without /proc.
 
-    ``parent`` is the same for all children of one parent and for no child of another: the parent's pid, start and boot;
-    ``own`` is what its children have as ``parent``. ``None`` where it cannot be known.
+    ``parent`` identifies the parent among all processes: its pid, start and boot; ``own`` is what the process's children have
+    as ``parent``. ``None``: unknown.
     """
 
     host: str
@@ -31,12 +31,12 @@ class ProcessInfo:
 
 
 def this_process() -> ProcessInfo:
-    """Return the facts of the process that asks: the same ones whenever it asks, new ones in a forked child."""
+    """Return the facts of the calling process: the same at every call, new ones in a forked child."""
     return _facts(os.getpid(), sys.argv[0] if sys.argv else "")
 
 
 def exit_status(code: object) -> int:
-    """Return the status with which Python ends after ``sys.exit(code)``: 0 for None, 1 for a message on standard error."""
+    """Return Python's exit status after ``sys.exit(code)``: 0 for None, 1 for a message on standard error."""
     if code is None:
         return 0
     return code & 0xFF if isinstance(code, int) else 1
@@ -46,7 +46,7 @@ def parse_start_ticks(stat: str) -> int:
     """Return the start of a process in clock ticks since boot: field 22 of ``/proc/<pid>/stat`` (proc(5)).
 
     Raises:
-        ValueError: the text is no such line.
+        ValueError: the text is not such a line.
     """
     # The second field is the program's name in parentheses, and the name may hold spaces and parentheses itself.
     after_name = stat.rpartition(")")[2].split()
@@ -63,7 +63,7 @@ def _facts(pid: int, argv0: str) -> ProcessInfo:
 
 
 def _key(pid: int) -> str | None:
-    # Ticks and not Unix time: who reads the time of boot twice, around a correction of the clock, gets two answers, and
+    # Ticks and not Unix time: the boot time read before and after a correction of the clock differs, and
     # the ranks of one run read it at different times, restarted ones hours later.
     ticks = _start_ticks(pid)
     boot = _read("/proc/sys/kernel/random/boot_id")
@@ -85,10 +85,10 @@ def _read(path: str) -> str | None:
 
 def _unix_time_ns(ticks: int) -> int:
     since_boot_ns = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    looks = []
-    for _ in range(3):  # the quickest counts: a thread may lose the processor between two clocks
-        begun = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    readings = []
+    for _ in range(3):  # the quickest one counts: a thread may be preempted between two clocks
+        started = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         now = time.time_ns()
         ended = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        looks.append((ended - begun, now - ended))
-    return min(looks)[1] + since_boot_ns
+        readings.append((ended - started, now - ended))
+    return min(readings)[1] + since_boot_ns

@@ -1,4 +1,4 @@
-"""Training frameworks tell torchobs what torch does not know: epochs, steps to come, validation metrics, samples and tokens.
+"""Integrations with training frameworks: epochs, planned steps, validation metrics, samples and tokens.
 
-Everything else is seen without them. Each is a thin caller of the public functions, and optional: its framework is an extra.
+Everything else works without them. Each is a thin, optional caller of the public functions; its framework is an extra.
 """

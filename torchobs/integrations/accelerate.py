@@ -1,7 +1,7 @@
-"""For Accelerate: ``Accelerator(log_with=TorchobsTracker())``, and ``init_trackers`` as for any tracker.
+"""Accelerate integration: ``Accelerator(log_with=TorchobsTracker())``, and ``init_trackers`` as for any tracker.
 
-It adds to what is seen anyway: the numbers given to ``accelerator.log`` and those of the configuration, and the steps to come
-if that has ``num_training_steps``, ``max_train_steps`` or ``total_steps``.
+Adds the numbers given to ``accelerator.log`` and those of the configuration, and the planned steps if the configuration has
+``num_training_steps``, ``max_train_steps`` or ``total_steps``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchobs
-from torchobs.integrations.hooks import Hooks, missing, scalars, tell_trainer
+from torchobs.integrations.hooks import Hooks, missing, record_trainer, scalars
 
 try:
     import accelerate
@@ -23,10 +23,10 @@ _TOTALS = ("num_training_steps", "max_train_steps", "total_steps")
 
 
 class TorchobsTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not follow accelerate
-    """Tells torchobs what the loop tells Accelerate, on every rank.
+    """Forwards the values logged to Accelerate, on every rank.
 
     Args:
-        settings: for :func:`torchobs.init`, which raises ``TypeError`` for a name that is none.
+        settings: for :func:`torchobs.init`, which raises ``TypeError`` for an unknown name.
     """
 
     name = "torchobs"
@@ -41,28 +41,28 @@ class TorchobsTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not fo
 
     @property
     def tracker(self) -> torchobs.Session | None:
-        """The session; ``None`` before ``init_trackers``."""
+        """Session; ``None`` before ``init_trackers``."""
         return self._session
 
     def start(self) -> None:
-        """Begin to record: the ranks know each other by now."""
+        """Start recording, now that the process group exists."""
         self._session = torchobs.init(**self._settings)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the numbers and single words of the configuration, and the steps to come."""
-        self._hooks.call(_tell_start, values)
+        """Record the configuration's numbers and single words, and the planned steps."""
+        self._hooks.call(_record_start, values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
-        """Show the numbers. ``step`` is the script's own count; torchobs has its own."""
+        """Record the numbers. ``step`` is the script's own count; torchobs has its own."""
         del step
         self._hooks.call(_log, values)
 
     def finish(self) -> None:
-        """Nothing: the session ends with the process, which may go on to evaluate, or to train again."""
+        """Do nothing: the session ends with the process, which may go on to evaluate or train."""
 
 
-def _tell_start(values: dict[str, Any]) -> None:
-    tell_trainer("accelerate", accelerate.__version__, values)
+def _record_start(values: dict[str, Any]) -> None:
+    record_trainer("accelerate", accelerate.__version__, values)
     torchobs.log(total_steps=next((values[name] for name in _TOTALS if isinstance(values.get(name), int)), None))
 
 

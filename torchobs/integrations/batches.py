@@ -1,4 +1,4 @@
-"""How much a batch holds: pure functions of what a DataLoader gives."""
+"""Counts samples and tokens of a DataLoader's batch. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-_PARTS = 16
-"""of a batch are looked at: it may be a list of a million numbers"""
+_MAX_PARTS = 16
+"""Most elements of a batch that are inspected: it may be a list of a million numbers"""
 
 
 def samples_in(batch: Any) -> int:
@@ -19,10 +19,10 @@ def samples_in(batch: Any) -> int:
         parts = batch.values()
     elif isinstance(batch, Sequence) and not isinstance(batch, str):
         parts = batch
-    return next((number for part in islice(parts, _PARTS) if (number := samples_in(part))), 0)
+    return next((number for part in islice(parts, _MAX_PARTS) if (number := samples_in(part))), 0)
 
 
 def tokens_in(batch: Any) -> int:
-    """Return the number of elements of its ``input_ids``, padding included; 0 if it has none."""
+    """Return the number of elements of the batch's ``input_ids``, padding included; 0 if it has none."""
     ids: Any = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return int(ids.numel()) if hasattr(ids, "numel") else 0

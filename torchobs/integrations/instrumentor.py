@@ -1,4 +1,4 @@
-"""For OpenTelemetry's ``opentelemetry-instrument python train.py``: torchobs is on, and the script stays as it is."""
+"""OpenTelemetry instrumentor: ``opentelemetry-instrument python train.py`` turns torchobs on without changing the script."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TorchInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # mypy does no
     """Calls :func:`torchobs.init` and :func:`torchobs.shutdown`; the settings are those of the environment."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Return what has to be installed."""
+        """Return the required packages."""
         return ("torch >= 2.4",)
 
     def _instrument(self, **_: Any) -> None:
@@ -39,10 +39,9 @@ class TorchInstrumentor(BaseInstrumentor):  # type: ignore[misc]  # mypy does no
 
 
 def starts_others(command: Sequence[str]) -> bool:
-    """Return True if this is no training but what starts one, or helps it: all of them inherit the instrumentation.
+    """Return True if this process starts or helps a training without being a rank: all of them inherit the instrumentation.
 
-    A launcher is no rank, and neither is a process of ``multiprocessing`` (DataLoader workers, its resource tracker) or of
-    the compiler's pool.
+    A launcher, a process of ``multiprocessing`` (DataLoader workers, its resource tracker), or one of the compiler's pool.
     """
     arguments = list(command[1:])
     while arguments and arguments[0].startswith("-") and arguments[0] not in {"-c", "-m"}:

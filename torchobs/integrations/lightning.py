@@ -1,7 +1,7 @@
-"""For Lightning: ``Trainer(callbacks=[TorchobsCallback()])``.
+"""Lightning integration: ``Trainer(callbacks=[TorchobsCallback()])``.
 
-It adds to what is seen anyway: the epoch, the steps to come, logged metrics, samples and tokens per step, and evaluation by
-name. It calls :func:`torchobs.init` in every rank once the ranks know each other, however they were started.
+Adds the epoch, planned steps, logged metrics, samples and tokens per step, and named evaluation. Calls :func:`torchobs.init`
+in every rank once the process group exists, however the ranks were started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torchobs
 from torchobs.integrations.batches import samples_in, tokens_in
-from torchobs.integrations.hooks import Hooks, missing, scalars, tell_trainer
+from torchobs.integrations.hooks import Hooks, missing, record_trainer, scalars
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ __all__ = ["TorchobsCallback"]
 
 
 def _framework() -> Any:
-    """Return the package that the script uses: both have the same classes, and neither takes the other's."""
+    """Return the package that the script uses: both define the same classes, and neither accepts the other's."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     for name in names:
         if sys.modules.get(name) is not None:
@@ -40,11 +40,11 @@ except ModuleNotFoundError as _error:
 
 
 class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]  # one of two packages
-    """Tells torchobs what Lightning knows.
+    """Forwards Lightning's training state to torchobs.
 
     Args:
         tokens: counts the tokens of a batch; by default the elements of its ``input_ids``, if it has any.
-        settings: for :func:`torchobs.init`, which raises ``TypeError`` for a name that is none.
+        settings: for :func:`torchobs.init`, which raises ``TypeError`` for an unknown name.
     """
 
     def __init__(self, *, tokens: Callable[[Any], int] | None = None, **settings: object) -> None:
@@ -54,21 +54,21 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
         self._hooks = Hooks("lightning")
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Begin to record: the ranks know each other by now."""
+        """Start recording, now that the process group exists."""
         del trainer, pl_module, stage
         torchobs.init(**self._settings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what is trained, with what settings, and for how long."""
-        self._hooks.call(_tell_start, trainer, pl_module)
+        """Record the model, the settings and the planned steps."""
+        self._hooks.call(_record_start, trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Show the epoch, and what was logged for all of the last one."""
+        """Record the epoch, and the metrics logged for the last one."""
         del pl_module
         self._hooks.call(_log_metrics, trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count samples and tokens, before the step ends: afterwards it would be a second record."""
+        """Record samples and tokens before the step ends: afterwards they would need a second record."""
         del trainer, pl_module, batch_idx
         self._hooks.call(self._count, batch)
 
@@ -76,12 +76,12 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
         torchobs.log(samples=samples_in(batch), tokens=self._tokens(batch))
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluation begins."""
+        """Open the evaluation phase."""
         del trainer, pl_module
         self._hooks.call(self._hooks.begin, "evaluation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluation has ended; show its metrics, but for the sanity check's, which Lightning drops, too."""
+        """Close the evaluation phase and record its metrics, except those of the sanity check, which Lightning drops too."""
         del pl_module
         self._hooks.call(self._hooks.end)
         if not trainer.sanity_checking:
@@ -91,17 +91,17 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
     on_test_end = on_validation_end
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Show what was logged last."""
+        """Record the metrics logged last."""
         del pl_module
         self._hooks.call(_log_metrics, trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Close what is open; the exception goes its way."""
+        """Close the open phase; the exception propagates."""
         del trainer, pl_module, exception
         self._hooks.call(self._hooks.end)
 
 
-def _tell_start(trainer: Any, model: Any) -> None:
+def _record_start(trainer: Any, model: Any) -> None:
     torchobs.watch(model)
     settings = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -113,10 +113,10 @@ def _tell_start(trainer: Any, model: Any) -> None:
         "precision": trainer.precision,
         "strategy": type(trainer.strategy).__name__,
     }
-    tell_trainer("lightning", _lightning.__version__, settings)
+    record_trainer("lightning", _lightning.__version__, settings)
     planned = trainer.estimated_stepping_batches
     if isfinite(planned) and planned > 0:
-        torchobs.log(total_steps=int(planned) - trainer.global_step)  # of a resumed training, what is left
+        torchobs.log(total_steps=int(planned) - trainer.global_step)  # after resuming, the remaining steps
 
 
 def _log_metrics(trainer: Any) -> None:

@@ -1,7 +1,7 @@
-"""For Transformers: ``Trainer(..., callbacks=[TorchobsCallback()])``.
+"""Transformers integration: ``Trainer(..., callbacks=[TorchobsCallback()])``.
 
-It adds to what is seen anyway: the epoch, the steps to come, logged metrics, samples per step, evaluation and checkpoints by
-name, and tokens with ``include_num_input_tokens_seen``.
+Adds the epoch, planned steps, logged metrics, samples per step, named evaluation and checkpoints, and tokens with
+``include_num_input_tokens_seen``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torchobs
-from torchobs.integrations.hooks import Hooks, missing, scalars, tell_trainer
+from torchobs.integrations.hooks import Hooks, missing, record_trainer, scalars
 
 try:
     import transformers
@@ -19,21 +19,21 @@ except ModuleNotFoundError as _error:
 
 __all__ = ["TorchobsCallback"]
 
-_SEEN_ANYWAY = frozenset({"grad_norm", "learning_rate", "num_input_tokens_seen", "total_flos"})
+_MEASURED_WITHOUT = frozenset({"grad_norm", "learning_rate", "num_input_tokens_seen", "total_flos"})
 _SETTINGS = (
     "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "dataloader_num_workers", "fp16", "gradient_accumulation_steps",
     "gradient_checkpointing", "learning_rate", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_train_epochs", "optim",
     "per_device_eval_batch_size", "per_device_train_batch_size", "run_name", "seed", "tf32", "torch_compile", "warmup_steps",
     "weight_decay", "world_size",
 )  # fmt: skip
-"""Of ``TrainingArguments``: no path, no address, no token is among them; a run name that is no single word is left out."""
+"""Recorded fields of ``TrainingArguments``: no paths, addresses or tokens; a run name of several words is left out."""
 
 
 class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
-    """Tells torchobs what the Trainer knows.
+    """Forwards the Trainer's state to torchobs.
 
     Args:
-        settings: for :func:`torchobs.init`, which raises ``TypeError`` for a name that is none.
+        settings: for :func:`torchobs.init`, which raises ``TypeError`` for an unknown name.
     """
 
     def __init__(self, **settings: object) -> None:
@@ -42,37 +42,37 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         self._passes = self._tokens = 0
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin to record: the ranks know each other by now."""
+        """Start recording, now that the process group exists."""
         del args, state, control
         torchobs.init(**self._settings)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Say what is trained, with what settings, and for how long."""
-        self.on_init_end(args, state, control)  # of a callback that was added later
-        self._hooks.call(self._tell_start, args, state, given.get("model"))
+        """Record the model, the settings and the planned steps."""
+        self.on_init_end(args, state, control)  # for a callback that was added later
+        self._hooks.call(self._record_start, args, state, given.get("model"))
 
-    def _tell_start(self, args: Any, state: Any, model: Any) -> None:
+    def _record_start(self, args: Any, state: Any, model: Any) -> None:
         self._tokens, self._passes = state.num_input_tokens_seen, 0
         if model is not None:
             torchobs.watch(model)
         settings = {name: getattr(args, name, None) for name in _SETTINGS}
-        tell_trainer("transformers", transformers.__version__, settings)
-        torchobs.log(total_steps=max(0, state.max_steps - state.global_step))  # of a resumed training, what is left
+        record_trainer("transformers", transformers.__version__, settings)
+        torchobs.log(total_steps=max(0, state.max_steps - state.global_step))  # after resuming, the remaining steps
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A step begins: whatever was open is over, even if another callback called it off."""
+        """Close an open phase at the start of a step, even if another callback canceled it."""
         del args, state, control
         if self._hooks.phase is not None:
             self._hooks.call(self._hooks.end)
         self._passes = 0
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """One of a step's passes is done, not the last."""
+        """Count a gradient accumulation pass, not the step's last."""
         del args, state, control
         self._passes += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count samples and tokens, before the step ends: afterwards it would be a second record."""
+        """Record samples and tokens before the step ends: afterwards they would need a second record."""
         del control
         self._hooks.call(self._count, args, state)
 
@@ -83,7 +83,7 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         torchobs.log(samples=(self._passes + 1) * batch, tokens=tokens // max(1, args.world_size))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Evaluation and saving come next, in this order, if they are due."""
+        """Open the phase that follows: evaluation, then saving, if they are due."""
         del args, state
         if control.should_evaluate:
             self._hooks.call(self._hooks.begin, "evaluation")
@@ -93,13 +93,13 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
     on_epoch_end = on_step_end
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """There is another dataset to evaluate on."""
+        """Return to the evaluation phase: there is another dataset."""
         del args, state, control
         if self._hooks.phase == "checkpoint":
             self._hooks.call(self._hooks.begin, "evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A dataset has been evaluated; only if this was within training it may be time to save."""
+        """Close the evaluation phase; during training, saving may follow."""
         del args, state
         if self._hooks.phase is None:
             return
@@ -108,20 +108,20 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             self._hooks.call(self._hooks.begin, "checkpoint")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint is there."""
+        """Close the checkpoint phase."""
         del args, state, control
         self._hooks.call(self._hooks.end)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Show what was logged, the epoch among it."""
+        """Record the logged numbers, including the epoch."""
         del args, state, control
         self._hooks.call(_log, logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Close what is open."""
+        """Close the open phase."""
         del args, state, control
         self._hooks.call(self._hooks.end)
 
 
 def _log(logs: dict[str, Any]) -> None:
-    torchobs.log(**scalars(logs, _SEEN_ANYWAY))
+    torchobs.log(**scalars(logs, _MEASURED_WITHOUT))

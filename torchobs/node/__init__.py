@@ -1,6 +1,6 @@
-"""The one exporter of a node and user: who becomes it, how it is started beside a training, and when it leaves.
+"""The exporter shared by all ranks of one user on a node: its election, start and end.
 
-``start`` is called by a trainer, ``election`` decides, ``detach`` makes the new process one of its own, ``daemon`` runs it,
-``announcement`` says where it listens. Only the standard library: a process that loses the election ends before it has
-imported anything heavy.
+A trainer calls :mod:`.launch`; :mod:`.election` chooses the exporter process, :mod:`.daemonize` detaches it, :mod:`.lifetime`
+runs it, and :mod:`.announcement` publishes its address. Standard library only: a process that loses the election ends before
+importing anything heavy.
 """

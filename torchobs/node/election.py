@@ -1,9 +1,9 @@
-"""Who is the exporter of a flight directory: whoever holds the record lock on ``exporter.lock`` in it.
+"""Elects the exporter of a flight directory: the process that holds the record lock on its ``exporter.lock``.
 
-Nobody is left without one because of two orders. A rank publishes its flight file, THEN looks at the lock. An exporter that
-leaves releases the lock, THEN looks for living ranks once more. So either the rank sees a free lock and starts an exporter,
-or the leaving exporter sees the rank and stays. A record lock and no ``flock``: that could only be probed by taking it, and
-a process that stands for election at that moment would take the probe for a winner.
+Two orders make sure that no rank is left without an exporter: a rank publishes its flight file, THEN checks the lock; a
+leaving exporter releases the lock, THEN checks for living ranks once more. So either the rank finds a free lock and starts an
+exporter, or the leaving exporter sees the rank and stays. A record lock rather than ``flock``, which can only be probed by
+taking it, so that a candidate would take the probe for a winner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from torchobs.flight.files import lock
 
 LOCK = "exporter.lock"
-_TAKEN = (errno.EACCES, errno.EAGAIN)
+_HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 
 
 def open_directory(flight_dir: str) -> int:
@@ -31,37 +31,37 @@ def is_decided(directory_fd: int) -> bool:
 
 
 def anyone_alive(directory_fd: int) -> bool:
-    """Return True if a rank that has published a flight file in the directory lives. Raises ``OSError`` if it is gone."""
-    from torchobs.flight.reader import reader  # which whoever loses does not need
+    """Return True if a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
+    from torchobs.flight.reader import reader  # not needed by a process that loses the election
 
     return any(_alive(directory_fd, name) for name in reader.names(directory_fd))
 
 
 class Election:
-    """This process's candidacy for a directory: one per directory and process at most (:mod:`torchobs.flight.files.lock`)."""
+    """This process's candidacy for a directory; at most one per directory and process (:mod:`torchobs.flight.files.lock`)."""
 
     def __init__(self, directory_fd: int) -> None:
         self._directory_fd = directory_fd
         self._fd = -1
 
     def win(self) -> bool:
-        """Stand for election; tell whether this process is the exporter now. Raises ``OSError`` if it cannot stand."""
+        """Try to become the exporter; return True on success. Raises ``OSError`` if the lock file cannot be opened."""
         while not self.holds():
-            self.release()  # the name is gone since, or is another file's
+            self.release()  # the name was removed or now belongs to another file
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(LOCK, flags, 0o600, dir_fd=self._directory_fd)
             try:
                 lock.take(fd)
             except OSError as problem:
                 os.close(fd)
-                if problem.errno in _TAKEN:
+                if problem.errno in _HELD_BY_ANOTHER:
                     return False
                 raise
             self._fd = fd
         return True
 
     def holds(self) -> bool:
-        """Return True if this process is the exporter still: somebody may have removed the directory or the lock's name."""
+        """Return True if this process is still the exporter: the directory or the lock's name may have been removed."""
         if self._fd < 0:
             return False
         try:
@@ -71,7 +71,7 @@ class Election:
         return os.path.samestat(named, os.fstat(self._fd))
 
     def release(self) -> None:
-        """Be the exporter no longer. Idempotent."""
+        """Release the lock. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             lock.release(fd)
@@ -83,4 +83,4 @@ def _alive(directory_fd: int, name: str) -> bool:
     try:
         return lock.is_held(directory_fd, reader.lock_of(name))
     except OSError:
-        return False  # its lock was cleaned away: nobody holds it
+        return False  # the lock file was cleaned up, so nobody holds it

@@ -1,9 +1,9 @@
-"""What a trainer does for its node: look whether there is an exporter, and start one if not.
+"""Starts the node's exporter from a trainer, unless there is one.
 
-The exporter must not be a child of the training: a process group that is killed, a launcher that ends whatever descends from
-it, a pipe that ``train | tee`` reads to its end, would otherwise take it along or wait for it. So it is started by exec (a
-process that uses CUDA must not run on in a forked child), through a shell that ends at once and leaves it to init, in a
-session of its own, with no descriptor but its log.
+The exporter must not be a child of the training: a killed process group, a launcher that ends all descendants, or ``train |
+tee``, which reads a pipe to its end, would kill it or wait for it. So it is started by exec (a process that uses CUDA must not
+go on in a forked child), through a shell that exits at once and leaves it to init, in a session of its own, with no
+descriptor but its log.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 NEEDED = ("msgspec", "opentelemetry.sdk", "prometheus_client", "starlette", "uvicorn", "yaml")
-"""Modules of the extra ``exporter``, without which it cannot run."""
+"""Modules of the extra ``exporter`` that it needs."""
 
 _INHERITED = frozenset(
     {
@@ -40,26 +40,26 @@ _INHERITED = frozenset(
 _INHERITED_PREFIXES = ("LC_", "TORCHOBS_EXPORTER_", "OTEL_EXPORTER_", "OTEL_BSP_", "SSL_CERT_")
 
 _SHELL = ("/bin/sh", "-c", 'exec "$@" &', "sh")
-# -I keeps PYTHON* and the working directory out. The trainer's own torchobs is imported whatever else is installed, but its
-# directory is no place for other modules: a checkout may hold a queue.py.
-_BOOT = (
+# -I ignores PYTHON* and the working directory. The trainer's own torchobs is imported whatever else is installed, but its
+# directory is taken off the path: a checkout may hold a queue.py.
+_BOOTSTRAP = (
     "import sys; sys.path.insert(0, sys.argv[1]); from torchobs.cli.node_exporter_process import main; del sys.path[0]; main()"
 )
 _SHELL_TIMEOUT_S = 5.0
 
-_told_taken: set[str] = set()
-"""Addresses: the sampler asks for an exporter again and again"""
+_warned_addresses: set[str] = set()
+"""Addresses already warned about: the sampler calls again and again"""
 
 GRACE_S = 90.0
-"""How long a last state waits for a scraper: longer than Prometheus' default scrape interval, a minute."""
+"""How long a rank's last state is kept for a scraper: longer than Prometheus' default scrape interval, a minute."""
 
 
 def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s: float = GRACE_S) -> None:
-    """See to it that the flight directory has an exporter; what prevents that is logged, and never raised.
+    """Start an exporter for the flight directory unless there is one. Failures are logged, never raised.
 
-    To be called after this rank's flight file was published (``election``). It costs the trainer some 3 ms; the exporter
-    listens within a second and says where in ``exporter.json``: on ``address`` (``host:port``) or nowhere, and if that is "" on
-    the default address or, if that is taken, on the next free port.
+    Call it after this rank's flight file was published (:mod:`.election`). It costs the trainer some 3 ms. The exporter listens
+    within a second and announces its address in ``exporter.json``: on ``address`` (``host:port``) only, or if that is "", on
+    the default address or the next free port.
     """
     environ = settings.environment()
     if "KUBERNETES_SERVICE_HOST" in environ or Path(KUBERNETES_MOUNT).is_dir():
@@ -77,7 +77,7 @@ def ensure_exporter(flight_dir: str, address: str, log: logging.Logger, grace_s:
 
 
 def locate(modules: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the directories to import these modules from, and those modules that are not installed. Imports none of them."""
+    """Return the directories to import these modules from, and the missing modules. Imports none of them."""
     directories: dict[str, None] = {}
     missing = []
     for module in modules:
@@ -89,31 +89,31 @@ def locate(modules: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the exporter gets of a trainer's environment.
+    """Return the trainer's environment variables that the exporter inherits.
 
-    Not LD_PRELOAD and CUDA_INJECTION64_PATH (a profiler of the training), not PYTHON*, not what describes one rank or one job.
+    Not LD_PRELOAD and CUDA_INJECTION64_PATH (profilers of the training), not PYTHON*, not those that describe one rank or job.
     """
     return {name: value for name, value in environ.items() if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)}
 
 
 def _is_free(address: str, directory_fd: int, log: logging.Logger) -> bool:
-    """Return True if an exporter can listen there; else say once why not: its own log is not where somebody looks first."""
-    problem = _why_not(address) if address else None
-    if problem is None or is_decided(directory_fd):  # by the exporter that another rank has started just now
+    """Return True if an exporter can listen there; else warn once, here rather than only in the exporter's log."""
+    problem = _bind_error(address) if address else None
+    if problem is None or is_decided(directory_fd):  # taken by the exporter that another rank has just started
         return problem is None
-    if address not in _told_taken:
-        _told_taken.add(address)
+    if address not in _warned_addresses:
+        _warned_addresses.add(address)
         log.warning("no exporter: it cannot listen on %s: %s; the training goes on", address, problem.strerror or problem)
     return False
 
 
-def _why_not(address: str) -> OSError | None:
+def _bind_error(address: str) -> OSError | None:
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            tried.bind((host.strip("[]"), int(port)))  # and not listened on: two ranks that ask at once are in nobody's way
+            tried.bind((host.strip("[]"), int(port)))  # not listening, so concurrent checks do not collide
     except OSError as problem:
         return problem
     return None
@@ -130,7 +130,7 @@ def _start(
         log.warning("no exporter: this program is no Python that could run one; start `torchobs exporter` beside it")
         return
     root = str(Path(__file__).parents[2])
-    argv = [*_SHELL, sys.executable, "-I", "-c", _BOOT, root, flight_dir, address, str(grace_s), *directories]
+    argv = [*_SHELL, sys.executable, "-I", "-c", _BOOTSTRAP, root, flight_dir, address, str(grace_s), *directories]
     log_fd = open_log(directory_fd)
     try:
         _run_detached(argv, log_fd, inherited(environ))
@@ -139,7 +139,7 @@ def _start(
 
 
 def _run_detached(argv: list[str], log_fd: int, environ: Mapping[str, str]) -> None:
-    # No preexec_fn: with it Popen would fork, and run Python in the child, instead of vfork and exec.
+    # No preexec_fn: with it Popen forks and runs Python in the child instead of vfork and exec.
     shell = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,

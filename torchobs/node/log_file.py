@@ -1,7 +1,7 @@
-"""``exporter.log`` in the flight directory: what the exporter has to say, in a file that stays small.
+"""``exporter.log`` in the flight directory: the exporter's log, of bounded size.
 
-The directory is memory (tmpfs), and nobody watches the file: at most one line per cause and minute, and the older half goes
-when there is too much of it.
+The directory is memory (tmpfs) and nobody watches the file: at most one line per cause and minute, and the older half is
+dropped when it grows too large.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NAME = "exporter.log"
-LIMIT = 256 * 1024
-_CAUSES = 1000
+MAX_SIZE = 256 * 1024
+_MAX_CAUSES = 1000
 
 
 def open_log(directory_fd: int) -> int:
@@ -28,10 +28,10 @@ def open_log(directory_fd: int) -> int:
     return os.open(NAME, flags, 0o600, dir_fd=directory_fd)
 
 
-def shorten(fd: int, limit: int = LIMIT) -> None:
-    """Drop the older lines when there are more than ``limit`` bytes, so that half of it is left.
+def shorten(fd: int, limit: int = MAX_SIZE) -> None:
+    """Drop the older lines if the file exceeds ``limit`` bytes, keeping half of it.
 
-    Only its one writer may: the file is read and then written, and what another appends in between is lost.
+    Only for the file's single writer: lines that another process appends between read and write are lost.
     """
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size <= limit:
@@ -42,18 +42,18 @@ def shorten(fd: int, limit: int = LIMIT) -> None:
 
 
 class OncePerMinute(logging.Filter):
-    """Lets one record per cause, that is logger and bare message, pass every ``interval_s``; counts the rest.
+    """Passes one record per cause (logger and unformatted message) every ``interval_s``; counts the rest.
 
-    A record whose ``extra`` has a ``cause`` is told apart by that, too: the same message about another address is another fact.
+    A ``cause`` in the record's ``extra`` is part of it: the same message about another address is another cause.
     """
 
     def __init__(self, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        # messages that were formatted before they came here look like causes of their own: only so many are kept
-        self._limiter, self._clock = RateLimiter(interval_s, most_keys=_CAUSES), clock
+        # already formatted messages look like separate causes: their number is bounded
+        self._limiter, self._clock = RateLimiter(interval_s, most_keys=_MAX_CAUSES), clock
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if the record is to be written; one that is says how many like it were not."""
+        """Return True if the record is to be written; the number of suppressed ones is appended to it."""
         cause = record.name, str(record.msg), str(getattr(record, "cause", ""))
         if not self._limiter.take(self._clock(), cause):
             return False

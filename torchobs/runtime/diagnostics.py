@@ -1,4 +1,4 @@
-"""What a rank tells about itself on request, or when it is stuck: stacks and profiles. Composed here, done elsewhere."""
+"""Diagnostics of a rank, on request or when it is stuck: dispatches to stack dumps, the profiler and the watchdog."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ if TYPE_CHECKING:
 
 
 class Diagnostics:
-    """One per session, for the sampler thread."""
+    """One per session; used by the sampler thread."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._profiles = Profiles(context)
         self._watchdog = Watchdog(context.writer) if context.settings.watchdog else None
 
-    def obey(self, command: Command) -> None:
-        """Do what is asked for; where that fails, only that does."""
+    def apply(self, command: Command) -> None:
+        """Carry out the command's requests; a failure of one does not affect the others."""
         if command.stacks:
-            self._try("stacks", command)
+            self._write_stacks("stacks", command)
         if command.profile_steps:
-            self._profiles.ask(command.profile_steps, command.profile_seq)
+            self._profiles.request(command.profile_steps, command.profile_seq)
 
     def sample(self) -> None:
-        """Ten times a second."""
+        """Advance profiles and reset the watchdog. Called ten times a second."""
         self._profiles.sample()
         if self._watchdog is not None:
             call(self._context.breaker("watchdog"), self._watchdog.sample)
 
     def close(self) -> None:
-        """At the session's end, whatever thread that is in."""
+        """Stop. Called at the session's end, from any thread."""
         call(CircuitBreaker("profile"), self._profiles.close)
         if self._watchdog is not None:
             call(CircuitBreaker("watchdog"), self._watchdog.close)
 
-    def _try(self, what: str, command: Command) -> None:
+    def _write_stacks(self, what: str, command: Command) -> None:
         breaker = CircuitBreaker(what)
         call(breaker, write_stacks, self._context, command.stacks_seq)
         if breaker.trips and self._context.warn_limited is not None:
-            why = f"{breaker.trips[0].exception} at {breaker.trips[0].location}"
-            self._context.warn_limited(what, f"{what} could not be written: {why}", own=True)
+            reason = f"{breaker.trips[0].exception} at {breaker.trips[0].location}"
+            self._context.warn_limited(what, f"{what} could not be written: {reason}", own=True)

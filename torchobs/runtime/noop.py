@@ -1,6 +1,6 @@
-"""torchobs where it does nothing: systems without POSIX locks and shared maps, and Python without its global interpreter lock.
+"""No-op API for unsupported processes: systems without POSIX locks and shared maps, and free-threaded Python without the GIL.
 
-``init()`` says so once; training goes on.
+``init()`` warns once; training goes on.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 SUPPORTED = ("linux", "darwin")
-_said: list[bool] = []
+_warned: list[bool] = []
 
 
 def why_here() -> str:
-    """Return why torchobs does nothing in this process; "" if it works.
+    """Return why torchobs does nothing in this process; "" if it is supported.
 
-    What the training thread and the sampler share is ordered by the interpreter's lock alone: without it records would be torn,
-    and hooks are changed while they are walked. A free-threaded Python (3.13t, 3.14t) with the lock turned on will do.
+    Data shared by the training thread and the sampler is protected by the GIL alone: without it records would be torn, and hook
+    lists would change during iteration. A free-threaded Python (3.13t, 3.14t) with the GIL turned on works.
     """
     if sys.platform not in SUPPORTED:
         return f"does nothing on {sys.platform}; Linux and macOS are supported"
@@ -33,7 +33,7 @@ def why_here() -> str:
 
 
 class Session:
-    """What ``init()`` returns: inert."""
+    """Inert session that ``init()`` returns."""
 
     active = False
     writer = None
@@ -53,9 +53,9 @@ class Session:
 
 
 def init(**_: object) -> Session:
-    """Say once that nothing is recorded here."""
-    if not _said and settings.environment().get("LOCAL_RANK", "0") == "0":  # one of a node's ranks says it for all
-        _said.append(True)
+    """Warn once that nothing is recorded here."""
+    if not _warned and settings.environment().get("LOCAL_RANK", "0") == "0":  # once per node
+        _warned.append(True)
         logging.getLogger("torchobs").warning("torchobs: %s; training is not affected", why_here())
     return Session()
 
@@ -81,6 +81,6 @@ def watch(model: Any) -> None:
 
 
 def phase(name: str) -> AbstractContextManager[None]:
-    """Return a context that does nothing."""
+    """Return a context manager that does nothing."""
     del name
     return contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Which probes are at work: all that need torch, but for those that somebody has switched off.
+"""Installs, enables and disables probes.
 
-What is off leaves no hook behind. A probe that is switched off while training runs stops recording at once; its hooks go, and
-those of one that is switched on come, at the training thread's next backward (``probes.core.safe_point``).
+A disabled probe leaves no hook behind. One that is disabled while training runs stops recording at once; hooks are removed
+and installed in the training thread, at its next backward pass (:mod:`torchobs.probes.core.safe_point`).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import Probe, ProbeContext
 
-Asked = list[tuple[str, "Callable[[], None]"]]
+Callbacks = list[tuple[str, "Callable[[], None]"]]
 
 
-_CUTTING = frozenset({"step", "phases", "data"})
-"""Probes without which the step in progress is not a whole one."""
+_STEP_PROBES = frozenset({"step", "phases", "data"})
+"""Probes whose change makes the step in progress incomplete"""
 
 
 class ProbeManager:
-    """One per session. ``samples`` and ``slow`` are the sampler's lists, which a probe's own functions join."""
+    """One per session. Probes' own functions are added to ``samples`` and ``slow``, the sampler's lists."""
 
-    def __init__(self, context: ProbeContext, samples: Asked, slow: Asked) -> None:
+    def __init__(self, context: ProbeContext, samples: Callbacks, slow: Callbacks) -> None:
         self._context = context
-        self._asked: tuple[tuple[str, list[tuple[str, Any]]], ...] = (
+        self._callbacks: tuple[tuple[str, list[tuple[str, Any]]], ...] = (
             ("sample", samples), ("observe", slow), ("level_changed", context.on_level),
         )  # fmt: skip
         self._probes: dict[str, Probe] = {}
         self._off: frozenset[str] = frozenset()
         self._pid = os.getpid()
-        self._begun = False
+        self._started = False
         self._safe_point = SafePoint(context)
         context.at_backward = self._safe_point.arm
 
     def install(self, probe: Probe) -> None:
-        """Put one to work."""
+        """Install a probe and register its callbacks."""
         context, name = self._context, probe.name
         for metric in (catalog.PROBE_ERRORS, catalog.PROBE_DISABLED, catalog.OVERHEAD):
             cell = context.writer.table.cell(metric, {"probe": name})
@@ -50,58 +50,60 @@ class ProbeManager:
                 cell.set(0.0)
         self._probes[name] = probe
         call(context.breaker(name), probe.install, context)
-        for method, asked in self._asked:
+        for method, callbacks in self._callbacks:
             if hasattr(probe, method):
-                asked.append((name, getattr(probe, method)))
+                callbacks.append((name, getattr(probe, method)))
 
     def begin(self) -> None:
-        """Torch is there, and this is the training thread."""
-        self._begun = True
-        self._settle()
+        """Install the probes that need torch. Called in the training thread, once torch is imported."""
+        self._started = True
+        self._apply_changes()
 
     def switch_off(self, names: Collection[str]) -> None:
-        """Have these probes off, and all others on, but for how the rank ends, which is always seen. From any thread."""
+        """Disable these probes and enable all others; the exit probe always stays on. From any thread."""
         context, self._off = self._context, frozenset(names) - {PROBES[0].name}
         for name in self._off & self._probes.keys():
             context.breaker(name).blown = True
-        if self._begun and self._is_due():
-            self._safe_point.arm(self._settle)
+        if self._started and self._has_changes():
+            self._safe_point.arm(self._apply_changes)
 
     def records(self, name: str) -> bool:
-        """Return True if that probe is at work, or will be when torch is there. From any thread."""
+        """Return True if that probe is enabled, or will be once torch is imported. From any thread."""
         return name not in self._off and not self._context.breaker(name).blown
 
     def remove_all(self) -> None:
-        """Remove every hook of every probe, for good. Idempotent. The sampler still asks them, in the rank's last round."""
+        """Remove every hook of every probe, for good. Idempotent. The sampler still calls their callbacks in its last round."""
         self._safe_point.disarm()
         for name in reversed(list(self._probes)):
             call(CircuitBreaker(name), self._probes.pop(name).remove)
 
-    def _is_due(self) -> bool:
-        return any((name in self._off) == (name in self._probes) for name in (make.name for make in PROBES[1:]))
+    def _has_changes(self) -> bool:
+        return any((name in self._off) == (name in self._probes) for name in (probe_class.name for probe_class in PROBES[1:]))
 
-    def _settle(self) -> None:
-        """Remove and install what was asked for."""
+    def _apply_changes(self) -> None:
+        """Remove and install probes so that they match the requested set."""
         if self._pid != os.getpid():
             return
-        context, before = self._context, self._probes.keys() & _CUTTING
+        context, before = self._context, self._probes.keys() & _STEP_PROBES
         for name in [name for name in reversed(list(self._probes)) if name in self._off]:
             self._remove(name)
-        for make in PROBES[1:]:
-            if make.name not in self._off and make.name not in self._probes:
-                context.breakers[make.name] = CircuitBreaker(make.name)  # hooks that could not be removed stay inert
-                self.install(make())
-        if self._probes.keys() & _CUTTING != before:
+        for probe_class in PROBES[1:]:
+            if probe_class.name not in self._off and probe_class.name not in self._probes:
+                context.breakers[probe_class.name] = CircuitBreaker(
+                    probe_class.name
+                )  # hooks that could not be removed stay inert
+                self.install(probe_class())
+        if self._probes.keys() & _STEP_PROBES != before:
             call(CircuitBreaker("switches"), context.recorder.restart)
 
     def _remove(self, name: str) -> None:
         probe = self._probes.pop(name)
         call(CircuitBreaker(name), probe.remove)
         context = self._context
-        for asked in (
-            *(asked for _, asked in self._asked),
+        for callbacks in (
+            *(callbacks for _, callbacks in self._callbacks),
             context.before_step,
             context.after_closure_backward,
             context.iterated,
         ):
-            asked[:] = [entry for entry in asked if entry[0] != name]
+            callbacks[:] = [entry for entry in callbacks if entry[0] != name]

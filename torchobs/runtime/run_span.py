@@ -1,7 +1,7 @@
-"""The span of the whole run on this rank, and how the application's own spans come beneath it.
+"""The root span of the run on this rank, and the parent of the application's own spans.
 
-Its beginning is written at once, so that a run that was killed has a span, too; its end with the rank's. The launcher's
-``TRACEPARENT`` is its parent.
+Its start is written at once, so that a killed run has a span too; its end with the rank's. The launcher's ``TRACEPARENT`` is
+its parent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 class RunSpan:
     """One per session."""
 
-    def __init__(self, chosen: Settings, writer: FlightWriter, active: Callable[[], FlightWriter | None]) -> None:
-        self._chosen, self._writer, self._active = chosen, writer, active
+    def __init__(self, settings: Settings, writer: FlightWriter, active: Callable[[], FlightWriter | None]) -> None:
+        self._settings, self._writer, self._active = settings, writer, active
         self._handles: list[MetaPathFinder | None] = []
         self._installed = False
-        parent = (chosen.traceparent or "").split("-")  # checked by the settings: version-trace-span-flags
+        parent = (settings.traceparent or "").split("-")  # checked by the settings: version-trace-span-flags
         self._remote = parent[2] if len(parent) > 2 else None  # noqa: PLR2004  # that format
         self._trace_id = span_ids.trace_id(writer.header)
         self._flags = int(parent[3], 16) if self._remote else 1
@@ -40,24 +40,24 @@ class RunSpan:
         self._steps: StepSpans | None = None
 
     def begin(self) -> None:
-        """Write its beginning, and stand by for an application that uses OpenTelemetry."""
+        """Write the span's start, and install our providers when the application imports OpenTelemetry."""
         self._writer.events.append({"k": "span_start", **self._identity()})
-        if self._chosen.set_global_providers:
+        if self._settings.set_global_providers:
             # only an application that imports the API pays for it
             self._handles = [after_import(name, self._install) for name in ("opentelemetry.trace", "opentelemetry.metrics")]
 
     def watch(self, context: ProbeContext) -> None:
-        """Have steps recorded as spans, too, unless the launcher decided that its trace is not sampled."""
+        """Record steps as spans too, unless the launcher's trace is not sampled."""
         if self._flags & 1:
             self._steps = StepSpans(context, self.write, self._span_id)
 
     def sample_steps(self) -> None:
-        """Write the spans of steps that are due."""
+        """Write the spans of steps that were selected."""
         if self._steps is not None:
             self._steps.sample()
 
     def end(self, *, failed: bool) -> None:
-        """Write its end."""
+        """Write the span's end."""
         if self._steps is not None:
             self._steps.end()
         header = self._writer.header
@@ -66,7 +66,7 @@ class RunSpan:
         self._writer.events.append({"k": "span", **self._identity(), "t1": end_ns, "status": status, "attrs": {}})
 
     def remove(self) -> None:
-        """Take our providers out of use. Idempotent."""
+        """Uninstall our providers. Idempotent."""
         for handle in self._handles:
             if handle is not None:
                 cancel(handle)
@@ -77,28 +77,28 @@ class RunSpan:
             self._installed = False
 
     def sample(self) -> None:
-        """Have the application's observable instruments asked, in a thread of their own."""
+        """Collect the application's observable instruments, in a thread of their own."""
         self.observe(0.0)
 
     def observe(self, timeout_s: float) -> None:
-        """The same, waiting so long for their answers."""
+        """Collect them, waiting at most that long for their callbacks."""
         if self._installed:
             from torchobs import otel
 
             otel.observe(timeout_s)
 
     def write(
-        self, name: str, begun_ns: int, ended_ns: int, attributes: dict[str, object], *,
+        self, name: str, started_ns: int, ended_ns: int, attributes: dict[str, object], *,
         failed: bool, span_id: str | None = None, parent: str | None = None,
     ) -> None:  # fmt: skip
-        """Write a span beneath this one, or another ``parent``; times on CLOCK_MONOTONIC."""
+        """Write a child span of this one, or of ``parent``; times on CLOCK_MONOTONIC."""
         header = self._writer.header
         offset_ns = header.wall_ns - header.monotonic_ns
         own: dict[str, object] = {
             "name": name,
             "span_id": span_id or os.urandom(8).hex(),
             "parent": parent or self._span_id,
-            "t0": begun_ns + offset_ns,
+            "t0": started_ns + offset_ns,
         }
         ended = {"t1": ended_ns + offset_ns, "status": "error" if failed else "unset", "attrs": attributes}
         inherited = {key: value for key, value in self._identity().items() if key not in {"remote", "state"}}
@@ -109,8 +109,8 @@ class RunSpan:
         fields["flags"] = self._flags
         if self._remote:
             fields |= {"parent": self._remote, "remote": True}
-            if self._chosen.tracestate:
-                fields["state"] = self._chosen.tracestate
+            if self._settings.tracestate:
+                fields["state"] = self._settings.tracestate
         return fields | {"kind": "internal", "t0": self._writer.header.wall_ns, "scope": ["torchobs", None, None, {}]}
 
     def _install(self) -> None:
@@ -124,11 +124,11 @@ class RunSpan:
     def _context(self) -> SpanContext:
         from opentelemetry.trace import SpanContext, TraceFlags
 
-        step = self._steps.adopt() if self._steps is not None else None
+        step = self._steps.parent_span() if self._steps is not None else None
         own = int(step or self._span_id, 16)
         return SpanContext(int(self._trace_id, 16), own, is_remote=False, trace_flags=TraceFlags(self._flags))
 
 
-def of_launcher(chosen: Settings) -> dict[str, str | int]:
-    """Return what the file's resource has to say of the launcher's trace."""
-    return {span_ids.TRACE_ID: chosen.traceparent.split("-")[1]} if chosen.traceparent else {}
+def trace_attributes(settings: Settings) -> dict[str, str | int]:
+    """Return the flight file's resource attributes about the launcher's trace."""
+    return {span_ids.TRACE_ID: settings.traceparent.split("-")[1]} if settings.traceparent else {}

@@ -1,7 +1,7 @@
-"""The sampler thread: folds the step records, shows what probes left, keeps the heartbeat. Ten rounds a second.
+"""The sampler thread: aggregates step records, publishes probes' values and keeps the heartbeat, ten rounds a second.
 
-Every call into torch gives up the GIL, and the training thread gets it back when this thread lets go of it, or after 5 ms
-(``sys.getswitchinterval``). So no stretch of work here is long: there is a breath in between, in which the other runs on.
+Every call into torch releases the GIL, and the training thread gets it back when this thread releases it, or after 5 ms
+(``sys.getswitchinterval``). So this thread yields after every short stretch of work.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 INTERVAL_S = 0.1
-COST_S = 1.0
-NAME_CHECK_S = 5.0
-OBSERVE_S = 10.0
-OBSERVE_FIRST_S = 1.0
-QUIET_S = 60.0
-STRETCH_S = 0.00025
-"""Longest work without a breath, but for a single call that takes longer"""
-FOLDED_AT_ONCE = 24
-"""Records, of 14 µs each; a fold of any takes 270 µs besides, where caches are cold"""
-BREATH_S = 0.0005
+OVERHEAD_INTERVAL_S = 1.0
+NAME_CHECK_INTERVAL_S = 5.0
+OBSERVE_INTERVAL_S = 10.0
+FIRST_OBSERVE_S = 1.0
+WARNING_INTERVAL_S = 60.0
+MAX_HOLD_S = 0.00025
+"""Longest work without yielding, except for a single call that takes longer"""
+RECORDS_PER_FOLD = 24
+"""Records, of 14 µs each; a fold of any number takes 270 µs besides, with cold caches"""
+YIELD_S = 0.0005
 """Long enough for the kernel to wake a thread that waits for the GIL (50 µs and the timer's slack)"""
-_OF_EVALUATION = frozenset({DATA, FORWARD, OTHER})
-"""What the last boundary says while a model is evaluated"""
+_EVALUATION_PHASES = frozenset({DATA, FORWARD, OTHER})
+"""Phases that the last boundary may indicate while a model is evaluated"""
 logger = logging.getLogger("torchobs")
 
 
 class Sampler:
-    """One daemon thread per session. ``samples`` are called every round, ``slow`` after a second and every ten."""
+    """One daemon thread per session. ``samples`` run every round, ``slow`` after one second and then every ten."""
 
     def __init__(
         self, context: ProbeContext, samples: list[tuple[str, Callable[[], None]]], slow: list[tuple[str, Callable[[], None]]]
@@ -54,23 +54,23 @@ class Sampler:
         context.warn_limited, context.yield_gil = self.warn_limited, self.yield_gil
         self._stop, self._busy = threading.Event(), threading.Lock()
         renew_in_child(self, _stop=threading.Event, _busy=threading.Lock)
-        self._own, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
-        self._shown: dict[str, int] = {}
-        self._warnings = RateLimiter(QUIET_S)
-        now = self.breathed = time.monotonic()
-        self._name_checked = self._cost_shown = now
-        self._observed = now - OBSERVE_S + OBSERVE_FIRST_S
+        self._breaker, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
+        self._published: dict[str, int] = {}
+        self._warnings = RateLimiter(WARNING_INTERVAL_S)
+        now = self.yielded = time.monotonic()
+        self._name_checked = self._overhead_published = now
+        self._observed = now - OBSERVE_INTERVAL_S + FIRST_OBSERVE_S
         self._thread = threading.Thread(target=self._run, name="torchobs-sampler", daemon=True)
 
     def start(self) -> None:
-        """Begin. What was dropped exists at 0 from here on: an increase over a series born at 1 is none."""
+        """Start. Drop counters exist at 0 from here on: ``increase()`` misses the first value of a series that starts at 1."""
         for what in ("series", "event"):
             self._context.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
-        self._context.breakers[self._own.probe] = self._own
+        self._context.breakers[self._breaker.probe] = self._breaker
         self._thread.start()
 
     def stop(self) -> None:
-        """End, waiting at most a second for the round that is being done."""
+        """Stop, waiting at most a second for the current round."""
         self._stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)
@@ -81,26 +81,26 @@ class Sampler:
             self._context.writer.heartbeat()
             with self._busy:
                 if not self._stop.is_set():
-                    call(self._own, self.round)
-            self._own.blown = False  # the heartbeat must go on; the error is counted all the same
+                    call(self._breaker, self.round)
+            self._breaker.blown = False  # the heartbeat must go on; the error is counted all the same
 
     def end(self) -> None:
-        """Do the last round. In the thread that ends the session; the sampler thread may hang in a round of its own."""
+        """Run the last round, in the thread that ends the session; the sampler thread may hang in a round of its own."""
         if self._busy.locked():
             self._context.writer.fold()
             return
-        with self._busy:  # see flight.block.Block.publish
+        with self._busy:  # see flight.writer.value_block.ValueBlock.publish
             self._context.device.settle()
             self.round(last=True)
 
     def round(self, *, last: bool = False) -> None:
-        """Do one round. What costs and changes little is seen to once a second, and in the ``last`` one."""
+        """Run one round. Expensive work that changes little runs once a second, and in the ``last`` round."""
         context, writer = self._context, self._context.writer
         context.device.poll()
         context.scalars.set_left()
-        self._keep_scalars(last=last)
+        self._write_scalars(last=last)
         phase, since_ns = context.recorder.phase()
-        if phase in _OF_EVALUATION and context.evaluating_since_ns:
+        if phase in _EVALUATION_PHASES and context.evaluating_since_ns:
             phase, since_ns = EVALUATION, context.evaluating_since_ns
         elif context.idle:
             phase = LIVE_PHASES.index("idle")
@@ -108,19 +108,19 @@ class Sampler:
         for probe, sample in self._samples:
             call(context.breaker(probe), sample)
             self.yield_gil()
-        for _ in range(writer.unfolded // FOLDED_AT_ONCE + 1):
-            writer.fold(FOLDED_AT_ONCE)
+        for _ in range(writer.unfolded // RECORDS_PER_FOLD + 1):
+            writer.fold(RECORDS_PER_FOLD)
             self.yield_gil()
-        self._tell_anomalies()
-        self._tell_trips()
+        self._report_anomalies()
+        self._report_failures()
         now = time.monotonic()
-        if last or now - self._cost_shown >= COST_S:
-            self._cost_shown = now
-            self._show_cost()
-        if now - self._name_checked >= NAME_CHECK_S:
+        if last or now - self._overhead_published >= OVERHEAD_INTERVAL_S:
+            self._overhead_published = now
+            self._publish_overhead()
+        if now - self._name_checked >= NAME_CHECK_INTERVAL_S:
             self._name_checked = now
             self._check_name()
-        if last or now - self._observed >= OBSERVE_S:
+        if last or now - self._observed >= OBSERVE_INTERVAL_S:
             self._observed = now
             for probe, sample in self._slow:
                 call(context.breaker(probe), sample)
@@ -128,17 +128,17 @@ class Sampler:
         writer.publish()
 
     def yield_gil(self) -> None:
-        """Let the training thread have the GIL, if this one may have held it for a while. Nobody waits once it is to stop."""
-        if time.monotonic() - self.breathed >= STRETCH_S and not self._stop.is_set():
-            time.sleep(BREATH_S)
-            self.breathed = time.monotonic()
+        """Release the GIL for the training thread if this thread may have held it for a while; not once it is to stop."""
+        if time.monotonic() - self.yielded >= MAX_HOLD_S and not self._stop.is_set():
+            time.sleep(YIELD_S)
+            self.yielded = time.monotonic()
 
-    def _keep_scalars(self, *, last: bool) -> None:
+    def _write_scalars(self, *, last: bool) -> None:
         points = self._context.scalars.points(time.monotonic(), last=last)
         if points is not None:
             self._context.writer.event(catalog.EVENT_SCALARS.name, points, self._context.recorder.step)
 
-    def _tell_anomalies(self) -> None:
+    def _report_anomalies(self) -> None:
         writer = self._context.writer
         found, writer.anomalies = writer.anomalies, []
         now = time.monotonic()
@@ -157,7 +157,7 @@ class Sampler:
                 own="loss" in first.kind,  # each rank has its own batches; the gradients are reduced
             )
 
-    def _tell_trips(self) -> None:
+    def _report_failures(self) -> None:
         context = self._context
         for breaker in list(context.breakers.values()):
             while breaker.trips:
@@ -167,25 +167,25 @@ class Sampler:
                     if cell is not None and value:
                         cell.add(value)
                     elif cell is not None:
-                        cell.set(float(breaker is not self._own))  # not ``blown``, which nothing is in the last round
+                        cell.set(float(breaker is not self._breaker))  # not ``blown``, which is reset for the last round
                 attributes = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
                 context.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes)
                 what = f"probe {trip.probe!r} failed with {trip.exception} at {trip.location}"
                 self.warn_limited(f"probe {trip.probe}", f"{what} and is off; training is not affected")
 
-    def _show_cost(self) -> None:
+    def _publish_overhead(self) -> None:
         context = self._context
         context.spent_ns["sampler"] = time.thread_time_ns()
         for probe, spent in list(context.spent_ns.items()):
-            fresh = spent - self._shown.get(probe, 0)
+            fresh = spent - self._published.get(probe, 0)
             cell = context.writer.table.cell(catalog.OVERHEAD, {"probe": probe})
             if cell is not None and fresh > 0:
                 cell.add(fresh / 1e9)
-                self._shown[probe] = spent
+                self._published[probe] = spent
         for what, dropped in (("series", context.writer.table.dropped), ("event", context.writer.events.dropped)):
-            fresh = dropped - self._shown.get(what, 0)
+            fresh = dropped - self._published.get(what, 0)
             if fresh > 0:
-                self._shown[what] = dropped
+                self._published[what] = dropped
                 cell = context.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
                 if cell is not None:
                     cell.add(fresh)
@@ -200,6 +200,6 @@ class Sampler:
             self.warn_limited("name", f"{what}: {why}", own=True)
 
     def warn_limited(self, cause: str, message: str, *, own: bool = False) -> None:
-        """Log a warning, at most one a minute for each cause. ``own``: it concerns this rank alone, and not all of a node."""
+        """Log a warning, at most one a minute per cause. ``own``: it concerns this rank alone, not all ranks of a node."""
         if self._warnings.take(time.monotonic(), cause):
             logger.warning("torchobs: %s", message, extra=OWN if own else None)

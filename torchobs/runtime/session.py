@@ -1,4 +1,4 @@
-"""``init`` and ``shutdown``: composes settings, identity, the flight file, the probes and the sampler. No logic of its own."""
+"""``init`` and ``shutdown``: compose settings, identity, the flight file, the probes and the sampler."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from torchobs.probes.core.patch_watch import PatchWatch
 from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.lifecycle.exits import ExitProbe
 from torchobs.runtime import spawned_ranks
-from torchobs.runtime.command_handler import Commands
+from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.probe_manager import ProbeManager
-from torchobs.runtime.run_span import RunSpan, of_launcher
+from torchobs.runtime.run_span import RunSpan, trace_attributes
 from torchobs.runtime.sampler import Sampler
-from torchobs.runtime.spawned_ranks import SpawnedRanks, described, hide_launcher_file, tell_of_children
+from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
 from torchobs.support import graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel
-from torchobs.support.rank_log import OWN, name_nobody, name_rank
+from torchobs.support.rank_log import OWN, name_rank, remove_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torchobs.identity.identity import Identity
 
 logger = logging.getLogger("torchobs")
-_ENDINGS = {
+_EXIT_REASONS = {
     Exit.FINISHED: "finished", Exit.EXCEPTION: "exception", Exit.EXIT_CODE: "exit_code", Exit.INTERRUPTED: "interrupted",
 }  # fmt: skip
 _lock = threading.RLock()
@@ -59,59 +59,59 @@ _current: Session | None = None
 
 
 class Session:
-    """What ``init()`` returns. A context manager: leaving it is :func:`shutdown`.
+    """Session that ``init()`` returns. As a context manager, leaving it calls :func:`shutdown`.
 
-    Inert where torchobs is off or has no place to write.
+    Inert where torchobs is off or has no directory to write to.
     """
 
     def __init__(self) -> None:
         self.settings: Settings = settings.Settings()
         self.given: dict[str, str] = {}
-        """The arguments of ``init()`` that decided, as text"""
+        """Arguments of ``init()`` that took effect, as text"""
         self.identity: Identity | None = None
         self.context: ProbeContext | None = None
         self.pid = os.getpid()
-        self._switches: ProbeManager | None = None
+        self._probe_manager: ProbeManager | None = None
         self._exits = ExitProbe()
         self._dynamo = DynamoRules()
         self._torch: MetaPathFinder | None = None
         self._sampler: Sampler | None = None
-        self._ended: tuple[int, int] | None = None
-        self._farewell: Finalize | None = None
+        self._exit: tuple[int, int] | None = None
+        self._finalizer: Finalize | None = None
         self._samples: list[tuple[str, Callable[[], None]]] = []
         self._slow: list[tuple[str, Callable[[], None]]] = []
         self.run: RunSpan | None = None
-        self._commands: Commands | None = None
+        self._commands: CommandHandler | None = None
         self._children: SpawnedRanks | None = None
         self._inherited: Session | None = None
-        """A parent's, in a forked child: kept, for torch records CUDA events when pinned memory is freed, which no child may"""
+        """Parent's session in a forked child, kept alive: freeing pinned memory records CUDA events, which a child must not"""
 
     def __enter__(self) -> Session:  # noqa: PYI034  # typing.Self needs Python 3.11
         """Return the session."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Shut down; an exception on its way out is recorded, not swallowed."""
+        """Shut down; an exception that leaves the block is recorded and not swallowed."""
         del kind, trace
         if error is not None and self.active:
-            settle(CircuitBreaker("exits"), self._exits.passes, error)
+            settle(CircuitBreaker("exits"), self._exits.record_escaping, error)
         self.close()
 
     @property
     def active(self) -> bool:
-        """Whether anything is recorded, in this process."""
+        """True if this process is recording."""
         return self.context is not None and self.pid == os.getpid()
 
     @property
     def writer(self) -> FlightWriter | None:
-        """The flight file's writer; ``None`` while inactive."""
+        """Flight file's writer; ``None`` while inactive."""
         return self.context.writer if self.context is not None and self.active else None
 
-    def open(self, chosen: Settings, who: Identity) -> None:
-        """Create the flight file, start the sampler, install the probes. Raises ``NoPlaceError`` if there is none."""
-        self.settings, self.identity = chosen, who
+    def open(self, chosen: Settings, found_identity: Identity) -> None:
+        """Create the flight file, install the probes, start the sampler. Raises ``NoPlaceError`` without a place to write."""
+        self.settings, self.identity = chosen, found_identity
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
-        resource = who.described() | _versions() | of_launcher(chosen) | described()
+        resource = found_identity.described() | _versions() | trace_attributes(chosen) | launcher_attributes()
         try:
             writer = open_writer(place, resource, chosen.file_size)
         except OSError as error:
@@ -119,16 +119,16 @@ class Session:
             what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
             raise NoPlaceError(what, of_one_rank=True) from error
         context = self.context = ProbeContext(chosen, writer, StepRecorder(writer), DeviceValues())
-        writer.event(catalog.EVENT_RUN_START.name, {"launcher": who.launcher, "restart": who.restart})
+        writer.event(catalog.EVENT_RUN_START.name, {"launcher": found_identity.launcher, "restart": found_identity.restart})
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
         self.run.watch(context)
         context.span = self.run.write
-        self._switches = ProbeManager(context, self._samples, self._slow)
+        self._probe_manager = ProbeManager(context, self._samples, self._slow)
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
-        self._commands = Commands(context, self._switches, control_directory(control_dir, place.path))
+        self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
-        self._samples.append(("children", partial(tell_of_children, context)))
+        self._samples.append(("children", partial(report_children, context)))
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),
@@ -139,9 +139,11 @@ class Session:
         self._sampler = Sampler(context, self._samples, self._slow)
         self._watch_child()
         if self._exits.name not in chosen.disable_probes:
-            self._switches.install(self._exits)
+            self._probe_manager.install(self._exits)
         self._torch = after_import("torch", self._install_torch_probes)
-        self._children = SpawnedRanks(init, arrive, self.given | {"run_id": who.run_id}, writer.header.incarnation.hex())
+        self._children = SpawnedRanks(
+            init, unpickle_token, self.given | {"run_id": found_identity.run_id}, writer.header.incarnation.hex()
+        )
         call(CircuitBreaker("children"), self._children.install)
         self._sampler.start()
         if chosen.exporter:
@@ -149,18 +151,18 @@ class Session:
         call(CircuitBreaker("clean"), clean, place.fd, now=time.monotonic_ns())
 
     def _watch_child(self) -> None:
-        """See to it that a rank which is a child of ``multiprocessing`` closes: a forked one runs no ``atexit`` handler."""
+        """Make a rank that is a ``multiprocessing`` child close its session: a forked one runs no ``atexit`` handlers."""
         if multiprocessing.parent_process() is not None:
             from multiprocessing import util
 
-            self._farewell = util.Finalize(None, self._end_of_child, exitpriority=-1)
+            self._finalizer = util.Finalize(None, self._close_child, exitpriority=-1)
 
-    def _end_of_child(self) -> None:
-        """The child's main function has ended; what it raised is on its way out."""
+    def _close_child(self) -> None:
+        """Close the session after the child's main function, recording the exception that it raised."""
         self.__exit__(*sys.exc_info())
 
     def _ensure_exporter(self) -> None:
-        """See to it that this node has an exporter: now, and again if it was killed."""
+        """Start this node's exporter unless there is one: at the start, and again if it was killed."""
         from torchobs.node.launch import ensure_exporter
 
         if self.context is not None:
@@ -168,21 +170,21 @@ class Session:
             ensure_exporter(str(Path(self.context.writer.path).parent), "" if address is None else str(address), logger)
 
     def _install_torch_probes(self) -> None:
-        """Install what needs torch, now or at the end of its import."""
-        if self.context is None or self._switches is None:
+        """Install the probes that need torch, now or when torch has been imported."""
+        if self.context is None or self._probe_manager is None:
             return
         self.context.thread = threading.get_ident()
-        self._switches.begin()
+        self._probe_manager.begin()
         self._dynamo.install(self.context.breaker("dynamo"))
-        graph_safe.torch_is_here()
+        graph_safe.use_torch()
 
     def note_exit(self, code: int) -> None:
-        """Record the exit code that the process is about to end with (``torchobs run`` knows it)."""
-        if self._ended is None:
-            self._ended = (Exit.FINISHED, 0) if code == 0 else (Exit.EXIT_CODE, code)
+        """Record the exit code that the process is about to end with (known to ``torchobs run``)."""
+        if self._exit is None:
+            self._exit = (Exit.FINISHED, 0) if code == 0 else (Exit.EXIT_CODE, code)
 
     def close(self) -> None:
-        """Remove every hook, write what is left, let go of the file. Idempotent; in a forked child it does nothing."""
+        """Remove every hook, write pending records, close the file. Idempotent; in a forked child it does nothing."""
         global _current  # noqa: PLW0603  # the one session of the process
         with _lock:
             if self.run is not None and self.active:
@@ -193,26 +195,26 @@ class Session:
             if context is None or self.pid != os.getpid():
                 return
             self._remove_hooks(context)
-            if self._farewell is not None:
-                self._farewell.cancel()
+            if self._finalizer is not None:
+                self._finalizer.cancel()
             if self._sampler is not None:
                 self._sampler.stop()
             settle(CircuitBreaker("shutdown"), self._finish, context)
-            name_nobody(logger)
+            remove_rank(logger)
 
     def _remove_hooks(self, context: ProbeContext) -> None:
         if self._torch is not None:
             cancel(self._torch)
         settle(CircuitBreaker("cycle"), context.recorder.flush)  # while phases are still recorded
-        if self._switches is not None:
-            self._switches.remove_all()
+        if self._probe_manager is not None:
+            self._probe_manager.remove_all()
         if self._children is not None:
             settle(CircuitBreaker("children"), self._children.remove)
         settle(CircuitBreaker("dynamo"), self._dynamo.remove)
         if self.run is not None:
             settle(CircuitBreaker("otel"), self.run.remove)
         for breaker in context.breakers.values():
-            breaker.blown = True  # a hook that somebody else still holds does nothing
+            breaker.blown = True  # hooks that others still hold do nothing
 
     def _finish(self, context: ProbeContext) -> None:
         context.recorder.flush()
@@ -222,24 +224,24 @@ class Session:
             call(CircuitBreaker("sampler"), self._sampler.end)
             for breaker in context.breakers.values():
                 breaker.blown = True
-        reason, code = self._exits.ended(self._ended)
+        reason, code = self._exits.ended(self._exit)
         if reason != Exit.FINISHED and context.writer.hidden:
-            call(CircuitBreaker("children"), context.writer.show)  # who started the ranks has failed: that is not told by them
+            call(CircuitBreaker("children"), context.writer.show)  # the launching process failed, which no rank's file shows
         if self.run is not None:
             self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:
             self._commands.close()
-        context.writer.event(catalog.EVENT_RUN_END.name, {"reason": _ENDINGS[reason], "code": code}, context.recorder.step)
+        context.writer.event(catalog.EVENT_RUN_END.name, {"reason": _EXIT_REASONS[reason], "code": code}, context.recorder.step)
         context.writer.exit(reason, code)
         context.writer.close()
 
 
 def init(**overrides: object) -> Session:
-    """Begin to record this process's training. Idempotent and thread-safe; never raises for what the environment holds.
+    """Start recording this process's training. Idempotent and thread-safe; never raises because of the environment.
 
-    Every setting (docs/settings.md) can be given by its name; an argument beats the environment, which beats the default.
-    Where nothing can be recorded (no room, another system than Linux or macOS, a worker process) the session is inert, and
-    one warning says why.
+    Every setting (docs/settings.md) can be given by name; an argument beats the environment, which beats the default. Where
+    nothing can be recorded (no space, a system other than Linux or macOS, a worker process) the session is inert, and one
+    warning says why.
 
     Raises:
         TypeError: an argument names no setting.
@@ -250,13 +252,13 @@ def init(**overrides: object) -> Session:
             return _current
         chosen, problems = settings.resolve(overrides)
         if _is_worker():
-            return Session()  # and not kept: a child that is only importing its main module may be a rank a moment later
+            return Session()  # not kept: a child that is importing its main module may become a rank later
         inherited, session = _current, Session()
         if inherited is not None and inherited.context is not None:
-            inherited._remove_hooks(inherited.context)  # noqa: SLF001  # a fork's inert hooks, in a child that is a rank of its own
+            inherited._remove_hooks(inherited.context)  # noqa: SLF001  # the parent's inert hooks, in a forked child that is a rank itself
             session._inherited = inherited  # noqa: SLF001  # as above
         _current = session
-        # an argument that makes no sense is None here, where the default is
+        # an invalid argument is None here if the default is
         given = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
         session.given = {name: option_types.as_text(value) for name, value in given.items() if value is not None}
         call(CircuitBreaker("init"), _set_level, chosen)
@@ -269,9 +271,9 @@ def init(**overrides: object) -> Session:
         return session
 
 
-def arrive(given: dict[str, str], launcher: str) -> object:
-    """What a spawned child calls to unpickle the token that it was given (``children``)."""
-    return spawned_ranks.arrive(init, arrive, given, launcher)
+def unpickle_token(given: dict[str, str], launcher: str) -> object:
+    """Unpickle the token of a spawned child (:mod:`torchobs.runtime.spawned_ranks`)."""
+    return spawned_ranks.unpickle_token(init, unpickle_token, given, launcher)
 
 
 def _set_level(chosen: Settings) -> None:
@@ -283,23 +285,23 @@ def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsP
     if not chosen.enabled:
         return
     environ, this = settings.environment(), process.this_process()
-    who, more = identity.discover(environ, chosen, this)
+    found_identity, more = identity.discover(environ, chosen, this)
     group = _process_group()
-    if group is not None and who.launcher == "python" and chosen.rank is None:
-        # ranks that a script started itself (torch.multiprocessing.spawn): no variable says so, the process group does
-        who, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
-    name_rank(logger, who.rank, who.local_rank, who.world_size)
+    if group is not None and found_identity.launcher == "python" and chosen.rank is None:
+        # ranks that a script started itself (torch.multiprocessing.spawn): only the process group has the rank
+        found_identity, more = identity.discover(environ, replace(chosen, rank=group[0], world_size=group[1]), this)
+    name_rank(logger, found_identity.rank, found_identity.local_rank, found_identity.world_size)
     for problem in dict.fromkeys([*problems, *more]):
         logger.warning("torchobs: %s; the default is used", problem)
     try:
-        session.open(chosen, who)
+        session.open(chosen, found_identity)
     except NoPlaceError as error:
         logger.warning("torchobs: off, %s; training is not affected", error, extra=OWN if error.of_one_rank else None)
-        name_nobody(logger)
+        remove_rank(logger)
 
 
 def shutdown() -> None:
-    """Stop recording: torch is left exactly as it was found, the flight file stays for the exporter. Idempotent."""
+    """Stop recording and restore torch exactly; the flight file stays for the exporter. Idempotent."""
     session = _current
     if session is not None:
         session.close()
@@ -312,7 +314,7 @@ def current() -> Session | None:
 
 
 def _is_worker() -> bool:
-    """Return True if this is a child that is just importing the main module, or a DataLoader worker: neither is a rank."""
+    """Return True in a child that is importing its main module and in a DataLoader worker: neither is a rank."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         return True
     data = sys.modules.get("torch.utils.data")
@@ -320,7 +322,7 @@ def _is_worker() -> bool:
 
 
 def _process_group() -> tuple[int, int] | None:
-    """Return rank and world size of the default process group, if it has been initialised by now."""
+    """Return rank and world size of the default process group, if it is initialized."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -345,7 +347,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """Make an inherited session inert: its writer stores into private memory, its hooks do nothing."""
+    """Make an inherited session inert: its writer writes to private memory, its hooks do nothing."""
     session = _current
     if session is not None and session.context is not None:
         for breaker in session.context.breakers.values():

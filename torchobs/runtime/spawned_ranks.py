@@ -1,12 +1,11 @@
-"""Ranks that a script starts itself, by ``multiprocessing``: ``torch.multiprocessing.spawn``, ``mp.Process``, a notebook's way.
+"""Ranks that a script starts itself with ``multiprocessing``: ``torch.multiprocessing.spawn``, ``mp.Process``, notebooks.
 
-Nothing runs ``python train.py`` again for such a child, so that ``torchobs run`` does not reach it, and it knows its rank no
-sooner than ``init_process_group`` does: from then on it is recorded, as a rank of this process's run. A forked child inherits
-the patch that sees this. To a spawned one, and to a fork server's, goes a token in the configuration that ``multiprocessing``
-hands on to every child: to unpickle it is to be patched. A child that joins no process group (a loader's worker, a pool's) is
-none of ours.
+``torchobs run`` does not reach such a child, and its rank is known only when ``init_process_group`` is called: recording starts
+there, as a rank of this process's run. A forked child inherits the patch that detects the call. Children started by spawn or
+a fork server get a token in the configuration that ``multiprocessing`` passes to every child; unpickling it installs the
+patch. Children that join no process group (DataLoader workers, pools) are not ranks.
 
-The process that started the ranks takes no step; its own file, of a second rank 0, goes when theirs are there, and comes back
+The launching process takes no steps: its own file, a second rank 0, is hidden once the ranks' files exist, and shown again
 if that process fails.
 """
 
@@ -34,41 +33,41 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.context import ProbeContext
 
-    Arrive = Callable[[dict[str, str], str], object]
+    UnpickleToken = Callable[[dict[str, str], str], object]
 
 LAUNCHED_BY = "launched_by"
-"""What a child's flight file says of its parent: the incarnation of that one's."""
+"""Resource attribute of a child's flight file: the incarnation of the process that launched it."""
 GROUPS = "torch.distributed.distributed_c10d"
 _KEY = "torchobs"
 _OWN = frozenset({"rank", "local_rank", "world_size", "traceparent", "tracestate"})
-"""Settings that are this process's own, and not its children's."""
+"""Settings that children do not inherit."""
 _launcher = ""
 
 
 class SpawnedRanks:
-    """Makes ranks of this process's children while it is installed.
+    """Turns this process's children into ranks while it is installed.
 
-    ``begin`` is ``init``, ``again`` the public function that the token becomes a call of in a child, ``given`` the arguments
-    of ``init`` there, as text, ``launcher`` this process's incarnation.
+    ``begin`` is ``init``; ``unpickle`` the public function that the token's pickle calls in a child; ``given`` the arguments of
+    ``init`` there, as text; ``launcher`` this process's incarnation.
     """
 
-    def __init__(self, begin: Callable[..., object], again: Arrive, given: Mapping[str, str], launcher: str) -> None:
+    def __init__(self, begin: Callable[..., object], unpickle: UnpickleToken, given: Mapping[str, str], launcher: str) -> None:
         self._given = {name: text for name, text in given.items() if name not in _OWN}
         self._begin, self._launcher, self._pid = begin, launcher, os.getpid()
-        self.token = _Token(again, self._given, launcher)
+        self.token = _Token(unpickle, self._given, launcher)
         self._patch: Patch | None = None
         self._handle: MetaPathFinder | None = None
         self._breaker = CircuitBreaker("children")
 
     def install(self) -> None:
-        """Watch for the process group; hand the token on."""
+        """Patch the creation of the process group; add the token to the children's configuration."""
         self._handle = after_import(GROUPS, self._breaker.guard(self._patch_groups))
-        # a child run by another Python might have no torchobs, and could not even begin
+        # a child run by another Python may lack torchobs, and would fail to start
         if os.fsdecode(multiprocessing.spawn.get_executable()) == sys.executable:
             _configuration()[_KEY] = self.token
 
     def remove(self) -> None:
-        """Undo it. Idempotent."""
+        """Undo :meth:`install`. Idempotent."""
         if self._handle is not None:
             cancel(self._handle)
         if self._patch is not None:
@@ -77,21 +76,21 @@ class SpawnedRanks:
             del _configuration()[_KEY]
 
     def _patch_groups(self) -> None:
-        """``init_process_group`` itself may have been imported by its name; what it calls at last is looked up."""
-        self._patch = Patch(sys.modules[GROUPS], "_update_default_pg", self._watched)  # torch has no hook for it
+        """Patch what ``init_process_group`` calls last: scripts may have imported ``init_process_group`` itself by name."""
+        self._patch = Patch(sys.modules[GROUPS], "_update_default_pg", self._wrap)  # torch has no hook for it
 
-    def _watched(self, original: Any) -> Any:
+    def _wrap(self, original: Any) -> Any:
         @functools.wraps(original)
         def update(group: Any) -> Any:
             result = original(group)
-            if group is not None and (self.arrived or os.getpid() != self._pid):
+            if group is not None and (self.in_child or os.getpid() != self._pid):
                 call(self._breaker, self._become_rank)
             return result
 
         return update
 
-    arrived = False
-    """Whether this is the child, and not its parent."""
+    in_child = False
+    """True in the child process"""
 
     def _become_rank(self) -> None:
         global _launcher  # noqa: PLW0603  # of the session that begins now
@@ -103,34 +102,34 @@ class SpawnedRanks:
 
 
 class _Token:
-    """What a spawned child is given."""
+    """Pickles as a call that installs the patch in a spawned child."""
 
-    def __init__(self, again: Arrive, given: Mapping[str, str], launcher: str) -> None:
-        self._again, self._given, self._launcher = again, dict(given), launcher
+    def __init__(self, unpickle: UnpickleToken, given: Mapping[str, str], launcher: str) -> None:
+        self._unpickle, self._given, self._launcher = unpickle, dict(given), launcher
 
-    def __reduce__(self) -> tuple[Arrive, tuple[dict[str, str], str]]:
-        return self._again, (self._given, self._launcher)
+    def __reduce__(self) -> tuple[UnpickleToken, tuple[dict[str, str], str]]:
+        return self._unpickle, (self._given, self._launcher)
 
 
-def arrive(begin: Callable[..., object], again: Arrive, given: Mapping[str, str], launcher: str) -> object:
-    """In a spawned child, before its main module: watch for the process group. Returns the token for its own children."""
-    children = SpawnedRanks(begin, again, given, launcher)
-    children.arrived = True
+def unpickle_token(begin: Callable[..., object], unpickle: UnpickleToken, given: Mapping[str, str], launcher: str) -> object:
+    """Install the patch in a spawned child, before its main module runs. Returns the token for the child's own children."""
+    children = SpawnedRanks(begin, unpickle, given, launcher)
+    children.in_child = True
     call(CircuitBreaker("children"), children.install)
     return children.token
 
 
-def described() -> dict[str, str]:
-    """Return what the flight file of a session that begins now says of who launched its process."""
+def launcher_attributes() -> dict[str, str]:
+    """Return resource attributes that name the process which launched this one."""
     return {LAUNCHED_BY: _launcher} if _launcher else {}
 
 
-_counted: set[bytes] = set()
-"""Incarnations that have told of their children"""
+_reported: set[bytes] = set()
+"""Incarnations that have reported their children"""
 
 
 def hide_launcher_file(context: ProbeContext) -> None:
-    """Hide this process's file while all that it does is to have launched ranks. For the sampler thread."""
+    """Hide this process's file while it only launches ranks and takes no steps itself. For the sampler thread."""
     writer = context.writer
     if context.recorder.ended:
         writer.hidden = False
@@ -138,19 +137,19 @@ def hide_launcher_file(context: ProbeContext) -> None:
         writer.hide()
 
 
-def tell_of_children(context: ProbeContext) -> None:
-    """Write an event, once, if a process that makes no steps has children: Hogwild's train, and are no ranks. As above."""
+def report_children(context: ProbeContext) -> None:
+    """Report, once, children of a process that takes no steps: with Hogwild they train without being ranks. As above."""
     incarnation = context.writer.header.incarnation
-    count = 0 if context.recorder.ended or incarnation in _counted else _started()
+    count = 0 if context.recorder.ended or incarnation in _reported else _child_count()
     if count:
-        _counted.add(incarnation)
+        _reported.add(incarnation)
         context.writer.event(catalog.EVENT_CHILDREN.name, {"count": count})
 
 
-def _started() -> int:
-    """Count the children that ``multiprocessing`` knows, but for daemons: loaders' workers and pools'.
+def _child_count() -> int:
+    """Count the children that ``multiprocessing`` knows, except daemons (workers of loaders and pools).
 
-    Their state is not asked for, since the main thread may be waiting for them.
+    Their state is not polled, since the main thread may be waiting for them.
     """
     known: set[multiprocessing.process.BaseProcess] = getattr(multiprocessing.process, "_children", set())
     return sum(not child.daemon for child in tuple(known))

@@ -1,4 +1,4 @@
-"""Stacks of all threads on request, while Python's lock is free: 17 µs in the sampler thread, without locals or values."""
+"""Writes the stacks of all threads on request, when the GIL is free: 17 µs in the sampler thread, no locals or values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from torchobs.flight.files.location import FlightDirectory
     from torchobs.probes.core.context import ProbeContext
 
-ROOM = 64 << 10
-"""Bytes that must be free: of a hundred threads, which is all that ``faulthandler`` shows, it takes less."""
+MIN_FREE = 64 << 10
+"""Bytes that must be free; the stacks of a hundred threads, ``faulthandler``'s limit, take less."""
 
 
 def write_stacks(context: ProbeContext, number: int) -> None:
-    """Write them down as the evidence of that number; where that cannot be done, an event and the log say why."""
+    """Write the stacks as the artifact of that number; on failure, an event and the log say why."""
     writer, place = context.writer, context.writer.place
     if place is None:
         return
@@ -36,14 +36,14 @@ def write_stacks(context: ProbeContext, number: int) -> None:
 
 
 def _write(context: ProbeContext, place: FlightDirectory, done: ArtifactName) -> dict[str, str] | None:
-    """Return why there are none, as an event's attributes."""
-    if (lack := shortage(place.fd, ROOM)) is not None:
+    """Write the artifact; on failure, return the event's attributes that say why."""
+    if (lack := shortage(place.fd, MIN_FREE)) is not None:
         return {"reason": "no_room", "detail": lack}
     temporary = None
     try:
         temporary, fd = artifacts.create_unfinished(place)
         try:
-            _fill(fd, _head(context).encode())
+            _write_content(fd, _header(context).encode())
         finally:
             os.close(fd)
         artifacts.finish(place, temporary, done)
@@ -54,16 +54,16 @@ def _write(context: ProbeContext, place: FlightDirectory, done: ArtifactName) ->
     return None
 
 
-def _fill(fd: int, head: bytes) -> None:
-    """Write it all, to its last line. Raises ``OSError``."""
-    artifacts.append(fd, head)
+def _write_content(fd: int, header: bytes) -> None:
+    """Write header, stacks and end marker. Raises ``OSError``."""
+    artifacts.append(fd, header)
     faulthandler.dump_traceback(file=fd, all_threads=True)
     os.ftruncate(fd, min(os.fstat(fd).st_size, LIMITS[STACKS] - len(END)))
     artifacts.append(fd, END)
 
 
-def _head(context: ProbeContext) -> str:
-    """Return what ``faulthandler`` does not say: whose stacks these are, when, and what the threads are called."""
+def _header(context: ProbeContext) -> str:
+    """Return what ``faulthandler`` does not write: rank, step, time and thread names."""
     threads = "".join(f"# Thread 0x{thread.ident or 0:016x} is {thread.name!r}\n" for thread in threading.enumerate())
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     return f"# rank {context.writer.header.resource.get('rank', 0)} after step {context.recorder.step}, {now}\n{threads}\n"

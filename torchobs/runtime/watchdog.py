@@ -1,13 +1,13 @@
-"""Stacks of a rank that is stuck with Python's lock held: no thread of ours runs then, but the kernel still sends signals.
+"""Stacks of a rank that is stuck holding the GIL: no Python thread runs then, but the kernel still delivers signals.
 
-A POSIX timer, which the sampler thread sets back ten times a second (0.8 µs), sends a real-time signal when nobody has done
-so for three seconds; ``faulthandler`` writes the stacks of all threads down in its handler, in C, without the lock. The signal
-goes to the sampler thread alone (``SIGEV_THREAD_ID``), which waits for the lock and for nothing else: no system call of the
-application is interrupted. ``faulthandler.dump_traceback_later`` would do the same, but there is one per process, and it is the
-user's; ``register(chain=True)`` on a signal whose default is to kill the process does that.
+A POSIX timer, which the sampler thread resets ten times a second (0.8 µs), sends a real-time signal after three seconds
+without a reset; its handler, ``faulthandler``'s, writes the stacks of all threads in C, without the GIL. The signal goes to
+the sampler thread alone (``SIGEV_THREAD_ID``), which only waits for the GIL, so that no system call of the application is
+interrupted. ``faulthandler.dump_traceback_later`` would do the same, but there is one per process, and it is the user's;
+``register(chain=True)`` would run the signal's default action, which kills the process.
 
-The signal is one that nobody had a handler for; if somebody installs one later, the timer is not set again. A forked child has
-neither the timer, which POSIX does not inherit, nor the handler.
+The signal is one without a handler; if somebody installs one later, the timer is not set again. A forked child has neither
+the timer, which POSIX does not inherit, nor the handler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
 
 SILENCE_S = 3.0
-"""A second more than the exporter waits before it calls a rank unresponsive: the stacks are there a second after the state."""
+"""One second more than the exporter's threshold for an unresponsive rank: the stacks follow a second after the state."""
 
 _SIGEV_THREAD_ID = 4
 _CLOCK_MONOTONIC = 1
@@ -43,13 +43,13 @@ _HANDLER_SIZE = 8
 _alive: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
-class _Specification(ctypes.Structure):
+class _ITimerSpec(ctypes.Structure):
     """``struct itimerspec``."""
 
     _fields_ = (("interval_s", ctypes.c_long), ("interval_ns", ctypes.c_long), ("s", ctypes.c_long), ("ns", ctypes.c_long))
 
 
-class _Notification(ctypes.Structure):
+class _SigEvent(ctypes.Structure):
     """``struct sigevent``, 64 bytes on Linux."""
 
     _fields_ = (
@@ -59,57 +59,57 @@ class _Notification(ctypes.Structure):
 
 
 class Watchdog:
-    """One per session; everything but :meth:`close` is for the sampler thread."""
+    """One per session. Only :meth:`close` may be called outside the sampler thread."""
 
     def __init__(self, writer: FlightWriter) -> None:
         self._writer, self._silence_ns = writer, round(SILENCE_S * 1e9)
-        self._unarmed = _Specification(0, 0, 0, 0)
-        self._armed = _Specification(0, 0, self._silence_ns // 1_000_000_000, self._silence_ns % 1_000_000_000)
+        self._unarmed = _ITimerSpec(0, 0, 0, 0)
+        self._armed = _ITimerSpec(0, 0, self._silence_ns // 1_000_000_000, self._silence_ns % 1_000_000_000)
         self._timer = ctypes.c_void_p()
         self._thread: threading.Thread | None = None
         self._signal = self._fd = -1
         self._handler = b""
-        self._lost = True
-        """There is no file to write into"""
-        self._why_lost = ""
+        self._no_file = True
+        """No file to write to"""
+        self._last_error = ""
         self._last_ns = 0
         self._own = named(writer.name, STUCK, 0)
         self._libc: Any = None
 
     def sample(self) -> None:
-        """Say that the sampler is at work. The first call sets everything up. Raises ``OSError`` without a descriptor."""
+        """Reset the timer; the first call sets everything up. Raises ``OSError`` without a free descriptor."""
         if self._thread is None:
             self._thread = threading.current_thread()
-            self._begin()
+            self._set_up()
         if self._signal < 0 or self._thread is not threading.current_thread():
-            return  # not to be had; or the session's last round, in another thread
-        if self._lost and not self._renew():
+            return  # unavailable; or the session's last round, in another thread
+        if self._no_file and not self._create_file():
             self._disarm()
             return
         now_ns = time.monotonic_ns()
         if now_ns - self._last_ns > self._silence_ns and self._last_ns:
-            self._tell((now_ns - self._last_ns) / 1e9)
+            self._report_stacks((now_ns - self._last_ns) / 1e9)
         self._last_ns = now_ns
-        if self._is_ours() and not self._lost:
+        if self._is_ours() and not self._no_file:
             self._set(self._armed)
         else:
             self._disarm()
 
     def close(self) -> None:
-        """Let go of the timer, the signal and the file. Idempotent, from any thread."""
+        """Release the timer, the signal and the file. Idempotent, from any thread."""
         _alive.discard(self)
         if self._signal < 0:
             return
         self._disarm()
         thread = self._thread
         if thread is threading.current_thread() or thread is None or not thread.is_alive():
-            self.forget()  # else a signal may be on its way to it, whose default would be the end of the process
+            self.unregister()  # else a pending signal would kill the process by default
         place = self._writer.place
         if place is not None and _size(self._own, place.fd) == 0:
             artifacts.remove(place, self._own.name)
 
-    def forget(self) -> None:
-        """Have no handler any more: at the end, and in a forked child."""
+    def unregister(self) -> None:
+        """Unregister the handler: at the end, and in a forked child."""
         number, self._signal = self._signal, -1
         if number < 0:
             return
@@ -117,8 +117,8 @@ class Watchdog:
             faulthandler.unregister(number)
             os.close(self._fd)
 
-    def _begin(self) -> None:
-        place, number = self._writer.place, _free_signal()
+    def _set_up(self) -> None:
+        place, number = self._writer.place, _unused_signal()
         self._libc = _library()
         if place is None or number is None or self._libc is None:
             return
@@ -127,11 +127,11 @@ class Watchdog:
         self._signal, self._handler = number, self._action(number)
         _alive.add(self)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
-        how = _Notification(signal=number, how=_SIGEV_THREAD_ID, thread=threading.get_native_id())
+        how = _SigEvent(signal=number, how=_SIGEV_THREAD_ID, thread=threading.get_native_id())
         if self._libc.timer_create(_CLOCK_MONOTONIC, ctypes.byref(how), ctypes.byref(self._timer)):
-            self.forget()
+            self.unregister()
 
-    def _set(self, when: _Specification) -> None:
+    def _set(self, when: _ITimerSpec) -> None:
         self._libc.timer_settime(self._timer, 0, ctypes.byref(when), None)
 
     def _disarm(self) -> None:
@@ -146,64 +146,64 @@ class Watchdog:
         self._libc.sigaction(number, None, action)
         return action.raw[:_HANDLER_SIZE]
 
-    def _tell(self, silent_s: float) -> None:
-        """The sampler is back: what was written down meanwhile gets a name of its own, and an event."""
+    def _report_stacks(self, silent_s: float) -> None:
+        """Store the stacks written while the sampler was blocked under their own name, and record an event."""
         place = self._writer.place
         if place is None:
             return
         size = _size(self._own, place.fd)
         done = named(self._writer.name, STUCK, time.time_ns() // 1_000_000)
-        refused = self._end(size) if size is not None else None
+        refused = self._append_end(size) if size is not None else None
         if size:
-            refused = self._keep(place, done, silent_s) or refused
+            refused = self._finish(place, done, silent_s) or refused
         if refused is not None:
-            self._fail(refused, done)
-        if size is None or self._lost:
-            self._renew()
+            self._report_failure(refused, done)
+        if size is None or self._no_file:
+            self._create_file()
 
-    def _keep(self, place: FlightDirectory, done: ArtifactName, silent_s: float) -> dict[str, str] | None:
-        """Give what was written its name; return why not, as an event's attributes."""
+    def _finish(self, place: FlightDirectory, done: ArtifactName, silent_s: float) -> dict[str, str] | None:
+        """Rename the file to its artifact name; on failure, return the event's attributes that say why."""
         try:
             artifacts.finish(place, self._own.name, done)
         except OSError as problem:
             os.ftruncate(self._fd, 0)
             return artifacts.refusal(problem)
-        self._lost = True  # the next ones are another file's
+        self._no_file = True  # the next stacks go to another file
         attributes = {"cause": "stuck", "evidence": done.id, "silent_s": round(silent_s, 3)}
         self._writer.event(catalog.EVENT_STACKS.name, attributes)
         return None
 
-    def _fail(self, refused: dict[str, str], wanted: ArtifactName) -> None:
+    def _report_failure(self, refused: dict[str, str], wanted: ArtifactName) -> None:
         self._writer.event(catalog.EVENT_STACKS_FAILED.name, {"cause": "stuck", **refused, "evidence": wanted.id})
 
-    def _end(self, size: int) -> dict[str, str] | None:
-        """Write what complete stacks end with; return why not, as an event's attributes."""
+    def _append_end(self, size: int) -> dict[str, str] | None:
+        """Append the end marker; on failure, return the event's attributes that say why."""
         try:
             os.ftruncate(self._fd, min(size, artifacts.LIMITS[STUCK] - len(END)))
             artifacts.append(self._fd, END)
         except OSError as problem:
             return artifacts.refusal(problem)
         finally:
-            if not size:  # there was room: then nobody had written, as after SIGSTOP
+            if not size:  # nothing was written although there was space, as after SIGSTOP
                 os.ftruncate(self._fd, 0)
         return None
 
-    def _renew(self) -> bool:
-        """Have an empty file for the next time; tell whether there is one. Without it no timer is set. An event says why."""
-        place, self._lost = self._writer.place, True
+    def _create_file(self) -> bool:
+        """Create an empty file for the next stacks; return True on success. Without one no timer is set; an event says why."""
+        place, self._no_file = self._writer.place, True
         if place is None:
             return False
         try:
             fd = artifacts.create(place, self._own.name)
         except OSError as problem:
             refused = artifacts.refusal(problem)
-            if refused["detail"] != self._why_lost:  # ten times a second, it may be
-                self._why_lost = refused["detail"]
-                self._fail(refused, self._own)
+            if refused["detail"] != self._last_error:  # this runs up to ten times a second
+                self._last_error = refused["detail"]
+                self._report_failure(refused, self._own)
             return False
         os.dup2(fd, self._fd, inheritable=False)
         os.close(fd)
-        self._lost, self._why_lost = False, ""
+        self._no_file, self._last_error = False, ""
         return True
 
 
@@ -226,7 +226,7 @@ def _library() -> Any:
     return None
 
 
-def _free_signal() -> int | None:
+def _unused_signal() -> int | None:
     """Return the highest real-time signal that has no handler and is not ignored; ``None`` if there is none."""
     if sys.platform != "linux":
         return None
@@ -238,13 +238,13 @@ def _free_signal() -> int | None:
     taken = 0
     for mask in masks:
         taken |= mask
-    # the highest is what valgrind and others take for themselves
+    # the highest is used by valgrind and others
     return next((n for n in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1) if not taken >> (n - 1) & 1), None)
 
 
 def _after_fork() -> None:
     for watchdog in list(_alive):
-        watchdog.forget()
+        watchdog.unregister()
     _alive.clear()
 
 

@@ -1,8 +1,8 @@
-"""Locks and a fork: a thread of the parent may hold one, and in the child there is nobody who will ever let go of it.
+"""Makes locks usable after a fork: in the child, a lock that another thread of the parent held would never be released.
 
-So every lock of ours is made anew in a forked child. Python does that for its own (``threading``, ``logging``), but not for a
-module that a thread is importing at that moment: in the child its import would wait for ever. A fork waits for what our
-threads import, which is done in milliseconds, a second at most.
+Every lock of ours is therefore replaced in a forked child. Python does this for its own (``threading``, ``logging``), but not
+for the import lock of a module that a thread is importing: its import would block forever in the child. A fork therefore
+waits for imports in our threads: milliseconds, at most a second.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from weakref import WeakKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_LONGEST_IMPORT_S = 1.0
+_IMPORT_TIMEOUT_S = 1.0
 _owners: WeakKeyDictionary[Any, dict[str, Callable[[], object]]] = WeakKeyDictionary()
 _importing = RLock()
 _waited: list[bool] = []
 
 
 def renew_in_child(owner: Any, **locks: Callable[[], object]) -> None:
-    """Set these attributes to what the functions return in every forked child that has the owner."""
+    """Replace these attributes by new values of the functions in every forked child that has the owner."""
     _owners.setdefault(owner, {}).update(locks)
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """No fork in here: for what a thread of ours imports."""
+    """Delay forks during the block; for imports in our own threads."""
     with _importing:
         yield
 
 
 def _before() -> None:
-    _waited.append(_importing.acquire(timeout=_LONGEST_IMPORT_S))
+    _waited.append(_importing.acquire(timeout=_IMPORT_TIMEOUT_S))
 
 
 def _in_parent() -> None:
@@ -44,7 +44,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    global _importing  # noqa: PLW0603  # a lock cannot be told that its holder is gone
+    global _importing  # noqa: PLW0603  # a lock cannot be released for a thread that is gone
     _importing = RLock()
     _waited.clear()
     for owner, locks in list(_owners.items()):

@@ -1,11 +1,11 @@
-"""The control groups that hold this process, v1 and v2, as ``/proc`` and ``/sys/fs/cgroup`` describe them.
+"""Reads the control groups of this process, v1 and v2, from ``/proc`` and ``/sys/fs/cgroup``.
 
-Where a group's directory is follows from two texts (cgroups(7), proc(5)): ``/proc/self/cgroup`` names its path in each
-hierarchy, ``/proc/self/mountinfo`` where the hierarchy, or a part of it, is mounted. In a container the path may lead
-outside what is mounted; the mount's root is the container's own group then. On a hybrid system a controller is where v1 has
-it. Limits nest: all groups from the own one up to the mount are looked at, and the one with the least room left counts.
+A group's directory follows from two texts (cgroups(7), proc(5)): ``/proc/self/cgroup`` names its path in each hierarchy,
+``/proc/self/mountinfo`` where the hierarchy, or a part of it, is mounted. In a container the path may lead outside the mount;
+then the mount's root is the container's own group. On a hybrid system v1 controllers take precedence. Limits nest: all groups
+from the process's up to the mount are read, and the one with the least memory left counts.
 
-``root`` is put before every path, so that a tree recorded elsewhere reads like this machine's.
+``root`` is put before every path, so that a recorded tree reads like this machine's.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import os
 from typing import NamedTuple
 
 _NO_LIMIT = 1 << 62
-"""v1 says "no limit" by a number near 2^63."""
+"""v1 expresses "no limit" by a number near 2^63."""
 _CHUNK = 16 * 1024
-_LONGEST = 40
-"""Characters in which a number ends, and the spaces before it."""
+_MAX_NUMBER_LENGTH = 40
+"""Characters that a number and the spaces before it take at most."""
 
 
 class Hierarchy(NamedTuple):
-    """One controller's groups that hold this process, innermost first."""
+    """One controller's groups of this process, innermost first."""
 
     v2: bool
     levels: tuple[str, ...]
 
 
 class Memory(NamedTuple):
-    """A group's memory in bytes; ``None``: no limit, or the kernel does not tell.
+    """A group's memory in bytes; ``None``: no limit, or not reported.
 
-    ``working_set`` is the kubelet's: usage without inactive file pages. ``pinned`` is what cannot be given back without
-    swap: without any file pages and reclaimable slabs, since a data set that is read again and again makes its pages active.
+    ``working_set`` is the kubelet's: usage without inactive file pages. ``pinned`` cannot be reclaimed without swap: usage
+    without any file pages and reclaimable slabs, since a data set that is read repeatedly makes its pages active.
     """
 
     usage: int
@@ -45,12 +45,12 @@ class Memory(NamedTuple):
 
     @property
     def left(self) -> int | None:
-        """Bytes to the limit that cannot be made room for otherwise."""
+        """Bytes left to the limit when everything reclaimable has been reclaimed."""
         return None if self.limit is None else max(self.limit - self.pinned, 0)
 
 
 class Cpu(NamedTuple):
-    """A group's CPU: its quota in cores (``None``: none), and since when the group exists, in periods and seconds."""
+    """A group's CPU: quota in cores (``None``: none); throttled periods and seconds since the group exists."""
 
     limit: float | None
     periods: int
@@ -66,7 +66,7 @@ class _Mount(NamedTuple):
 
 
 def hierarchy(membership: str, mounts: str, controller: str, root: str = "") -> Hierarchy | None:
-    """Return the groups that hold this process under ``controller``; ``""`` is v2 itself, which has the pressure files.
+    """Return the process's groups under ``controller``; ``""`` is v2 itself, which has the pressure files.
 
     ``membership`` and ``mounts`` are the texts of ``/proc/self/cgroup`` and ``/proc/self/mountinfo``.
     """
@@ -81,13 +81,13 @@ def hierarchy(membership: str, mounts: str, controller: str, root: str = "") -> 
 
 
 def of_process(controller: str, root: str = "") -> Hierarchy | None:
-    """Return the groups that hold this process under ``controller``, as ``/proc`` has them now."""
+    """Return the process's groups under ``controller`` as ``/proc`` has them now."""
     membership, mounts = (read(f"{root}/proc/self/{name}") for name in ("cgroup", "mountinfo"))
     return hierarchy(membership, mounts, controller, root)
 
 
 def memory_of(level: str, *, v2: bool, root: str = "") -> Memory | None:
-    """Read one group's memory; ``None`` where there is none: v2's root, or one to which the controller is not given."""
+    """Read one group's memory; ``None`` for v2's root, and for a group without the controller."""
     names = _V2 if v2 else _V1
     usage = number(read(f"{root}{level}/{names.usage}"))
     if usage is None:
@@ -107,8 +107,8 @@ def memory_of(level: str, *, v2: bool, root: str = "") -> Memory | None:
     )
 
 
-def again(level: str, known: Memory, *, v2: bool, root: str = "") -> Memory:
-    """Read what may change within a second: usage, pages that can be given back, kills; of v2's swap, too, if there is any."""
+def reread_memory(level: str, known: Memory, *, v2: bool, root: str = "") -> Memory:
+    """Read only fast-changing values: usage, reclaimable pages and kills; of v2's swap too, if there is any."""
     names = _V2 if v2 else _V1
     usage = number(read(f"{root}{level}/{names.usage}"))
     if usage is None:
@@ -127,9 +127,9 @@ def again(level: str, known: Memory, *, v2: bool, root: str = "") -> Memory:
 
 
 def tightest(groups: Hierarchy, root: str = "") -> tuple[str, Memory] | None:
-    """Return the group with the least memory left, else the innermost one that has any figures, and its memory.
+    """Return the group with the least memory left, else the innermost one with any figures, and its memory.
 
-    v1's root group without a limit is the machine and no group; v2's has no figures.
+    v1's root group without a limit is the machine, which does not count; v2's has no figures.
     """
     found = [(level, memory) for level in groups.levels if (memory := memory_of(level, v2=groups.v2, root=root)) is not None]
     limited = [entry for entry in found if entry[1].limit is not None]
@@ -140,7 +140,7 @@ def tightest(groups: Hierarchy, root: str = "") -> tuple[str, Memory] | None:
 
 
 def cpu_of(groups: Hierarchy, root: str = "") -> Cpu | None:
-    """Return the CPU of the group with the smallest quota; ``None`` where none is limited."""
+    """Return the CPU figures of the group with the smallest quota; ``None`` if none has one."""
     quotas = {level: quota for level in groups.levels if (quota := _quota(level, v2=groups.v2, root=root)) is not None}
     if not quotas:
         return None
@@ -152,7 +152,7 @@ def cpu_of(groups: Hierarchy, root: str = "") -> Cpu | None:
 
 
 def pressure(text: str) -> dict[str, float]:
-    """Return the seconds in which ``some`` and ``full`` of the tasks waited, from a PSI file (Documentation/accounting/psi)."""
+    """Return the seconds in which ``some`` and ``full`` of the tasks stalled, from a PSI file (Linux, accounting/psi)."""
     found = {}
     for line in text.splitlines():
         share, *fields = line.split()
@@ -163,7 +163,7 @@ def pressure(text: str) -> dict[str, float]:
 
 
 def read(path: str) -> str:
-    """Return a file's text; ``""`` where there is none or it cannot be read (a controller that is off: EOPNOTSUPP)."""
+    """Return a file's text; ``""`` if it is missing or unreadable (a disabled controller: EOPNOTSUPP)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -171,7 +171,7 @@ def read(path: str) -> str:
     chunks = []
     try:
         while chunk := os.read(fd, _CHUNK):
-            chunks.append(chunk)  # the kernel gives lists of records, as mountinfo, a page at a time
+            chunks.append(chunk)  # the kernel returns lists of records, such as mountinfo, a page at a time
     except OSError:
         return ""
     finally:
@@ -180,17 +180,17 @@ def read(path: str) -> str:
 
 
 def number(text: str) -> int | None:
-    """Return a file's number; ``None`` for ``max``, for nothing, and for anything else."""
+    """Return a file's number; ``None`` for ``max``, an empty text and anything else."""
     text = text.strip()
     return int(text) if text.isdecimal() else None
 
 
 def field(text: str, name: str) -> int | None:
-    """Return the number after ``name`` at the beginning of a line. By search: splitting 60 lines for three takes 50 µs."""
+    """Return the number after ``name`` at the start of a line. Searched: splitting 60 lines for three takes 50 µs."""
     begin = 0 if text.startswith(name) else text.find(f"\n{name}") + 1
     if not begin and not text.startswith(name):
         return None
-    words = text[begin + len(name) : begin + len(name) + _LONGEST].split(None, 1)
+    words = text[begin + len(name) : begin + len(name) + _MAX_NUMBER_LENGTH].split(None, 1)
     return number(words[0]) if words else None
 
 
@@ -225,18 +225,18 @@ def _mount(line: str) -> _Mount | None:
     fields, (kind, _, options) = left.split(), [*right.split(None, 2), "", "", ""][:3]
     if kind not in {"cgroup", "cgroup2"} or len(fields) < 5:  # noqa: PLR2004  # up to the mount point
         return None
-    return _Mount(_plain(fields[3]), _plain(fields[4]), kind == "cgroup2", frozenset(options.split(",")))
+    return _Mount(_unescaped(fields[3]), _unescaped(fields[4]), kind == "cgroup2", frozenset(options.split(",")))
 
 
-def _plain(path: str) -> str:
-    """Undo proc(5)'s octal escapes of the characters that would break a line."""
+def _unescaped(path: str) -> str:
+    """Undo proc(5)'s octal escapes of blanks and backslashes."""
     for escape, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         path = path.replace(escape, character)
     return path
 
 
 def _levels(mount: _Mount, path: str) -> list[str]:
-    """Return the directories from the path's up to the mount's, those that need not exist among them."""
+    """Return the directories from the path's up to the mount's, including ones that may not exist."""
     root = mount.root.rstrip("/")
     inside = path[len(root) :] if path == root or path.startswith(f"{root}/") else ""
     parts = [part for part in inside.split("/") if part]

@@ -1,8 +1,8 @@
-"""Wrappers that ``torch.compile`` may look into, because inside a compiled region they are what they wrap.
+"""Wrappers that ``torch.compile`` may trace: inside a compiled region they act as the wrapped function.
 
-Everything below ``torchobs.probes`` is marked for Dynamo as not to be traced (``probes.compile.dynamo_rules``), and a call of
-such a function is an error under ``fullgraph=True``. What people compile with their own code, as clipping, is wrapped from
-here.
+Everything below ``torchobs.probes`` is marked for Dynamo as not to be traced (``probes.compile.dynamo_rules``), and calling it
+is an error under ``fullgraph=True``. Functions that users compile with their own code, such as clipping, are therefore
+wrapped here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def _never() -> bool:
 
 
 is_compiling: Callable[[], bool] = _never
-"""Whether a region is being compiled; before torch is imported none is."""
+"""Return True while a region is being compiled; before torch is imported always False."""
 
 
-def torch_is_here() -> None:
-    """Ask torch from now on whether a region is being compiled."""
+def use_torch() -> None:
+    """Use torch's check from now on. Called once torch is imported."""
     global is_compiling  # noqa: PLW0603  # Dynamo reads it as a constant
     import torch  # it has been imported
 
@@ -31,20 +31,20 @@ def torch_is_here() -> None:
 
 
 def outside_of_graphs(original: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``watched``, but inside a compiled region ``original``."""
+    """Return a function that calls ``watched``, and inside a compiled region ``original``."""
     import torch  # torch is optional until training begins
 
     is_compiling = torch.compiler.is_compiling
 
     @functools.wraps(original)
-    def either(*args: Any, **kwargs: Any) -> Any:
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs) if is_compiling() else watched(*args, **kwargs)
 
-    return either
+    return dispatch
 
 
 def no_hook_in_graphs(watched: Callable[..., Any]) -> Callable[..., None]:
-    """Return a hook that calls ``watched``, but does nothing inside a compiled region."""
+    """Return a hook that calls ``watched``, and inside a compiled region does nothing."""
     import torch  # torch is optional until training begins
 
     is_compiling = torch.compiler.is_compiling
@@ -57,21 +57,21 @@ def no_hook_in_graphs(watched: Callable[..., Any]) -> Callable[..., None]:
 
 
 def graph_being_made() -> Callable[[], bool]:
-    """Return a function that returns True if torch makes a graph of what is called now: ``torch.export``, ``make_fx``.
+    """Return a function that returns True while torch traces a graph: ``torch.export``, ``make_fx``.
 
-    There nothing is trained, values are not to be had, and an operation of ours would become part of the user's graph. That is
-    known by the dispatch modes that are on; where there are none, as in training, it takes 40 ns.
+    Tracing trains nothing and has no values, and an operation of ours would become part of the user's graph. Tracing is
+    recognized by its dispatch modes; without any, as in training, the check takes 40 ns.
     """
     import torch  # torch is optional until training begins
 
-    core: Any = torch._C  # noqa: SLF001  # there is no public way to ask
+    core: Any = torch._C  # noqa: SLF001  # there is no public API
     try:
         count, mode_of, keys = core._len_torch_dispatch_stack, core._get_dispatch_mode, core._TorchDispatchModeKey  # noqa: SLF001
-        making = (keys.FAKE, keys.PROXY)
-    except AttributeError:  # another torch: then an operation of ours may be seen by who traces a training step
+        tracing_modes = (keys.FAKE, keys.PROXY)
+    except AttributeError:  # another torch version: a traced training step may then contain operations of ours
         return lambda: False
 
-    def is_made() -> bool:
-        return count() > 0 and any(mode_of(key) is not None for key in making)
+    def is_tracing() -> bool:
+        return count() > 0 and any(mode_of(key) is not None for key in tracing_modes)
 
-    return is_made
+    return is_tracing

@@ -1,7 +1,7 @@
-"""Do something once a module has been imported: at once if it is there, else right after its import.
+"""Runs a callback once a module has been imported: at once if it is there, else right after its import.
 
 ``init()`` may come before ``import torch`` (under ``torchobs run`` it does), and ``torch._dynamo`` takes a second to import, so
-that nothing of ours may be the first to ask for it.
+nothing of ours may be the first to import it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Loader(Loader):
-    """The module's own loader, and our call after it."""
+    """The module's own loader, followed by the callback."""
 
     def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder
@@ -29,7 +29,7 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         if spec is not None:
-            spec.loader = self._loader  # what the module itself and its tools see
+            spec.loader = self._loader  # as the module itself and its tools expect it
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._finder.done()
@@ -59,7 +59,7 @@ class _Finder(MetaPathFinder):
 
 
 def after_import(name: str, callback: Callable[[], None]) -> MetaPathFinder | None:
-    """Call ``callback`` when ``name`` has been imported; return a handle for :func:`cancel` if that is yet to come."""
+    """Call ``callback`` once ``name`` is imported; return a handle for :func:`cancel` if that is still to come."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -71,6 +71,6 @@ def after_import(name: str, callback: Callable[[], None]) -> MetaPathFinder | No
 
 
 def cancel(handle: MetaPathFinder) -> None:
-    """Forget about it. Idempotent."""
+    """Cancel a pending callback. Idempotent."""
     if handle in sys.meta_path:
         sys.meta_path.remove(handle)

@@ -1,8 +1,7 @@
-"""Warnings of a training of several ranks: each names its rank, and what all ranks of a node would say is said once there.
+"""Prefixes warnings with the rank, and logs a warning common to all ranks of a node only once.
 
-Eight ranks read the same settings and see the same gradients: local rank 0 warns, and the others log it at DEBUG; events and
-counters have it of every rank all the same. What concerns one rank (its file, its memory, its loss) it says itself:
-``extra=OWN``.
+Eight ranks read the same settings and see the same gradients: local rank 0 warns and the others log at DEBUG; events and
+counters are recorded by every rank. A warning about one rank alone (its file, its memory, its loss) has ``extra=OWN``.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 import logging
 
 OWN = {"of_this_rank": True}
-"""For ``extra=`` of a warning that another rank need not have"""
+"""``extra=`` of a warning that concerns this rank alone"""
 _PREFIX = "torchobs: "
 
 
 class RankFilter(logging.Filter):
-    """For the logger of torchobs, in one rank of several."""
+    """Filter of torchobs' logger in one of several ranks."""
 
     def __init__(self, rank: int, local_rank: int) -> None:
         super().__init__()
         self._rank, self._local_rank = rank, local_rank
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Name the rank; turn what local rank 0 says, too, into a message at DEBUG."""
+        """Prefix the rank; demote a warning that local rank 0 also logs to DEBUG."""
         if record.levelno < logging.WARNING:
             return True
         record.msg = f"{_PREFIX}rank {self._rank}: {str(record.msg).removeprefix(_PREFIX)}"
@@ -33,13 +32,13 @@ class RankFilter(logging.Filter):
 
 
 def name_rank(logger: logging.Logger, rank: int, local_rank: int, world_size: int | None) -> None:
-    """Have this process's warnings named from now on, instead of as before (as its parent's, in a forked child)."""
-    name_nobody(logger)
+    """Prefix this process's warnings with its rank, replacing a previous prefix (a parent's, in a forked child)."""
+    remove_rank(logger)
     if world_size is not None and world_size > 1:
         logger.addFilter(RankFilter(rank, local_rank))
 
 
-def name_nobody(logger: logging.Logger) -> None:
-    """Leave the logger as it was. Idempotent."""
+def remove_rank(logger: logging.Logger) -> None:
+    """Remove the prefix. Idempotent."""
     for known in [known for known in logger.filters if isinstance(known, RankFilter)]:
         logger.removeFilter(known)

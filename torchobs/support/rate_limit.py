@@ -1,4 +1,4 @@
-"""How often something may be said, written or sent: the one rate limiter of torchobs."""
+"""Rate limiter for log lines, events and requests, used everywhere in torchobs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ if TYPE_CHECKING:
 
 class _State(NamedTuple):
     full: float
-    """when the key may take its whole burst again"""
+    """time at which the whole burst is available again"""
     latest: float
     held: int
-    """takes that were refused since the last that was not"""
+    """refusals since the last success"""
     held_before: int
 
 
 class RateLimiter:
-    """A token bucket for each key, as the generic cell rate algorithm (ITU-T I.371): ``burst`` at once, then one per ``every``.
+    """Token bucket per key, as the generic cell rate algorithm (ITU-T I.371): ``burst`` at once, then one per ``every``.
 
-    The time is an argument, in the unit of ``every``; one that goes back is no credit. Not locked: of two threads that take at
-    once, both may get the last one.
+    The time is an argument, in the unit of ``every``; time that goes back earns no tokens. Not locked: two threads that take at
+    once may both get the last token.
     """
 
     __slots__ = ("_burst", "_every", "_most_keys", "_states")
 
     def __init__(self, every: float, burst: int = 1, most_keys: int = 1000) -> None:
-        """``most_keys``: when there are more, all are forgotten, so that keys which somebody else chooses fill no memory."""
+        """``most_keys``: beyond it all keys are dropped, so that keys chosen by others cannot fill the memory."""
         self._every, self._burst, self._most_keys = every, burst, most_keys
         self._states: dict[Hashable, _State] = {}
 
     def take(self, now: float, key: Hashable = None) -> bool:
-        """Return True if one more may be, and count it."""
+        """Take a token; return True if there was one."""
         state = self._states.get(key)
         if state is None:
             if len(self._states) >= self._most_keys:
@@ -45,5 +45,5 @@ class RateLimiter:
         return taken
 
     def held_back(self, key: Hashable = None) -> int:
-        """Return how many were refused between the last that was not and the one before it."""
+        """Return the number of refusals between the last two successes."""
         return self._states[key].held_before if key in self._states else 0

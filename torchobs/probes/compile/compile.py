@@ -1,11 +1,12 @@
-"""``torch.compile``: how often, how long, why again, and that it is at work right now, so that it does not look like a hang.
+"""``torch.compile``: number, duration and causes of compilations, and compilation in progress, which could look like a hang.
 
-torch keeps a record of each compilation, the last 64 of them, which the sampler thread reads. Where one begins and ends is
-seen in ``CompilationCallbackHandler.install_callbacks``, around every compilation of a function, of a graph's backward and
-every recording of a CUDA graph. (Registered callbacks would be the official way: ``torch._dynamo.reset()`` deletes them, and
-of several threads that compile only the first is told.) There the training thread also takes what a reset would delete.
+torch keeps records of the last 64 compilations, which the sampler thread reads. Start and end are seen in
+``CompilationCallbackHandler.install_callbacks``, which wraps every compilation of a function or of a graph's backward, and
+every CUDA graph recording. (Registered callbacks would be the official way, but ``torch._dynamo.reset()`` deletes them, and
+of several compiling threads only the first calls them.) There the training thread also collects records that a reset would
+delete.
 
-``torch._dynamo`` takes a second to import, so nothing happens before somebody else has imported it, and there are no series
+Importing ``torch._dynamo`` takes a second, so nothing happens before somebody else has imported it, and there are no series
 before the first compilation.
 """
 
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
 
-_MOST_WAITING = 4096
+_MAX_WAITING = 4096
 
 
-class Follower:
-    """What is appended to a list of torch's, however often that is cleared, or shortened at its front."""
+class ListReader:
+    """Reads new items of a list of torch's, even if the list is cleared, or trimmed at its front."""
 
-    def __init__(self, look: Callable[[], Sequence[Any]]) -> None:
-        self._look, self._last = look, None
+    def __init__(self, read: Callable[[], Sequence[Any]]) -> None:
+        self._read, self._last = read, None
         self.fresh()
 
     def fresh(self) -> Sequence[Any]:
-        """Return what has come since the last call."""
-        items = self._look()
+        """Return the items added since the last call."""
+        items = self._read()
         start = len(items)
         while start and items[start - 1] is not self._last:
             start -= 1
@@ -52,34 +53,34 @@ class Follower:
         return items[start:]
 
 
-class _Begun(NamedTuple):
-    """A compilation at work; ``shown``: in the training's timeline."""
+class _Started(NamedTuple):
+    """A running compilation; ``shown``: it is recorded in the step's timeline."""
 
-    begun_ns: int
+    started_ns: int
     shown: bool
 
 
 class CompileProbe:
-    """Watches the compiler."""
+    """Watches the compiler's records, graph breaks and cache lookups."""
 
     name = "compile"
 
     def __init__(self) -> None:
         self._handle: MetaPathFinder | None = None
         self._patch: Patch | None = None
-        self._records: Follower | None = None
-        self._breaks: Follower | None = None
-        self._waiting: deque[tuple[bool, Any]] = deque(maxlen=_MOST_WAITING)
-        self._gathering = Lock()
-        self._showing = Lock()
-        renew_in_child(self, _gathering=Lock, _showing=Lock)
-        self._running: list[_Begun] = []
+        self._records: ListReader | None = None
+        self._breaks: ListReader | None = None
+        self._waiting: deque[tuple[bool, Any]] = deque(maxlen=_MAX_WAITING)
+        self._gather_lock = Lock()
+        self._show_lock = Lock()
+        renew_in_child(self, _gather_lock=Lock, _show_lock=Lock)
+        self._running: list[_Started] = []
         self._owner: dict[str, int] = {}
         self._depth = 0
-        self._begun_once = False
+        self._started_once = False
         self._lookups: Callable[[], Lookups] = dict
         self._before: Lookups = {}
-        self._ledger: CompileRecords | None = None
+        self._compile_records: CompileRecords | None = None
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`: now, or right after ``torch._dynamo`` has been imported."""
@@ -94,31 +95,31 @@ class CompileProbe:
         if self._patch is not None:
             self._patch.undo()
         self._show(timeout_s=0.5)
-        if self._ledger is not None:
-            self._ledger.show_progress(nan)
+        if self._compile_records is not None:
+            self._compile_records.show_progress(nan)
 
     def sample(self) -> None:
-        """Take in what has been compiled; all but free where nothing was."""
-        if self._begun_once:
+        """Publish new compilations; nearly free without any."""
+        if self._started_once:
             self._show(timeout_s=0.0)
 
     def _show(self, timeout_s: float) -> None:
-        if self._begun_once and self._showing.acquire(timeout=timeout_s):
+        if self._started_once and self._show_lock.acquire(timeout=timeout_s):
             try:
-                self._take_in()
+                self._publish()
             finally:
-                self._showing.release()
+                self._show_lock.release()
 
-    def _take_in(self) -> None:
-        if self._ledger is None:
-            self._ledger = CompileRecords(self._context, self._lookups, self._before)
+    def _publish(self) -> None:
+        if self._compile_records is None:
+            self._compile_records = CompileRecords(self._context, self._lookups, self._before)
         at_work = float(bool(self._running))
         self._gather()
         while self._waiting:
             is_break, item = self._waiting.popleft()
-            (self._ledger.note_break if is_break else self._ledger.note_record)(item)
-        self._ledger.count_lookups()
-        self._ledger.show_progress(at_work)
+            (self._compile_records.note_break if is_break else self._compile_records.note_record)(item)
+        self._compile_records.count_lookups()
+        self._compile_records.show_progress(at_work)
 
     def _attach(self) -> None:
         callback, utils = _modules()
@@ -127,8 +128,8 @@ class CompileProbe:
         breaks, counters = utils.graph_break_reasons, utils.counters
         self._lookups = lambda: lookups(counters)
         self._before = self._lookups()
-        self._records = Follower(utils.get_compilation_metrics)
-        self._breaks = Follower(lambda: breaks)
+        self._records = ListReader(utils.get_compilation_metrics)
+        self._breaks = ListReader(lambda: breaks)
         handler = type(callback.callback_handler)
         self._patch = Patch(handler, "install_callbacks", self._watched, probe=self.name)
 
@@ -138,18 +139,18 @@ class CompileProbe:
         @functools.wraps(original)
         @contextlib.contextmanager
         def install_callbacks(*args: Any, **kwargs: Any) -> Iterator[None]:
-            begun = begin(args)
+            started = begin(args)
             try:
                 with original(*args, **kwargs):
                     yield
             finally:
-                if begun is not None:
-                    self._end(begun)  # whether or not the fuse has blown meanwhile; cannot raise
+                if started is not None:
+                    self._end(started)  # even if the breaker has tripped meanwhile; cannot raise
                     gather()
 
         return install_callbacks
 
-    def _begin(self, args: tuple[Any, ...]) -> _Begun:
+    def _begin(self, args: tuple[Any, ...]) -> _Started:
         now_ns = monotonic_ns()
         self._gather()
         shown = self._concerns_training(args) and self._owner.setdefault("", get_ident()) == get_ident()
@@ -157,20 +158,20 @@ class CompileProbe:
             self._depth += 1
             if self._depth == 1:
                 self._context.recorder.compile_begins(now_ns)
-        begun = _Begun(now_ns, shown)
-        self._running.append(begun)
-        self._begun_once = True
-        return begun
+        started = _Started(now_ns, shown)
+        self._running.append(started)
+        self._started_once = True
+        return started
 
     def _concerns_training(self, args: tuple[Any, ...]) -> bool:
-        """Return True if this is the training thread, or the autograd engine's that it waits for in a backward pass."""
+        """Return True in the training thread, and in the autograd engine's thread that it waits for in a backward pass."""
         if get_ident() == self._context.thread:
             return True
         return bool(self._context.backwards) and any(getattr(each, "name", "") == "LAZY_BACKWARD" for each in args)
 
-    def _end(self, begun: _Begun) -> None:
-        self._running.remove(begun)
-        if not begun.shown:
+    def _end(self, started: _Started) -> None:
+        self._running.remove(started)
+        if not started.shown:
             return
         self._depth -= 1
         if not self._depth:
@@ -178,14 +179,14 @@ class CompileProbe:
             self._context.recorder.compile_ends(monotonic_ns())
 
     def _gather(self) -> None:
-        """Take over what is new; whoever comes while another thread is at it has no need to."""
-        if self._records is None or self._breaks is None or not self._gathering.acquire(blocking=False):
+        """Collect new records and breaks; does nothing while another thread collects."""
+        if self._records is None or self._breaks is None or not self._gather_lock.acquire(blocking=False):
             return
         try:
             self._waiting.extend((True, reason) for reason in self._breaks.fresh())
             self._waiting.extend((False, record) for record in self._records.fresh())
         finally:
-            self._gathering.release()
+            self._gather_lock.release()
 
 
 def _modules() -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
-"""``torch.compile`` must not look into our hooks: traced, our wrappers would be compiled, and recompiled.
+"""Keeps Dynamo from tracing our hooks, which would be compiled, and recompiled, with the user's code.
 
-``trace_rules.add`` marks files as skipped and knows no way back, so that is done by hand. Its import takes a second: this
-waits until somebody else has imported it. The facade is not marked: inside a compiled region its functions return at once.
+``trace_rules.add`` marks files as skipped and has no inverse, so entries are removed by hand. Its import takes a second: this
+waits until somebody else has imported it. ``torchobs.api`` is not marked: in a compiled region its functions return at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class DynamoRules:
         self._added: list[str] = []
 
     def install(self, breaker: CircuitBreaker) -> None:
-        """Add them now, or right after ``torch._dynamo`` has been imported: ``breaker`` keeps that import from failing."""
+        """Add the entries now, or once ``torch._dynamo`` is imported; ``breaker`` keeps our errors out of that import."""
         self._handle = after_import("torch._dynamo", breaker.guard(self._add))
 
     def remove(self) -> None:
-        """Take them out again. Idempotent."""
+        """Remove the entries. Idempotent."""
         if self._handle is not None:
             cancel(self._handle)
         if self._added:

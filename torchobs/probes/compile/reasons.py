@@ -1,7 +1,7 @@
-"""What the compiler's own words come down to: a bounded class of each, and the words without values. Pure.
+"""Classifies the compiler's messages into a few kinds and strips values from them. Pure.
 
-``recompile_reason`` and the reasons of graph breaks are texts for people. They hold source lines, stack traces, sizes and the
-values of strings; of these only the guard's expression and the names in it leave the process. Formats: torch 2.13's
+``recompile_reason`` and graph break reasons are texts for people, with source lines, stack traces, sizes and string values;
+only the guard's expression and its names leave the process. Formats: torch 2.13's
 ``torch/_dynamo/guards.py``, ``torch/csrc/dynamo/guards.cpp`` and ``graph_break_registry.json``.
 """
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-LONGEST = 200
-"""Characters of a text that go into an event"""
+MAX_LENGTH = 200
+"""Longest text in an event, in characters"""
 
 REMEDIES = {
     "shape": "mark the dimension with torch._dynamo.mark_dynamic(), compile with dynamic=True, or pad to a few sizes",
@@ -35,7 +35,7 @@ _STAGES = {
 """From the inside out: each stage's time holds that of the stage before it."""
 
 NEEDED = ("compile_id", "co_name", "fail_type", "recompile_reason", "dynamo_cumulative_compile_time_us")
-"""Fields of ``torch._dynamo.utils.CompilationMetrics`` without which there is nothing to tell"""
+"""Fields of ``torch._dynamo.utils.CompilationMetrics`` that this probe cannot do without"""
 
 FIELDS = (
     *(field for fields in _STAGES.values() for field in fields),
@@ -43,7 +43,7 @@ FIELDS = (
     *("is_runtime", "duration_us", "start_time_us", "end_time_us"),
     *("inductor_fx_local_cache_hit_count", "inductor_fx_local_cache_miss_count"),
 )
-"""And what is read of it, as far as there is"""
+"""All fields that are read, where they exist"""
 
 _COMPILE_ID = re.compile(r"^\[?!?\d+(?:/\d+)*(?:_\d+)?\]?: ")
 _SOURCE = re.compile(r"\s+# .*")
@@ -74,7 +74,7 @@ class Guard(NamedTuple):
 
 
 def read_guard(reason: str) -> Guard:
-    """Read ``recompile_reason``."""
+    """Return the failed guard from ``recompile_reason``."""
     text = _SOURCE.sub("", _COMPILE_ID.sub("", reason).partition("\n")[0]).strip()
     kind, expression = _read_tensor(text) or _read_identity(text) or (_kind(text), without_values(text))
     return Guard(kind, _short(expression))
@@ -113,14 +113,14 @@ def _kind(text: str) -> str:
 
 
 def read_break(reason: str) -> tuple[str, str]:
-    """Read the reason of a graph break: its class, one of ``catalog.COMPILE_BREAK``, and its first line."""
+    """Return a graph break's class, one of ``catalog.COMPILE_BREAK``, and the first line of its reason."""
     line = reason.partition("\n")[0].strip()
     kind = "data_dependent" if _DATA_DEPENDENT.search(line) else "call" if _CALL.search(line) else "other"
     return kind, _short(without_values(line))
 
 
 def read_failure(fail_type: str, fail_reason: str) -> str:
-    """Read why a compilation failed: one of ``catalog.COMPILE_FAILURE``."""
+    """Return why a compilation failed: one of ``catalog.COMPILE_FAILURE``."""
     if "Limit" in fail_type or _LIMIT.search(fail_reason.partition("\n")[0]):
         return "recompile_limit"
     return "unsupported" if fail_type in {"Unsupported", "UserError"} else "error"
@@ -132,18 +132,18 @@ def without_values(text: str) -> str:
 
 
 def stage_seconds(record: Mapping[str, object]) -> dict[str, float]:
-    """Return what each of ``catalog.COMPILE_STAGES`` took by itself: torch's figures nest, these add up.
+    """Return the seconds of each of ``catalog.COMPILE_STAGES`` alone: torch's figures nest, these add up.
 
-    Without a function or a graph around it (``is_runtime``) it is kernels that are tuned or recorded while the model runs.
+    A record with ``is_runtime`` has no function or graph: kernels were tuned or recorded while the model ran.
     """
     if record.get("is_runtime"):
         return {"kernels": _us(record, "duration_us") / 1e6}
-    spent, within = dict[str, float](), 0
+    seconds, inner = dict[str, float](), 0
     for stage, fields in _STAGES.items():
-        total = max(within, sum(_us(record, field) for field in fields))
-        spent[stage] = (total - within) / 1e6
-        within = total
-    return spent
+        total = max(inner, sum(_us(record, field) for field in fields))
+        seconds[stage] = (total - inner) / 1e6
+        inner = total
+    return seconds
 
 
 def _us(record: Mapping[str, object], field: str) -> int:
@@ -152,4 +152,4 @@ def _us(record: Mapping[str, object], field: str) -> int:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH - 1]}…"

@@ -1,4 +1,4 @@
-"""What becomes of the compiler's records: counters, events, spans, and a word to the log. In the sampler thread."""
+"""Turns the compiler's records into counters, events, spans and warnings. For the sampler thread."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LOOKUPS = {
     "fx_graph": ("inductor", "fxgraph_cache_"),
     "autograd": ("aot_autograd", "autograd_cache_"),
 }
-"""Of each cache: where ``torch._dynamo.utils.counters`` has its lookups, and what precedes hit, miss and bypass there"""
+"""For each cache: its group in ``torch._dynamo.utils.counters``, and the prefix of hit, miss and bypass there"""
 Lookups = dict[tuple[str, str], int]
-_MOST_PLACES = 256
-_OURS = str(Path(__file__).parent.parent)
+_MAX_LOCATIONS = 256
+_OWN_FILES = str(Path(__file__).parent.parent)
 logger = logging.getLogger("torchobs")
 
 
@@ -39,7 +39,7 @@ def lookups(counters: Mapping[str, Mapping[str, int]]) -> Lookups:
 
 
 class CompileRecords:
-    """One per session, made when the first compilation begins: who never compiles has none of these series."""
+    """One per session, created at the first compilation: a run that never compiles has none of these series."""
 
     def __init__(self, context: ProbeContext, lookups: Callable[[], Lookups], before: Lookups) -> None:
         self._context, self._lookups, self._seen = context, lookups, before
@@ -56,23 +56,23 @@ class CompileRecords:
             self._cells[cache, result] = context.writer.table.cell(catalog.COMPILE_CACHE_LOOKUPS, attributes)
         self._in_progress = context.writer.table.cell(catalog.COMPILE_IN_PROGRESS, {})
         self._functions: dict[str, tuple[str, str]] = {}
-        self._broken: set[tuple[str, str]] = set()
+        self._reported_breaks: set[tuple[str, str]] = set()
         self._recompiles = Recompiles()
         self._warnings = RateLimiter(QUIET_S)
 
     def show_progress(self, at_work: float) -> None:
-        """Say whether the compiler is at work, 1 or 0; NaN is to say no more."""
+        """Publish whether the compiler is running, 1 or 0; NaN removes the series."""
         if self._in_progress is not None:
             self._in_progress.set(at_work)
 
     def count_lookups(self) -> None:
-        """Count what was looked up since the last call; a counter below what it was has been cleared by somebody."""
+        """Count cache lookups since the last call; a counter that fell was cleared by somebody else."""
         seen, self._seen = self._seen, self._lookups()
         for key, total in self._seen.items():
             self._add(key, total - seen[key] if total >= seen[key] else total)
 
     def note_record(self, record: Any) -> None:
-        """Take in one ``CompilationMetrics``."""
+        """Count one ``CompilationMetrics`` record."""
         fields = {name: getattr(record, name, None) for name in reasons.FIELDS}
         for stage, seconds in reasons.stage_seconds(fields).items():
             self._add((catalog.COMPILE_TIME.name, stage), seconds)
@@ -89,23 +89,23 @@ class CompileRecords:
         self._write_span(fields, function, location, guard)
 
     def note_break(self, reason: Any) -> None:
-        """Take in one ``GraphCompileReason``."""
+        """Count one ``GraphCompileReason``."""
         text = str(getattr(reason, "reason", ""))
-        if _OURS in text:
-            return  # an optimizer's step that is compiled ends its graph at our own hook; nothing of the user's does
+        if _OWN_FILES in text:
+            return  # a compiled optimizer step breaks at our own hook, which is no break in user code
         kind, message = reasons.read_break(text)
         self._add((catalog.COMPILE_GRAPH_BREAKS.name, kind), 1)
         stack = getattr(reason, "user_stack", None) or ()
         location = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
-        if (location, message) not in self._broken and len(self._broken) < _MOST_PLACES:
-            self._broken.add((location, message))
-            self._tell(catalog.EVENT_GRAPH_BREAK, {"location": location, "reason": kind, "message": message})
+        if (location, message) not in self._reported_breaks and len(self._reported_breaks) < _MAX_LOCATIONS:
+            self._reported_breaks.add((location, message))
+            self._event(catalog.EVENT_GRAPH_BREAK, {"location": location, "reason": kind, "message": message})
 
     def _place(self, fields: Mapping[str, Any]) -> tuple[str, str]:
-        """Return the function's name and location, which the record of a backward or of a limit reached lacks."""
+        """Return the function's name and location, remembered for records without them (backward, recompile limit)."""
         frame = str(fields["compile_id"]).rpartition("/")[0]
         if fields["co_name"] is not None:
-            if len(self._functions) >= _MOST_PLACES:
+            if len(self._functions) >= _MAX_LOCATIONS:
                 self._functions.clear()
             self._functions[frame] = str(fields["co_name"]), f"{fields['co_filename']}:{fields['co_firstlineno']}"
         return self._functions.get(frame, ("unknown", "unknown"))
@@ -113,20 +113,20 @@ class CompileRecords:
     def _note_recompile(self, function: str, location: str, guard: reasons.Guard) -> None:
         self._add((catalog.COMPILE_RECOMPILES.name, guard.kind), 1)
         attributes: dict[str, object] = {"location": location, "guard": guard.kind, "expression": guard.expression}
-        self._tell(catalog.EVENT_RECOMPILE, attributes)
+        self._event(catalog.EVENT_RECOMPILE, attributes)
         times = self._recompiles.note(location, time.monotonic())
         if times:
-            self._tell(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
+            self._event(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
             self._warn_limited(f"torch.compile has recompiled {function} ({location}) {times} times within ten minutes", guard)
 
     def _note_failure(self, fields: Mapping[str, Any], location: str, guard: reasons.Guard | None) -> None:
         reason = str(fields["fail_reason"])
-        if _OURS in reason:
+        if _OWN_FILES in reason:
             return  # as above
         kind = reasons.read_failure(str(fields["fail_type"]), reason)
         self._add((catalog.COMPILE_FAILURES.name, kind), 1)
         attributes = {"location": location, "reason": kind, "exception.type": str(fields["fail_type"])}
-        self._tell(catalog.EVENT_COMPILE_FAILED, attributes)
+        self._event(catalog.EVENT_COMPILE_FAILED, attributes)
         if kind == "recompile_limit" and guard is not None:
             self._warn_limited(
                 f"torch.compile has given up {location} at its recompile limit, and more of its calls run uncompiled", guard
@@ -150,11 +150,11 @@ class CompileRecords:
         if cell is not None and amount:
             cell.add(amount)
 
-    def _tell(self, event: catalog.Event, attributes: Mapping[str, object]) -> None:
+    def _event(self, event: catalog.Event, attributes: Mapping[str, object]) -> None:
         self._context.writer.event(event.name, attributes, self._context.recorder.step)
 
     def _warn_limited(self, what: str, guard: reasons.Guard) -> None:
-        """Log it, once a minute; the events have each."""
+        """Log at most once a minute; the events have every occurrence."""
         if self._warnings.take(time.monotonic()):
             failed = f"{guard.kind} ({guard.expression})"
             logger.warning(

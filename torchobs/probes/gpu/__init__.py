@@ -1,4 +1,4 @@
-"""GPU hardware by NVIDIA's management library: utilisation, memory, power, temperature, clocks, throttling, errors, MIG."""
+"""GPU hardware metrics through NVML: utilization, memory, power, temperature, clocks, throttling, errors, MIG."""
 
 from torchobs.probes.gpu.probe import GpuProbe
 

@@ -1,8 +1,8 @@
-"""The GPUs that this rank samples: which ones, and what becomes of them when one is lost or the driver goes.
+"""Selects the GPUs that this rank samples, and handles a lost GPU or driver.
 
-A rank samples the GPUs on which its torch holds memory, and one that is the only one it sees; GPUs that nobody uses, local
-rank 0 samples after a minute, a few values of each: an idle GPU is worth knowing of. Every GPU is sampled by one rank of a
-node (``claims``). So each of eight ranks has its own GPU's series, whether all see all GPUs or each its own.
+A rank samples the GPUs on which its torch holds memory, or the only one it sees. After a minute local rank 0 also samples a
+few values of unused GPUs, because idle GPUs are worth knowing of. Every GPU is sampled by one rank of a node
+(:mod:`.ownership`), so each of eight ranks has its own GPU's series, whether ranks see all GPUs or one each.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.gpu.ownership import GpuOwnership
 
-PATIENCE_S = 60.0
+IDLE_GPUS_AFTER_S = 60.0
 logger = logging.getLogger("torchobs")
 
 
 class GpuAssignment(NamedTuple):
-    """What decides which GPUs are this rank's to sample."""
+    """Inputs that decide which GPUs this rank samples."""
 
     local_rank: int
     visible_devices: str | None
@@ -42,59 +42,59 @@ class GpuAssignment(NamedTuple):
 class _Member:
     gpu: Gpu
     sensors: Sensors
-    shown: GpuSeries
+    series: GpuSeries
     idle: bool
     fresh: bool = True
-    """whether its handle and sensors have to be made anew"""
+    """True if its handle and sensors have to be created again"""
 
 
 class GpuMonitor:
-    """Not thread-safe but for :meth:`fall_silent`: one thread does the rounds."""
+    """Not thread-safe except for :meth:`mark_unresponsive`: one thread runs the rounds."""
 
     def __init__(
         self,
         writer: FlightWriter,
-        claims: GpuOwnership,
-        place: GpuAssignment,
+        ownership: GpuOwnership,
+        assignment: GpuAssignment,
         find_used: Callable[[], list[Used] | None] = used,
     ) -> None:
-        self._writer, self._claims, self._place, self._find_used = writer, claims, place, find_used
+        self._writer, self._ownership, self._assignment, self._find_used = writer, ownership, assignment, find_used
         self._library: Library | None = None
         self._xids: Xids | None = None
         self._members: dict[str, _Member] = {}
         self._began = time.monotonic()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.absent = False
-        """whether there is nothing here that a later look could find"""
+        """True if no later attempt could find NVML"""
 
     def round(self) -> None:
-        """Look at every GPU once."""
+        """Sample every GPU once."""
         library = self._library or self._open()
         if library is None:
             return
         try:
-            self._gather(library)
+            self._update_members(library)
             for member in self._members.values():
-                self._look(library, member)
-            self._tell_xids()
+                self._sample(library, member)
+            self._report_xids()
         except library.error as error:
             self._close_after(library, error)
 
-    def fall_silent(self, why: str) -> None:
-        """Show nothing more of any GPU until one answers again. Called by another thread than the one that waits for it."""
+    def mark_unresponsive(self, why: str) -> None:
+        """Clear all GPU series until a GPU answers again. Called by another thread than the blocked one."""
         for member in list(self._members.values()):
-            member.shown.show([])
+            member.series.show([])
             self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": "silent"})
         self._warn_limited("silent", f"{why}; GPU metrics are absent until it does")
 
     def close(self) -> None:
-        """Give the library and the claims back."""
+        """Release the library and the ownership locks."""
         library, self._library = self._library, None
         if self._xids is not None:
             self._xids.close()
         if library is not None:
             library.close()
-        self._claims.close()
+        self._ownership.close()
 
     def _open(self) -> Library | None:
         try:
@@ -108,43 +108,43 @@ class GpuMonitor:
         else:
             self._xids = Xids(self._library)
             for member in self._members.values():
-                member.fresh = True  # its handle is the old library's
+                member.fresh = True  # its handle belongs to the old library
         return self._library
 
     def _close_after(self, library: Library, error: Exception) -> None:
-        """Begin again in the next round: the driver was unloaded, exchanged, or somebody shut our library down."""
+        """Reopen the library in the next round: the driver was unloaded or replaced, or somebody shut our library down."""
         for member in self._members.values():
-            member.shown.show([])
+            member.series.show([])
         self._library = self._xids = None
         library.close()
         self._warn_limited("closed", f"GPU metrics pause: NVML says {error}")
 
-    def _gather(self, library: Library) -> None:
-        for gpu, idle in self._ours(library):
+    def _update_members(self, library: Library) -> None:
+        for gpu, idle in self._selected(library):
             member = self._members.get(gpu.uuid)
-            if member is None and self._claims.take(gpu.uuid):
-                shown = GpuSeries(self._writer.table, gpu.uuid)
-                self._members[gpu.uuid] = _Member(gpu, Sensors(gpu, idle=idle), shown, idle)
+            if member is None and self._ownership.take(gpu.uuid):
+                series = GpuSeries(self._writer.table, gpu.uuid)
+                self._members[gpu.uuid] = _Member(gpu, Sensors(gpu, idle=idle), series, idle)
             elif member is not None and member.idle and not idle:
                 member.idle, member.fresh = False, True
 
-    def _ours(self, library: Library) -> Iterator[tuple[Gpu, bool]]:
-        """Yield what this rank should sample, and whether it is idle; of a MIG instance the physical GPU as well."""
+    def _selected(self, library: Library) -> Iterator[tuple[Gpu, bool]]:
+        """Yield the GPUs to sample, and True for an idle one; for a MIG instance its physical GPU as well."""
         devices = self._devices(library)
-        patient = self._place.local_rank == 0 and time.monotonic() - self._began >= PATIENCE_S
+        include_idle = self._assignment.local_rank == 0 and time.monotonic() - self._began >= IDLE_GPUS_AFTER_S
         for gpu, in_use in devices:
             if in_use or len(devices) == 1:
                 yield gpu, False
                 if gpu.physical != gpu.uuid:
                     yield library.gpus[gpu.physical], False
-            elif patient:
+            elif include_idle:
                 yield gpu, True
 
     def _devices(self, library: Library) -> list[tuple[Gpu, bool]]:
         """Return the devices that the process sees, and whether it uses them."""
         known = self._find_used()
         if known is None:
-            uuids = visible(self._place.visible_devices, library.boards)
+            uuids = visible(self._assignment.visible_devices, library.boards)
             return [(library.gpus[uuid], False) for uuid in uuids if uuid in library.gpus]
         found = []
         for one in known:
@@ -164,51 +164,51 @@ class GpuMonitor:
         if cell is not None:
             cell.set(1.0)
 
-    def _listen(self, member: _Member) -> None:
+    def _watch_xids(self, member: _Member) -> None:
         if member.sensors.has_state and self._xids is not None and self._xids.watch(member.gpu):
-            member.shown.add(catalog.HW_ERRORS, _XID, 0)
+            member.series.add(catalog.HW_ERRORS, _XID, 0)
 
-    def _look(self, library: Library, member: _Member) -> None:
+    def _sample(self, library: Library, member: _Member) -> None:
         try:
             if member.fresh:
-                self._find(library, member)
+                self._reopen(library, member)
             readings = member.sensors.read(library)
             state = member.sensors.state(library, readings) if member.sensors.has_state else ""
         except library.error as error:
             if fault_of(error) is NvmlFault.CLOSED:
                 raise
-            self._lose(member, error)
+            self._mark_lost(member, error)
         else:
-            member.shown.show(readings)
+            member.series.show(readings)
             if state:
-                member.shown.state(state)
+                member.series.state(state)
 
-    def _find(self, library: Library, member: _Member) -> None:
-        member.gpu = library.again(member.gpu)
+    def _reopen(self, library: Library, member: _Member) -> None:
+        member.gpu = library.reopen(member.gpu)
         member.sensors = Sensors(member.gpu, idle=member.idle)
-        self._listen(member)
+        self._watch_xids(member)
         member.fresh = False
 
-    def _lose(self, member: _Member, error: Exception) -> None:
+    def _mark_lost(self, member: _Member, error: Exception) -> None:
         member.fresh = True
-        member.shown.show([])
-        if member.shown.state("failed"):
+        member.series.show([])
+        if member.series.state("failed"):
             reason = "reset_required" if getattr(error, "value", 0) == RESET_REQUIRED else "lost"
             self._writer.event(catalog.EVENT_GPU_LOST.name, {"hw.id": member.gpu.uuid, "reason": reason})
             logger.warning("torchobs: GPU %s is lost: NVML says %s", member.gpu.uuid, error)
 
-    def _tell_xids(self) -> None:
+    def _report_xids(self) -> None:
         for xid in self._xids.fresh() if self._xids is not None else ():
             attributes = {"hw.id": xid.uuid, "xid": xid.number, "meaning": MEANINGS.get(xid.number, "")}
             self._writer.event(catalog.EVENT_GPU_XID.name, attributes)
             member = self._members.get(xid.uuid)
             if member is not None:
-                member.shown.add(catalog.HW_ERRORS, _XID, 1)
+                member.series.add(catalog.HW_ERRORS, _XID, 1)
 
     def _warn_limited(self, cause: str, message: str) -> None:
-        """Log it once: on most machines without a GPU it is no news."""
-        if cause not in self._said:
-            self._said.add(cause)
+        """Log a cause once, at INFO: most machines have no GPU."""
+        if cause not in self._logged:
+            self._logged.add(cause)
             logger.info("torchobs: %s", message)
 
 

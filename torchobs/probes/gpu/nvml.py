@@ -1,7 +1,7 @@
-"""NVIDIA's management library (``pynvml``): the devices there are, and what its errors mean.
+"""NVIDIA's management library (``pynvml``): its devices, and what its errors mean.
 
-Every call goes through ctypes without the GIL, so that a slow one (microseconds to tens of milliseconds, for ever on a GPU that
-fell off the bus) holds up nobody but the thread that made it.
+Calls go through ctypes without the GIL, so a slow one (microseconds to tens of milliseconds, forever on a GPU that fell off
+the bus) blocks only the calling thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchobs.support.after_fork import importing
 
 
 class NvmlFault(Enum):
-    """What to do about an error."""
+    """What to do about an NVML error."""
 
     UNSUPPORTED = "never ask this device for it again"
     LOST = "the device is gone; look whether it comes back"
@@ -24,12 +24,12 @@ class NvmlFault(Enum):
 
 
 _FAULTS = {
-    2: NvmlFault.UNSUPPORTED,  # invalid argument: what a MIG instance, or a link that is not there, is told
+    2: NvmlFault.UNSUPPORTED,  # invalid argument: for a MIG instance, or a missing link
     3: NvmlFault.UNSUPPORTED,
     4: NvmlFault.UNSUPPORTED,  # no permission
     13: NvmlFault.UNSUPPORTED,  # the driver is older than the function
-    25: NvmlFault.UNSUPPORTED,  # or than the version of its argument
-    26: NvmlFault.UNSUPPORTED,  # or newer than it
+    25: NvmlFault.UNSUPPORTED,  # the driver is older than the argument's version
+    26: NvmlFault.UNSUPPORTED,  # the driver is newer than the argument's version
     15: NvmlFault.LOST,
     16: NvmlFault.LOST,  # reset required
     28: NvmlFault.LOST,  # GPU not found
@@ -38,13 +38,13 @@ _FAULTS = {
     18: NvmlFault.CLOSED,  # library and driver are of different versions
     12: NvmlFault.ABSENT,
 }
-"""By ``nvmlReturn_t``, whose numbers are a part of NVML's ABI."""
+"""By ``nvmlReturn_t``; its numbers are part of NVML's ABI"""
 
 RESET_REQUIRED = 16
 
 
 def fault_of(error: Any) -> NvmlFault:
-    """Return what an ``NVMLError`` means for the one who asked."""
+    """Return what to do about an ``NVMLError``."""
     return _FAULTS.get(error.value, NvmlFault.PASSING)
 
 
@@ -61,7 +61,7 @@ class Gpu(NamedTuple):
 
 
 class NvmlUnavailableError(Exception):
-    """The library cannot be initialised; the message is its own, ``fault`` says what may become of it."""
+    """The library cannot be initialized; the message is NVML's, ``fault`` the kind of error."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -69,7 +69,7 @@ class NvmlUnavailableError(Exception):
 
 
 class Library:
-    """The library, initialised.
+    """The initialized library.
 
     Raises :class:`NvmlUnavailableError`, or ``ImportError``; its methods raise ``error``, which is ``pynvml.NVMLError``.
     """
@@ -85,23 +85,23 @@ class Library:
         except self.error as error:
             raise NvmlUnavailableError(error) from None
         try:
-            self.boards, self.gpus = self._survey()
+            self.boards, self.gpus = self._list_devices()
         except self.error as error:
             self.close()
             raise NvmlUnavailableError(error) from None
 
     def close(self) -> None:
-        """Give it back; others in the process may go on with it."""
+        """Shut down our use of it; others in the process may go on."""
         try:
             self.api.nvmlShutdown()
         except self.error:
             return
 
-    def again(self, gpu: Gpu) -> Gpu:
-        """Return the device with a fresh handle."""
+    def reopen(self, gpu: Gpu) -> Gpu:
+        """Return the device with a new handle."""
         return gpu._replace(handle=self.api.nvmlDeviceGetHandleByUUID(gpu.uuid))
 
-    def _survey(self) -> tuple[list[Board], dict[str, Gpu]]:
+    def _list_devices(self) -> tuple[list[Board], dict[str, Gpu]]:
         boards: list[Board] = []
         gpus: dict[str, Gpu] = {}
         for index in range(self.api.nvmlDeviceGetCount()):
@@ -111,7 +111,7 @@ class Library:
             except self.error as error:
                 if fault_of(error) is NvmlFault.CLOSED:
                     raise
-                boards.append(Board(f"lost-{index}"))  # it keeps its number, by which the others are named
+                boards.append(Board(f"lost-{index}"))  # it keeps its index, so that those of the others stay
                 continue
             boards.append(Board(gpu.uuid, tuple(one.uuid for one in instances or ()), mig=instances is not None))
             gpus |= {one.uuid: one for one in (gpu, *(instances or ()))}
@@ -123,7 +123,7 @@ class Library:
         return Gpu(uuid, handle, uuid, self.api.nvmlDeviceGetName(handle))
 
     def _instances(self, gpu: Gpu) -> list[Gpu] | None:
-        """Return its MIG instances; ``None`` where that mode is off, or not known."""
+        """Return the GPU's MIG instances; ``None`` where MIG is off or unknown."""
         try:
             mode, _ = self.api.nvmlDeviceGetMigMode(gpu.handle)
             count = self.api.nvmlDeviceGetMaxMigDeviceCount(gpu.handle) if mode else 0
@@ -139,5 +139,5 @@ class Library:
             handle = self.api.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, index)
             uuid, number = self.api.nvmlDeviceGetUUID(handle), self.api.nvmlDeviceGetGpuInstanceId(handle)
         except self.error:
-            return None  # a place that no instance has
+            return None  # an empty slot
         return Gpu(uuid, handle, gpu.uuid, gpu.model, number)

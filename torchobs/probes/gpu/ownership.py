@@ -1,7 +1,8 @@
-"""Which rank samples which GPU: the first to lock its byte of a file that all of the node's ranks have.
+"""Assigns each GPU to one rank: the first to lock its byte of a file that all ranks of the node share.
 
 Ranks often see every GPU of the node (torchrun) and sometimes only their own (Slurm's ``--gpus-per-task``), and a rank cannot
-tell which. The kernel drops the lock of a rank that dies, so that another one goes on. POSIX locks: see ``flight.files.lock``.
+tell which. The kernel releases the lock of a rank that dies, so another one takes over. POSIX locks: see
+:mod:`torchobs.flight.files.lock`.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from zlib import crc32
 
 
 class GpuOwnership:
-    """What this process has claimed of one run, until :meth:`close`."""
+    """GPUs that this process owns in one run, until :meth:`close`."""
 
     def __init__(self, directory: str, run_id: str) -> None:
-        """``directory`` is that of the flight files; the file is made when something is claimed."""
+        """``directory``: of the flight files; the lock file is created on the first :meth:`take`."""
         self._path = Path(directory) / f"gpus-{os.getuid()}.lock"
         self._run_id = run_id
         self._fd: int | None = None
 
     def take(self, uuid: str) -> bool:
-        """Return True if the device is ours from now on. Where the file cannot be had, everything is."""
+        """Return True if this process owns the device now. Without a lock file it owns every device."""
         fd = self._fd = self._open() if self._fd is None else self._fd
         if fd is None:
             return True
-        byte = crc32(f"{self._run_id}/{uuid}".encode())  # two GPUs that share one in 2^32: one of them goes unsampled
+        byte = crc32(f"{self._run_id}/{uuid}".encode())  # on a collision, 1 in 2^32, one of the GPUs is not sampled
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         except OSError:
@@ -34,7 +35,7 @@ class GpuOwnership:
         return True
 
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release all locks. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""The probe: a thread of its own, for a GPU that fell off the bus can hold a call for ever, and the heartbeat must go on."""
+"""GPU probe with a thread of its own: a lost GPU can block an NVML call forever, and the heartbeat must go on."""
 
 from __future__ import annotations
 
@@ -17,72 +17,72 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 STUCK_S = 15.0
-"""A round takes milliseconds, and a second per GPU while the driver loads their state (no persistence mode)."""
-FAREWELL_S = 0.04
-"""What the end of the process may wait for a last look, and for the thread's end"""
+"""A round takes milliseconds, or a second per GPU while the driver loads their state (no persistence mode)."""
+END_WAIT_S = 0.04
+"""How long the end of the process waits for a last round, and for the thread's end"""
 
 
 class GpuProbe:
-    """Samples the GPUs by NVML. Started by the sampler thread; where there is no library the thread ends at once."""
+    """Samples GPUs through NVML. The sampler thread starts it; without the library its thread ends at once."""
 
     name = "gpu"
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
-        self._looked = threading.Event()
-        renew_in_child(self, _wake=threading.Event, _looked=threading.Event)
+        self._round_done = threading.Event()
+        renew_in_child(self, _wake=threading.Event, _round_done=threading.Event)
         self._busy_since: float | None = None
-        self._ending = self._silent = False
+        self._ending = self._unresponsive = False
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context = context
         described = context.writer.header.resource
         local_rank = described.get("local_rank", 0)
-        place = GpuAssignment(int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
-        self._fleet = GpuMonitor(
-            context.writer, GpuOwnership(str(Path(context.writer.path).parent), str(described.get("run_id"))), place
+        assignment = GpuAssignment(int(local_rank), settings.environment().get("CUDA_VISIBLE_DEVICES"))
+        self._monitor = GpuMonitor(
+            context.writer, GpuOwnership(str(Path(context.writer.path).parent), str(described.get("run_id"))), assignment
         )
         self._breaker = context.breaker(self.name)
 
     def remove(self) -> None:
-        """Look once more and end the thread; a stuck one is left behind (:class:`~torchobs.probes.core.context.Probe`)."""
+        """Sample once more and end the thread; a blocked one is abandoned (:class:`~torchobs.probes.core.context.Probe`)."""
         thread, self._thread = self._thread, None
-        there = thread is not None and thread.is_alive()
-        if there and self._busy_since is None:
-            self._looked.clear()
+        alive = thread is not None and thread.is_alive()
+        if alive and self._busy_since is None:
+            self._round_done.clear()
             self._wake.set()
-            self._looked.wait(FAREWELL_S)
+            self._round_done.wait(END_WAIT_S)
         self._ending = True
-        if thread is not None and there:
+        if thread is not None and alive:
             self._wake.set()
-            thread.join(FAREWELL_S)
+            thread.join(END_WAIT_S)
 
     def observe(self) -> None:
-        """Have the thread look, unless it is still at it."""
-        if self._ending or self._fleet.absent:
+        """Wake the thread for a round, unless one is in progress."""
+        if self._ending or self._monitor.absent:
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="torchobs-gpu", daemon=True)
             self._thread.start()
         busy_since = self._busy_since
         if busy_since is None:
-            self._silent = False
+            self._unresponsive = False
             self._wake.set()
-        elif not self._silent and time.monotonic() - busy_since > STUCK_S:
-            self._silent = True
-            self._fleet.fall_silent(f"the GPU driver has not answered for {STUCK_S:g} s")
+        elif not self._unresponsive and time.monotonic() - busy_since > STUCK_S:
+            self._unresponsive = True
+            self._monitor.mark_unresponsive(f"the GPU driver has not answered for {STUCK_S:g} s")
 
     def _run(self) -> None:
-        while not self._fleet.absent:
+        while not self._monitor.absent:
             self._wake.wait()
             self._wake.clear()
             if self._ending:
                 break
             self._busy_since = time.monotonic()
-            call(self._breaker, self._fleet.round)
+            call(self._breaker, self._monitor.round)
             self._busy_since = None
             self._context.spent_ns[self.name] = time.thread_time_ns()
-            self._looked.set()
-        self._fleet.close()
+            self._round_done.set()
+        self._monitor.close()

@@ -1,4 +1,4 @@
-"""What a GPU is asked: one function per sensor, each with what to ask instead where it is not supported."""
+"""GPU sensors: one function each, with alternatives where a GPU or driver does not support it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     Sensor = Callable[[Any, Any], Iterable["Reading"]]
 
 _UNKNOWN = 0xFFFF_FFFF
-"""NVML_VALUE_NOT_AVAILABLE, as an unsigned integer reads it"""
+"""NVML_VALUE_NOT_AVAILABLE as an unsigned integer"""
 _ALL_LINKS = 0xFFFF_FFFF
 _MEMORY_V2 = 0x0200_0028
 _VOLATILE, _CORRECTED, _UNCORRECTED = 0, 0, 1
@@ -36,7 +36,7 @@ _POLICIES = {"power": 0, "thermal": 1}
 
 
 class Reading(NamedTuple):
-    """A value of a gauge, or the total of a counter as the driver has it."""
+    """Value of a gauge, or the driver's total of a counter."""
 
     metric: Metric
     value: float
@@ -47,7 +47,7 @@ _TYPE = ("hw.type", "gpu")
 
 
 def _utilization(api: Any, handle: Any) -> Iterator[Reading]:
-    """Shares in percent; an old driver's nonsense is none."""
+    """Utilization in percent; impossible values of old drivers are dropped."""
     rates = api.nvmlDeviceGetUtilizationRates(handle)
     if rates.gpu <= 100:  # noqa: PLR2004  # percent
         yield Reading(catalog.HW_GPU_UTILIZATION, rates.gpu / 100, (("hw.gpu.task", "general"),))
@@ -56,7 +56,7 @@ def _utilization(api: Any, handle: Any) -> Iterator[Reading]:
 
 
 def _memory(api: Any, handle: Any) -> Iterator[Reading]:
-    """In use without what the driver keeps for itself, as nvidia-smi shows it."""
+    """Memory in use without the driver's reserve, as nvidia-smi shows it."""
     yield from _memory_of(api.nvmlDeviceGetMemoryInfo(handle, version=_MEMORY_V2))
 
 
@@ -107,14 +107,14 @@ def _throttled(api: Any, handle: Any) -> Iterator[Reading]:
 
 
 class _Throttling:
-    """Where the driver does not count (GeForce): what holds the clocks down now has done so since the last look."""
+    """Estimates throttling time where the driver does not count it (GeForce): current reasons held since the last reading."""
 
     def __init__(self) -> None:
         self._looked: float | None = None
         self._total_s = dict.fromkeys(_REASON_BITS, 0.0)
 
     def __call__(self, api: Any, handle: Any) -> Iterator[Reading]:
-        reasons = api.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # the name that every driver knows
+        reasons = api.nvmlDeviceGetCurrentClocksThrottleReasons(handle)  # the name that every driver version has
         before, self._looked = self._looked, time.monotonic()
         for reason, bits in _REASON_BITS.items():
             if before is not None and reasons & bits:
@@ -158,7 +158,7 @@ def _nvlink_errors(api: Any, handle: Any) -> Iterator[Reading]:
 
 
 def _fields(api: Any, handle: Any, fields: list[Any], *, all_of_them: bool = True) -> list[float]:
-    """Return the fields' values. Raises ``NVMLError`` if one (``all_of_them``), else if every one of them is not to be had."""
+    """Return the fields' values. Raises ``NVMLError`` if one (``all_of_them``) or all of them are unavailable."""
     values, refused = [], 0
     for field in api.nvmlDeviceGetFieldValues(handle, fields):
         if field.nvmlReturn == api.NVML_SUCCESS:
@@ -171,11 +171,11 @@ def _fields(api: Any, handle: Any, fields: list[Any], *, all_of_them: bool = Tru
 
 
 _UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""The union's member for each ``nvmlValueType_t``"""
+"""Union member for each ``nvmlValueType_t``"""
 
 
-def _of_gpu() -> list[list[Sensor]]:
-    """Return the sensors of a physical GPU; of each list the first that is supported is asked."""
+def _gpu_sensors() -> list[list[Sensor]]:
+    """Return the sensors of a physical GPU; of each list the first supported one is used."""
     return [
         [_utilization], [_memory, _memory_before_510], [_power], [_power_limit], [_energy], [_temperature],
         [_memory_temperature], [_clock], [_clock_limit], [_throttled, _Throttling()], [_ecc], [_pcie_replays], [_nvlink],
@@ -183,28 +183,28 @@ def _of_gpu() -> list[list[Sensor]]:
     ]  # fmt: skip
 
 
-def _of_idle_gpu() -> list[list[Sensor]]:
+def _idle_gpu_sensors() -> list[list[Sensor]]:
     return [[_utilization], [_memory, _memory_before_510], [_power]]
 
 
-def _of_instance() -> list[list[Sensor]]:
-    """Return those of a MIG instance: what it has for itself. Power, clocks and the like are the physical GPU's."""
+def _instance_sensors() -> list[list[Sensor]]:
+    """Return the sensors of a MIG instance; power, clocks and the like belong to the physical GPU."""
     return [[_memory, _memory_before_510]]
 
 
 class Sensors:
-    """The sensors of one device, as far as it has them."""
+    """Supported sensors of one device."""
 
     def __init__(self, gpu: Gpu, *, idle: bool) -> None:
         self.gpu = gpu
-        whole = gpu.uuid == gpu.physical
-        self._left = (_of_idle_gpu() if idle else _of_gpu()) if whole else _of_instance()
-        self.has_state = whole and not idle
+        physical = gpu.uuid == gpu.physical
+        self._supported = (_idle_gpu_sensors() if idle else _gpu_sensors()) if physical else _instance_sensors()
+        self.has_state = physical and not idle
 
     def read(self, library: Library) -> list[Reading]:
-        """Ask all of them. Raises ``NVMLError`` when the device is lost or the library closed."""
+        """Read all sensors. Raises ``NVMLError`` when the device is lost or the library closed."""
         readings: list[Reading] = []
-        for alternatives in list(self._left):
+        for alternatives in list(self._supported):
             while alternatives:
                 try:
                     readings += alternatives[0](library.api, self.gpu.handle)
@@ -215,19 +215,19 @@ class Sensors:
                     if fault_of(error) is not NvmlFault.UNSUPPORTED:
                         break
                     del alternatives[0]
-        self._left = [alternatives for alternatives in self._left if alternatives]
+        self._supported = [alternatives for alternatives in self._supported if alternatives]
         return readings
 
     def state(self, library: Library, readings: list[Reading]) -> str:
-        """Return the GPU's state, a value of ``hw.state``."""
-        pending, failed = self._rows(library)
+        """Return the GPU's state: a value of ``hw.state``."""
+        pending, failed = self._row_remapping(library)
         if failed:
             return "failed"
         uncorrected = any(("error.type", "ecc_uncorrected") in one.attributes and one.value for one in readings)
         return "degraded" if pending or uncorrected or self._wants_recovery(library) else "ok"
 
-    def _rows(self, library: Library) -> tuple[bool, bool]:
-        """Whether a memory row waits for a reset to be replaced, and whether one could not be."""
+    def _row_remapping(self, library: Library) -> tuple[bool, bool]:
+        """Return whether a row remapping is pending until a reset, and whether one has failed."""
         try:
             _, _, pending, failed = library.api.nvmlDeviceGetRemappedRows(self.gpu.handle)
         except library.error as error:
@@ -237,7 +237,7 @@ class Sensors:
         return bool(pending), bool(failed)
 
     def _wants_recovery(self, library: Library) -> bool:
-        """Whether the driver asks for a reset of the GPU or of the node (since R550)."""
+        """Return True if the driver asks for a reset of the GPU or node (since R550)."""
         try:
             (action,) = _fields(library.api, self.gpu.handle, [_FIELD_RECOVERY_ACTION])
         except library.error as error:

@@ -1,4 +1,4 @@
-"""The series of one device."""
+"""Series of one GPU device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATES = ("ok", "degraded", "failed")
 
 
 class GpuSeries:
-    """Puts readings into cells. Counters count from the first reading on; a gauge without a reading is absent."""
+    """Writes readings to cells. Counters start at the first reading; a gauge without a reading is absent."""
 
     def __init__(self, table: Table, uuid: str) -> None:
         self.uuid = uuid
@@ -31,7 +31,7 @@ class GpuSeries:
         self._state = ""
 
     def show(self, readings: Iterable[Reading]) -> None:
-        """Show these readings, and no gauge besides them."""
+        """Publish these readings; gauges without one become absent."""
         fresh = set()
         for metric, value, attributes in readings:
             key = (metric, attributes)
@@ -46,13 +46,13 @@ class GpuSeries:
                 self._cells[key].set(nan)
 
     def add(self, metric: Metric, attributes: tuple[tuple[str, str], ...], amount: int) -> None:
-        """Add to a counter; 0 makes it exist."""
+        """Add to a counter; 0 creates it."""
         cell = self._cell(metric, attributes)
         if cell is not None:
             cell.add(amount)
 
     def state(self, state: str) -> bool:
-        """Show the device's state; tell whether it is another one than before."""
+        """Publish the device's state; return True if it has changed."""
         for name in _STATES:
             attributes = {"hw.id": self.uuid, "hw.type": "gpu", "hw.state": name}
             cell = self._table.cell(catalog.HW_STATUS, attributes)
@@ -71,7 +71,7 @@ class GpuSeries:
         return self._cells[key]
 
     def _count(self, cell: Cell, key: Key, total: float) -> None:
-        """Count what came since the last reading; a total that fell (the driver was reloaded) is where we start anew."""
+        """Add the growth since the last reading; a total that fell (driver reload) restarts the count."""
         grown = total - self._totals.get(key, total)
         self._totals[key] = total
         if grown > 0:

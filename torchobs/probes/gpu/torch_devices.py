@@ -1,4 +1,4 @@
-"""Which GPUs this process uses, asked of torch: never the first to touch CUDA, and without creating a context."""
+"""GPUs that this process uses, according to torch: CUDA is never initialized here, and no context created."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 
 class Used(NamedTuple):
-    """A CUDA device of this process, by torch's number and by the library's UUID."""
+    """A CUDA device of this process, with torch's index and the driver's UUID."""
 
     device: str
     uuid: str
     in_use: bool
-    """whether torch's allocator holds memory on it"""
+    """True if torch's allocator holds memory on it"""
 
 
 def used() -> list[Used] | None:
-    """Return torch's devices; ``None`` while CUDA is not initialised, or where torch tells no UUIDs (before 2.5, ROCm)."""
+    """Return torch's devices; ``None`` before CUDA is initialized, or where torch has no UUIDs (before 2.5, ROCm)."""
     torch = sys.modules.get("torch")
     if torch is None or torch.version.cuda is None or not torch.cuda.is_initialized():
         return None
@@ -25,7 +25,7 @@ def used() -> list[Used] | None:
         uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
         if uuid is None:
             return None
-        stats = torch.cuda.memory_stats_as_nested_dict(index)  # empty before the first allocation of all
+        stats = torch.cuda.memory_stats_as_nested_dict(index)  # empty before the first allocation
         held = stats.get("reserved_bytes", {}).get("all", {}).get("current", 0)
         found.append(Used(f"cuda:{index}", str(uuid), held > 0))
     return found

@@ -1,4 +1,4 @@
-"""Which GPUs this process may use: by ``CUDA_VISIBLE_DEVICES``, read as the CUDA driver reads it."""
+"""GPUs that this process may use according to ``CUDA_VISIBLE_DEVICES``, parsed as the CUDA driver does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ORDINAL = re.compile(r"\s*([+-]?\d+)")
 
 
 class Board(NamedTuple):
-    """A physical GPU's UUID, and those of its MIG instances. One in MIG mode is of use through an instance only."""
+    """UUIDs of a physical GPU and of its MIG instances. In MIG mode only an instance is usable."""
 
     uuid: str
     instances: tuple[str, ...] = ()
@@ -20,11 +20,10 @@ class Board(NamedTuple):
 
 
 def visible(variable: str | None, boards: Sequence[Board]) -> list[str]:
-    """Return the UUIDs of the devices that CUDA would show, in its order.
+    """Return the UUIDs of the devices that CUDA would list, in its order.
 
-    Ordinals count in the driver library's order, which is CUDA's if all GPUs are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID.
-    The list ends at the first name that is none, and one that comes twice leaves nothing, as CUDA has it (CUDA C++
-    Programming Guide, "CUDA Environment Variables").
+    Ordinals are NVML's, which equal CUDA's if all GPUs are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID. The list ends at the first
+    invalid name, and a duplicate makes it empty, as in CUDA (CUDA C++ Programming Guide, "CUDA Environment Variables").
     """
     found: list[str] = []
     for uuid in _named(variable, boards):
@@ -52,13 +51,13 @@ def _usable(board: Board) -> str | None:
 
 
 def _by_ordinal(name: str, boards: Sequence[Board]) -> str | None:
-    number = _ORDINAL.match(name)  # `2GB` is 2, as strtol has it
+    number = _ORDINAL.match(name)  # `2GB` is 2, as for strtol
     index = int(number[1]) if number else -1
     return _usable(boards[index]) if 0 <= index < len(boards) else None
 
 
 def _by_uuid(name: str, boards: Sequence[Board]) -> str | None:
-    """Find the only device whose UUID begins so; the old name of an instance is ``MIG-<GPU's UUID>/<GI>/<CI>``."""
+    """Return the only device with this UUID prefix; an instance's old name is ``MIG-<GPU's UUID>/<GI>/<CI>``."""
     known = {uuid: uuid for board in boards for uuid in board.instances}
     known |= {board.uuid: usable for board in boards if (usable := _usable(board)) is not None}
     matches = {device for uuid, device in known.items() if uuid.startswith(name)}

@@ -1,4 +1,4 @@
-"""XIDs: what the driver reports of a GPU in trouble, without waiting for any."""
+"""XIDs: the driver's reports of GPU errors, read without waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torchobs.probes.gpu.nvml import Gpu, Library
 
 _CRITICAL = 0x8
-_MOST = 64
+_MAX_REPORTS = 64
 
 MEANINGS = {
     13: "graphics engine exception",
@@ -45,14 +45,14 @@ MEANINGS = {
 
 
 class Xid(NamedTuple):
-    """One report."""
+    """One XID report."""
 
     uuid: str
     number: int
 
 
 class Xids:
-    """Listens to physical GPUs. Where that is not supported or not permitted there are none."""
+    """Listens to physical GPUs; yields nothing where that is unsupported or not permitted."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -60,7 +60,7 @@ class Xids:
         self._set: Any = None
 
     def watch(self, gpu: Gpu) -> bool:
-        """Listen to one more; tell whether it reports. Raises ``NVMLError`` when it is lost or the library closed."""
+        """Listen to one more GPU; return True on success. Raises ``NVMLError`` when it is lost or the library closed."""
         api = self._library.api
         try:
             if self._set is None:
@@ -74,18 +74,18 @@ class Xids:
         return True
 
     def fresh(self) -> Iterator[Xid]:
-        """Yield what came since the last call, at most 64."""
-        for _ in range(_MOST if self._watched else 0):
+        """Yield the reports since the last call, at most 64."""
+        for _ in range(_MAX_REPORTS if self._watched else 0):
             try:
                 event = self._library.api.nvmlEventSetWait_v2(self._set, 0)
             except self._library.error:
-                return  # NVML_ERROR_TIMEOUT: nothing more; or the GPU is lost, which its sensors tell
+                return  # NVML_ERROR_TIMEOUT: no more; or the GPU is lost, which its sensors report
             uuid = self._watched.get(_address(event.device))
             if uuid is not None and event.eventType & _CRITICAL:
                 yield Xid(uuid, int(event.eventData))
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         events, self._set = self._set, None
         if events is not None:
             try:
@@ -95,5 +95,5 @@ class Xids:
 
 
 def _address(handle: Any) -> int:
-    """Return what the handle points to: two handles of one device are equal in C, and not in ctypes."""
+    """Return the handle's pointer: ctypes does not compare two handles of one device as equal."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0

@@ -1,14 +1,14 @@
-"""Checkpoints: ``torch.save``, ``safetensors.torch.save_file`` and ``torch.distributed.checkpoint``, timed and sized.
+"""Checkpoints: duration and size of ``torch.save``, ``safetensors.torch.save_file`` and ``torch.distributed.checkpoint``.
 
-Nothing is changed and nothing serialised twice: the size is the file's, or how far a buffer's position moved. What is saved
-between two steps is one checkpoint, for most trainers write several files. What counts:
+Nothing is changed or serialized twice: the size is the file's, or the distance that a buffer's position moved. Saves between
+two steps count as one checkpoint, since most trainers write several files. What counts:
 
-* state of a model or an optimizer (``saved_state``), once a step has ended: a cache of data is none, nor are initial weights;
-* saved to a path or an open file, or to memory (or a file object that is no file) from ``LEAST_BYTES`` on: Lightning saves to
+* state of a model or an optimizer (:mod:`.saved_state`) after the first step: no data caches, no initial weights;
+* saves to a path or an open file; saves to memory (or a file object that is no file) from ``MIN_BYTES`` on: Lightning saves to
   memory first, but so does everyone who sends an object to another rank.
 
-A save inside another one is part of it. An asynchronous save takes the training thread's time while it copies, and is a
-checkpoint when it is complete. A loop that did ``from torch import save`` before ``torchobs.init()`` is not seen.
+A save inside another one is part of it. An asynchronous save takes training time while it copies, and is a checkpoint once it
+is complete. Saves through ``from torch import save`` before ``torchobs.init()`` are not seen.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
 
-LEAST_BYTES = 64 * 1024
-"""What is saved to memory and is smaller is no checkpoint: a CUDA random state has 16 bytes, a CPU one 5 KB"""
+MIN_BYTES = 64 * 1024
+"""Smaller saves to memory are no checkpoint: a CUDA random state has 16 bytes, a CPU one 5 KB"""
 DISTRIBUTED, SAFETENSORS = "torch.distributed.checkpoint", "safetensors.torch"
-_SAVED = ("obj", "tensors", "state_dict")
-"""The first argument's names"""
-_HIDDEN = ("state_dict_saver", "state_dict_loader")
+_SAVED_ARGUMENTS = ("obj", "tensors", "state_dict")
+"""Keyword names of the first argument"""
+_IMPLEMENTATIONS = ("state_dict_saver", "state_dict_loader")
 
 
 @dataclass(slots=True)
 class _Saving:
-    """A save under way."""
+    """A save in progress."""
 
     format: str
     target: Any
-    begun_ns: int
+    started_ns: int
     step: int
     early: bool = False
-    """before the first step has ended"""
+    """True before the first step has ended"""
     position: int | None = None
-    """in a file object, at the beginning"""
+    """position in a file object at the start"""
     in_memory: bool = False
     pinned: bool = False
     group: Any = None
-    """the process group of a distributed one"""
+    """process group of a distributed save"""
 
 
 class CheckpointProbe:
-    """Watches what is saved."""
+    """Times and sizes saves, and times loads."""
 
     name = "checkpoint"
 
@@ -75,8 +75,8 @@ class CheckpointProbe:
         self._patches: list[Patch] = []
         self._imports: list[MetaPathFinder | None] = []
         self._inside = threading.local()
-        self._budget = span_limiter()
-        self._lock = threading.RLock()  # a handler of SIGTERM may save, too, wherever it interrupts us
+        self._span_limiter = span_limiter()
+        self._lock = threading.RLock()  # a SIGTERM handler may save too, wherever it interrupts us
         renew_in_child(self, _lock=threading.RLock)
         self._step, self._seconds, self._bytes = -1, 0.0, 0
 
@@ -109,13 +109,13 @@ class CheckpointProbe:
 
     def _watch_distributed(self) -> None:
         package = sys.modules[DISTRIBUTED]
-        saver, loader = (sys.modules[f"{DISTRIBUTED}.{name}"] for name in _HIDDEN)
+        saver, loader = (sys.modules[f"{DISTRIBUTED}.{name}"] for name in _IMPLEMENTATIONS)
         self._replace("save", partial(self._saver, "distributed", 9, "checkpoint_id"), package, saver)
         self._replace("async_save", partial(self._saver, "distributed", 9, "checkpoint_id"), package, saver)
         self._replace("load", partial(self._loader, "distributed"), package, loader)
 
     def _saver(self, kind: str, at: int, name: str, original: Any) -> Any:
-        """Wrap a function that saves to its argument number ``at``, or of that ``name``."""
+        """Wrap a function that saves to its argument number ``at``, or to that ``name``."""
         breaker, inside = self._breaker, self._inside
 
         @functools.wraps(original)
@@ -123,7 +123,7 @@ class CheckpointProbe:
             if breaker.blown or getattr(inside, "save", False) or _calls_from_distributed():
                 return original(*args, **kwargs)
             target = args[at] if len(args) > at else kwargs.get(name)
-            saved = args[0] if args else next((kwargs[word] for word in _SAVED if word in kwargs), None)
+            saved = args[0] if args else next((kwargs[word] for word in _SAVED_ARGUMENTS if word in kwargs), None)
             saving = call(breaker, self._begin, kind, saved, target, kwargs.get("process_group"))
             inside.save, failed, result = True, True, None
             try:
@@ -142,14 +142,14 @@ class CheckpointProbe:
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
-            begun_ns, inner = monotonic_ns(), _calls_from_distributed() or _fetching(context)
+            started_ns, inner = monotonic_ns(), _calls_from_distributed() or _fetching(context)
             result = original(*args, **kwargs)
-            if not inner and monotonic_ns() - begun_ns >= LONG_NS and threading.get_ident() == context.thread:
+            if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == context.thread:
                 call(
                     breaker,
                     self._span,
                     catalog.SPAN_RESTORE,
-                    begun_ns,
+                    started_ns,
                     {"format": kind, "step": context.recorder.logged_step()},
                     failed=False,
                 )
@@ -161,14 +161,14 @@ class CheckpointProbe:
         recorder = self._context.recorder
         step = recorder.logged_step()
         if kind != "distributed" and step != self._step and not holds_state(saved, self._trained()):
-            return None  # a cache of data, a table of results; beside a checkpoint it is a part of it
+            return None  # a data cache or results; saved beside a checkpoint, it is part of it
         saving = _Saving(kind, target, monotonic_ns(), step, early=not recorder.ended, group=group)
         if kind == "torch" and not isinstance(target, (str, os.PathLike)):
             saving.position, saving.in_memory = _position(target), not _is_file(target)
-        # a save to memory is known for a checkpoint by its size, afterwards; before the first step, no step's clock runs yet
+        # a save to memory is recognized afterwards, by its size; before the first step no step is timed
         saving.pinned = not saving.in_memory and self._in_step()
         if saving.pinned:
-            recorder.mark(PIN, saving.begun_ns, CHECKPOINT)
+            recorder.mark(PIN, saving.started_ns, CHECKPOINT)
         return saving
 
     def _trained(self) -> list[Any]:
@@ -188,15 +188,15 @@ class CheckpointProbe:
         upload = getattr(result, "upload_completion", result)
         if error is None and hasattr(upload, "add_done_callback"):
             upload.add_done_callback(
-                lambda future: call(self._breaker, self._uploaded, saving, future, now_ns - saving.begun_ns)
+                lambda future: call(self._breaker, self._uploaded, saving, future, now_ns - saving.started_ns)
             )
             return
         size = None if error is not None else _size(saving, result)
         if saving.in_memory:
-            if (size or 0) < LEAST_BYTES:
+            if (size or 0) < MIN_BYTES:
                 return
             if self._in_step():
-                recorder.mark(PIN, saving.begun_ns, CHECKPOINT)
+                recorder.mark(PIN, saving.started_ns, CHECKPOINT)
                 recorder.mark(UNPIN, now_ns)
         self._record(saving, now_ns, size, error, {})
 
@@ -209,28 +209,28 @@ class CheckpointProbe:
         self, saving: _Saving, now_ns: int, size: int | None, error: type[BaseException] | None, more: dict[str, object]
     ) -> None:
         if saving.early and error is None:
-            return  # before the first step there is nothing to lose yet
+            return  # before the first step there is no progress to save
         attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
         if error is not None:
             attributes["exception.type"] = f"{error.__module__}.{error.__qualname__}"
             self._add("failed")
             self._context.writer.event(catalog.EVENT_CHECKPOINT_FAILED.name, attributes, saving.step)
         else:
-            self._show(saving, now_ns - saving.begun_ns, size or 0)
+            self._show(saving, now_ns - saving.started_ns, size or 0)
         if size is not None:
             attributes["size"] = size
-        if now_ns - saving.begun_ns >= LONG_NS or self._budget.take(now_ns):
-            self._span(catalog.SPAN_CHECKPOINT, saving.begun_ns, attributes, failed=error is not None)
+        if now_ns - saving.started_ns >= LONG_NS or self._span_limiter.take(now_ns):
+            self._span(catalog.SPAN_CHECKPOINT, saving.started_ns, attributes, failed=error is not None)
 
     def _show(self, saving: _Saving, length_ns: int, size: int) -> None:
-        with self._lock:  # an upload's thread and the training thread; neither keeps it longer than this
+        with self._lock:  # held briefly by an upload's thread and the training thread
             if saving.step != self._step:
                 self._step, self._seconds, self._bytes = saving.step, 0.0, 0
                 self._add("saved")
             self._seconds += length_ns / 1e9
             self._bytes += size
-            shown = ((catalog.CHECKPOINT_TIMESTAMP, time.time()), (catalog.CHECKPOINT_DURATION, self._seconds))
-            for metric, value in (*shown, (catalog.CHECKPOINT_SIZE, self._bytes or None)):
+            values = ((catalog.CHECKPOINT_TIMESTAMP, time.time()), (catalog.CHECKPOINT_DURATION, self._seconds))
+            for metric, value in (*values, (catalog.CHECKPOINT_SIZE, self._bytes or None)):
                 cell = self._context.writer.table.cell(metric, {}) if value is not None else None
                 if cell is not None and value is not None:
                     cell.set(float(value))
@@ -240,14 +240,14 @@ class CheckpointProbe:
         if cell is not None:
             cell.add(1)
 
-    def _span(self, span: catalog.Span, begun_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
+    def _span(self, span: catalog.Span, started_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
         write: Callable[..., None] | None = self._context.span
         if write is not None:
-            write(span.name, begun_ns, monotonic_ns(), attributes, failed=failed)
+            write(span.name, started_ns, monotonic_ns(), attributes, failed=failed)
 
 
 def _calls_from_distributed() -> bool:
-    """Return True if our caller's caller is a part of ``torch.distributed.checkpoint``: a shard, or the upload's own save."""
+    """Return True if the wrapper was called by ``torch.distributed.checkpoint``: for a shard, or by an upload's own save."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{DISTRIBUTED}.")
 
 
@@ -269,7 +269,7 @@ def _position(target: Any) -> int | None:
 
 
 def _size(saving: _Saving, result: Any) -> int | None:
-    """Return the bytes that this rank has written, if they can be told."""
+    """Return the bytes that this rank has written, if known."""
     if saving.format == "distributed":
         return distributed_bytes(result, _rank(saving.group))
     if isinstance(saving.target, (str, os.PathLike)):
@@ -281,7 +281,7 @@ def _size(saving: _Saving, result: Any) -> int | None:
 
 
 def distributed_bytes(metadata: Any, rank: int) -> int | None:
-    """Return the bytes of that rank's shards, from the metadata that every rank gets; ``None`` for other names of files."""
+    """Return the bytes of that rank's shards, from the metadata that every rank gets; ``None`` if file names do not fit."""
     entries = getattr(metadata, "storage_data", None)
     if not isinstance(entries, dict):
         return None

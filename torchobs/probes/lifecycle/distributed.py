@@ -1,8 +1,8 @@
-"""Distributed training: the process group, how the model is spread, and DistributedDataParallel's own timings.
+"""Distributed training: the process group, the kinds of parallelism, and DistributedDataParallel's own timings.
 
-Nothing here communicates. DDP's logger is asked in the training thread, at the beginning of a backward, every ten seconds
-(8 µs), because it takes the reducer's lock, which a backward holds while it waits for a slow rank: for one that came 3 s late
-a call from another thread took as long, and the sampler's heartbeat must go on.
+Nothing here communicates. DDP's logger is read in the training thread, at the start of a backward, every ten seconds (8 µs):
+reading takes the reducer's lock, which a backward holds while it waits for a slow rank. With a rank that came 3 s late, a
+call from another thread took as long, and the sampler's heartbeat must go on.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _PARTS = {
 
 
 class DistributedProbe:
-    """Finds DDP models when they are made, and those made before ``init()`` when they run."""
+    """Finds DDP models when they are created; those created before ``init()`` when they run."""
 
     name = "distributed"
 
     def __init__(self) -> None:
         self._patch: Patch | None = None
         self._models: list[weakref.ref[Any]] = []
-        self._spread = Parallelism()
+        self._parallelism = Parallelism()
         self._seen: set[int] = set()
-        self._told: tuple[object, ...] | None = None
+        self._published: tuple[object, ...] | None = None
         self._fresh = False
         self._info: dict[Metric, dict[str, str]] = {}
 
@@ -61,17 +61,17 @@ class DistributedProbe:
         self._patch = Patch(DistributedDataParallel, "__init__", watched, probe=self.name, nests=True)
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.core.context.Probe`. Its last look is here, where no backward can be in the way."""
+        """See :class:`~torchobs.probes.core.context.Probe`. Reads a last time, when no backward can hold the lock."""
         patch, self._patch = self._patch, None
         if patch is None:
             return
         patch.undo()
         if not self._context.backwards:
-            self._look()
+            self._read_group()
             self._read()
 
     def sample(self) -> None:
-        """Look for a model that is in its forward, which is how one that was made before us is found."""
+        """Find models created before ``init()`` by their running forward; observe at once if there is a new model."""
         if self._patch is not None and not self._models and self._distributed.is_initialized():
             running = getattr(self._ddp, "_active_ddp_module", None)
             if running is not None:
@@ -81,16 +81,16 @@ class DistributedProbe:
             self.observe()
 
     def observe(self) -> None:
-        """Look at what is there; have DDP asked at the next backward."""
+        """Publish the process group and parallelism; read DDP's timings at the next backward."""
         if self._patch is None:
             return
-        self._look()
+        self._read_group()
         if self._living() and self._context.at_backward is not None:
             self._context.at_backward(self._read)
 
     def _watched(self, note: Callable[[Any], None], original: Any) -> Any:
         @functools.wraps(original)
-        def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # what it stands for
+        def __init__(model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # it replaces __init__
             original(model, *args, **kwargs)
             note(model)
 
@@ -104,31 +104,31 @@ class DistributedProbe:
     def _living(self) -> list[Any]:
         return [model for known in list(self._models) if (model := known()) is not None]
 
-    def _look(self) -> None:
+    def _read_group(self) -> None:
         distributed = self._distributed
         if not distributed.is_initialized():
-            if self._told is not None:
+            if self._published is not None:
                 self._set(catalog.DISTRIBUTED_WORLD_SIZE, nan)
             return
         optimizers = self._context.recorder.optimizers()
         kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()}
         if kinds != self._seen or "torch.distributed.fsdp" in sys.modules:
             self._seen = kinds
-            self._spread = recognise(optimizers, ddp=bool(self._living()))
-        self._tell(str(distributed.get_backend()), distributed.get_world_size())
+            self._parallelism = recognise(optimizers, ddp=bool(self._living()))
+        self._publish_group(str(distributed.get_backend()), distributed.get_world_size())
 
-    def _tell(self, backend: str, world_size: int) -> None:
-        spread = self._spread
+    def _publish_group(self, backend: str, world_size: int) -> None:
+        spread = self._parallelism
         parallelism, mesh = "+".join(spread.kinds), ",".join(f"{name}={size}" for name, size in spread.mesh)
         self._set(catalog.DISTRIBUTED_WORLD_SIZE, float(world_size))
-        if self._told != (backend, world_size, parallelism, mesh):
-            self._told = (backend, world_size, parallelism, mesh)
+        if self._published != (backend, world_size, parallelism, mesh):
+            self._published = (backend, world_size, parallelism, mesh)
             described = {"backend": backend, "parallelism": parallelism, "mesh": mesh}
             self._describe(catalog.DISTRIBUTED_INFO, described)
             self._context.writer.event(catalog.EVENT_DISTRIBUTED.name, described | {"world_size": world_size})
 
     def _read_ddp(self) -> None:
-        """Ask DDP's loggers. Several models (a GAN's) count together; what they have in common is the largest one's."""
+        """Read DDP's loggers. Several models (a GAN's) are summed; common settings are those of the largest."""
         data = [model._get_ddp_logging_data() for model in self._living() if getattr(model, "logger", None) is not None]
         timed = [one for one in data if one.get("iteration", 0) > 0 and not one.get("has_error")]
         for part, key in _PARTS.items() if timed else ():
@@ -150,7 +150,7 @@ class DistributedProbe:
             cell.set(value)
 
     def _describe(self, metric: Metric, attributes: dict[str, str]) -> None:
-        """Show a constant 1 with these labels, and no longer with others."""
+        """Set an info metric to 1 with these labels, and remove it with the previous ones."""
         before = self._info.get(metric)
         if before is not None and before != attributes:
             self._set(metric, nan, **before)

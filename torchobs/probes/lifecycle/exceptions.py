@@ -1,4 +1,4 @@
-"""What may be told of an exception: classes and code locations. No message, no value, no source text."""
+"""Describes exceptions by class and code location: no message, no value, no source text."""
 
 from __future__ import annotations
 
@@ -7,42 +7,42 @@ import sysconfig
 import traceback
 from typing import TYPE_CHECKING
 
-from torchobs.probes.lifecycle.worker_exceptions import retold
+from torchobs.probes.lifecycle.worker_exceptions import worker_exception
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from types import TracebackType
 
-_DEEPEST = 100
+_MAX_CHAIN = 100
 _INSTALLED = ("/site-packages/", "/dist-packages/")
-"""Of any environment: torch may be in another one than this Python's, by PYTHONPATH or a .pth file."""
+"""In any environment: torch may be in another one than this Python's, by PYTHONPATH or a .pth file"""
 _OWN = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120  # compared with code's file names, which are text
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """Return the attributes of its event: its class, where it was raised, the user's own line, and the root cause's.
+    """Return the event's attributes: class, location, the user's own line, and the same of the root cause.
 
-    ``caller`` is the innermost line outside of Python's and installed packages' code: an out-of-memory error raised in
-    ``torch/nn/functional.py`` has its reason elsewhere. What is not known, or says nothing new, is left out.
+    ``caller`` is the innermost line outside Python's and installed packages' code: an out-of-memory error raised in
+    ``torch/nn/functional.py`` has its reason there. Unknown and redundant attributes are left out.
 
-    An exception that a data loader's worker has sent is told with the place where the worker raised it (``location``,
-    ``caller``), which worker that was (``origin``), and the user's line that waited for it here (``reraised``).
+    For an exception from a data loader's worker, ``location`` and ``caller`` are those in the worker, ``origin`` names the
+    worker, and ``reraised`` is the user's line here that waited for it.
     """
     attributes, first = _located(error, ""), root_cause(error)
-    elsewhere = retold(first)
-    if elsewhere is not None and (len(elsewhere.chain) > 1 or not elsewhere.same):
-        root = elsewhere.chain[0]
-        return attributes | _named(root.kind, _places(root.frames), "cause.") | {"cause.origin": elsewhere.origin}
+    remote = worker_exception(first)
+    if remote is not None and (len(remote.chain) > 1 or not remote.same):
+        root = remote.chain[0]
+        return attributes | _named(root.kind, _places(root.frames), "cause.") | {"cause.origin": remote.origin}
     return attributes if first is error else attributes | _located(first, "cause.")
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return what it was raised from or while handling, and so on to the first; of a group the first of its members.
+    """Return the first exception in the chain of causes and contexts; of a group, follow its first member.
 
-    ``raise X from None`` says that what was handled is no cause.
+    ``raise X from None`` cuts the chain.
     """
     seen = set[int]()
-    while id(error) not in seen and len(seen) < _DEEPEST:
+    while id(error) not in seen and len(seen) < _MAX_CHAIN:
         seen.add(id(error))
         members = getattr(error, "exceptions", None)  # of a BaseExceptionGroup, since Python 3.11
         earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -55,11 +55,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def _located(error: BaseException, prefix: str) -> dict[str, str]:
-    kind, elsewhere, here = type(error), retold(error), _places(_frames(error.__traceback__))
-    if elsewhere is None or not elsewhere.same:
+    kind, remote, here = type(error), worker_exception(error), _places(_frames(error.__traceback__))
+    if remote is None or not remote.same:
         return _named(f"{kind.__module__}.{kind.__qualname__}", here, prefix)
-    last, came = elsewhere.chain[-1], here[1]
-    found = _named(last.kind, _places(last.frames), prefix) | {f"{prefix}origin": elsewhere.origin}
+    last, came = remote.chain[-1], here[1]
+    found = _named(last.kind, _places(last.frames), prefix) | {f"{prefix}origin": remote.origin}
     return found | ({f"{prefix}reraised": came} if came else {})
 
 
@@ -76,7 +76,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
 
 
 def _places(frames: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """Return where it was raised, and the user's own line nearest to that. ``frames``: files and places, the deepest last."""
+    """Return where it was raised, and the nearest line of user code. ``frames``: files and places, the deepest last."""
     location, caller = "unknown", ""
     libraries = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")), _OWN, "<frozen"})
     for file, place in frames:

@@ -1,10 +1,10 @@
-"""How the rank ends: an exception that nobody caught, ``sys.exit(n)``, Ctrl-C, or in order.
+"""How the rank ends: by an uncaught exception, ``sys.exit(n)``, Ctrl-C, or normally.
 
-SIGKILL, the default SIGTERM and ``os._exit`` leave nothing: such a rank is *lost*. No signal handler is installed: a Python
-handler never runs while a rank is stuck in a collective, which would make it ignore SIGTERM.
+SIGKILL, the default SIGTERM and ``os._exit`` leave no trace: such a rank is *lost*. No signal handler is installed: a Python
+handler does not run while a rank is stuck in a collective, and would make it ignore SIGTERM.
 
-An exception that ends a cell of a notebook, a test or a line of the prompt ends no rank. IPython, pytest and Python's own
-prompt leave it in ``sys.last_value``, where the sampler finds it unless another one follows within a tenth of a second.
+An exception that ends a notebook cell, a test or a line at the prompt does not end the rank. IPython, pytest and Python's own
+prompt store it in ``sys.last_value``, where the sampler finds it unless another one follows within a tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 INTERRUPTED = 130
-"""The status that a shell gives to what SIGINT has ended."""
+"""Shell's exit status of a process ended by SIGINT"""
 
 
 class ExitProbe:
-    """Chains the excepthooks, and notes what ``sys.exit`` is given."""
+    """Wraps the excepthooks and ``sys.exit``."""
 
     name = "exits"
 
@@ -38,9 +38,9 @@ class ExitProbe:
         self._context: ProbeContext | None = None
         self._patches: list[Patch] = []
         self._fatal: tuple[int, int] | None = None
-        self._left: tuple[int, int] | None = None
-        self._left_in = 0
-        self._told = self._last = 0
+        self._sys_exit: tuple[int, int] | None = None
+        self._sys_exit_step = 0
+        self._recorded = self._last = 0
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -59,7 +59,7 @@ class ExitProbe:
         breaker = self._breaker
 
         def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            settle(breaker, self.raised, error, fatal=not hasattr(sys, "ps1"))  # with a prompt, the process goes on
+            settle(breaker, self.record_exception, error, fatal=not hasattr(sys, "ps1"))  # with a prompt, the process goes on
             before(kind, error, trace)
 
         return excepthook
@@ -69,7 +69,7 @@ class ExitProbe:
 
         def thread_excepthook(args: threading.ExceptHookArgs) -> None:
             if args.exc_value is not None and args.exc_type is not SystemExit:
-                settle(breaker, self.raised, args.exc_value, thread=args.thread.name if args.thread else "unknown")
+                settle(breaker, self.record_exception, args.exc_value, thread=args.thread.name if args.thread else "unknown")
             before(args)
 
         return thread_excepthook
@@ -77,8 +77,8 @@ class ExitProbe:
     def _watched_exit(self, before: Any) -> Any:
         breaker = self._breaker
 
-        def exit(status: Any = None, /) -> None:  # noqa: A001  # it stands for sys.exit
-            call(breaker, self.leaves, status, sys.exc_info()[1])
+        def exit(status: Any = None, /) -> None:  # noqa: A001  # it replaces sys.exit
+            call(breaker, self.note_sys_exit, status, sys.exc_info()[1])
             before(status)
 
         return exit
@@ -90,60 +90,62 @@ class ExitProbe:
         self._patches = []
 
     def sample(self) -> None:
-        """Look whether somebody has handled an exception that would have ended a script."""
+        """Record an exception that a prompt or notebook has handled and that would have ended a script."""
         error = getattr(sys, "last_value", None)
         if id(error) == self._last:
             return
         self._last = id(error)
         if isinstance(error, BaseException):
-            self.raised(error)
+            self.record_exception(error)
 
-    def raised(self, error: BaseException, *, fatal: bool = False, thread: str = "") -> None:
-        """Record an exception: as an event, once, and as the rank's end if it is ``fatal`` (a thread's is not)."""
+    def record_exception(self, error: BaseException, *, fatal: bool = False, thread: str = "") -> None:
+        """Record an exception: as an event, once, and as the rank's end if it is ``fatal`` (in a thread it is not)."""
         context = self._context
         if context is None:
             return
-        if id(error) != self._told:
-            self._told = id(error)
+        if id(error) != self._recorded:
+            self._recorded = id(error)
             attributes = describe(error) | ({"thread": thread} if thread else {})
             context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, _last_step(context))
         if fatal:
             self._fatal = (Exit.INTERRUPTED, INTERRUPTED) if isinstance(error, KeyboardInterrupt) else (Exit.EXCEPTION, 1)
             context.writer.exit(*self._fatal)
 
-    def leaves(self, status: object, handled: BaseException | None) -> None:
-        """Note that the program asks for its end, perhaps while it handles an exception, which is the reason then.
+    def note_sys_exit(self, status: object, handled: BaseException | None) -> None:
+        """Note a call of ``sys.exit``; an exception that is being handled then is the reason.
 
-        It is believed if no step follows: somebody may catch the ``SystemExit`` and train on.
+        It counts as the end if no step follows: somebody may catch the ``SystemExit`` and train on.
         """
         context, code = self._context, exit_status(status)
         if context is None or threading.current_thread() is not threading.main_thread():
             return
         reason = Exit.EXIT_CODE if code else Exit.FINISHED
         if code and handled is not None and not isinstance(handled, SystemExit):
-            self.raised(handled)
+            self.record_exception(handled)
             reason = Exit.INTERRUPTED if isinstance(handled, KeyboardInterrupt) else Exit.EXCEPTION
-        self._left, self._left_in = (reason, code), context.recorder.step
+        self._sys_exit, self._sys_exit_step = (reason, code), context.recorder.step
 
-    def passes(self, error: BaseException) -> None:
-        """Record what ends the rank by passing out of its session, or out of a child process's main function."""
+    def record_escaping(self, error: BaseException) -> None:
+        """Record an exception that leaves the session's block, or a child process's main function."""
         if isinstance(error, SystemExit):
-            self.leaves(error.code, error.__context__)
+            self.note_sys_exit(error.code, error.__context__)
         elif not isinstance(error, GeneratorExit):
-            self.raised(error, fatal=True)
+            self.record_exception(error, fatal=True)
 
     def ended(self, noted: tuple[int, int] | None) -> tuple[int, int]:
-        """Return reason and code of the end. ``noted`` is what ``torchobs run`` saw, for sure, if it runs the program."""
+        """Return reason and code of the end. ``noted`` is the end that ``torchobs run`` saw, if it runs the program."""
         if self._fatal is not None:
             return self._fatal
-        # the step that was pending when the program left is counted only now
-        left = self._left if self._context is not None and self._context.recorder.step - self._left_in <= 1 else None
-        if noted is not None and (left is None or left[1] != noted[1]):
+        # the step pending at sys.exit is counted only now
+        exit_called = (
+            self._sys_exit if self._context is not None and self._context.recorder.step - self._sys_exit_step <= 1 else None
+        )
+        if noted is not None and (exit_called is None or exit_called[1] != noted[1]):
             return noted
-        return left or (Exit.FINISHED, 0)
+        return exit_called or (Exit.FINISHED, 0)
 
 
 def _last_step(context: ProbeContext) -> int:
-    """Return the number of the last step that was complete: the one that the cycle will write at the rank's end, included."""
+    """Return the last complete step, including a pending one that is written at the rank's end."""
     recorder = context.recorder
     return recorder.ended + (recorder.likely_end is not None and not recorder.direct)

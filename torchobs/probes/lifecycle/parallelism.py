@@ -1,4 +1,4 @@
-"""How a training is spread over ranks, read off what it has made: no collective, no scan of all objects."""
+"""Recognizes the kinds of parallelism from existing objects: no collective, no scan of all objects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Parallelism(NamedTuple):
-    """What was recognised, in the order of :data:`_ORDER`, and the mesh's dimensions by name."""
+    """Recognized kinds, in the order of :data:`_ORDER`, and the mesh's dimensions by name."""
 
     kinds: tuple[str, ...] = ()
     mesh: tuple[tuple[str, int], ...] = ()
@@ -20,43 +20,46 @@ _ORDER = ("ddp", "fsdp1", "fsdp2", "hsdp", "tensor")
 
 
 def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
-    """Return how the parameters of these optimizers are spread.
+    """Return how these optimizers' parameters are distributed.
 
-    A mesh dimension on which ``fully_shard`` shards is FSDP's, and so is the one on which it replicates; any other on which a
-    parameter is sharded is the tensor's. ``ddp``: whether a ``DistributedDataParallel`` is known.
+    A mesh dimension on which ``fully_shard`` shards or replicates is FSDP's; any other one on which a parameter is sharded is
+    tensor parallelism. ``ddp``: a ``DistributedDataParallel`` model is known.
     """
     kinds, mesh = {"ddp"} if ddp else set(), dict[str, int]()
-    of_fsdp = set[str]()
+    fsdp_dimensions = set[str]()
     for one, dimensions in _fully_sharded():
         kinds.add(one)
         mesh |= dimensions
-        of_fsdp |= dimensions.keys()
-    for parameter in _spread(optimizers):
+        fsdp_dimensions |= dimensions.keys()
+    for parameter in _distributed_parameters(optimizers):
         if type(parameter).__name__ == "FlatParameter":
             kinds.add("fsdp1")
             continue
         dimensions = _dimensions(parameter.device_mesh)
         mesh |= dimensions
-        if any(name not in of_fsdp and place.is_shard() for name, place in zip(dimensions, parameter.placements, strict=True)):
+        if any(
+            name not in fsdp_dimensions and place.is_shard()
+            for name, place in zip(dimensions, parameter.placements, strict=True)
+        ):
             kinds.add("tensor")
     return Parallelism(tuple(kind for kind in _ORDER if kind in kinds), tuple(sorted(mesh.items())))
 
 
-def _spread(optimizers: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parameters that are no plain tensors. Asking each type once makes 10,000 parameters half a millisecond."""
-    spread: dict[type, bool] = {}
+def _distributed_parameters(optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Yield parameters that are not plain tensors. Checked once per type: 10,000 parameters take half a millisecond."""
+    is_distributed: dict[type, bool] = {}
     for optimizer in optimizers:
         for group in list(optimizer.param_groups):
             for parameter in list(group["params"]):
                 kind = type(parameter)
-                if kind not in spread:
-                    spread[kind] = kind.__name__ == "FlatParameter" or hasattr(kind, "device_mesh")
-                if spread[kind]:
+                if kind not in is_distributed:
+                    is_distributed[kind] = kind.__name__ == "FlatParameter" or hasattr(kind, "device_mesh")
+                if is_distributed[kind]:
                     yield parameter
 
 
 def _fully_sharded() -> Iterator[tuple[str, dict[str, int]]]:
-    """Yield the kind and the mesh of everything that ``fully_shard`` was applied to."""
+    """Yield kind and mesh of every module that ``fully_shard`` was applied to."""
     states = sys.modules.get("torch.distributed._composable_state")
     if states is None or "torch.distributed.fsdp" not in sys.modules:
         return
@@ -69,6 +72,6 @@ def _fully_sharded() -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _dimensions(mesh: Any) -> dict[str, int]:
-    """Return a mesh's dimensions; one without names counts them."""
+    """Return a mesh's dimensions and sizes; unnamed dimensions are numbered."""
     names = mesh.mesh_dim_names or [f"dim{index}" for index in range(mesh.ndim)]
     return {name: mesh.size(index) for index, name in enumerate(names)}

@@ -1,8 +1,8 @@
-"""Whether what is saved is the state of a model or an optimizer: that makes a file a checkpoint, and not a cache of data.
+"""Recognizes model or optimizer state in saved objects: it makes a file a checkpoint rather than a data cache.
 
-State is told by what it is made of, for names are everybody's own: modules, optimizers and their ``state_dict``, tensors that
-share their memory with a parameter that is trained, and mappings that hold tensors by the names or in the shapes of parameters
-(copies on another device, averages of weights, another precision).
+State is recognized by content, since names are the user's: modules, optimizers and their ``state_dict``, tensors that share
+memory with a trained parameter, and mappings of tensors with names or shapes of parameters (copies on another device, averaged
+weights, another precision).
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_MOST = 20_000
-"""Objects that are looked at: a microsecond each, beside the milliseconds of a save"""
+_MAX_OBJECTS = 20_000
+"""Most objects inspected: a microsecond each, compared with milliseconds for a save"""
 _ENDINGS = (".weight", ".bias")
 _NAMES = frozenset({"weight", "bias"})
 _STATES = frozenset({"state_dict", "model_state_dict", "optimizer_state_dict", "model", "module", "optimizer", "optimizers"})
-"""Names under which trainers keep a mapping of state, or parameters as one vector"""
+"""Keys under which trainers store a mapping of state, or parameters as one vector"""
 
 
 def holds_state(saved: Any, parameters: Iterable[Any]) -> bool:
     """Return True if an object, or what it contains, is the state of a model or an optimizer.
 
-    ``parameters``: those that are trained, as far as they are known. Where none are known, any tensor may be one's.
+    ``parameters``: the trained parameters as far as known. If none are known, any tensor counts.
     """
     import torch  # something is saved by it
 
     trained = list(parameters)
     addresses, shapes = {address for each in trained if (address := _address(each))}, {_shape(each) for each in trained}
-    waiting, seen, looked_at = deque([saved]), set[int](), 0
-    while waiting and looked_at < _MOST:
+    waiting, seen, inspected = deque([saved]), set[int](), 0
+    while waiting and inspected < _MAX_OBJECTS:
         found = waiting.popleft()
-        looked_at += 1
+        inspected += 1
         if isinstance(found, (str, bytes, int, float, complex, type(None))):
             continue
         if isinstance(found, (torch.nn.Module, torch.optim.Optimizer)):
@@ -68,7 +68,7 @@ def _content(found: Any) -> Iterable[Any]:
     if isinstance(found, Mapping):
         return list(found.values())
     if isinstance(found, (list, tuple, set, frozenset, deque)):
-        return list(found)[:_MOST]
+        return list(found)[:_MAX_OBJECTS]
     held = getattr(found, "__dict__", None)
     return list(held.values()) if isinstance(held, dict) and not isinstance(found, type) and not callable(found) else ()
 

@@ -1,9 +1,9 @@
-"""An exception that another process or thread raised: what may be told of it from the traceback's text that it sent.
+"""Describes an exception raised in another process or thread, from the traceback text that it sent.
 
-The workers of torch's data loaders and the replicas of DataParallel send an ``ExceptionWrapper``, of which the training thread
+Workers of torch's data loaders and replicas of DataParallel send an ``ExceptionWrapper``, from which the training thread
 raises an exception of the same class; ``torch.multiprocessing.spawn`` raises a ``ProcessRaisedException``, and the pools of
-``multiprocessing`` and ``concurrent.futures`` chain a ``RemoteTraceback``. Each holds what :func:`traceback.format_exception`
-made: of that only what has the form of a code location is taken, and the class. Messages and source lines stay where they are.
+``multiprocessing`` and ``concurrent.futures`` chain a ``RemoteTraceback``. Each holds the output of
+:func:`traceback.format_exception`: only the class and what has the form of a code location are taken from it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
-_LONGEST = 1 << 18
-"""Characters that are looked at. A thousand frames, Python's limit of recursion, have 150,000."""
+_MAX_LENGTH = 1 << 18
+"""Characters that are parsed. A thousand frames, Python's recursion limit, have 150,000."""
 _HEAD = "Traceback (most recent call last):\n"
 _NEXT = re.compile(
     r"\n\n(?:The above exception was the direct cause of the following exception"
@@ -34,48 +34,48 @@ class Raised(NamedTuple):
     """One exception of a chain."""
 
     kind: str
-    """its class, as far as a traceback names that"""
+    """its class, as named in the traceback"""
     frames: tuple[tuple[str, str], ...]
     """file, and ``file:line in function``; the deepest last"""
 
 
 class WorkerException(NamedTuple):
-    """What was raised elsewhere."""
+    """Exception chain raised in another process or thread."""
 
     origin: str
-    """where: ``DataLoader worker process 0``"""
+    """where it was raised: ``DataLoader worker process 0``"""
     chain: tuple[Raised, ...]
     """the root cause first"""
     same: bool
-    """whether the exception here stands for the chain's last, and not only tells of it"""
+    """True if the local exception stands for the chain's last one, rather than only reporting it"""
 
 
-def retold(error: BaseException) -> WorkerException | None:
-    """Return what an exception retells; ``None`` of one that was raised here."""
+def worker_exception(error: BaseException) -> WorkerException | None:
+    """Return the remote exception that this one reports; ``None`` if it was raised here."""
     if type(error).__name__ in {"RemoteTraceback", "_RemoteTraceback"}:
-        return _made("a pool's process", getattr(error, "tb", ""), same=False)
+        return _from_text("a pool's process", getattr(error, "tb", ""), same=False)
     frame = _last_frame(error.__traceback__)
     if _is(frame, "reraise", "torch/_utils.py"):
-        return _of_wrapper(frame.f_locals.get("self")) if frame else None
+        return _from_wrapper(frame.f_locals.get("self")) if frame else None
     if type(error).__name__ == "ProcessRaisedException" and error.args:
-        text, index = str(error.args[0])[:_LONGEST], getattr(error, "error_index", "")
-        return _made(f"spawned process {index}", text[max(0, text.find(_HEAD)) :], same=False)
+        text, index = str(error.args[0])[:_MAX_LENGTH], getattr(error, "error_index", "")
+        return _from_text(f"spawned process {index}", text[max(0, text.find(_HEAD)) :], same=False)
     return None
 
 
 def parse(text: str) -> tuple[Raised, ...]:
-    """Return the exceptions of a traceback's text, the root cause first; empty where it is none, or too long."""
-    if len(text) > _LONGEST:
-        text = text[:_LONGEST]
-    found = [_raised(part) for part in _NEXT.split(text)]
+    """Return the exceptions of a traceback's text, the root cause first; empty if it is no complete traceback."""
+    if len(text) > _MAX_LENGTH:
+        text = text[:_MAX_LENGTH]
+    found = [_parse_one(part) for part in _NEXT.split(text)]
     whole = tuple(one for one in found if one is not None)
     return whole if len(whole) == len(found) else ()
 
 
-def _of_wrapper(wrapper: Any) -> WorkerException | None:
-    """``wrapper``: torch's, the ``self`` of its method; a frame that was cleared has none."""
+def _from_wrapper(wrapper: Any) -> WorkerException | None:
+    """Read torch's ``ExceptionWrapper``, the ``self`` of its method; a cleared frame has none."""
     where = _ORIGIN.fullmatch(str(getattr(wrapper, "where", "")))
-    made = _made(where[1] if where else "background", getattr(wrapper, "exc_msg", ""), same=True)
+    made = _from_text(where[1] if where else "background", getattr(wrapper, "exc_msg", ""), same=True)
     kind = getattr(wrapper, "exc_type", None)
     if made is None or not isinstance(kind, type):
         return made
@@ -83,16 +83,16 @@ def _of_wrapper(wrapper: Any) -> WorkerException | None:
     return made._replace(chain=(*made.chain[:-1], last))
 
 
-def _made(origin: str, text: object, *, same: bool) -> WorkerException | None:
+def _from_text(origin: str, text: object, *, same: bool) -> WorkerException | None:
     chain = parse(text.strip('\n"')) if isinstance(text, str) else ()  # a pool's is in quotes, between newlines
     return WorkerException(origin, chain, same) if chain else None
 
 
-def _raised(text: str) -> Raised | None:
-    """Read the frames up to the line with the exception, which is the first that is not indented: what follows is its message.
+def _parse_one(text: str) -> Raised | None:
+    """Parse frames up to the line with the exception, the first unindented line; what follows is its message.
 
-    A source line is indented by four, so that none passes for a frame. A message can forge the line that stands between two
-    exceptions of a chain; then it names a place, which has the form of one, and tells nothing else.
+    Source lines are indented by four, so none looks like a frame. A message can forge the line between two exceptions of a
+    chain; the result is a wrong location, but nothing else leaks.
     """
     frames = []
     for line in text.removeprefix(_HEAD).splitlines() if text.startswith(_HEAD) else ():

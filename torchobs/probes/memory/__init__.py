@@ -1,1 +1,1 @@
-"""Memory of device, process and container."""
+"""Memory of devices, of the process and of its container."""

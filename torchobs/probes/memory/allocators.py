@@ -1,7 +1,7 @@
-"""What torch's device allocators say of themselves: CUDA (and ROCm), XPU, MPS. Nothing is initialised by asking.
+"""Statistics of torch's device allocators: CUDA (and ROCm), XPU, MPS. Reading them initializes nothing.
 
-``memory_stats`` reads the allocator's own counters under its lock, without a word to the device: no synchronisation, and no
-context on a device that was never used. Only devices on which something is, or was, reserved are listed.
+``memory_stats`` reads the allocator's own counters under its lock, without synchronizing, and creates no context on an
+unused device. Only devices with memory that is, or was, reserved are listed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DeviceMemory(NamedTuple):
-    """One device's allocator, in bytes and counts; ``None`` where it does not tell. ``peak`` is since its user reset it."""
+    """One device's allocator, in bytes and counts; ``None``: not reported. ``peak`` is since the user's last reset."""
 
     device: str
     allocated: int
@@ -27,12 +27,12 @@ class DeviceMemory(NamedTuple):
 
 
 def used_devices(torch: Any) -> list[DeviceMemory]:
-    """Return the devices that this process uses. ``torch`` is the module, as far as it is imported."""
-    return [*_of_cuda(torch), *_of_xpu(torch), *_of_mps(torch)]
+    """Return the devices that this process uses. ``torch`` is the imported module."""
+    return [*_cuda_devices(torch), *_xpu_devices(torch), *_mps_devices(torch)]
 
 
 def of_stats(device: str, stats: Mapping[str, Any], limit: int | None) -> DeviceMemory | None:
-    """Read the nested dictionary that ``memory_stats_as_nested_dict`` returns; ``None`` for a device that was never used."""
+    """Read the nested dictionary of ``memory_stats_as_nested_dict``; ``None`` for a device that was never used."""
     reserved = _bytes(stats, "reserved_bytes", "current")
     if not reserved and not _bytes(stats, "reserved_bytes", "peak") and not stats.get("num_ooms"):
         return None
@@ -54,7 +54,7 @@ def _bytes(stats: Mapping[str, Any], name: str, which: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _of_cuda(torch: Any) -> Iterator[DeviceMemory]:
+def _cuda_devices(torch: Any) -> Iterator[DeviceMemory]:
     if not torch.cuda.is_initialized():
         return
     for index in range(torch.cuda.device_count()):
@@ -63,7 +63,7 @@ def _of_cuda(torch: Any) -> Iterator[DeviceMemory]:
             yield found
 
 
-def _of_xpu(torch: Any) -> Iterator[DeviceMemory]:
+def _xpu_devices(torch: Any) -> Iterator[DeviceMemory]:
     xpu = getattr(torch, "xpu", None)  # in torch since 2.3
     if xpu is None or not xpu.is_initialized():
         return
@@ -74,14 +74,14 @@ def _of_xpu(torch: Any) -> Iterator[DeviceMemory]:
 
 
 def _limit(torch: Any, kind: str, index: int) -> int:
-    """Return what the process may take: all there is, or the fraction set for it, where torch tells which (2.8 and later)."""
+    """Return the process's limit in bytes: all device memory, or the user's fraction of it (readable since torch 2.8)."""
     total = int(getattr(torch, kind).get_device_properties(index).total_memory)
     fraction = getattr(torch._C, f"_{kind}_getMemoryFraction", None)
     return total if fraction is None else int(total * fraction(index))
 
 
-def _of_mps(torch: Any) -> Iterator[DeviceMemory]:
-    """Yield the one device of Metal: its allocator keeps no peaks, and there is no asking whether it was initialised."""
+def _mps_devices(torch: Any) -> Iterator[DeviceMemory]:
+    """Yield Metal's one device: its allocator keeps no peaks, and its initialization cannot be checked."""
     if not torch.backends.mps.is_available():
         return
     reserved = torch.mps.driver_allocated_memory()

@@ -1,7 +1,7 @@
-"""The container, from inside: what the rank's control groups say of memory, CPU and pressure.
+"""Memory, CPU and pressure of the rank's control groups, read from inside the container.
 
-An exporter beside the trainer sees neither its processes nor its cgroup, so the rank's own sampler thread reads them, every
-ten seconds, ten files. OOM kills and the nearness of the limit are asked for more often (``limits``).
+An exporter in another container sees neither the trainer's processes nor its cgroup, so the rank's sampler thread reads ten
+files every ten seconds. OOM kills and memory near the limit are checked more often (:mod:`.memory_limits`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.probes.memory.memory_limits import Groups
+from torchobs.probes.memory.memory_limits import MemoryCgroup
 from torchobs.support.cgroup import cpu_of, hierarchy, pressure, read
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CgroupProbe:
-    """Reads ``/sys/fs/cgroup``. Outside of any group, and where a controller is not in use, series are absent."""
+    """Reads ``/sys/fs/cgroup``. Series are absent outside of any group and where a controller is not in use."""
 
     name = "cgroup"
 
@@ -35,28 +35,28 @@ class CgroupProbe:
         self._totals.clear()
         self._found = sys.platform == "linux"
         if self._found:
-            self._groups = Groups(self._root)
+            self._cgroup = MemoryCgroup(self._root)
             membership, mounts = (read(f"{self._root}/proc/self/{name}") for name in ("cgroup", "mountinfo"))
             self._cpu = hierarchy(membership, mounts, "cpu", self._root)
             unified = hierarchy(membership, mounts, "", self._root)
-            # only v2's root is without it; the pressure there is the machine's
+            # only v2's root lacks this file; pressure there is the machine's
             inside = unified and os.path.exists(f"{self._root}{unified.levels[0]}/cgroup.events")
             self._pressure = unified.levels[0] if unified and inside else None
-            self.observe()  # what has happened before is not this rank's: counters begin at 0 here
+            self.observe()  # counters start at 0 here: earlier events are not this rank's
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.core.context.Probe`: nothing was put anywhere."""
+        """See :class:`~torchobs.probes.core.context.Probe`: there are no hooks."""
 
     def observe(self) -> None:
-        """Look at everything."""
+        """Read and publish all series."""
         if self._found:
             self._show_memory()
             self._show_cpu()
             self._show_pressure()
 
     def _show_memory(self) -> None:
-        self._groups.find()
-        memory = self._groups.memory
+        self._cgroup.find()
+        memory = self._cgroup.memory
         if memory is not None:
             self._set(catalog.CGROUP_MEMORY_WORKING_SET, memory.working_set)
             self._set(catalog.CGROUP_MEMORY_LIMIT, memory.limit)
@@ -86,7 +86,7 @@ class CgroupProbe:
             cell.set(float(value))
 
     def _count(self, metric: Metric, total: float, **attributes: str) -> None:
-        """Add what a total of the kernel's has grown by; it may begin anew where another group is the tightest now."""
+        """Add the growth of a kernel total; it may restart where another group has become the tightest."""
         key = (metric.name, *attributes.values())
         grown, self._totals[key] = total - self._totals.get(key, total), total
         cell = self._context.writer.table.cell(metric, attributes)

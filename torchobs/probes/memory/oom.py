@@ -1,8 +1,8 @@
-"""The moment the device allocator gives up: recorded before the exception exists, which its user gets untouched.
+"""Records a device out-of-memory error in the allocator, before torch raises the exception, which stays untouched.
 
-torch calls an observer with the allocator's lock released (``CUDACachingAllocator.cpp``, ``malloc``), so that it may ask for
-statistics and a snapshot. An observer cannot be detached, and attaching wants CUDA initialised: one function is attached once
-in the process's life, by CUDA's own initialisation, and does nothing while no session listens.
+torch calls an observer with the allocator's lock released (``CUDACachingAllocator.cpp``, ``malloc``), so it may read
+statistics and a snapshot. An observer cannot be detached, and attaching needs CUDA to be initialized: one function is
+attached once per process, by CUDA's own initialization, and does nothing while no session listens.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
 
-MOST_PLACES = 8
-APART_S = 1.0
-"""One event a second: who halves the batch until it fits gets here often, and the ring has room for so many."""
+MAX_LOCATIONS = 8
+MIN_INTERVAL_S = 1.0
+"""At most one event a second: a script that halves the batch until it fits fails often, and the ring is small."""
 
 
 class OomObserver:
-    """Writes ``torchobs.memory.out_of_memory``. A part of the device memory probe."""
+    """Writes ``torchobs.memory.out_of_memory`` events. Part of the device memory probe."""
 
     def __init__(self) -> None:
         self._attach: Callable[[], object] | None = None
-        self._last = -APART_S
+        self._last = -MIN_INTERVAL_S
 
     def install(self, context: ProbeContext) -> None:
-        """Listen, and attach when CUDA is initialised: at once, if it is."""
+        """Listen, and attach the observer when CUDA is initialized, or at once if it is."""
         import torch
 
         if not hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
@@ -41,7 +41,7 @@ class OomObserver:
         self._context, self._torch = context, torch
         breaker = context.breaker(
             "oom"
-        )  # of its own: an allocator that has no observers (cudaMallocAsync) has statistics all the same
+        )  # a breaker of its own: an allocator without observers (cudaMallocAsync) still has statistics
         _Listening.to = breaker.guard(self.note)
         if not _Listening.attached:
             self._attach = breaker.guard(_attach)
@@ -49,7 +49,7 @@ class OomObserver:
             lazily(self._attach)
 
     def remove(self) -> None:
-        """Stop listening; take back what CUDA's initialisation was asked to call."""
+        """Stop listening; remove our pending call from CUDA's initialization."""
         if self._attach is None and _Listening.to is None:
             return
         _Listening.to = None
@@ -57,26 +57,26 @@ class OomObserver:
         queue[:] = [entry for entry in queue if entry[0] is not self._attach]
 
     def note(self, device: int, requested: int, limit: int, free: int) -> None:
-        """Write the event. In the thread that ran out of memory, before the exception is raised."""
+        """Write the event. Called in the thread that ran out of memory, before the exception is raised."""
         now = time.monotonic()
-        if now - self._last < APART_S:
+        if now - self._last < MIN_INTERVAL_S:
             return
         self._last = now
         stats = self._torch.cuda.memory_stats_as_nested_dict(device)
-        attributes = {"device": f"cuda:{device}", "requested": requested, "limit": limit, "free": free, **numbers(stats)}
-        if self._remembers():
+        attributes = {"device": f"cuda:{device}", "requested": requested, "limit": limit, "free": free, **summary(stats)}
+        if self._has_history():
             package = os.path.dirname(self._torch.__file__)
-            attributes["largest"] = largest(self._torch.cuda.memory._snapshot(), device, package)
+            attributes["largest"] = largest_allocations(self._torch.cuda.memory._snapshot(), device, package)
         self._context.writer.event(catalog.EVENT_OUT_OF_MEMORY.name, attributes, self._context.recorder.step)
 
-    def _remembers(self) -> bool:
-        """Return True if torch keeps where each block was allocated."""
+    def _has_history(self) -> bool:
+        """Return True if torch records where each block was allocated."""
         enabled = getattr(self._torch._C, "_cuda_isHistoryEnabled", None)
         return bool(enabled is not None and enabled())
 
 
-def numbers(stats: Mapping[str, Any]) -> dict[str, int]:
-    """Abridge the allocator's nested statistics: what ``torch.cuda.memory_summary`` shows, in one line."""
+def summary(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Return the main figures of the allocator's nested statistics: ``torch.cuda.memory_summary`` in one line."""
     memory = of_stats("", stats, None)
     if memory is None:
         return {}
@@ -93,10 +93,10 @@ def numbers(stats: Mapping[str, Any]) -> dict[str, int]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def largest(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]:
-    """Return the places that hold most of a device's memory, as ``file:line size B in n blocks``.
+def largest_allocations(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]:
+    """Return the code locations that hold most of a device's memory, as ``file:line size B in n blocks``.
 
-    ``snapshot`` is that of ``torch.cuda.memory._snapshot``; a block's place is its innermost Python frame outside of torch's
+    ``snapshot`` is from ``torch.cuda.memory._snapshot``; a block's location is its innermost Python frame outside torch's
     ``package``.
     """
     sizes, blocks = Counter[str](), Counter[str]()
@@ -105,13 +105,13 @@ def largest(snapshot: Mapping[str, Any], device: int, package: str) -> list[str]
             continue
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                place = _place(block.get("frames", ()), package)
-                sizes[place] += block["size"]
-                blocks[place] += 1
-    return [f"{place} {size} B in {blocks[place]} blocks" for place, size in sizes.most_common(MOST_PLACES)]
+                location = _location(block.get("frames", ()), package)
+                sizes[location] += block["size"]
+                blocks[location] += 1
+    return [f"{location} {size} B in {blocks[location]} blocks" for location, size in sizes.most_common(MAX_LOCATIONS)]
 
 
-def _place(frames: Iterable[Mapping[str, Any]], package: str) -> str:
+def _location(frames: Iterable[Mapping[str, Any]], package: str) -> str:
     python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
     own = next((frame for frame in python if not frame["filename"].startswith(f"{package}/")), None)
     frame = own or (python[0] if python else None)
@@ -119,7 +119,7 @@ def _place(frames: Iterable[Mapping[str, Any]], package: str) -> str:
 
 
 class _Listening:
-    """Who is told, in this process, and whether the observer is attached."""
+    """This process's listener, and whether the observer is attached."""
 
     to: Callable[[int, int, int, int], object] | None = None
     attached = False
@@ -134,6 +134,6 @@ def _attach() -> None:
 
 
 def _observe(device: int, requested: int, limit: int, free: int) -> None:
-    told = _Listening.to
-    if told is not None:
-        told(device, requested, limit, free)
+    listener = _Listening.to
+    if listener is not None:
+        listener(device, requested, limit, free)

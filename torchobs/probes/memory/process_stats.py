@@ -1,7 +1,7 @@
-"""This process, its children and the machine's memory, in numbers: from ``/proc`` on Linux, through psutil elsewhere.
+"""Reads figures of this process, its children and the machine's memory: from ``/proc`` on Linux, through psutil elsewhere.
 
-Only the sampler thread asks. A small file of ``/proc`` takes 6 to 14 µs to open, read and close; psutil takes ten times as
-long, and looks at every process of the machine for the children.
+For the sampler thread only. A small file of ``/proc`` takes 6 to 14 µs to open, read and close; psutil takes ten times as
+long, and scans every process of the machine for the children.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import NamedTuple
 from torchobs.support.cgroup import field, number, read
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
-MOST_CHILDREN = 4096
+MAX_CHILDREN = 4096
 _KIB = 1024
 
 
 class Resident(NamedTuple):
-    """Bytes of a process in memory: all of them, and those that belong to no file (proc(5), ``statm``)."""
+    """Resident bytes of a process: all, and those that belong to no file (proc(5), ``statm``)."""
 
     all: int
     anonymous: int
 
 
 class ChildProcesses(NamedTuple):
-    """The processes that descend from this one. Pages that they share count in each of them."""
+    """Descendants of this process. Pages that they share count in each of them."""
 
     processes: int
     rss: int
 
 
 class Files(NamedTuple):
-    """Open file descriptors, and how many there may be (``None``: any number)."""
+    """Open file descriptors, and their limit (``None``: unlimited)."""
 
     open: int
     limit: int | None
@@ -48,15 +48,15 @@ class Machine(NamedTuple):
 
     @property
     def left(self) -> int:
-        """What can be taken before the kernel kills."""
+        """Bytes that can be allocated before the kernel kills."""
         return self.available + self.swap_free
 
 
 class ProcessStats:
-    """This process."""
+    """Reads the figures of this process."""
 
     def __init__(self, *, linux: bool = sys.platform == "linux") -> None:
-        """``linux``: from ``/proc``. Raises ``ImportError`` without psutil where that is needed."""
+        """``linux``: read ``/proc``. Raises ``ImportError`` if psutil is needed and missing."""
         self._linux = linux
         self._pid = os.getpid()
         if not linux:
@@ -65,14 +65,14 @@ class ProcessStats:
             self._psutil, self._this = psutil, psutil.Process()
 
     def resident(self) -> Resident:
-        """Return what the process has in memory."""
+        """Return the process's resident memory."""
         if not self._linux:
             rss = self._this.memory_info().rss
             return Resident(rss, rss)
         return _resident(read("/proc/self/statm"))
 
     def proportional(self) -> int | None:
-        """Return the proportional set in bytes: 0.1 ms for a small process, 5 ms for one of many mappings."""
+        """Return the proportional set size in bytes: 0.1 ms for a small process, 5 ms for one with many mappings."""
         return _kib(read("/proc/self/smaps_rollup"), "Pss:") if self._linux else None
 
     def threads(self) -> int:
@@ -96,7 +96,7 @@ class ProcessStats:
             return None
         known: list[int] = []
         waiting = [self._pid]
-        while waiting and len(known) < MOST_CHILDREN:
+        while waiting and len(known) < MAX_CHILDREN:
             fresh = _children_of(waiting.pop())
             known += fresh
             waiting += fresh
@@ -111,7 +111,7 @@ class ProcessStats:
 
 
 def parse_machine(text: str) -> Machine | None:
-    """Read the text of ``/proc/meminfo``."""
+    """Parse the text of ``/proc/meminfo``."""
     total, available = _kib(text, "MemTotal:"), _kib(text, "MemAvailable:")
     if total is None or available is None:
         return None
@@ -124,7 +124,7 @@ def _kib(text: str, name: str) -> int | None:
 
 
 def _resident(statm: str) -> Resident:
-    """Read a line of ``statm``: nothing, if the process is gone."""
+    """Parse a line of ``statm``; zeros if the process is gone."""
     fields = statm.split()
     if len(fields) < 3:  # noqa: PLR2004  # size, resident, shared
         return Resident(0, 0)
@@ -133,7 +133,7 @@ def _resident(statm: str) -> Resident:
 
 
 def _open_files() -> int:
-    # the directory's size is their number since Linux 6.2, 0 before; listing takes 1 µs each, and shows its own descriptor
+    # since Linux 6.2 the directory's size is their number, before it is 0; listing takes 1 µs each and counts its own
     return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")) - 1
 
 

@@ -1,1 +1,1 @@
-"""Loss scaler and autocast."""
+"""Mixed precision: loss scaler and autocast."""

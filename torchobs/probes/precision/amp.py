@@ -1,8 +1,9 @@
-"""Automatic mixed precision: what ``GradScaler`` does to steps, its scale, and the data type that autocast computes in.
+"""Automatic mixed precision: skipped steps, the loss scale, and the data type that autocast uses.
 
-A step that the scaler skips is a step all the same, and marked. A non-fused skip calls no optimizer, so no hook fires; a fused
-optimizer is called with ``found_inf`` set and does nothing. The patches sit at class level, on ``torch.amp.GradScaler``, whose
-subclasses for CUDA and the CPU inherit them, and on every subclass that overrides what is patched (``ShardedGradScaler`` does).
+A step that the scaler skips is recorded as a skipped step. A non-fused skip does not call the optimizer, so no hook fires; a
+fused optimizer is called with ``found_inf`` set and does nothing. The patches sit at class level on ``torch.amp.GradScaler``,
+from which the subclasses for CUDA and the CPU inherit, and on each subclass that overrides a patched method (such as
+``ShardedGradScaler``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.precision.autocast import AutocastWatch
-from torchobs.probes.precision.loss_scale import Scales
+from torchobs.probes.precision.loss_scale import LossScales
 from torchobs.probes.precision.overflows import Overflows
 from torchobs.support.graph_safe import graph_being_made
 from torchobs.support.import_hooks import after_import, cancel
@@ -30,7 +31,7 @@ SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
 
 class AmpProbe:
-    """Sees what loss scalers do."""
+    """Watches loss scalers and autocast."""
 
     name = "amp"
 
@@ -40,14 +41,14 @@ class AmpProbe:
         self._handle: MetaPathFinder | None = None
         self._hook: RemovableHandle | None = None
         self._autocast = AutocastWatch()
-        self._inside = self._called = self._over = False
+        self._in_scaler_step = self._optimizer_called = self._removed = False
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         from torch.amp import grad_scaler  # torch is optional until training begins
 
         self._context, self._scaler = context, grad_scaler.GradScaler
-        self._overflows, self._scales = Overflows(context), Scales(context)
+        self._overflows, self._scales = Overflows(context), LossScales(context)
         self._breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._after_step_safely = self._breaker.guard(self._after_step)
         self._after_scale_safely = self._breaker.guard(self._after_scale)
@@ -60,7 +61,7 @@ class AmpProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._over = True
+        self._removed = True
         if self._handle is not None:
             cancel(self._handle)
         if self._hook is not None:
@@ -70,23 +71,23 @@ class AmpProbe:
             patch.undo()
 
     def sample(self) -> None:
-        """Show the scales; count what fused optimizers turn out to have skipped."""
+        """Publish the scales; count steps that fused optimizers have skipped."""
         self._overflows.sample()
         self._scales.sample()
 
     def observe(self) -> None:
-        """Look for scalers that were defined meanwhile, and for autocast."""
-        if not self._over:  # the rank's last round comes after ``remove``
+        """Patch scaler classes defined since the last call; check autocast."""
+        if not self._removed:  # the rank's last round comes after ``remove``
             self._patch_all()
         self._autocast.observe(scaled=self._scales.seen)
 
     def _patch_all(self) -> None:
-        """Patch ``GradScaler`` and each of its subclasses as far as it overrides what is patched, once."""
+        """Patch ``GradScaler`` and each subclass that overrides a patched method, once."""
         watched = {
             "step": self._watched_step, "scale": self._watched_scale, "unscale_": self._watched_unscale,
             "update": self._watched_update,
         }  # fmt: skip
-        for owner in _family(self._scaler):
+        for owner in _with_subclasses(self._scaler):
             if owner in self._patched:
                 continue
             self._patched.add(owner)
@@ -96,16 +97,21 @@ class AmpProbe:
     def _watched_step(self, original: Any) -> Any:
         @functools.wraps(original)
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            # inside: a subclass calls its parent; a disabled scaler has no `_scale` and hands everything through
-            if self._inside or self._breaker.blown or not getattr(scaler, "_enabled", False) or self._graph_being_made():
+            # a subclass calls its parent; a disabled scaler has no `_scale` and only forwards
+            if (
+                self._in_scaler_step
+                or self._breaker.blown
+                or not getattr(scaler, "_enabled", False)
+                or self._graph_being_made()
+            ):
                 return original(scaler, optimizer, *args, **kwargs)
             if self._hook is None:
                 self._watch_optimizers_safely()
-            self._inside, self._called = True, False
+            self._in_scaler_step, self._optimizer_called = True, False
             try:
                 result = original(scaler, optimizer, *args, **kwargs)
             finally:
-                self._inside = False
+                self._in_scaler_step = False
             self._after_step_safely(optimizer)
             return result
 
@@ -142,19 +148,19 @@ class AmpProbe:
         return update
 
     def _watch_optimizers(self) -> None:
-        """Hook optimizers from the first scaler's first step on: nobody else pays for it."""
+        """Hook optimizers from the first scaler step on, so that other trainings do not pay for it."""
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer)
 
     def _before_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
-        if self._inside and not self._called:  # a subclass's step calls its parent's
-            self._called = True
+        if self._in_scaler_step and not self._optimizer_called:  # a subclass's step calls its parent's
+            self._optimizer_called = True
             self._note_called_safely(optimizer)
 
     def _note_called(self, optimizer: Any) -> None:
-        """The scaler calls it: it steps, unless it is a fused one that finds ``found_inf`` set."""
+        """Note that the scaler calls the optimizer: it steps, unless it is fused and finds ``found_inf`` set."""
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None:
             self._overflows.stepped(optimizer)
@@ -162,8 +168,8 @@ class AmpProbe:
             self._overflows.fused(optimizer, found_inf)
 
     def _after_step(self, optimizer: Any) -> None:
-        # an optimizer that fires no hooks (none of torch's) is not known to have been skipped
-        if self._called or not getattr(type(optimizer).step, "hooked", False):
+        # without torch's hooks a skip cannot be told from a step
+        if self._optimizer_called or not getattr(type(optimizer).step, "hooked", False):
             return
         recorder = self._context.recorder
         recorder.optimizer_begins(optimizer)
@@ -190,9 +196,9 @@ class AmpProbe:
             self._scales.updated(scaler)
 
 
-def _family(base: type) -> Iterator[type]:
-    """Yield a class and all that inherit from it."""
+def _with_subclasses(base: type) -> Iterator[type]:
+    """Yield a class and all its subclasses."""
     yield base
     child: type
     for child in base.__subclasses__():
-        yield from _family(child)
+        yield from _with_subclasses(child)

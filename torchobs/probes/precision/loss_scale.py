@@ -1,6 +1,7 @@
-"""The loss scale and the growth tracker of each loss scaler: a scale on the CPU is read by the sampler thread, directly.
+"""Loss scale and growth tracker of each loss scaler.
 
-One on a device is copied without waiting, after an ``update()``, ten times a second at most: ``get_scale()`` would synchronise.
+The sampler thread reads a scale on the CPU directly. One on a device is copied asynchronously after an ``update()``, at most
+ten times a second: ``get_scale()`` would synchronize.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
 
 COLLAPSED = 1.0
-"""A scale below this makes gradients smaller than they are: PyTorch's documentation of ``GradScaler.update`` says that then
-"something is likely wrong"."""
+"""Below this a scale shrinks gradients; the documentation of ``GradScaler.update`` calls that "something is likely wrong"."""
 
 
 class _Scaler:
-    """What is known of one scaler. ``due``: its values shall be copied at the next update."""
+    """State of one scaler. ``due``: copy its values at the next update."""
 
     __slots__ = ("collapsed", "due", "index", "scale", "scale_cell", "shown", "tracker", "tracker_cell")
 
@@ -38,13 +38,13 @@ class _Scaler:
         self.tracker = value
 
 
-class Scales:
-    """Shows them for the AMP probe."""
+class LossScales:
+    """Publishes the scales for the AMP probe."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self.seen = False
-        """Whether an enabled scaler has been at work; it may have gone since, with the function that trained."""
+        """True once an enabled scaler was used; the scaler itself may be gone by now."""
         self._scalers = ObjectIndex(len(catalog.SCALER.values), self._make)
 
     def _make(self, index: int) -> _Scaler:
@@ -53,7 +53,7 @@ class Scales:
         return _Scaler(index, *cells)
 
     def updated(self, scaler: Any) -> None:
-        """Note that an enabled scaler has been at work; copy its values if that is due."""
+        """Note that an enabled scaler was updated; copy its values if they are due."""
         self.seen = True
         state = self._scalers.of(scaler)
         if state is None or not state.due:
@@ -66,7 +66,7 @@ class Scales:
         self._context.device.take(tracker, state.take_tracker)
 
     def sample(self) -> None:
-        """Show what there is. For the sampler thread."""
+        """Publish the scales. For the sampler thread."""
         for scaler, state in self._scalers.living():
             scale, tracker = scaler._scale, scaler._growth_tracker
             if scale is not None and tracker is not None and scale.is_cpu:
@@ -82,10 +82,10 @@ class Scales:
                 cell.set(value)
         collapsed = (state.scale if isfinite(state.scale) else inf) < COLLAPSED
         if collapsed and not state.collapsed:
-            self._tell(state)
+            self._report_collapse(state)
         state.collapsed = collapsed
 
-    def _tell(self, state: _Scaler) -> None:
+    def _report_collapse(self, state: _Scaler) -> None:
         context = self._context
         attributes = {"scaler": str(state.index), "scale": state.scale}
         context.writer.event(catalog.EVENT_AMP_SCALE_COLLAPSED.name, attributes, context.recorder.step)

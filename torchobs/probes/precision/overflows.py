@@ -1,7 +1,7 @@
-"""Which optimizers found a non-finite gradient where they should step, and how often in a row.
+"""Counts optimizer steps skipped because of non-finite gradients, and how many in a row.
 
-For most optimizers the loss scaler itself waits for that before it calls them, or does not; a fused one is called all the same
-and looks at ``found_inf`` on its device: what it found is copied without waiting, and its step marked when the copy is here.
+For most optimizers the loss scaler itself waits for the result and then calls them or not. A fused optimizer is always called
+and reads ``found_inf`` on its device: the flag is copied without synchronizing, and the step marked when the copy arrives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Optimizer:
-    """What is known of one optimizer under a loss scaler."""
+    """State of one optimizer under a loss scaler."""
 
     __slots__ = ("cell", "overflows", "shown", "streak")
 
@@ -32,31 +32,31 @@ class _Optimizer:
         self.streak = self.streak + 1 if overflow else 0
 
 
-class _UnderWay:
-    """``found_inf`` of a fused optimizer, on its way from a device."""
+class _PendingFlag:
+    """``found_inf`` of a fused optimizer, while it is copied from a device."""
 
     __slots__ = ("arrived", "marked", "optimizer", "step")
 
     def __init__(self, step: int, optimizer: _Optimizer | None, *, marked: bool) -> None:
         self.step, self.optimizer = step, optimizer
         self.marked = marked
-        """whether the step is known to have been skipped, by another of its optimizers"""
+        """True if another optimizer already marked the step as skipped"""
         self.arrived: list[float] = []
 
 
 class Overflows:
-    """Counts them for the AMP probe, and marks the steps."""
+    """Counts overflows for the AMP probe and marks skipped steps."""
 
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._optimizers = ObjectIndex(len(catalog.OPTIMIZER.values), self._make)
-        self._under_way: deque[_UnderWay] = deque()
+        self._pending: deque[_PendingFlag] = deque()
         self._late_step = 0
         self._streak_cell: Cell | None = None
         self._shown_streak = 0
 
     def _make(self, index: int) -> _Optimizer:
-        """Return a new optimizer's state. Its counter is there, at 0, before anything can be counted."""
+        """Return a new optimizer's state. Its counter exists, at 0, before anything is counted."""
         table = self._context.writer.table
         if self._streak_cell is None:
             self._streak_cell = table.cell(catalog.AMP_SKIP_STREAK, {})
@@ -65,43 +65,43 @@ class Overflows:
         return _Optimizer(table.cell(catalog.AMP_OVERFLOWS, {"optimizer": str(index)}))
 
     def stepped(self, optimizer: object) -> None:
-        """It found all gradients finite."""
+        """Note that the optimizer found all gradients finite."""
         state = self._optimizers.of(optimizer)
         if state is not None:
             state.streak = 0
 
     def skipped(self, optimizer: object) -> None:
-        """It did not step, and the step in progress is marked."""
+        """Note that the optimizer did not step; mark the step in progress."""
         recorder = self._context.recorder
         recorder.values.flags |= StepFlag.SKIPPED
-        for other in self._under_way:
+        for other in self._pending:
             other.marked = other.marked or other.step == recorder.step + 1
         state = self._optimizers.of(optimizer)
         if state is not None:
             state.note(overflow=True)
 
     def fused(self, optimizer: object, found_inf: Any) -> None:
-        """It is about to step, with ``found_inf`` (one element, not 0 for an overflow) on the CPU or on a device."""
+        """Note a fused step with ``found_inf`` (one element, nonzero for an overflow) on the CPU or on a device."""
         if found_inf.device.type == "cpu":
             note = self.skipped if found_inf.item() else self.stepped
             note(optimizer)
             return
         recorder = self._context.recorder
         marked = bool(recorder.values.flags & StepFlag.SKIPPED)
-        under_way = _UnderWay(recorder.step + 1, self._optimizers.of(optimizer), marked=marked)
-        if self._context.device.take(found_inf, under_way.arrived.append):
-            self._under_way.append(under_way)
+        pending = _PendingFlag(recorder.step + 1, self._optimizers.of(optimizer), marked=marked)
+        if self._context.device.take(found_inf, pending.arrived.append):
+            self._pending.append(pending)
 
     def sample(self) -> None:
-        """Mark ended steps that fused optimizers turn out to have skipped; show the counts. For the sampler thread."""
-        waiting, recorder = self._under_way, self._context.recorder
+        """Mark ended steps that fused optimizers have skipped; publish the counts. For the sampler thread."""
+        waiting, recorder = self._pending, self._context.recorder
         while waiting and waiting[0].arrived and waiting[0].step <= recorder.step:
             done = waiting.popleft()
             overflow = done.arrived[0] > 0.0
             if done.optimizer is not None:
                 done.optimizer.note(overflow=overflow)
             if overflow and not done.marked and done.step != self._late_step:
-                self._late_step = done.step  # however many of its optimizers found one
+                self._late_step = done.step  # once, even if several of its optimizers overflowed
                 recorder.late(done.step, StepFlag.SKIPPED, 0.0, 0.0)
         self._show()
 
