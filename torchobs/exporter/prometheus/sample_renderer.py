@@ -1,4 +1,4 @@
-"""What a page has of what the exporter says, of a rank or of itself: the same lines every time, with other numbers."""
+"""Render samples that the exporter itself produces. Line prefixes are cached; only values are formatted per scrape."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class SampleRenderer:
-    """The lines in one style."""
+    """Renders samples in one style."""
 
     def __init__(self, style: Style, labels_of: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
-        """``labels_of`` makes the labels of a sample from its attributes."""
+        """``labels_of`` returns the labels for a sample's attributes."""
         self._style, self._labels_of = style, labels_of
         self._metrics: list[Metric] = []
         self._attributes: list[Mapping[str, str]] = []
