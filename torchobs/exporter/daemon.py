@@ -193,7 +193,7 @@ class _Service:
             if self._push.due and self._site.host is not None:
                 await self._site.host.look()
             self._push.look(self._site.facts(snapshot))
-        if self._finished is not None and snapshot.number and self._finished(self._fleet()):
+        if self._finished is not None and snapshot.number and self._finished(self._service_status()):
             self._done = True
             self._leave.set()
 
@@ -319,7 +319,7 @@ class _Service:
             self._unannounced += 1
             _log.error("the address could not be announced: %s", problem.strerror or problem)
 
-    def _fleet(self) -> ServiceStatus:
+    def _service_status(self) -> ServiceStatus:
         ranks, last_s = self._watch.latest.ranks, self._scrapers.last_s
         ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
         return ServiceStatus(

@@ -167,9 +167,9 @@ class _Source:
     about: str
     call: DetachedCall
     mountpoint: str = ""
-    told: str = ""
+    logged: str = ""
     """the problem that was logged last"""
-    heard_s: float = -math.inf
+    answered_s: float = -math.inf
 
 
 class HostMetrics:
@@ -200,13 +200,13 @@ class HostMetrics:
     def take(self) -> None:
         """Collect now, for at most :data:`DEADLINE_S`."""
         began_s = self._clock()
-        said: list[Sample] = []
+        samples: list[Sample] = []
         for source in self._sources:
             source.call.begin()
         for source in self._sources:
             answer = source.call.wait(began_s + DEADLINE_S - self._clock())
-            if answer is not None and answer.at_s > source.heard_s:
-                source.heard_s = answer.at_s
+            if answer is not None and answer.at_s > source.answered_s:
+                source.answered_s = answer.at_s
                 self._errors[source.collector] += answer.failure is not None
                 self._log_once(source, repr(answer.failure) if answer.failure is not None else "")
                 points = (one.attributes.get(catalog.MOUNTPOINT.name, "") for one in answer.said)
@@ -214,14 +214,14 @@ class HostMetrics:
             if source.call.is_stuck:
                 self._log_once(source, "no answer for seconds, and it is not asked again until there is one")
             if answer is not None and self._clock() - answer.at_s <= KEEP_S:
-                said += answer.said
+                samples += answer.said
         self._looked_s = self._clock()
-        self.latest = HostFacts(tuple(_once(said)), tuple(self._own(self._looked_s - began_s)), self._boot_time_ns())
+        self.latest = HostFacts(tuple(_once(samples)), tuple(self._own(self._looked_s - began_s)), self._boot_time_ns())
 
     def _log_once(self, source: _Source, problem: str) -> None:
-        if problem and problem != source.told:
+        if problem and problem != source.logged:
             _log.warning("host: %s: %s", source.about, problem)
-        source.told = problem
+        source.logged = problem
 
     def _own(self, took_s: float) -> Iterator[Sample]:
         yield Sample(catalog.EXPORTER_HOST_DURATION, {}, took_s)
@@ -303,10 +303,10 @@ def _bounded(names: Sequence[T], what: str) -> Sequence[T]:
     return names[:MOST_DEVICES]
 
 
-def _once(said: Iterable[Sample]) -> Iterator[Sample]:
+def _once(samples: Iterable[Sample]) -> Iterator[Sample]:
     """Yield the valid samples, each series once: two directories may be on one file system."""
     seen = set()
-    for one in said:
+    for one in samples:
         attributes = {name: value if value.isascii() else labels.text(value) for name, value in one.attributes.items()}
         key = one.metric.name, *attributes.values()
         if key not in seen and math.isfinite(one.value) and 0 <= one.value < _BEYOND:

@@ -72,7 +72,7 @@ class HttpTransport:
         timer.daemon = True
         timer.start()
         try:
-            answer, said = self._post(body)
+            answer, content = self._post(body)
         except _FAILURES as problem:
             if late.is_set() or isinstance(problem, (TimeoutError, HTTPTimeoutError)):
                 return Outcome("retry", words=f"no answer within {self._target.timeout_s:g} s")
@@ -81,7 +81,7 @@ class HttpTransport:
             timer.cancel()
             if self._connection is None or self._connection.is_closed:
                 self._forget()
-        return self._judge(answer, said)
+        return self._judge(answer, content)
 
     def cancel(self) -> None:
         """See :class:`Transport`."""
@@ -104,23 +104,23 @@ class HttpTransport:
             redirect=False, retries=False, preload_content=False, decode_content=False,
         )  # fmt: skip
         with contextlib.closing(answer):  # ends the connection unless the whole response was read
-            said = answer.read(_LONGEST_ANSWER)
+            content = answer.read(_LONGEST_ANSWER)
         self._check()  # a response without a length looks complete when the connection is cut
         is_sent = self._connection is not None and self._connection.is_sent
         if not is_sent and (answer.status < HTTPStatus.MULTIPLE_CHOICES or answer.status == HTTPStatus.REQUEST_TIMEOUT):
             # the body does not matter, nothing was accepted; servers end an idle connection with 408
             raise ConnectionResetError("the receiver ended the connection before it had everything")
-        return answer, said
+        return answer, content
 
-    def _judge(self, answer: BaseHTTPResponse, said: bytes) -> Outcome:
+    def _judge(self, answer: BaseHTTPResponse, content: bytes) -> Outcome:
         if HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
             try:
-                rejected, words = self._partial_success(said)
+                rejected, words = self._partial_success(content)
             except DecodeError:
                 rejected, words = 0, ""  # a proxy's page, or JSON: accepted all the same
             return Outcome("sent", max(rejected, 0), words=printable(words))
         moved = answer.headers.get("Location")
-        words = f"{answer.status} {answer.reason}{f', moved to {moved}' if moved else ''}: {_text(said)}"
+        words = f"{answer.status} {answer.reason}{f', moved to {moved}' if moved else ''}: {_text(content)}"
         if answer.status in RETRYABLE:
             return Outcome("retry", after_s=_retry_after_s(answer), words=printable(words))
         return Outcome("refused", words=printable(words))
@@ -227,14 +227,14 @@ def _retry_after_s(answer: BaseHTTPResponse) -> float | None:
         return None
 
 
-def _text(said: bytes) -> str:
+def _text(content: bytes) -> str:
     """Return the response's error message: that of a ``google.rpc.Status``, which begins with two tags, or text."""
     from google.rpc.status_pb2 import Status
 
     try:
-        return str(Status.FromString(said).message) or said.decode(errors="replace")
+        return str(Status.FromString(content).message) or content.decode(errors="replace")
     except DecodeError:
-        return said.decode(errors="replace")
+        return content.decode(errors="replace")
 
 
 def _words(problem: BaseException) -> str:

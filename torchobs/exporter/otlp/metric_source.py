@@ -60,7 +60,7 @@ class Source:
             self._kept.clear()
 
     def add_to(
-        self, requests: Requests, points: Iterable[tuple[Series, Value]], said: Iterable[Sample], at_ns: int, *,
+        self, requests: Requests, points: Iterable[tuple[Series, Value]], samples: Iterable[Sample], at_ns: int, *,
         shown: Shown = NONE, up: bool = True,
     ) -> None:  # fmt: skip
         """Add the points of all series that have a value, and end the streams of those that have none any more.
@@ -71,7 +71,7 @@ class Source:
         at_ns = max(at_ns, self._born_ns)  # the wall clock may have been set back
         seen: set[PushedSeries] = set()
         has_just_ended, self._up = self._up and not up, up
-        for series, value in (*points, *self._as_series(said)):
+        for series, value in (*points, *self._as_series(samples)):
             stream = self._stream(series)
             if stream is None or stream in seen:
                 continue
@@ -90,8 +90,8 @@ class Source:
             if stream.shown and stream not in seen:
                 stream.end(requests, at_ns)
 
-    def _as_series(self, said: Iterable[Sample]) -> Iterator[tuple[Series, Value]]:
-        for metric, attributes, value in said:
+    def _as_series(self, samples: Iterable[Sample]) -> Iterator[tuple[Series, Value]]:
+        for metric, attributes, value in samples:
             key = metric.name, tuple(sorted(attributes.items()))
             series = self._said.get(key)
             if series is None:

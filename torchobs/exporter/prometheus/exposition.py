@@ -63,7 +63,7 @@ class Exposition:
             known = self._ranks.get(key)
             if known is None:
                 known = self._ranks[key] = _RankSeries(rank, self._names, self._limits, created=self._created)
-            page.add(known.said(rank, style))
+            page.add(known.exporter_chunks(rank, style))
             known.quiet.begin(facts.snapshot.number, acknowledged)
             for chunks in known.chunks(rank, style, shared=key in speakers):
                 page.add(chunks)
@@ -150,9 +150,9 @@ class _Page:
         if known is None or known.family != family or known.brief != brief:
             unit = _OM_UNITS.get(family.unit, "")
             unit = unit if family.name.endswith(f"_{unit}") else ""
-            told = labels.text(brief)
-            text = header(self._style, family.name, _TYPES[family.kind], unit, told)
-            created = header(self._style, f"{family.name}_created", "gauge", "", told)
+            escaped = labels.text(brief)
+            text = header(self._style, family.name, _TYPES[family.kind], unit, escaped)
+            created = header(self._style, f"{family.name}_created", "gauge", "", escaped)
             known = self._heads[family.name] = _Head(family, brief, text, created)
         return known
 
@@ -191,7 +191,7 @@ class _RankSeries:
             placed.clear()
         self.lines = 0
 
-    def said(self, rank: Rank, style: Style) -> list[Chunk]:
+    def exporter_chunks(self, rank: Rank, style: Style) -> list[Chunk]:
         """Return the lines of the exporter's own metrics of the rank."""
         text = self._said.get(style)
         if text is None:
