@@ -1,1 +1,1 @@
-"""Dashboards and alert rules, rendered from the catalog: `python -m dashboards`. Not in the wheel."""
+"""Grafana dashboards and Prometheus rules, rendered from the catalog: `python -m dashboards`. Not in the wheel."""

@@ -1,4 +1,4 @@
-"""Render dashboards and rules: `python -m dashboards`, or `--check` that what is in `deploy/` is up to date."""
+"""Render dashboards and rules into `deploy/`: `python -m dashboards`; with `--check`, check that they are up to date."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _dashboards() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the files that differ, or with `--check` name them and return 1."""
+    """Write the files that differ; with `--check`, list them and return 1."""
     parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is stale")
     parser.add_argument("--out", type=Path, default=DEPLOY, help="folder to write to (default: deploy)")

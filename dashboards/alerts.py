@@ -1,4 +1,4 @@
-"""The alerts, each with a runbook in docs/runbooks and cases that fire and stay quiet in tests/rules."""
+"""The alerts. Each has a runbook in docs/runbooks, and test cases that fire and that do not in tests/rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.vanishing import LASTING
 
 MOST_SKIPS = 20
-"""A loss scaler starts at 2^16 and halves at each skip: 16 take it to 1, and a job that starts may need some of them."""
+"""A loss scaler starts at 2^16 and halves at each skipped step: 16 reduce it to 1, and a starting job may need some."""
 
 
 def anomalies() -> Group:
@@ -20,10 +20,10 @@ def anomalies() -> Group:
 
 
 def _gradient_explosion() -> Alert:
-    """One alert per run, however many of its ranks see the same gradient.
+    """Return one alert per run, however many of its ranks see the same gradient.
 
-    A loss scaler makes non-finite gradients part of the plan: where it has skipped a step, only skipping most of them is an
-    explosion. The maximum over the window, and not the counter of now, because that ends with the job and the window does not.
+    With a loss scaler, non-finite gradients are normal: where it has skipped steps, only skipping most of them is an explosion.
+    The maximum over the window is used, not the counter's present value, because that ends with the job.
     """
     explosions = select(name(catalog.ANOMALIES), f'kind="{_kind("gradient_explosion")}"')
     leaps = select(name(catalog.ANOMALIES), f'kind="{_kind("loss_spike")}"')
@@ -58,7 +58,7 @@ def _gradient_explosion() -> Alert:
 
 
 def _gradient_vanishing() -> Alert:
-    """The detectors have waited already: each verdict stands for several measured steps in a row, or for a hundred steps."""
+    """Return the alert; one verdict suffices, because each needs several measured steps in a row, or a hundred steps."""
     verdicts = select(name(catalog.ANOMALIES), f'kind="{_kind("gradient_vanishing")}"')
     return Alert(
         alert="TorchobsGradientVanishing",
@@ -80,5 +80,5 @@ def _gradient_vanishing() -> Alert:
 
 
 def _kind(name: str) -> str:
-    """Return the kind of anomaly. Raises ``ValueError`` for one that the catalog does not have."""
+    """Return a matcher for a kind of anomaly. Raises ``ValueError`` for a kind that is not in the catalog."""
     return catalog.ANOMALY_KINDS[catalog.ANOMALY_KINDS.index(name)]

@@ -1,4 +1,4 @@
-"""Alerts about ranks: failed, hung, slower than they were, slower than the others."""
+"""Alerts about ranks: failed, hung, slower than before, slower than the others."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 
 WAITS_S = 1800
-"""What a process group waits for by default in torch.distributed with gloo: by then a peer's evaluation is no excuse."""
+"""Default timeout of torch.distributed's process groups with gloo: after it, a peer's evaluation explains no wait."""
 UNRESPONSIVE_S = 120
-"""A process that is torn down is unresponsive, too: 29 ms for each GiB it has, 11 s with a core dump, as measured."""
+"""A process that is being torn down is unresponsive, too: measured 29 ms per GiB of its memory, 11 s with a core dump."""
 SLOWER = 1.5
-"""Half as long again is a third of the machines' time: worth a look for a run of any length."""
+"""Steps half as long again waste a third of the machines' time, which matters in a run of any length."""
 BEFORE, COMPARED = "1h", "70m"
 
 
@@ -21,7 +21,7 @@ def ranks() -> Group:
 
 
 def _failed() -> Alert:
-    """Not one that Ctrl-C ended: whoever pressed it knows."""
+    """Return the alert, without ranks ended by Ctrl-C: whoever pressed it knows."""
     reasons = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in {"finished", "interrupted"})
     failed = select(catalog.RANK_EXIT, f'reason=~"{reasons}"')
     return Alert(
@@ -41,9 +41,9 @@ def _failed() -> Alert:
 
 
 def _hung() -> Alert:
-    """Hung is the exporter's word: no step for 20 times the 99th percentile, at least a minute, in no phase that may last.
+    """Return the alert on the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute.
 
-    Nor does a rank hang that waits for another one's evaluation, be that on a machine which its own exporter does not see.
+    Ranks in a phase that may last are not hung, nor ranks that wait for another rank's evaluation, even on another machine.
     """
     hung, stopped = (select(catalog.RANK_STATE_SET, f'state="{state}"') for state in ("hung", "unresponsive"))
     age = select(catalog.RANK_PROGRESS_AGE)
@@ -73,9 +73,9 @@ def _hung() -> Alert:
 
 
 def _slowdown() -> Alert:
-    """By the phases' time and the steps, which are there whether histograms are classic or native.
+    """Return the alert, computed from the phases' time and the steps, which exist with classic and native histograms.
 
-    Not where another model has come, the next fold or trial: its steps are not those of before.
+    Not after a change of the model (the next fold or trial), whose steps cannot be compared with those before.
     """
 
     def step_s(range_: str, offset: str = "") -> str:
@@ -107,7 +107,7 @@ def _slowdown() -> Alert:
 
 
 def _straggler() -> Alert:
-    """Of a run that has been compared for as long as the median is of: the first seconds of a rank are no ten minutes."""
+    """Return the alert, only for runs compared for the whole window: a rank's first seconds are no median of ten minutes."""
     slow = select(catalog.RANK_SLOWDOWN)
     return Alert(
         alert="TorchobsStraggler",

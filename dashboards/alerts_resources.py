@@ -1,4 +1,4 @@
-"""Alerts about what a training lives on: memory, data, compiled code, a loss scale, GPUs."""
+"""Alerts about resources of a training: memory, data, compilation, loss scale, GPUs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 
 TIME_TO_ACT_S = 4 * 3600
-"""A trend is followed no further than 60 times as long as it was seen (`torchobs/detect/growth.py`), so that one of four hours
-was seen for four minutes at least; and who is called at night can still let the run reach a checkpoint."""
+"""A trend is extrapolated to at most 60 times its observed length (`torchobs/detect/growth.py`), so that one of four hours was
+observed for at least four minutes; and four hours suffice to let the run reach a checkpoint."""
 MANY_RECOMPILES = 16
-"""Within the window, all functions together. torch gives one function up at 8 (`torch._dynamo.config.recompile_limit`); a model
-with a size that turns out to be dynamic, training and evaluation in it, has a handful in its first minutes."""
+"""Within the window, of all functions. torch stops at 8 for one function (`torch._dynamo.config.recompile_limit`); a model with
+a dynamic size, used in training and evaluation, has a handful in its first minutes."""
 THROTTLED = 0.1
-"""Share of the time. A GPU at its power limit is held down by that all the time, and is meant to be; by heat never."""
+"""Share of the time. Throttling by the power limit is normal, and may last all the time; thermal throttling is not."""
 _GIVEN_UP = 'reason="recompile_limit"'
 _GPU_ERRORS = 'error_type=~"xid|ecc_uncorrected"'
 
@@ -71,7 +71,7 @@ def _data() -> Alert:
 
 
 def _recompiles() -> Alert:
-    """Where a function was given up it runs uncompiled from then on, and nothing but a counter says so."""
+    """Return the alert, also on functions at the recompile limit: they run uncompiled, and only a counter shows it."""
     return Alert(
         alert="TorchobsRecompileStorm",
         expr=f"""

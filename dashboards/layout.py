@@ -1,4 +1,4 @@
-"""Where panels stand. The SDK would number none of them, and would place a panel at the far left and top anew."""
+"""Layout of panels. The SDK assigns no ids, and would move a panel that is at the far left or top."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from grafana_foundation_sdk.models.dashboard import GridPos, Panel, RowPanel
 
 WIDTH = 24
-"""Columns of Grafana's grid; its lines are 30 pixels high."""
+"""Columns of Grafana's grid; a grid row is 30 pixels high."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and the panels below it, from left to right, then below. Their ``grid_pos`` holds their size."""
+    """A heading and its panels, placed from left to right, then in the next row. ``grid_pos`` holds a panel's size."""
 
     title: str
     panels: tuple[Panel, ...]
 
 
 def arrange(sections: Sequence[Section]) -> list[Panel | RowPanel]:
-    """Return headings and panels with their positions and with ids from 1, in the order of reading."""
+    """Return headings and panels with positions, and with ids from 1, in reading order."""
     arranged: list[Panel | RowPanel] = []
     top = 0
     for section in sections:
@@ -33,7 +33,7 @@ def arrange(sections: Sequence[Section]) -> list[Panel | RowPanel]:
 
 
 def _place(panels: Sequence[Panel], top: int) -> int:
-    """Place the panels from line ``top`` on and return the first free line below them."""
+    """Place the panels from grid row ``top`` on and return the first free row below them."""
     left, bottom = 0, top
     for panel in panels:
         size = panel.grid_pos

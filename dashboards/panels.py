@@ -1,4 +1,4 @@
-"""Panels in the house's style: each has a title, a description, a unit, a legend that shows, and queries to the data source."""
+"""Panels in a uniform style: each has a title, a description, a unit, a visible legend, and queries to the data source."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 DATASOURCE = choices.DataSourceRef(type_val="prometheus", uid="${datasource}")
-"""Whatever the variable `datasource` is set to."""
+"""The data source chosen by the variable `datasource`."""
 
 GOOD, FAIR, BAD, OUT = "green", "orange", "red", "text"
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """An expression and how its series are named, e.g. ``rank {{rank}}``. ``instant``: only its value now.
+    """An expression and the legend of its series, e.g. ``rank {{rank}}``. ``instant``: only the present value.
 
-    ``exemplars``: with the exemplars of all series that it selects.
+    ``exemplars``: with the exemplars of the selected series.
     """
 
     expr: str
@@ -32,7 +32,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From ``value`` on (None: from the least) a value is shown in ``color``."""
+    """A threshold: values from ``value`` on (``None``: all below the others) are shown in ``color``."""
 
     value: float | None
     color: str
@@ -48,7 +48,7 @@ def lines(
     steps: Sequence[Step] = (),
     width: int = 12,
 ) -> model.Panel:
-    """Return a graph over time; ``stacked`` areas, a logarithmic axis, or a line at each threshold where asked for."""
+    """Return a time series graph, optionally with ``stacked`` areas, a logarithmic axis, and a line at each threshold."""
     panel = timeseries.Panel().title(title).description(description).unit(unit).datasource(DATASOURCE)
     panel.targets([_target(number, query) for number, query in enumerate(queries)])
     panel.legend(_legend()).tooltip(_tooltip()).span_nulls(span_nulls=False)
@@ -71,7 +71,7 @@ def number(
     steps: Sequence[Step] = (),
     texts: Mapping[str, str] | None = None,
 ) -> model.Panel:
-    """Return the newest value in large type, coloured by its thresholds; ``texts`` replaces values by words."""
+    """Return a stat panel of the newest value, coloured by thresholds; ``texts`` replaces values by words."""
     panel = stat.Panel().title(title).description(description).unit(unit).datasource(DATASOURCE)
     panel.targets([_target(number, query) for number, query in enumerate(queries)])
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(values=False))
@@ -84,7 +84,7 @@ def number(
 
 
 def distribution(title: str, description: str, query: Query) -> model.Panel:
-    """Return a histogram over time as a heatmap; the query gives counts by the label `le`, or native histograms."""
+    """Return a heatmap of a histogram over time; the query returns counts by the label `le`, or native histograms."""
     panel = heatmap.Panel().title(title).description(description).unit("short").datasource(DATASOURCE)
     panel.targets([_target(0, query).format(PromQueryFormat.HEATMAP)]).calculate(calculate=False)
     panel.color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Spectral").exponent(0.5).steps(64))
@@ -96,7 +96,7 @@ def distribution(title: str, description: str, query: Query) -> model.Panel:
 
 
 def shares(title: str, description: str, query: Query, row: str, column: str) -> model.Panel:
-    """Return one bar for each value of the label ``row``, divided by the label ``column``, of the values now."""
+    """Return stacked bars of the present values: one for each value of the label ``row``, divided by ``column``."""
     panel = barchart.Panel().title(title).description(description).unit("percentunit").datasource(DATASOURCE)
     panel.targets([_target(0, query).format(PromQueryFormat.TABLE)])
     matrix = {"columnField": column, "rowField": row, "valueField": "Value", "emptyValue": "zero"}
@@ -109,9 +109,9 @@ def shares(title: str, description: str, query: Query, row: str, column: str) ->
 def rows(
     title: str, description: str, unit: str, queries: Sequence[Query], hide: Sequence[str], names: Mapping[str, str]
 ) -> model.Panel:
-    """Return a table of the values now, one row for each set of labels that the queries share.
+    """Return a table of the present values, one row for each set of labels that the queries share.
 
-    ``hide`` names the columns to leave out, ``names`` what others are called: `Value #A` is the first query's.
+    ``hide``: columns to leave out; ``names``: new names of columns (`Value #A` is the first query's).
     """
     panel = table.Panel().title(title).description(description).unit(unit).datasource(DATASOURCE)
     panel.targets([_target(number, query).format(PromQueryFormat.TABLE) for number, query in enumerate(queries)])
@@ -126,7 +126,7 @@ def rows(
 
 
 def color(panel: model.Panel, colors: Mapping[str, str]) -> model.Panel:
-    """Give each series that is named in ``colors`` its colour, whatever its place among the others."""
+    """Set fixed colours for the series named in ``colors``, whatever their order."""
     panel.field_config.overrides = [
         model.DashboardFieldConfigSourceOverrides(
             matcher=model.MatcherConfig(id_val="byName", options=name),
@@ -161,7 +161,7 @@ def _thresholds(steps: Sequence[Step]) -> dashboard.ThresholdsConfig:
 
 
 def _legend() -> common.VizLegendOptions:
-    # The SDK's own default is a legend that is not shown.
+    # The SDK's default is a hidden legend.
     legend = common.VizLegendOptions().show_legend(show_legend=True).display_mode(choices.LegendDisplayMode.LIST)
     legend.placement(choices.LegendPlacement.BOTTOM)
     return legend

@@ -1,7 +1,7 @@
-"""Recording rules for percentiles, in a variant for classic and one for native histograms.
+"""Recording rules for percentiles, with one variant for classic and one for native histograms.
 
-Dashboards and alerts ask for the recorded series, which are the same in both, so that they do not care how Prometheus stores a
-histogram: with `convert_classic_histograms_to_nhcb` the `_bucket` series are gone.
+Both record the same series, which dashboards and alerts query, so that these do not depend on how Prometheus stores histograms:
+with `convert_classic_histograms_to_nhcb` there are no `_bucket` series.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from torchobs.catalog import Metric
 
 QUANTILES = ("0.5", "0.99")
 WINDOW = "5m"
-"""Five scrapes at the usual longest interval of a minute, so that one may fail; and steps of a minute still count."""
+"""Five scrapes at the longest usual interval, a minute, so that one may fail; steps of a minute still count."""
 
 
 def rank_quantile(metric: Metric) -> str:
-    """Return the name under which each rank's quantiles of a histogram are recorded, by the label `quantile`."""
+    """Return the name of the recorded quantiles of each rank, with the label `quantile`."""
     return f"rank_quantile:{metric.prometheus}:histogram_quantile"
 
 
 def run_quantile(metric: Metric) -> str:
-    """Return the name under which the quantiles over all ranks of a run are recorded, by the label `quantile`."""
+    """Return the name of the recorded quantiles over all ranks of a run, with the label `quantile`."""
     return f"run_quantile:{metric.prometheus}:histogram_quantile"
 
 
 def classic() -> Group:
-    """Return the rules for histograms that are stored as `_bucket` series."""
+    """Return the rules for classic histograms (`_bucket` series)."""
     return _group(suffix="_bucket", by=("namespace", "job_name", "run_id", "le"))
 
 
 def native() -> Group:
-    """Return the rules for native histograms, those with custom buckets included."""
+    """Return the rules for native histograms, including those with custom buckets."""
     return _group(suffix="", by=("namespace", "job_name", "run_id"))
 
 
@@ -47,5 +47,5 @@ def _group(suffix: str, by: tuple[str, ...]) -> Group:
 
 
 def _quantile(name: str, of: str, quantile: str) -> Recording:
-    # Without a step in the window the quantile is NaN, which `>= 0` drops: a dead rank records nothing.
+    # Without steps in the window the quantile is NaN, which `>= 0` drops: nothing is recorded for a dead rank.
     return Recording(name, f"histogram_quantile({quantile}, {of}) >= 0", (("quantile", quantile),))

@@ -1,9 +1,9 @@
-"""What a counter has counted in the last ten minutes, its first scrape included.
+"""Recording rules for a counter's increase in the last ten minutes, including its first sample.
 
-`increase()` begins to count at the second sample, so what a series is born with is lost to it: a rank's first seconds, and a
-compiler's storm between two scrapes. But a rank's counters begin at 0 with it, so that all of a young rank's is recent; and so
-is all of a series that was not there ten minutes ago, if its rank was (`x unless x offset 10m` alone, the usual way, takes
-for new what an outage of Prometheus has hidden).
+`increase()` counts from the second sample on, so the value at a series' first scrape is lost: a rank's first seconds, or a
+recompile storm between two scrapes. But a rank's counters begin at 0 with it, so that a young rank's whole count is recent;
+likewise that of a series that did not exist ten minutes ago although its rank did. (The usual `x unless x offset 10m` alone
+takes series for new after an outage of Prometheus.)
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ RECENT = ":recent"
 
 
 def name(metric: Metric) -> str:
-    """Return what the metric's recent count is recorded as."""
+    """Return the name of the recorded series of the metric's recent increase."""
     level = "_".join(["rank", *(attribute.name.replace(".", "_") for attribute in metric.attributes)])
     return f"{level}:{metric.prometheus.removesuffix('_total')}{RECENT}"
 
 
 def recent(metric: Metric, *matchers: str, born_later: bool = False) -> Recording:
-    """Return the rule; it records nothing where nothing was counted.
+    """Return the rule; nothing is recorded where nothing was counted.
 
-    ``born_later``: the series may be much younger than their rank; else they begin with it.
+    ``born_later``: the series may be much younger than their rank; otherwise they begin with it.
     """
     counter, started = select(metric, *matchers), select(catalog.RANK_START_TIME)
     new = f"""

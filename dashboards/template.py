@@ -1,4 +1,4 @@
-"""What every dashboard has around its panels: the data source, the choice of job, run and rank, and annotations."""
+"""Parts common to all dashboards: variables for the data source, job, run and rank, and annotations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dashboards.promql import select
 from torchobs import catalog
 
 RUNS = ('job_name=~"$job_name"', 'run_id=~"$run_id"')
-"""Matchers for the series of the chosen runs; what is recorded over all ranks has no `rank`."""
+"""Matchers for the chosen runs; series recorded over all ranks have no `rank`."""
 RANKS = (*RUNS, 'rank=~"$rank"')
 EXPORTERS = ('instance=~"$instance"',)
-"""Matchers for what the exporters of the chosen runs say of themselves: that carries no job, run or rank."""
+"""Matchers for the own metrics of the chosen runs' exporters, which carry no job, run or rank."""
 
 RUN = "{{run_id}}"
-"""How a run is named in a legend."""
+"""Legend of a run."""
 
 
 def frame(uid: str, title: str, description: str) -> model.Dashboard:
@@ -32,8 +32,8 @@ def _datasource() -> dashboard.DatasourceVariable:
 
 
 def _choices() -> list[dashboard.QueryVariable]:
-    # `.*` in place of a list of all values: a thousand ranks would make a regular expression of kilobytes. All exporters,
-    # however, are those of the chosen runs.
+    # "All" is `.*`, not a list of all values, which for a thousand ranks would be a regular expression of kilobytes; except for
+    # exporters, where it is those of the chosen runs.
     return [
         _choice("job_name", "Job").all_value(".*"),
         _choice("run_id", "Run", RUNS[0]).all_value(".*"),

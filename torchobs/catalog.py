@@ -1,9 +1,9 @@
-"""Every metric, event and span of torchobs, described once; names follow OpenTelemetry, units UCUM.
+"""Catalog of every metric, event and span of torchobs. Names follow OpenTelemetry, units UCUM.
 
-Everything else is derived by import: the flight file's series, the exporter's page, the dashboards, the alert rules and
+Derived from it are the flight file's series, the exporter's metrics page, the dashboards, the alert rules and
 ``docs/metrics.md``. A dashboard that names an unknown metric is an ``AttributeError``.
 
-Dimensionless gauges that are no ratio have the empty unit, because a gauge with unit ``1`` becomes ``_ratio`` in Prometheus.
+Dimensionless gauges that are no ratio have an empty unit, because Prometheus appends ``_ratio`` to a gauge with unit ``1``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Attribute", "Event", "Kind", "Metric", "Severity", "Span", "cumulati
 
 
 class Kind(Enum):
-    """What an instrument is; the values are the ones stored in the flight file."""
+    """Kind of an instrument; the values are stored in the flight file."""
 
     COUNTER = 1
     UPDOWN = 2
@@ -25,8 +25,8 @@ class Kind(Enum):
 
 
 def cumulative(kind: Kind) -> bool:
-    """Return True if a value only grows, so that it means something after its process has gone."""
-    return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # a set would take a hash in Python, for each of 10^6 series
+    """Return True if a value only grows; such values are still valid after their process has ended."""
+    return kind is Kind.COUNTER or kind is Kind.HISTOGRAM  # faster than a set, for each of 10^6 series
 
 
 class Severity(Enum):
@@ -39,7 +39,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A metric's label: its name, what it means, and its closed set of values (empty: open, but capped by its probe)."""
+    """A metric's label. ``values``: its closed set of values; empty: open, with a number limited by its probe."""
 
     name: str
     brief: str
@@ -48,10 +48,10 @@ class Attribute:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One instrument. ``survives``: a dead rank keeps showing its last value for the grace (counters always do).
+    """One instrument. ``survives``: a dead rank's last value is served during the grace period (a counter's always is).
 
-    ``quiet``: a value at which its series are not yet on the exporter's page; they are from the first other one on. ``shared``:
-    it is a fact of the container or the machine, the same for all ranks in it, and so has no rank.
+    ``quiet``: default value; a series is on the exporter's page only from its first other value on. ``shared``: the value is of
+    the container or the machine, the same for all its ranks, and so has no rank label.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A dated fact in the event ring, exported as a span event and shown by the page and by ``inspect``."""
+    """An event with a time in the event ring, exported as a span event and shown by the page and by ``inspect``."""
 
     name: str
     brief: str
@@ -90,9 +90,9 @@ class Span:
     attributes: tuple[Attribute, ...] = ()
 
 
-# Powers of two and of four: exact boundaries of base-2 exponential and of Prometheus native histograms, so that both
-# conversions lose nothing. Norms from 2e-4 to 4096 are told apart: each bound is a series per rank, and one beyond them is an
-# anomaly, of which the gauge and the event say how large it was.
+# Powers of two and of four are exact boundaries of base-2 exponential and of Prometheus native histograms, so that conversion
+# to both is lossless. Norms are resolved from 2e-4 to 4096 only, because each bound is a series per rank; a norm beyond them is
+# an anomaly, with its size in the gauge and the event.
 SECONDS_BOUNDS = tuple(2.0**exponent for exponent in range(-11, 11))
 NORM_BOUNDS = tuple(4.0**exponent for exponent in range(-6, 7))
 
@@ -110,8 +110,8 @@ _NOT_LABEL = re.compile(r"[^a-zA-Z0-9_]")
 def prometheus_name(name: str, unit: str, kind: Kind) -> str:
     """Translate an OpenTelemetry instrument name as Prometheus' own OTLP endpoint does (UnderscoreEscapingWithSuffixes).
 
-    Source: the rules of ``prometheus/otlptranslator``; a test compares with a running Prometheus 3. A name of which nothing is
-    left, which Prometheus refuses, is ``_``, so that a page stays a page.
+    Source: the rules of ``prometheus/otlptranslator``; a test compares with a running Prometheus 3. A name without valid
+    characters, which Prometheus refuses, becomes ``_``, so that the page stays valid.
     """
     words = [word for word in _NOT_METRIC.split(name) if word]
     words += _unit_suffixes(unit, words)
@@ -126,8 +126,8 @@ def prometheus_name(name: str, unit: str, kind: Kind) -> str:
 def prometheus_label(name: str) -> str:
     """Translate an attribute's name to a Prometheus label as its OTLP endpoint does: ``a.b`` becomes ``a_b``.
 
-    Names that the endpoint refuses (nothing but underscores is left) or drops (``__name__``, which on a page would rename the
-    series) get the ``key`` that it puts before a single underscore.
+    Names that the endpoint refuses (only underscores) or drops (``__name__``, which on a page would rename the series) get the
+    prefix ``key`` that it adds to names with a single leading underscore.
     """
     label = _NOT_LABEL.sub("_", name)
     if label[:1].isdigit():
@@ -137,7 +137,7 @@ def prometheus_label(name: str) -> str:
 
 
 def _unit_suffixes(unit: str, words: list[str]) -> list[str]:
-    """The words that a unit adds to a name's: ``By/s`` is ``bytes``, ``per_second``, each unless the name has it already."""
+    """Return the words that a unit adds to a name: ``bytes``, ``per_second`` for ``By/s``, unless it has them already."""
     amount, _, per = unit.partition("/")
     # An odd unit keeps one underscore at its end (`m²` is `m_`), unless a `per` follows: the translator does so too.
     main = _NOT_METRIC.sub("_", _unit_word(amount, _UNITS)).removeprefix("_")
@@ -187,7 +187,7 @@ def _histogram(name: str, unit: str, brief: str, bounds: tuple[float, ...]) -> M
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 GOODPUT_STATES = ("productive", "data", "skipped", "evaluation", "checkpoint", "compile", "idle")
 STARTUP = "startup"
-"""The one state of goodput that is no part of the steps, and so not the fold's."""
+"""The goodput state before the first step; the only one that is not computed from step records."""
 ANOMALY_KINDS = ("nonfinite_loss", "nonfinite_gradient", "gradient_explosion", "loss_spike", "gradient_vanishing")
 SCHEDULER_MISUSES = ("before_optimizer", "never_stepped", "idle_optimizer")
 COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
@@ -203,13 +203,13 @@ ANOMALY_SEVERITY = {
     "loss_spike": Severity.WARNING,
     "gradient_vanishing": Severity.WARNING,
 }
-"""A function of the kind, so that it needs no label: a non-finite gradient may be the loss scaler at work."""
+"""Severity by kind, so no label. A non-finite gradient is only a warning, because a loss scaler may have caused it."""
 
 PHASE = Attribute("phase", "part of a training step", PHASES)
 OWN_PHASES = ("data", "forward", "optimizer", "other")
-OWN_PHASE = Attribute("phase", "part of a step; within backward a rank may wait for the slowest", OWN_PHASES)
-GOODPUT_STATE = Attribute("state", "what the wall time went into", (*GOODPUT_STATES, STARTUP))
-ANOMALY_KIND = Attribute("kind", "what went wrong", ANOMALY_KINDS)
+OWN_PHASE = Attribute("phase", "part of a step, without backward, in which a rank may wait for the slowest one", OWN_PHASES)
+GOODPUT_STATE = Attribute("state", "use of the wall time", (*GOODPUT_STATES, STARTUP))
+ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
 GPU_ID = Attribute("hw.id", "UUID of the GPU, or of the MIG instance")
@@ -218,7 +218,7 @@ HW_STATE = Attribute("hw.state", "one is 1, the others 0", ("ok", "degraded", "f
 HW_ERROR = Attribute("error.type", "what failed", ("ecc_corrected", "ecc_uncorrected", "xid", "nvlink", "pcie_replay"))
 HW_SENSOR = Attribute("hw.sensor_location", "where it is measured", ("gpu", "memory"))
 GPU_TASK = Attribute("hw.gpu.task", "kind of work", ("general",))
-GPU_THROTTLE = Attribute("reason", "what held the clocks down", ("power", "thermal"))
+GPU_THROTTLE = Attribute("reason", "cause of the throttling", ("power", "thermal"))
 IO_DIRECTION = Attribute("network.io.direction", "seen from the GPU", ("receive", "transmit"))
 DDP_PART = Attribute(
     "part",
@@ -227,28 +227,28 @@ DDP_PART = Attribute(
     ("forward", "backward", "communication", "overlap"),
 )
 GROUP = Attribute("group", "index of the optimizer's parameter group, the first eight")
-SCHEDULER_MISUSE_KIND = Attribute("kind", "what was done wrong", SCHEDULER_MISUSES)
+SCHEDULER_MISUSE_KIND = Attribute("kind", "kind of misuse", SCHEDULER_MISUSES)
 SCALER = Attribute("scaler", "index of the GradScaler in use, by its first update", ("0", "1", "2", "3"))
 OPTIMIZER = Attribute("optimizer", "index of the optimizer in use, by its first step under a loss scaler", ("0", "1", "2", "3"))
 SCALAR = Attribute("name", "the name given to torchobs.log(), the first 64")
 LAYER = Attribute(
-    "layer", "module that has the parameters, by its path; the largest and the last anomalous ones, the rest is 'other'"
+    "layer", "path of the module with the parameters; the largest and recently anomalous ones, the others are 'other'"
 )
 DEVICE = Attribute("device", "torch device, e.g. cuda:0")
-SPACE = Attribute("space", "memory that grows", ("host", "device"))
-LIMIT = Attribute("limit", "whose limit", ("cgroup", "machine"))
+SPACE = Attribute("space", "kind of memory that grows", ("host", "device"))
+LIMIT = Attribute("limit", "origin of the limit", ("cgroup", "machine"))
 RESOURCE = Attribute("resource", "what tasks waited for", ("cpu", "memory", "io"))
-WAITING = Attribute("waiting", "how many of them", ("some", "full"))
-COMPILE_STAGE = Attribute("stage", "what torch.compile did meanwhile", COMPILE_STAGES)
+WAITING = Attribute("waiting", "some, or all (full), of the tasks", ("some", "full"))
+COMPILE_STAGE = Attribute("stage", "stage of the compilation", COMPILE_STAGES)
 COMPILE_CAUSE = Attribute("cause", "why it was compiled", ("first", "recompile"))
 COMPILE_GUARD = Attribute("guard", "kind of the guard that failed", COMPILE_GUARDS)
 COMPILE_FAILURE = Attribute("reason", "why nothing was compiled", ("unsupported", "recompile_limit", "error"))
-COMPILE_BREAK = Attribute("reason", "class of the reason", ("data_dependent", "call", "other"))
+COMPILE_BREAK = Attribute("reason", "kind of reason", ("data_dependent", "call", "other"))
 COMPILE_LOCATION = Attribute("location", "file:line of the function's first line")
 COMPILE_CACHE = Attribute("cache", "Inductor's cache of graphs, or AOTAutograd's above it", ("fx_graph", "autograd"))
 CACHE_RESULT = Attribute("result", "outcome of the lookup", ("hit", "miss", "bypass"))
 SAVE_RESULT = Attribute("result", "how the save ended", SAVE_RESULTS)
-WORKER_STATE = Attribute("state", "configured, or alive of these", ("configured", "alive"))
+WORKER_STATE = Attribute("state", "configured, or alive among these", ("configured", "alive"))
 PROBE = Attribute("probe", "the probe's name")
 
 HOST_COLLECTORS = ("cpu", "memory", "disk", "filesystem", "network")
@@ -259,10 +259,10 @@ UNWRITTEN_STATES = ("dirty", "writeback")
 PAGING_STATES = ("used", "free")
 FILESYSTEM_STATES = ("used", "free", "reserved")
 INODE_STATES = ("used", "free")
-HOST_COLLECTOR = Attribute("collector", "what was to be collected", HOST_COLLECTORS)
-CPU_MODE = Attribute("cpu.mode", "what the processors did", CPU_MODES)
+HOST_COLLECTOR = Attribute("collector", "part of the machine", HOST_COLLECTORS)
+CPU_MODE = Attribute("cpu.mode", "mode of the processors", CPU_MODES)
 THREAD_STATE = Attribute("state", "runnable: running or waiting for a processor; blocked: for a disk", THREAD_STATES)
-MEMORY_STATE = Attribute("system.memory.state", "what it is used for; they add up to the total", MEMORY_STATES)
+MEMORY_STATE = Attribute("system.memory.state", "use of the memory; the states add up to the total", MEMORY_STATES)
 UNWRITTEN_STATE = Attribute("state", "dirty: to be written; writeback: being written", UNWRITTEN_STATES)
 PAGING_STATE = Attribute("system.paging.state", "whether it is in use", PAGING_STATES)
 SYSTEM_DEVICE = Attribute("system.device", "physical disk, e.g. nvme0n1; 64 at most")
@@ -270,16 +270,16 @@ DISK_DIRECTION = Attribute("disk.io.direction", "read or write", ("read", "write
 MOUNTPOINT = Attribute("system.filesystem.mountpoint", "where it is mounted")
 FILESYSTEM_TYPE = Attribute("system.filesystem.type", "its type, e.g. xfs")
 FILESYSTEM_STATE = Attribute("system.filesystem.state", "reserved: free, for root only", FILESYSTEM_STATES)
-INODE_STATE = Attribute("state", "whether there is a file", INODE_STATES)
+INODE_STATE = Attribute("state", "whether the inode is in use", INODE_STATES)
 NETWORK_INTERFACE = Attribute("network.interface.name", "physical interface, or a container's own, e.g. eth0; 64 at most")
 NETWORK_DIRECTION = Attribute("network.io.direction", "seen from this machine", ("receive", "transmit"))
 
 # --- progress -----------------------------------------------------------------------------------------------------------------
-STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, those that a loss scaler skipped included.")
+STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, including those that a loss scaler skipped.")
 STEP_DURATION = _histogram(
     "torchobs.step.duration",
     "s",
-    "Time from one step's end to the next one's; evaluation, checkpoints and compilation excluded.",
+    "Time from the end of one step to the end of the next, without evaluation, checkpoints and compilation.",
     SECONDS_BOUNDS,
 )
 STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", "Time spent in each phase of the steps.", PHASE, integer=False)
@@ -287,7 +287,7 @@ LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", "Unix time at 
 MODEL_CHANGES = _counter(
     "torchobs.model_changes",
     "{change}",
-    "Times that training went on with parameters never trained before: the next fold or trial, whose baselines begin anew.",
+    "Times that training continued with parameters never trained before (the next fold or trial); baselines are reset then.",
     quiet=0.0,
 )
 LOSS = _gauge(
@@ -300,44 +300,44 @@ LEARNING_RATE = _gauge("torchobs.learning_rate", "", "Learning rate of each para
 OPTIMIZER_WEIGHT_DECAY = _gauge(
     "torchobs.optimizer.weight_decay",
     "",
-    "Weight decay of the first parameter group, and of the next three as far as theirs differ.",
+    "Weight decay of the first parameter group, and of the next three where it differs.",
     GROUP,
     survives=True,
 )
 OPTIMIZER_MOMENTUM = _gauge(
     "torchobs.optimizer.momentum",
     "",
-    "Momentum, or Adam's beta1, of the first parameter group, and of the next three as far as theirs differ.",
+    "Momentum, or Adam's beta1, of the first parameter group, and of the next three where it differs.",
     GROUP,
     survives=True,
 )
 OPTIMIZER_BETA2 = _gauge(
     "torchobs.optimizer.beta2",
     "",
-    "Adam's beta2 of the first parameter group, and of the next three as far as theirs differ.",
+    "Adam's beta2 of the first parameter group, and of the next three where it differs.",
     GROUP,
     survives=True,
 )
 SCHEDULER_STEPS = _counter(
-    "torchobs.scheduler.steps", "{step}", "Times that the run stepped a learning-rate scheduler; a chain of them counts once."
+    "torchobs.scheduler.steps", "{step}", "Steps of learning-rate schedulers; a chain of schedulers counts once."
 )
 SCHEDULER_MISUSE = _counter(
     "torchobs.scheduler.misuses",
     "{scheduler}",
-    "Learning-rate schedulers used wrongly, by how.",
+    "Learning-rate schedulers used wrongly, by kind of misuse.",
     SCHEDULER_MISUSE_KIND,
     quiet=0.0,
 )
 SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().", quiet=0.0)
 TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().", quiet=0.0)
-STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", "Steps the run will take, where it told us.", survives=True)
+STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", "Planned number of steps of the run, if known.", survives=True)
 EPOCHS = _counter("torchobs.epochs", "{epoch}", "Passes over the training loader begun on this rank since its start.")
 GOODPUT_TIME = _counter(
     "torchobs.goodput.time",
     "s",
-    "Wall time by what it went into, which adds up to the rank's life. productive: training without waiting for data; startup: "
-    "before the first step; idle: after the last one, or nothing of a step was seen for three times the longest one (at least "
-    "10 s).",
+    "Wall time by use; the states add up to the rank's lifetime. productive: training without waiting for data; startup: "
+    "before the first step; idle: after the last one, or when no part of a step was seen for three times the longest step "
+    "(at least 10 s).",
     GOODPUT_STATE,
     integer=False,
     quiet=0.0,
@@ -348,50 +348,52 @@ SCALAR_VALUE = _gauge("torchobs.scalar", "", "Last value of each extra number gi
 GRAD_NORM = _gauge(
     "torchobs.grad.norm",
     "",
-    "L2 norm of all gradients before the optimizer's step, unscaled, before clipping; as the optimizer found them where"
-    " compiled code has clipped them. Finite values only.",
+    "L2 norm of all gradients before the optimizer's step, unscaled and before clipping (after it, where compiled code clips)."
+    " Finite values only.",
     survives=True,
 )
 GRAD_NORM_DISTRIBUTION = _histogram(
-    "torchobs.grad.norm_distribution", "", "Distribution of the total gradient norm over the steps measured.", NORM_BOUNDS
+    "torchobs.grad.norm_distribution", "", "Distribution of the total gradient norm over the measured steps.", NORM_BOUNDS
 )
-GRAD_INTERVAL = _gauge("torchobs.grad.interval", "{step}", "Every how many steps the gradient norm is measured at present.")
+GRAD_INTERVAL = _gauge(
+    "torchobs.grad.interval", "{step}", "Steps from one measurement of the gradient norm to the next, at present."
+)
 GRAD_NORM_RANKS = _gauge(
     "torchobs.grad.norm_ranks",
     "{rank}",
-    "Ranks whose gradient norms add up, squared, to the whole's: 1 where each has all, more where it is sharded.",
+    "Ranks over which the gradient is sharded: their squared norms add up to the whole's. 1 where each rank has all of it.",
     survives=True,
     quiet=1.0,
 )
 GRAD_LAYER_NORM = _gauge(
-    "torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient, of this rank's part where parameters are sharded.", LAYER
+    "torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient, of this rank's shard where parameters are sharded.", LAYER
 )
 GRAD_LAYERS_FOLDED = _gauge(
-    "torchobs.grad.layers_folded", "{layer}", "Layers without series of their own: they are 'other'.", quiet=0.0
+    "torchobs.grad.layers_folded", "{layer}", "Layers without series of their own, combined as 'other'.", quiet=0.0
 )
 GRAD_UNMOVED_LAYERS = _gauge(
     "torchobs.grad.unmoved_layers",
     "{layer}",
-    "Layers that have learned nothing for a while: gradients too small to move a weight, or nothing but zeros coming in.",
+    "Layers that have learned nothing for a while: gradients too small to change a weight, or inputs that are all zero.",
     survives=True,
     quiet=0.0,
 )
 GRAD_ZERO = _gauge(
-    "torchobs.grad.zero", "1", "Share of the parameters' gradients whose every element is exactly zero.", quiet=0.0
+    "torchobs.grad.zero", "1", "Share of the parameters whose gradient is exactly zero in every element.", quiet=0.0
 )
 PARAM_LAYER_NORM = _gauge(
-    "torchobs.param.layer.norm", "", "L2 norm of a layer's weights (of their first 8 million). From level advanced on.", LAYER
+    "torchobs.param.layer.norm", "", "L2 norm of a layer's weights (of the first 8 million). From level advanced on.", LAYER
 )
 UPDATE_LAYER_RATIO = _gauge(
     "torchobs.update.layer.ratio",
     "1",
-    "Norm of what one step changes of a layer's weights over the norm of these. From level advanced on.",
+    "Norm of one step's change of a layer's weights, divided by the norm of the weights. From level advanced on.",
     LAYER,
 )
 GRAD_NONFINITE_ELEMENTS = _counter(
     "torchobs.grad.nonfinite_elements",
     "{element}",
-    "Gradient elements that were NaN or infinite in measured steps; on a GPU counted in layers that were so lately.",
+    "Gradient elements that were NaN or infinite in measured steps; on a GPU only in layers that recently had some.",
     quiet=0.0,
 )
 GRAD_NONFINITE_STEPS = _counter(
@@ -400,12 +402,12 @@ GRAD_NONFINITE_STEPS = _counter(
 GRAD_CLIPPED_STEPS = _counter(
     "torchobs.grad.clipped_steps",
     "{step}",
-    "Steps whose gradient was clipped; whether clipping by value had an effect is known of measured steps only; what"
-    " compiled code clips is not seen.",
+    "Steps with clipped gradients. The effect of clipping by value is known in measured steps only; clipping in compiled code"
+    " is not seen.",
     quiet=0.0,
 )
-GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "", "Norm to which gradients are clipped, where they are.")
-GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "", "Size to which gradient elements are clipped, where they are.")
+GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "", "Threshold for clipping gradients by norm, if used.")
+GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "", "Threshold for clipping gradients by value, if used.")
 
 # --- verdicts -----------------------------------------------------------------------------------------------------------------
 ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", "Steps judged anomalous, by kind.", ANOMALY_KIND)
@@ -421,7 +423,7 @@ ANOMALY_ACTIVE = _gauge(
 AMP_SCALE = _gauge(
     "torchobs.amp.scale",
     "",
-    "Loss scale of each enabled GradScaler; on a device it is read ten times a second at most.",
+    "Loss scale of each enabled GradScaler; read from a device at most ten times a second.",
     SCALER,
 )
 AMP_GROWTH_TRACKER = _gauge(
@@ -430,7 +432,7 @@ AMP_GROWTH_TRACKER = _gauge(
 AMP_SKIP_STREAK = _gauge(
     "torchobs.amp.skip_streak",
     "{step}",
-    "Steps that a loss scaler skipped in a row, up to now; of several optimizers, the one that waits longest.",
+    "Steps that a loss scaler has skipped in a row up to now; of several optimizers, the longest streak.",
 )
 AMP_STEPS_SKIPPED = _counter(
     "torchobs.amp.steps_skipped",
@@ -448,7 +450,7 @@ AMP_OVERFLOWS = _counter(
 AMP_AUTOCAST = _gauge(
     "torchobs.amp.autocast",
     "",
-    "1 for each data type that autocast was seen to compute in. With bfloat16 alone there is no loss scaler, and no scale.",
+    "1 for each data type that autocast uses. With bfloat16 alone there is no loss scaler, and no scale.",
     Attribute("device_type", "torch.autocast's device type, e.g. cuda"),
     Attribute("dtype", "data type, e.g. bfloat16; eight pairs at most"),
 )
@@ -457,7 +459,7 @@ AMP_AUTOCAST = _gauge(
 DATA_WORKER_START_TIME = _counter(
     "torchobs.data.worker_start.time",
     "s",
-    "Time spent in starting the worker processes of data loaders; a part of the phase data.",
+    "Time spent starting the worker processes of data loaders; part of the phase data.",
     integer=False,
     quiet=0.0,
 )
@@ -467,13 +469,13 @@ DATA_WORKERS = _gauge(
 DATA_WORKERS_DIED = _counter(
     "torchobs.data.workers_died",
     "{process}",
-    "Worker processes of data loaders that a signal or an error ended.",
+    "Worker processes of data loaders that were ended by a signal or an error.",
     quiet=0.0,
 )
 DATA_BATCHES_READY = _gauge(
     "torchobs.data.batches_ready",
     "{batch}",
-    "Batches that the workers have finished and training has not taken; 0 means that it waits for them.",
+    "Batches that the workers have finished and training has not used yet; 0 means that training waits for data.",
 )
 DATA_STARVED = _gauge(
     "torchobs.data.starved",
@@ -483,7 +485,7 @@ DATA_STARVED = _gauge(
 DATA_UNPINNED_BATCHES = _counter(
     "torchobs.data.unpinned_batches",
     "{batch}",
-    "Batches in pageable memory while training on a CUDA device, of one looked at every ten seconds: see `pin_memory`.",
+    "Batches found in pageable memory while training on a CUDA device; one is checked every ten seconds. See `pin_memory`.",
     quiet=0.0,
 )
 
@@ -498,27 +500,27 @@ COMPILE_TIME = _counter(
     quiet=0.0,
 )
 COMPILE_COMPILATIONS = _counter(
-    "torchobs.compile.compilations", "{compilation}", "Functions, and the rest of them behind a graph break, compiled.",
+    "torchobs.compile.compilations", "{compilation}", "Compilations of functions, and of their parts after graph breaks.",
     COMPILE_CAUSE, quiet=0.0,
 )  # fmt: skip
 COMPILE_RECOMPILES = _counter(
     "torchobs.compile.recompiles",
     "{compilation}",
-    "Compilations because of a guard that failed, by its kind.",
+    "Recompilations by the kind of the guard that failed.",
     COMPILE_GUARD,
     quiet=0.0,
 )
 COMPILE_FAILURES = _counter(
     "torchobs.compile.failures",
     "{compilation}",
-    "Compilations that failed: what was to be compiled runs uncompiled, or raises (fullgraph=True).",
+    "Failed compilations: the function runs uncompiled, or raises (fullgraph=True).",
     COMPILE_FAILURE,
     quiet=0.0,
 )
 COMPILE_GRAPH_BREAKS = _counter(
     "torchobs.compile.graph_breaks",
     "{break}",
-    "Places at which a graph had to end, counted in each compilation that meets them.",
+    "Graph breaks, counted in each compilation that has them.",
     COMPILE_BREAK,
     quiet=0.0,
 )
@@ -530,7 +532,7 @@ COMPILE_CACHE_LOOKUPS = _counter(
     CACHE_RESULT,
     quiet=0.0,
 )
-COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is at work in any thread.")
+COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is compiling in any thread.")
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
 MEMORY_DEVICE_ALLOCATED = _gauge("torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE)
@@ -544,50 +546,52 @@ MEMORY_DEVICE_INACTIVE_SPLIT = _gauge(
 MEMORY_DEVICE_PEAK = _gauge(
     "torchobs.memory.device.peak",
     "By",
-    "Highest allocated device memory seen by torchobs, whatever resets the allocator's own peaks.",
+    "Highest allocated device memory seen by torchobs, regardless of resets of the allocator's own peaks.",
     DEVICE,
 )
 MEMORY_DEVICE_LIMIT = _gauge(
     "torchobs.memory.device.limit",
     "By",
-    "Device memory that this process may take: the device's, or its fraction of it.",
+    "Device memory that this process may use: all of the device's, or its configured fraction.",
     DEVICE,
 )
 MEMORY_ALLOC_RETRIES = _counter(
     "torchobs.memory.alloc_retries",
     "{retry}",
-    "Device allocations that flushed the allocator's cache to be tried again.",
+    "Device allocations retried after flushing the allocator's cache.",
     DEVICE,
     quiet=0.0,
 )
 MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE, quiet=0.0)
-MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set of the rank's process.")
+MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set size of the rank's process.")
 MEMORY_HOST_PSS = _gauge(
-    "torchobs.memory.host.pss", "By", "Proportional set of the rank's process: shared pages by their share. From advanced on."
+    "torchobs.memory.host.pss",
+    "By",
+    "Proportional set size of the rank's process. From level advanced on.",
 )
 MEMORY_HOST_CHILDREN_RSS = _gauge(
     "torchobs.memory.host.children_rss",
     "By",
-    "Resident sets of the process's children (DataLoader workers), summed: a page that they share counts in each.",
+    "Sum of the resident set sizes of the process's children (DataLoader workers); shared pages count in each.",
     quiet=0.0,
 )
 MEMORY_HOST_AVAILABLE = _gauge("torchobs.memory.host.available", "By", "The machine's available memory.", shared=True)
 MEMORY_HOST_UTILIZATION = _gauge(
     "torchobs.memory.host.utilization",
     "1",
-    "Share of the limit, swap included, that is taken and cannot be given back: at 1 the kernel kills.",
+    "Share of the limit, including swap, in use and not reclaimable; at 1 the kernel kills processes.",
     LIMIT,
     shared=True,
 )
 MEMORY_SHARED_SIZE = _gauge("torchobs.memory.shared.size", "By", "Size of /dev/shm.", shared=True)
 MEMORY_SHARED_USED = _gauge("torchobs.memory.shared.used", "By", "Bytes in use in /dev/shm.", shared=True)
 MEMORY_GROWTH_PER_STEP = _gauge(
-    "torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step; after four minutes.", SPACE
+    "torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step; available after four minutes.", SPACE
 )
 MEMORY_TIME_TO_LIMIT = _gauge(
     "torchobs.memory.time_to_limit",
     "s",
-    "Time until memory that grows steadily with the steps reaches its limit; absent where none does.",
+    "Time until memory that grows steadily with the steps reaches its limit; absent without such growth.",
     SPACE,
 )
 
@@ -595,7 +599,7 @@ MEMORY_TIME_TO_LIMIT = _gauge(
 CGROUP_MEMORY_WORKING_SET = _gauge(
     "torchobs.cgroup.memory.working_set",
     "By",
-    "Memory of the rank's cgroup without inactive file pages, as the kubelet counts it; of the tightest, where they nest.",
+    "Memory of the rank's cgroup without inactive file pages, as the kubelet counts it; of the tightest, where nested.",
     shared=True,
 )
 CGROUP_MEMORY_LIMIT = _gauge("torchobs.cgroup.memory.limit", "By", "Memory limit of that cgroup.", shared=True)
@@ -606,7 +610,7 @@ CGROUP_MEMORY_SWAP = _gauge("torchobs.cgroup.memory.swap", "By", "Swap in use by
 CGROUP_MEMORY_OOM_KILLS = _counter(
     "torchobs.cgroup.memory.oom_kills",
     "{process}",
-    "Processes of that cgroup that the kernel killed for memory.",
+    "Processes of that cgroup ended by the kernel's OOM killer.",
     shared=True,
 )
 CGROUP_MEMORY_LAST_OOM_KILL = _gauge(
@@ -621,13 +625,13 @@ CGROUP_CPU_PERIODS = _counter("torchobs.cgroup.cpu.periods", "{period}", "Quota 
 CGROUP_CPU_THROTTLED_PERIODS = _counter(
     "torchobs.cgroup.cpu.throttled_periods",
     "{period}",
-    "Quota periods in which it was stopped until the next one.",
+    "Quota periods in which the cgroup was throttled.",
     shared=True,
 )
 CGROUP_CPU_THROTTLED_TIME = _counter(
     "torchobs.cgroup.cpu.throttled_time",
     "s",
-    "Time for which its threads were stopped so, summed.",
+    "Time for which the cgroup's threads were throttled, summed.",
     integer=False,
     shared=True,
 )
@@ -645,8 +649,8 @@ CGROUP_PRESSURE_TIME = _counter(
 CHECKPOINTS = _counter(
     "torchobs.checkpoints",
     "{checkpoint}",
-    "Checkpoints by torch.save, safetensors and torch.distributed.checkpoint; what is saved between two steps is one, in "
-    "memory only from 64 KiB on. Each save that raised is a failed one. Not seen: `from torch import save` before `init()`.",
+    "Checkpoints by torch.save, safetensors and torch.distributed.checkpoint. All saves between two steps are one; saves to "
+    "memory count from 64 KiB on; each save that raised is a failed one. Not seen: `from torch import save` before `init()`.",
     SAVE_RESULT,
     quiet=0.0,
 )
@@ -656,7 +660,7 @@ CHECKPOINT_TIMESTAMP = _gauge(
 CHECKPOINT_DURATION = _gauge(
     "torchobs.checkpoint.duration",
     "s",
-    "Time the last checkpoint took, until it was complete; what training waited is the goodput state checkpoint.",
+    "Duration of the last checkpoint until it was complete; the time that training waited is the goodput state checkpoint.",
     survives=True,
 )
 CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Bytes that this rank wrote for the last checkpoint.", survives=True)
@@ -668,7 +672,7 @@ DISTRIBUTED_INFO = _gauge(
     "",
     "Constant 1; its labels say how the training is spread over ranks.",
     Attribute("backend", "of the default process group, e.g. nccl"),
-    Attribute("parallelism", "what was recognised: ddp, fsdp1, fsdp2, hsdp, tensor; joined by +"),
+    Attribute("parallelism", "recognised kinds: ddp, fsdp1, fsdp2, hsdp, tensor; joined by +"),
     Attribute("mesh", "dimensions of the device mesh, e.g. dp=4,tp=2"),
     survives=True,
 )
@@ -678,17 +682,17 @@ DDP_TIME = _gauge(
     "Time in the iteration that DistributedDataParallel timed last: each of its first ten, then one in a hundred.",
     DDP_PART,
 )
-DDP_BUCKETS = _gauge("torchobs.ddp.buckets", "{bucket}", "Gradient buckets, each of which is one all-reduce.")
+DDP_BUCKETS = _gauge("torchobs.ddp.buckets", "{bucket}", "Gradient buckets; each is one all-reduce.")
 DDP_BUCKET_SIZE = _gauge("torchobs.ddp.bucket.size", "By", "Size of the largest gradient bucket.")
 DDP_UNUSED_SIZE = _gauge(
-    "torchobs.ddp.unused.size", "By", "Parameters that had no part in the iteration timed last, with find_unused_parameters."
+    "torchobs.ddp.unused.size", "By", "Size of the parameters unused in the iteration timed last, with find_unused_parameters."
 )
 DDP_INFO = _gauge(
     "torchobs.ddp.info",
     "",
-    "Constant 1; its labels are how DistributedDataParallel was set up.",
-    Attribute("find_unused_parameters", "whether it searches the graph for them in every iteration", ("true", "false")),
-    Attribute("static_graph", "whether it was promised that the graph stays the same", ("true", "false")),
+    "Constant 1; its labels are the settings of DistributedDataParallel.",
+    Attribute("find_unused_parameters", "whether it searches for unused parameters in every iteration", ("true", "false")),
+    Attribute("static_graph", "whether the graph was declared static", ("true", "false")),
     Attribute("gradient_as_bucket_view", "whether gradients live in the buckets", ("true", "false")),
     Attribute("comm_hook", "the communication hook's name, if there is one"),
     survives=True,
@@ -696,15 +700,15 @@ DDP_INFO = _gauge(
 
 # --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
 HW_GPU_UTILIZATION = _gauge(
-    "hw.gpu.utilization", "1", "Share of the last moments in which a kernel ran, as the driver averages it.", GPU_ID, GPU_TASK
+    "hw.gpu.utilization", "1", "Share of recent time in which a kernel ran, averaged by the driver.", GPU_ID, GPU_TASK
 )
 GPU_MEMORY_BUSY = _gauge(
-    "torchobs.gpu.memory.busy", "1", "Share of the last moments in which the GPU's memory was read or written.", GPU_ID
+    "torchobs.gpu.memory.busy", "1", "Share of recent time in which the GPU's memory was read or written.", GPU_ID
 )
 HW_GPU_MEMORY_USAGE = _updown("hw.gpu.memory.usage", "By", "GPU memory in use by all processes.", GPU_ID)
-HW_GPU_MEMORY_LIMIT = _updown("hw.gpu.memory.limit", "By", "GPU memory there is.", GPU_ID)
+HW_GPU_MEMORY_LIMIT = _updown("hw.gpu.memory.limit", "By", "Total GPU memory.", GPU_ID)
 HW_POWER = _gauge("hw.power", "W", "Power drawn at present.", GPU_ID, HW_TYPE)
-HW_ENERGY = _counter("hw.energy", "J", "Energy taken since the rank began to look.", GPU_ID, HW_TYPE, integer=False)
+HW_ENERGY = _counter("hw.energy", "J", "Energy used since the rank began to observe the GPU.", GPU_ID, HW_TYPE, integer=False)
 GPU_POWER_LIMIT = _gauge("torchobs.gpu.power.limit", "W", "Power that the GPU may draw.", GPU_ID)
 HW_TEMPERATURE = _gauge("hw.temperature", "Cel", "Temperature.", GPU_ID, HW_SENSOR)
 GPU_CLOCK_FREQUENCY = _gauge("torchobs.gpu.clock.frequency", "Hz", "Clock of the streaming multiprocessors.", GPU_ID)
@@ -712,22 +716,22 @@ GPU_CLOCK_LIMIT = _gauge("torchobs.gpu.clock.limit", "Hz", "Highest clock that t
 GPU_THROTTLE_TIME = _counter(
     "torchobs.gpu.throttle.time",
     "s",
-    "Time in which the clocks were held down: as the driver counts it, else judged by a look every ten seconds.",
+    "Time in which the clocks were throttled, as counted by the driver, else from a sample every ten seconds.",
     GPU_ID,
     GPU_THROTTLE,
     integer=False,
     quiet=0.0,
 )
 HW_ERRORS = _counter(
-    "hw.errors", "{error}", "Errors of the GPU since the rank began to look.", GPU_ID, HW_TYPE, HW_ERROR, quiet=0.0
+    "hw.errors", "{error}", "Errors of the GPU since the rank began to observe it.", GPU_ID, HW_TYPE, HW_ERROR, quiet=0.0
 )
 GPU_NVLINK_IO = _counter("torchobs.gpu.nvlink.io", "By", "Payload sent and received over NVLink.", GPU_ID, IO_DIRECTION)
 GPU_NVLINK_LINKS = _gauge("torchobs.gpu.nvlink.links", "{link}", "NVLinks that are up.", GPU_ID)
 HW_STATUS = _updown(
     "hw.status",
     "1",
-    "State of the GPU. Failed: lost, or a memory row that cannot be replaced; degraded: it asks for a reset, or met an ECC"
-    " error that it could not correct.",
+    "State of the GPU. failed: lost, or a memory row cannot be remapped; degraded: it needs a reset, or had an uncorrectable"
+    " ECC error.",
     GPU_ID,
     HW_TYPE,
     HW_STATE,
@@ -763,14 +767,18 @@ RANK_SLOWDOWN = _gauge(
 RANK_EXCESS = _gauge(
     "torchobs.rank.excess", "s", "Time per step above the median of its peers on this machine, by phase.", OWN_PHASE
 )
-RANK_BEHIND = _gauge("torchobs.rank.behind", "{step}", "Steps by which the furthest rank of the run on this machine is ahead.")
+RANK_BEHIND = _gauge(
+    "torchobs.rank.behind", "{step}", "Steps by which the rank is behind the furthest rank of the run on this machine."
+)
 RUN_LOCAL_RANKS = _gauge("torchobs.run.local_ranks", "{rank}", "Ranks of the run that live on this machine.")
 RUN_MISSING_RANKS = _gauge(
-    "torchobs.run.missing_ranks", "{rank}", "Ranks that the launcher started on this machine and of which nothing is known."
+    "torchobs.run.missing_ranks",
+    "{rank}",
+    "Ranks that the launcher started on this machine and that the exporter does not see.",
 )
 RUN_STEP_SPREAD = _gauge("torchobs.run.step_spread", "{step}", "Steps between the first and the last rank on this machine.")
 RUN_GRAD_NORM = _gauge(
-    "torchobs.run.grad_norm", "", "L2 norm of the whole gradient, put together from all ranks, where all are on this machine."
+    "torchobs.run.grad_norm", "", "L2 norm of the whole gradient, combined from all ranks, if all are on this machine."
 )
 RANK_EXIT = _gauge(
     "torchobs.rank.exit", "", "1 for the way in which the rank ended; absent while it lives.", EXIT_REASON, survives=True
@@ -788,49 +796,45 @@ RANK_INFO = _gauge("torchobs.rank.info", "", "Constant 1; its labels describe th
 WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", "Ranks in the run, as its launcher says.", survives=True)
 
 # --- the machine: OpenTelemetry's names, and what they lack as torchobs.host.* ------------------------------------------------
-SYSTEM_CPU_TIME = _counter(
-    "system.cpu.time", "s", "Time of all processors together, by what they did.", CPU_MODE, integer=False
-)
+SYSTEM_CPU_TIME = _counter("system.cpu.time", "s", "CPU time of all processors together, by mode.", CPU_MODE, integer=False)
 SYSTEM_CPU_LOAD = _gauge(
     "system.cpu.load_average.1m", "{thread}", "Threads that ran, or waited to run or for a disk, averaged over a minute."
 )
 HOST_CPUS = _gauge("torchobs.host.cpus", "{cpu}", "Logical processors that are online.")
 HOST_THREADS = _gauge("torchobs.host.threads", "{thread}", "Threads that run, or wait to run or for a disk.", THREAD_STATE)
 SYSTEM_MEMORY_LIMIT = _updown("system.memory.limit", "By", "The machine's memory.")
-SYSTEM_MEMORY_USAGE = _updown("system.memory.usage", "By", "The machine's memory by what it is used for.", MEMORY_STATE)
+SYSTEM_MEMORY_USAGE = _updown("system.memory.usage", "By", "The machine's memory by use.", MEMORY_STATE)
 SYSTEM_MEMORY_AVAILABLE = _updown(
-    "system.memory.linux.available", "By", "The kernel's estimate of what could be had without swapping."
+    "system.memory.linux.available", "By", "The kernel's estimate of the memory available without swapping."
 )
 SYSTEM_MEMORY_SHARED = _updown(
-    "system.memory.linux.shared", "By", "Shared memory, files in a tmpfs included; it is among what is cached."
+    "system.memory.linux.shared", "By", "Shared memory, including files in a tmpfs; part of the state cached."
 )
 HOST_MEMORY_UNWRITTEN = _gauge(
-    "torchobs.host.memory.unwritten", "By", "File pages that a disk has not got yet, of checkpoints for instance.",
+    "torchobs.host.memory.unwritten", "By", "File pages not yet written to disk, for instance of checkpoints.",
     UNWRITTEN_STATE,
 )  # fmt: skip
 HOST_OOM_KILLS = _counter(
-    "torchobs.host.memory.oom_kills", "{process}", "Processes that the kernel killed for memory, in any cgroup."
+    "torchobs.host.memory.oom_kills", "{process}", "Processes ended by the kernel's OOM killer, in any cgroup."
 )
 SYSTEM_PAGING_USAGE = _updown("system.paging.usage", "By", "The machine's swap space.", PAGING_STATE)
 SYSTEM_DISK_IO = _counter("system.disk.io", "By", "Bytes read from and written to disks.", SYSTEM_DEVICE, DISK_DIRECTION)
 SYSTEM_DISK_OPERATIONS = _counter(
     "system.disk.operations", "{operation}", "Reads and writes that disks completed.", SYSTEM_DEVICE, DISK_DIRECTION
 )
-SYSTEM_DISK_IO_TIME = _counter(
-    "system.disk.io_time", "s", "Time in which a disk had something to do.", SYSTEM_DEVICE, integer=False
-)
+SYSTEM_DISK_IO_TIME = _counter("system.disk.io_time", "s", "Time in which a disk was busy.", SYSTEM_DEVICE, integer=False)
 SYSTEM_DISK_OPERATION_TIME = _counter(
     "system.disk.operation_time", "s", "Time that a disk's reads and writes took, summed.", SYSTEM_DEVICE, DISK_DIRECTION,
     integer=False,
 )  # fmt: skip
 SYSTEM_FILESYSTEM_LIMIT = _updown("system.filesystem.limit", "By", "Size of a file system.", MOUNTPOINT, FILESYSTEM_TYPE)
 SYSTEM_FILESYSTEM_USAGE = _updown(
-    "system.filesystem.usage", "By", "Room in a file system by state.", MOUNTPOINT, FILESYSTEM_TYPE, FILESYSTEM_STATE
+    "system.filesystem.usage", "By", "Space in a file system by state.", MOUNTPOINT, FILESYSTEM_TYPE, FILESYSTEM_STATE
 )
 SYSTEM_FILESYSTEM_INODES = _updown(
     "system.filesystem.inodes.usage",
     "{inode}",
-    "Files in a file system, and how many more there could be.",
+    "Inodes of a file system by state.",
     MOUNTPOINT,
     FILESYSTEM_TYPE,
     INODE_STATE,
@@ -838,7 +842,7 @@ SYSTEM_FILESYSTEM_INODES = _updown(
 HOST_FILESYSTEM_READONLY = _gauge(
     "torchobs.host.filesystem.readonly",
     "",
-    "1 if nothing can be written there, as after an error of the disk.",
+    "1 if the file system is read-only, as after a disk error.",
     MOUNTPOINT,
     FILESYSTEM_TYPE,
 )
@@ -847,7 +851,7 @@ SYSTEM_NETWORK_ERRORS = _counter(
     "system.network.errors", "{error}", "Errors of receiving and transmitting.", NETWORK_INTERFACE, NETWORK_DIRECTION
 )
 SYSTEM_NETWORK_DROPPED = _counter(
-    "system.network.packet.dropped", "{packet}", "Packets dropped though they had no error.", NETWORK_INTERFACE,
+    "system.network.packet.dropped", "{packet}", "Packets dropped although they had no error.", NETWORK_INTERFACE,
     NETWORK_DIRECTION,
 )  # fmt: skip
 
@@ -858,7 +862,7 @@ OVERHEAD = _counter(
 PROBE_ERRORS = _counter(
     "torchobs.probe.errors", "{error}", "Exceptions raised inside a probe; the first disables it.", PROBE, quiet=0.0
 )
-PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", "1 if the probe is not at work.", PROBE, quiet=0.0)
+PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", "1 if the probe is disabled.", PROBE, quiet=0.0)
 FLIGHT_DROPPED = _counter(
     "torchobs.flight.dropped",
     "{item}",
@@ -876,7 +880,7 @@ BUILD_INFO = _gauge(
 EXPORTER_FILES = _gauge(
     "torchobs.exporter.files",
     "{file}",
-    "Flight files in the directory, by what became of them.",
+    "Flight files in the directory, by status.",
     Attribute("status", "outcome of reading", ("served", "superseded", "expired", "bad")),
 )
 EXPORTER_READ_ERRORS = _counter(
@@ -885,8 +889,10 @@ EXPORTER_READ_ERRORS = _counter(
     "Flight files that could not be read, by reason.",
     Attribute("reason", "why", ("header", "io", "kind", "memory", "timeout")),
 )
-EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s", "Time the last reading of all flight files took.")
-EXPORTER_CONFIG_OK = _gauge("torchobs.exporter.config_ok", "", "0 while a part of the configuration cannot be honoured.")
+EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s", "Duration of the last scan of all flight files.")
+EXPORTER_CONFIG_OK = _gauge(
+    "torchobs.exporter.config_ok", "", "0 while part of the configuration is invalid or cannot be applied."
+)
 EXPORTER_DUPLICATES = _counter(
     "torchobs.exporter.duplicate_ranks", "{rank}", "Times two living processes claimed one rank of one run."
 )
@@ -899,8 +905,8 @@ EXPORTER_SERIES_DROPPED = _counter(
 EXPORTER_CONNECTIONS_DROPPED = _counter(
     "torchobs.exporter.connections_dropped",
     "{connection}",
-    "Connections that were closed or not taken: too slow, too many at once, a body without end, no TLS or no right"
-    " certificate, or the kernel had no descriptor or memory for one (which waits).",
+    "Connections closed or not accepted: too slow, too many at once, an endless body, no TLS or no valid certificate, or the"
+    " kernel had no descriptor or memory for one (which then waits).",
     Attribute("reason", "why", ("slow", "crowd", "flood", "tls", "accept")),
 )
 EXPORTER_WRITE_ERRORS = _counter(
@@ -909,63 +915,68 @@ EXPORTER_WRITE_ERRORS = _counter(
     "Writes that failed, as on a full disk.",
     Attribute("what", "what was to be written", ("log", "file_sd", "announcement", "control")),
 )
-EXPORTER_HOST_DURATION = _gauge("torchobs.exporter.host.duration", "s", "Time the last look at the machine took.")
+EXPORTER_HOST_DURATION = _gauge(
+    "torchobs.exporter.host.duration", "s", "Duration of the last collection of the machine's metrics."
+)
 EXPORTER_HOST_ERRORS = _counter(
-    "torchobs.exporter.host.errors", "{error}", "Times that a collector of the machine's numbers failed.", HOST_COLLECTOR
+    "torchobs.exporter.host.errors", "{error}", "Times that a collector of the machine's metrics failed.", HOST_COLLECTOR
 )
 EXPORTER_HOST_STUCK = _gauge(
     "torchobs.exporter.host.stuck",
     "",
-    "1 while a question has been without an answer for seconds, 0 otherwise: a network file system whose server is gone.",
+    "1 while a collector has not returned for seconds, 0 otherwise: a network file system with a dead server.",
     HOST_COLLECTOR,
     MOUNTPOINT,
 )
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points or spans", ("metrics", "traces"))
 OTLP_RECORDED = _counter(
-    "torchobs.exporter.otlp.recorded", "{item}", "Data points or spans to be pushed: those sent, dropped and queued.", _SIGNAL
+    "torchobs.exporter.otlp.recorded",
+    "{item}",
+    "Data points or spans to be pushed: the sum of sent, dropped and queued.",
+    _SIGNAL,
 )
-OTLP_SENT = _counter("torchobs.exporter.otlp.sent", "{item}", "Data points or spans that the receiver took.", _SIGNAL)
+OTLP_SENT = _counter("torchobs.exporter.otlp.sent", "{item}", "Data points or spans that the receiver accepted.", _SIGNAL)
 OTLP_DROPPED = _counter(
     "torchobs.exporter.otlp.dropped",
     "{item}",
-    "Data points or spans given up: the queue was full, the receiver refused the request, or rejected a part of it, or the"
+    "Data points or spans dropped: the queue was full, the receiver refused the request or rejected a part of it, or the"
     " exporter ended.",
     _SIGNAL,
     Attribute("reason", "why", ("overflow", "refused", "rejected", "shutdown")),
 )
 OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", "Data points or spans that wait to be sent.", _SIGNAL)
 OTLP_FAILURES = _counter(
-    "torchobs.exporter.otlp.failures", "{request}", "Requests that failed and were, or will be, sent again.", _SIGNAL
+    "torchobs.exporter.otlp.failures", "{request}", "Requests that failed and were, or will be, retried.", _SIGNAL
 )
 OTLP_UNREAD = _counter(
     "torchobs.exporter.otlp.unread",
     "By",
-    "Spans and events that a rank wrote over in its ring before the push had read them: it wrote more of them from one look to"
-    " the next, a second later, than the ring holds.",
+    "Spans and events overwritten in a rank's ring before the push had read them: the rank wrote more of them within a second"
+    " than the ring holds.",
 )
 
 # --- events -------------------------------------------------------------------------------------------------------------------
 EVENT_RUN_START = Event("torchobs.run.start", "torchobs.init() has finished.", Severity.INFO)
-EVENT_RUN_END = Event("torchobs.run.end", "The rank ended in order.", Severity.INFO, (EXIT_REASON,))
+EVENT_RUN_END = Event("torchobs.run.end", "The rank finished normally.", Severity.INFO, (EXIT_REASON,))
 EVENT_TRAINER = Event(
     "torchobs.trainer",
-    "A framework's trainer began. Its other attributes are those of its settings that are numbers or single words.",
+    "A framework's trainer started. Its other attributes are its settings with a number or a single word as value.",
     Severity.INFO,
     (Attribute("framework", "lightning, transformers or accelerate"), Attribute("version", "the framework's")),
 )
 EVENT_EXCEPTION = Event(
     "torchobs.exception",
-    "An exception nobody caught: the rank's end in its main thread, and not in another one, a notebook's cell or a test.",
+    "An uncaught exception. In the main thread it ends the rank; in another thread, a notebook's cell or a test it does not.",
     Severity.ERROR,
     (
         Attribute("exception.type", "its class"),
         Attribute("location", "file:line where it was raised"),
-        Attribute("caller", "innermost file:line of the user's own code, where that is another"),
+        Attribute("caller", "innermost file:line of the user's own code, if different"),
         Attribute("cause.type", "class of the first exception of the chain, if it is a chain"),
-        Attribute("cause.location", "file:line where that was raised"),
-        Attribute("cause.caller", "innermost file:line of the user's own code in it, where that is another"),
-        Attribute("origin", "which worker or other process raised it, if that was not the rank's own: location is there then"),
-        Attribute("reraised", "file:line of the user's own code in the rank that it came to"),
+        Attribute("cause.location", "file:line where that exception was raised"),
+        Attribute("cause.caller", "innermost file:line of the user's own code in it, if different"),
+        Attribute("origin", "the worker or other process that raised it, if not the rank's own; location is there then"),
+        Attribute("reraised", "file:line of the user's own code in the rank where it was raised again"),
         Attribute("cause.origin", "origin of the first exception of the chain"),
         Attribute("cause.reraised", "reraised of the first exception of the chain"),
         Attribute("thread", "the thread's name, if it is not the main one"),
@@ -984,7 +995,7 @@ EVENT_DISTRIBUTED = Event(
 )
 EVENT_GPU_LOST = Event(
     "torchobs.gpu.lost",
-    "A GPU does not answer any more.",
+    "A GPU no longer responds.",
     Severity.ERROR,
     (GPU_ID, Attribute("reason", "what its library says: lost, reset_required, silent")),
 )
@@ -992,7 +1003,7 @@ EVENT_GPU_XID = Event(
     "torchobs.gpu.xid",
     "The driver reported an error of a GPU (an XID).",
     Severity.ERROR,
-    (GPU_ID, Attribute("xid", "its number in NVIDIA's list"), Attribute("meaning", "what that is, if known")),
+    (GPU_ID, Attribute("xid", "number in NVIDIA's list of XIDs"), Attribute("meaning", "its meaning, if known")),
 )
 EVENT_ANOMALY = Event(
     "torchobs.anomaly",
@@ -1000,9 +1011,11 @@ EVENT_ANOMALY = Event(
     Severity.WARNING,
     (
         ANOMALY_KIND,
-        Attribute("value", "what was seen"),
-        Attribute("baseline", "what was usual"),
-        Attribute("left_out", "how many of the kind before it have no event: of many on end, one in ten minutes has"),
+        Attribute("value", "observed value"),
+        Attribute("baseline", "usual value"),
+        Attribute(
+            "left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"
+        ),
     ),
 )
 EVENT_SCHEDULER_MISUSED = Event(
@@ -1031,7 +1044,7 @@ EVENT_AMP_CLIPPED_SCALED = Event(
 )
 EVENT_DEVICE_UNREAD = Event(
     "torchobs.device.unread",
-    "Losses and gradient norms of this kind of device are not recorded: reading them would hold up the training.",
+    "Losses and gradient norms on this kind of device are not recorded: reading them would block the training.",
     Severity.WARNING,
     (Attribute("device_type", "torch's name of the kind of device"),),
 )
@@ -1043,13 +1056,13 @@ EVENT_MEMORY_GROWTH = Event(
 )
 EVENT_OUT_OF_MEMORY = Event(
     "torchobs.memory.out_of_memory",
-    "The device allocator had no memory left; written before the exception is raised. Sizes in bytes.",
+    "The device allocator ran out of memory; recorded before the exception is raised. Sizes in bytes.",
     Severity.ERROR,
     (
         DEVICE,
-        Attribute("requested", "what was asked for"),
-        Attribute("limit", "what this process may take"),
-        Attribute("free", "what the device has free"),
+        Attribute("requested", "requested size"),
+        Attribute("limit", "memory that this process may use"),
+        Attribute("free", "free memory of the device"),
         Attribute("allocated", "in use by tensors"),
         Attribute("reserved", "held by the allocator"),
         Attribute("active", "in blocks that are in use"),
@@ -1062,7 +1075,7 @@ EVENT_OUT_OF_MEMORY = Event(
 )
 EVENT_SHARED_MEMORY_FULL = Event(
     "torchobs.memory.shared_full",
-    "Shared memory (/dev/shm) is nearly full, over which DataLoader workers and NCCL hand on their data.",
+    "Shared memory (/dev/shm), through which DataLoader workers and NCCL pass data, is nearly full.",
     Severity.WARNING,
     (Attribute("used", "bytes in use"), Attribute("size", "bytes in all")),
 )
@@ -1079,14 +1092,14 @@ EVENT_NONFINITE_GRADIENT = Event(
 )
 EVENT_UNMOVED_LAYERS = Event(
     "torchobs.grad.unmoved",
-    "Layers learn nothing: the gradient vanishes on its way to them, or the units before a layer are dead.",
+    "Layers learn nothing: the gradient vanishes before it reaches them, or the units before a layer are dead.",
     Severity.WARNING,
     (
         Attribute("layers", "which, the first eight in the model's order"),
         Attribute("layers_affected", "how many"),
         Attribute("layers_measured", "of how many"),
         Attribute("cause", "why", ("vanishing", "dead_units")),
-        Attribute("at", "of the layers whose gradient is lost the one nearest to the loss, or the first that only zeros reach"),
+        Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
     ),
 )
 EVENT_PROBE_DISABLED = Event(
@@ -1097,39 +1110,39 @@ EVENT_PROBE_DISABLED = Event(
 )
 EVENT_MODEL = Event(
     "torchobs.model",
-    "A model was handed to torchobs.watch().",
+    "A model was passed to torchobs.watch().",
     Severity.INFO,
     (
         Attribute("name", "its class"),
         Attribute("parameters", "elements in its parameters"),
-        Attribute("trainable", "of which trained"),
+        Attribute("trainable", "elements that are trained"),
     ),
 )
 EVENT_SCALARS = Event(
     "torchobs.scalars",
-    "Points of the curves of what torchobs.log() is given by name, for the page, top, inspect and the API.",
+    "Points of the curves of scalars given to torchobs.log(), for the page, top, inspect and the API.",
     Severity.INFO,
     (
-        Attribute("names", "of the scalars"),
-        Attribute("steps", "after which each was logged"),
-        Attribute("values", "what was logged"),
+        Attribute("names", "names of the scalars"),
+        Attribute("steps", "step after which each was logged"),
+        Attribute("values", "values logged"),
     ),
 )
 EVENT_MODEL_CHANGE = Event(
     "torchobs.model_change",
-    "Training goes on with parameters never trained before (the next fold, the next trial), and baselines begin anew.",
+    "Training continues with parameters never trained before (the next fold, the next trial); baselines are reset.",
     Severity.INFO,
     (Attribute("changes", "how many there were"), Attribute("steps_before", "steps done before it")),
 )
 EVENT_CHILDREN = Event(
     "torchobs.children",
-    "A process without a step has started others by multiprocessing, which are ranks only once they join a process group.",
+    "A process without a step has started others by multiprocessing; they become ranks only by joining a process group.",
     Severity.INFO,
     (Attribute("count", "how many there were at the same time"),),
 )
 EVENT_OTHER_THREAD = Event(
     "torchobs.other_thread",
-    "Another thread than the one that is recorded steps optimizers at the same time; its steps are not counted.",
+    "A second thread steps optimizers at the same time as the recorded one; its steps are not counted.",
     Severity.WARNING,
     (Attribute("thread", "its name"),),
 )
@@ -1145,7 +1158,7 @@ EVENT_WORKER_DIED = Event(
 )
 EVENT_STARVED = Event(
     "torchobs.data.starved",
-    "Training has come to wait for data for a fifth of its time or more.",
+    "Training has begun to wait for data for a fifth of its time or more.",
     Severity.WARNING,
     (Attribute("share", "of the training time of the last minute, or the last ten steps"),),
 )
@@ -1157,7 +1170,7 @@ EVENT_UNPINNED = Event(
 )
 EVENT_CHECKPOINT_FAILED = Event(
     "torchobs.checkpoint.failed",
-    "A save raised, for want of room or otherwise.",
+    "A save raised an exception, for lack of space or another reason.",
     Severity.ERROR,
     (
         Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
@@ -1183,59 +1196,59 @@ EVENT_RECOMPILE_STORM = Event(
 )
 EVENT_COMPILE_FAILED = Event(
     "torchobs.compile.failure",
-    "torch.compile gave a function up.",
+    "torch.compile gave up on a function.",
     Severity.WARNING,
     (COMPILE_LOCATION, COMPILE_FAILURE, Attribute("exception.type", "class of the compiler's exception")),
 )
 EVENT_GRAPH_BREAK = Event(
     "torchobs.compile.graph_break",
-    "A graph had to end; once for each place.",
+    "A graph break; recorded once per location.",
     Severity.INFO,
     (Attribute("location", "file:line"), COMPILE_BREAK, Attribute("message", "the reason's first line, without values")),
 )
-EVIDENCE = Attribute("evidence", "the id by which the exporter's API has the file")
+EVIDENCE = Attribute("evidence", "id of the file in the exporter's API")
 EVENT_STACKS = Event(
     "torchobs.stacks",
-    "The stacks of all threads were written down, because somebody asked, or Python's lock was held for seconds.",
+    "The stacks of all threads were written, on request or because the GIL was held for seconds.",
     Severity.INFO,
     (
         Attribute("cause", "why", ("asked", "stuck")),
         EVIDENCE,
-        Attribute("silent_s", "of a rank that was stuck: seconds for which no other thread could run"),
+        Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run"),
     ),
 )
-LACK = Attribute("detail", "what the system said, or how much room was wanted")
+LACK = Attribute("detail", "the system's error message, or the space needed")
 EVENT_STACKS_FAILED = Event(
     "torchobs.stacks_failed",
-    "Stacks could not be written down, or not all of them.",
+    "Stacks could not be written, or not completely.",
     Severity.WARNING,
     (
-        Attribute("cause", "why they were to be", ("asked", "stuck")),
-        Attribute("reason", "why they are not", ("no_room", "not_permitted", "error")),
+        Attribute("cause", "why they were to be written", ("asked", "stuck")),
+        Attribute("reason", "why they were not written", ("no_room", "not_permitted", "error")),
         LACK,
         EVIDENCE,
     ),
 )
 EVENT_PROFILE_START = Event(
     "torchobs.profile.start",
-    "The profiler that somebody asked for has begun.",
+    "A requested profile has begun.",
     Severity.INFO,
-    (Attribute("steps", "how many it shall see"), EVIDENCE),
+    (Attribute("steps", "number of steps to profile"), EVIDENCE),
 )
 EVENT_PROFILE_END = Event(
     "torchobs.profile.end",
-    "The profiler's trace is written.",
+    "The profiler's trace was written.",
     Severity.INFO,
     (
         Attribute("reason", "why it ended", ("complete", "time", "memory", "interrupted")),
-        Attribute("steps", "how many it saw"),
+        Attribute("steps", "number of steps profiled"),
         Attribute("size", "bytes of the trace, compressed"),
         EVIDENCE,
     ),
 )
 EVENT_PROFILE_FAILED = Event(
     "torchobs.profile.failed",
-    "There is no trace for a profile that somebody asked for.",
+    "A requested profile has no trace.",
     Severity.WARNING,
     (
         Attribute(
@@ -1263,16 +1276,16 @@ SPAN_EPOCH = Span(
 )
 SPAN_EVALUATION = Span(
     "torchobs.evaluation",
-    "An evaluation: between eval() and train(), or while batches are fetched with gradients disabled. From 100 ms on all of "
-    "them, of the shorter ones a few.",
+    "An evaluation: between eval() and train(), or while batches are fetched with gradients disabled. All of 100 ms "
+    "or longer, and some shorter ones.",
 )
 SPAN_CHECKPOINT = Span(
     "torchobs.checkpoint",
-    "A save; an asynchronous one until it is complete. All of 100 ms or longer, and of the shorter ones a few.",
+    "A save; an asynchronous one until it is complete. All of 100 ms or longer, and some shorter ones.",
     (
         Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
         Attribute("size", "bytes this rank wrote"),
-        Attribute("blocked_s", "of an asynchronous one: seconds for which training waited"),
+        Attribute("blocked_s", "for an asynchronous one: seconds for which training waited"),
     ),
 )
 SPAN_RESTORE = Span(
@@ -1282,13 +1295,13 @@ SPAN_RESTORE = Span(
 )
 SPAN_STEP = Span(
     "torchobs.step",
-    "A training step, from the last one's end: one in ten seconds, of the slow and the anomalous ones a few. Where a step is "
-    "not one fetch, backward and optimizer in turn, its phases are sums and stand in attributes (`forward_s` ...).",
+    "A training step, from the end of the last one: one every ten seconds, and some slow and anomalous ones. If a step is not "
+    "one fetch, backward and optimizer in sequence, its phases are sums, in attributes (`forward_s` ...).",
     (
         Attribute("step", "its number"),
         Attribute("reason", "why it was recorded: user means that the application began a span in it",
                   ("sampled", "slow", "anomalous", "user")),
-        Attribute("duration_s", "as torchobs.step.duration counts it; the first step, whose begin is unknown, has none"),
+        Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown"),
         Attribute("loss", "its loss"),
         Attribute("grad_norm", "its gradient norm"),
         Attribute("skipped", "true if the loss scaler skipped it"),
@@ -1303,7 +1316,7 @@ SPAN_COMPILE = Span(
         Attribute("function", "its name"),
         COMPILE_LOCATION,
         Attribute("cause", "first, recompile or backward"),
-        Attribute("cached", "whether Inductor's code came from its cache; absent where it was not asked"),
+        Attribute("cached", "whether Inductor's code came from its cache; absent without a lookup"),
     ),
 )
 

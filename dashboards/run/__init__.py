@@ -1,4 +1,4 @@
-"""The dashboard of a training run: is it healthy, does it progress, where does the time go, are the gradients sound?"""
+"""The dashboard of a training run: health, progress, use of time, gradients, and torchobs itself."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def dashboard() -> Dashboard:
 
 
 def render() -> str:
-    """Return the dashboard's JSON, in the classic model that every Grafana imports."""
+    """Return the dashboard as JSON in the classic model, which every Grafana version imports."""
     return f"{JSONEncoder(indent=2).encode(dashboard())}\n"

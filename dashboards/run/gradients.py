@@ -1,4 +1,4 @@
-"""Are the gradients sound?"""
+"""Panels about gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def section() -> Section:
-    """Return the panels."""
+    """Return the section."""
     return Section("Gradients", (norm(), distribution(), anomalies(), nonfinite()))
 
 
 def norm() -> Panel:
-    """Return the gradient norm of the run: where N ranks hold a shard each, N times the mean square is the whole's."""
+    """Gradient norm of the run: if N ranks hold a shard each, its square is N times the mean of their squares."""
     norms, ranks = select(catalog.GRAD_NORM, *RANKS), select(catalog.GRAD_NORM_RANKS, *RANKS)
     return panels.lines(
         "Gradient norm",
@@ -34,20 +34,20 @@ def norm() -> Panel:
 
 
 def distribution() -> Panel:
-    """Return the norms of all measured steps, not only of the one before each scrape."""
+    """Distribution of the norms of all measured steps, not only of the last before each scrape."""
     buckets = increase(catalog.GRAD_NORM_DISTRIBUTION, *RANKS, suffix="_bucket")
     native = increase(catalog.GRAD_NORM_DISTRIBUTION, *RANKS)
     return panels.distribution(
         "Gradient norms",
         "How many measured steps had which gradient norm. Buckets are powers of four. A dot is one step: its span is a "
         "click away where exemplars are stored.",
-        # Native histograms where there are no classic ones: a heatmap takes both.
+        # Falls back to native histograms if there are no classic ones: a heatmap accepts both.
         Query(f"sum by (le) ({buckets}) or (sum({native}) unless on () sum({buckets}))", "{{le}}", exemplars=True),
     )
 
 
 def anomalies() -> Panel:
-    """Return what the detectors found."""
+    """Anomalies found by the detectors."""
     return panels.lines(
         "Anomalies",
         "Anomalous steps by kind, on the rank that has most: ranks that share their gradients see the same.",
@@ -57,7 +57,7 @@ def anomalies() -> Panel:
 
 
 def nonfinite() -> Panel:
-    """Return the steps that came to nothing."""
+    """Steps with non-finite gradients, and steps skipped."""
     return panels.lines(
         "Non-finite and skipped steps",
         "Measured steps with a NaN or infinite gradient, and steps that a loss scaler skipped, on the rank that has most. "

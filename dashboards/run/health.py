@@ -1,4 +1,4 @@
-"""Are all ranks there, and do they move?"""
+"""Panels about the state and the progress of the ranks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Panel
 
 NCCL_TIMEOUT_S = 600.0
-"""torch.distributed's default: a collective that waits for another rank longer than this is ended by NCCL's watchdog."""
+"""torch.distributed's default: NCCL's watchdog ends a collective that waits longer than this for another rank."""
 STATE_COLORS = {"alive": GOOD, "finished": "blue", "unresponsive": FAIR, "hung": BAD, "failed": "dark-red", "lost": "purple"}
 
 
 def section() -> Section:
-    """Return the panels."""
+    """Return the section."""
     numbers = (ranks_up(), ranks_well(), steps(), progress_age(), goodput(), anomalous())
     return Section("Health", (*numbers, states(), ranks()))
 
 
 def ranks_up() -> Panel:
-    """How many processes there are."""
+    """Number of living processes."""
     return panels.number("Ranks up", "Ranks whose process lives.", "short", Query(f"sum({select(catalog.RANK_UP, *RANKS)})"))
 
 
 def ranks_well() -> Panel:
-    """Of all that there should be."""
+    """Share of healthy ranks among those expected."""
     well = select(catalog.RANK_STATE_SET, *RUNS, 'state=~"alive|finished"')
     expected = f"max {BY_RUN} ({select(catalog.WORLD_SIZE, *RUNS)})"
     return panels.number(
@@ -45,7 +45,7 @@ def ranks_well() -> Panel:
 
 
 def steps() -> Panel:
-    """How far the run is."""
+    """Number of steps done."""
     return panels.number(
         "Steps",
         "Training steps done since the run was last started.",
@@ -55,7 +55,7 @@ def steps() -> Panel:
 
 
 def progress_age() -> Panel:
-    """Whether it moves."""
+    """Time since the last step."""
     return panels.number(
         "Progress age",
         "Time since the last step of the rank that has waited longest. Red from 10 minutes on, after which NCCL's watchdog "
@@ -67,7 +67,7 @@ def progress_age() -> Panel:
 
 
 def goodput() -> Panel:
-    """Whether it moves for good."""
+    """Share of productive time."""
     useful = rate(catalog.GOODPUT_TIME, *RANKS, 'state="productive"')
     return panels.number(
         "Goodput",
@@ -79,7 +79,7 @@ def goodput() -> Panel:
 
 
 def anomalous() -> Panel:
-    """Whether it learns something worth having."""
+    """Number of ranks with an active anomaly."""
     return panels.number(
         "Anomalous now",
         "Ranks whose last measured step was anomalous: not finite, or far above its own past.",
@@ -90,7 +90,7 @@ def anomalous() -> Panel:
 
 
 def states() -> Panel:
-    """Return the states over time."""
+    """States of the ranks over time."""
     panel = panels.lines(
         "Ranks by state",
         "Unresponsive: its heartbeat stopped while the process is there. Hung: alive without a step for much longer than its "
@@ -103,7 +103,7 @@ def states() -> Panel:
 
 
 def ranks() -> Panel:
-    """Return the ranks as a table."""
+    """Table of the ranks."""
     state, reason = select(catalog.RANK_STATE_SET, *RANKS), select(catalog.RANK_EXIT, *RANKS)
     age = select(catalog.RANK_PROGRESS_AGE, *RANKS)
     return panels.rows(

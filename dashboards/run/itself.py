@@ -1,4 +1,4 @@
-"""What does torchobs cost, and what does it miss?"""
+"""Panels about torchobs itself: its overhead, and what it could not record."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def section() -> Section:
-    """Return the panels."""
+    """Return the section."""
     return Section("torchobs itself", (overhead(), errors(), dropped(), files(), read_errors(), scans(), configuration()))
 
 
 def overhead() -> Panel:
-    """Return what the hooks cost."""
+    """Overhead of the hooks in the training thread."""
     return panels.lines(
         "Overhead",
         "Share of a training thread's time that torchobs takes, by probe, on average over the ranks. "
@@ -35,7 +35,7 @@ def overhead() -> Panel:
 
 
 def errors() -> Panel:
-    """Return what went wrong in the training process."""
+    """Errors in the training process."""
     return panels.lines(
         "Errors in probes",
         "Exceptions raised inside a probe; the first disables it on its rank.",
@@ -46,7 +46,7 @@ def errors() -> Panel:
 
 
 def dropped() -> Panel:
-    """Return what was lost on the way."""
+    """Items dropped by the flight files and by the exporter."""
     return panels.lines(
         "Dropped",
         "What did not fit the flight file, and series that the exporter did not serve.",
@@ -58,7 +58,7 @@ def dropped() -> Panel:
 
 
 def files() -> Panel:
-    """Return what the exporter found."""
+    """Flight files found by the exporter."""
     return panels.lines(
         "Flight files",
         "Flight files by what became of them. Bad ones could not be read.",
@@ -70,7 +70,7 @@ def files() -> Panel:
 
 
 def read_errors() -> Panel:
-    """Return what the exporter could not read."""
+    """Flight files that the exporter could not read."""
     return panels.lines(
         "Read errors",
         "Flight files that could not be read, by reason.",
@@ -81,7 +81,7 @@ def read_errors() -> Panel:
 
 
 def scans() -> Panel:
-    """Return the work of the exporter."""
+    """Duration of the exporter's scans."""
     return panels.lines(
         "Scan duration",
         "Time that an exporter took to read all its flight files.",
@@ -92,7 +92,7 @@ def scans() -> Panel:
 
 
 def configuration() -> Panel:
-    """Return whether the exporter does what it was told."""
+    """Whether the exporter's configuration is valid."""
     return panels.number(
         "Configuration",
         "Whether every exporter honours the whole of its configuration; else its log says which part it cannot.",

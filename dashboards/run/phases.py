@@ -1,4 +1,4 @@
-"""Where does the time go?"""
+"""Panels about the use of time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def section() -> Section:
-    """Return the panels."""
+    """Return the section."""
     return Section("Phases", (by_phase(), by_rank(), by_use()))
 
 
 def by_phase() -> Panel:
-    """Return the phases' shares over time."""
+    """Shares of the phases over time."""
     return panels.lines(
         "Step time by phase",
         "Share of the steps' time in each phase, over all ranks. Much data: the input pipeline is too slow.",
@@ -33,7 +33,7 @@ def by_phase() -> Panel:
 
 
 def by_rank() -> Panel:
-    """Return the phases' shares now, a bar for each rank."""
+    """Present shares of the phases, a bar for each rank."""
     return panels.shares(
         "Step time by phase and rank",
         "The same for each rank, now. In synchronous training the slow rank is the one that waits least: "
@@ -45,7 +45,7 @@ def by_rank() -> Panel:
 
 
 def by_use() -> Panel:
-    """Return what the wall time went into."""
+    """Wall time by goodput state."""
     return panels.lines(
         "Wall time by use",
         "Share of the wall time that was productive, spent waiting for data, in steps that a loss scaler skipped, "

@@ -1,4 +1,4 @@
-"""Does it learn, and how fast?"""
+"""Panels about loss, speed and learning rate."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Panel
 
 SLOWEST = 5
-"""Ranks shown of a thousand."""
+"""Number of slowest ranks shown."""
 
 
 def section() -> Section:
-    """Return the panels."""
+    """Return the section."""
     return Section("Progress", (loss(), steps(), durations(), slowest(), tokens(), samples(), learning_rate()))
 
 
 def loss() -> Panel:
-    """Return the loss."""
+    """Mean loss of the ranks."""
     return panels.lines(
         "Loss",
         "Mean of the ranks' last losses. Infinite and NaN losses are not shown here but counted as anomalies.",
@@ -35,7 +35,7 @@ def loss() -> Panel:
 
 
 def steps() -> Panel:
-    """Return the pace."""
+    """Steps per second."""
     return panels.lines(
         "Steps per second",
         "Training steps of a rank per second, on average.",
@@ -45,7 +45,7 @@ def steps() -> Panel:
 
 
 def durations() -> Panel:
-    """Return the percentiles of a run's steps."""
+    """Percentiles of a run's step durations."""
     return panels.lines(
         "Step duration",
         "Half of the steps of all ranks in the last 5 minutes were faster than p0.5, and 99 % faster than p0.99. "
@@ -58,7 +58,7 @@ def durations() -> Panel:
 
 
 def slowest() -> Panel:
-    """Return the medians of the ranks that have the greatest."""
+    """Median step durations of the slowest ranks."""
     medians = select(rank_quantile(catalog.STEP_DURATION), *RANKS, 'quantile="0.5"')
     return panels.lines(
         "Step duration of the slowest ranks",
@@ -69,7 +69,7 @@ def slowest() -> Panel:
 
 
 def tokens() -> Panel:
-    """Return the throughput in tokens."""
+    """Throughput in tokens."""
     return panels.lines(
         "Tokens per second",
         "Tokens per second of all ranks, where the script gives them to torchobs.log().",
@@ -80,7 +80,7 @@ def tokens() -> Panel:
 
 
 def samples() -> Panel:
-    """Return the throughput in samples."""
+    """Throughput in samples."""
     return panels.lines(
         "Samples per second",
         "Samples per second of all ranks, where the script gives them to torchobs.log().",
@@ -91,7 +91,7 @@ def samples() -> Panel:
 
 
 def learning_rate() -> Panel:
-    """Return the learning rates."""
+    """Learning rates."""
     by_group = f"max by (job_name, run_id, group) ({select(catalog.LEARNING_RATE, *RANKS)})"
     return panels.lines(
         "Learning rate",

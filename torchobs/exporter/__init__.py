@@ -1,1 +1,1 @@
-"""The exporter: reads flight files, judges what only an outside process can see, serves all of it. It never imports torch."""
+"""The exporter: reads flight files, judges the state of ranks from outside, and serves both. It never imports torch."""

@@ -1,4 +1,4 @@
-"""What an exporter can be told: every option once, for the command line, the environment and the tests."""
+"""Configuration of the exporter: one table of options for the command line, the environment and the tests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torchobs.exporter.otlp.options import PushConfig
 
 Mode = Literal["sidecar", "node"]
 PORT = 10960
-"""9464 is the OpenTelemetry SDK's own and would collide in a pod; 9100-9999 is all taken."""
+"""9464 is the OpenTelemetry SDK's and would collide in a pod; 9100-9999 is allocated to other exporters."""
 
 _PROTECTION = re.compile(rf"--web\.config\.file|{EXPORTER_PREFIX}WEB_CONFIG")
-"""A message about a misspelt flag or variable that may have been meant to name the web configuration."""
+"""Matches messages about a misspelt flag or variable that may have been meant to set the web configuration."""
 
 _TELEMETRY_PATH = re.compile(r"/[A-Za-z0-9._~/-]*[A-Za-z0-9._~-]", re.ASCII)
 _NAME_OR_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\*?", re.ASCII)
@@ -36,16 +36,16 @@ class ExporterConfig:
     """An exporter's configuration. Times in seconds."""
 
     flight_dir: str | None = None
-    """None: where trainers of this user, or of this pod, put their files"""
+    """None: the default directory of this user's, or this pod's, trainers"""
     listen: tuple[Address | UnixAddress, ...] = ()
     systemd_socket: bool = False
-    """listen on what systemd has opened, and on nothing else that is not asked for"""
+    """listen on systemd's sockets, and then on no default address"""
     telemetry_path: str = "/metrics"
     web_config_file: str | None = None
-    """None: everyone may ask, without TLS; one that cannot be read closes the door"""
+    """None: no authentication and no TLS; if the file cannot be read, all requests but health are refused"""
     mode: Mode = "sidecar"
     grace_s: float = 300.0
-    """how long a dead rank stays on the page"""
+    """how long a dead rank stays on the metrics page"""
     drain_timeout_s: float = 90.0
     """how long SIGTERM waits for the last scrapes"""
     hang_timeout_s: float | None = None
@@ -55,43 +55,43 @@ class ExporterConfig:
     series_limit: int = 20_000
     """series of one rank"""
     series_limit_total: int | None = None
-    """lines of all ranks; None: as many as there is memory for"""
+    """lines of all ranks; None: derived from the memory limit"""
     memory_limit: int | None = None
-    """bytes; None: the memory cgroup's"""
+    """bytes; None: the memory cgroup's limit"""
     file_sd: str | None = None
-    """where to write what Prometheus' file_sd_configs read"""
+    """file to write for Prometheus' ``file_sd_configs``"""
     drop_metrics: tuple[str, ...] = ()
-    """names of samples that are not served, and beginnings of names that end in ``*``"""
+    """names of samples not to serve, or prefixes followed by ``*``"""
     api_socket: str | None = None
-    """None: in the flight directory of a node, and none in a sidecar"""
+    """None: in the flight directory with ``mode`` node, no socket in a sidecar"""
     api_token_file: str | None = None
     control_dir: str | None = None
-    """None: where trainers look for commands by themselves"""
+    """None: the trainers' default"""
     runtime_dir: str | None = None
     """``$XDG_RUNTIME_DIR``"""
     collect_host: tuple[str, ...] = ()
-    """of ``catalog.HOST_COLLECTORS``; none: nothing of the machine is collected"""
+    """a subset of ``catalog.HOST_COLLECTORS``; empty: no metrics of the machine"""
     host_paths: tuple[str, ...] = ()
-    """directories whose file systems are told of, besides that of the flight files"""
+    """directories whose file systems are reported, besides that of the flight files"""
     procfs: str = "/proc"
     sysfs: str = "/sys"
     log_level: str = "info"
     log_format: str = "logfmt"
     push: PushConfig | None = None
-    """None: nothing is pushed over OTLP"""
+    """None: no OTLP push"""
     problems: tuple[str, ...] = ()
-    """what of the configuration could not be honoured"""
+    """parts of the configuration that are invalid and were ignored"""
 
     @property
     def addresses(self) -> tuple[Address | UnixAddress, ...]:
-        """Where to listen: a sidecar's scraper comes from another machine, a node's from this one."""
+        """Addresses to listen on: by default all interfaces in a sidecar, loopback on a node."""
         if self.listen or self.systemd_socket:
             return self.listen
         return (Address("" if self.mode == "sidecar" else "127.0.0.1", PORT),)
 
 
 def address_of(text: str) -> Address:
-    """Return the address for ``host:port``; an empty host is every interface. Raises ``ValueError``."""
+    """Return the address for ``host:port``; an empty host means all interfaces. Raises ``ValueError``."""
     return cast("Address", kinds.ADDRESS.parse(text))
 
 
@@ -239,7 +239,7 @@ EVERY_OPTION = (*OPTIONS, *otlp.OPTIONS)
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the variables that begin like those of the options, and are none's and no setting's."""
+    """Return a problem for each variable with the exporter's prefix that belongs to no option and no setting."""
     known = [name for option in EVERY_OPTION for name in option.variables]
     others = [name for setting in settings.OPTIONS for name in setting.variables]
     return [
@@ -248,10 +248,10 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistakes: Sequence[str] = ()) -> ExporterConfig:
-    """Return the configuration for what was given, as text, by the options' names.
+    """Return the configuration for the command line's values (``given``: texts by option name) and the environment.
 
-    A value that is not allowed is left out, and ``problems`` of the configuration says so: a sidecar that exits keeps the
-    pod's training from starting. ``mistakes``: what else was wrong with the command line.
+    An invalid value is ignored and listed in ``problems`` instead of raised: a sidecar that exits keeps the pod's training from
+    starting. ``mistakes``: other errors of the command line, to be listed as well.
     """
     complaints = [*mistakes, *unknown_variables(environ)]
     if any(map(_PROTECTION.search, complaints)):
@@ -263,7 +263,7 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
         if found := values_of(option, texts, environ, problems):
             chosen[option.name] = tuple(found) if option.several else found[-1]
         elif option.name == "web_config_file" and (texts or any(environ.get(name, "").strip() for name in option.variables)):
-            chosen[option.name] = ""  # what was meant to be protected is not served, instead of being served to everyone
+            chosen[option.name] = ""  # refuse all requests: the page was meant to be protected
     push, push_problems = otlp.parse(given, environ)
     told = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
-    return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(told))  # type: ignore[arg-type]  # each kind is its field's
+    return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(told))  # type: ignore[arg-type]  # each option's kind has its field's type

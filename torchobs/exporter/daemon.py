@@ -1,8 +1,8 @@
-"""The daemon's life: listen, look every second, leave in order.
+"""Life cycle of the exporter: listen, do periodic work every second, shut down in order.
 
-A sidecar never leaves by itself: kubelet restarts one that exits, and while one cannot start no training container does. It
-serves what it can, tries again, and says what is wrong on its page and its log. It leaves on SIGTERM, which comes after the
-training has ended: it takes the final state and waits until every scraper seen lately has fetched it.
+A sidecar never exits by itself: kubelet would restart it, and while a sidecar cannot start, no training container does. It
+serves what it can, retries, and reports problems on its page and in its log. It ends on SIGTERM, which comes after the
+training's end: it takes a final snapshot and waits until every recent scraper has fetched that.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 RETRY_BIND_S, FLUSH_S = 5.0, 10.0
-"""How long a node's exporter that has done its duty waits for the receiver of the push."""
+"""Pause before listening is retried; and how long a node's exporter that ends waits for the OTLP receiver."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """The ranks as the exporter sees them, for whoever decides when it has done its duty (``node.lifetime.ExporterStatus``)."""
+    """Number and state of the ranks, from which a node's exporter decides when to end (``node.lifetime.ExporterStatus``)."""
 
     ranks: int
     alive: int
@@ -77,12 +77,12 @@ def serve(
     """Serve until SIGTERM, SIGINT, SIGHUP or ``finished``; return the process's exit code.
 
     Args:
-        config: what to serve, and where.
-        announce: called with ``host:port`` as soon as that is listened on, and again if it raises ``OSError``.
-        finished: asked once a second; True ends the service.
+        config: the exporter's configuration.
+        announce: called with ``host:port`` once the exporter listens there; called again if it raises ``OSError``.
+        finished: called once a second; True ends the service.
 
     Returns:
-        0, or 1 when a node's exporter found nowhere to listen. A sidecar goes on trying.
+        0, or 1 if a node's exporter could not listen anywhere. A sidecar goes on trying.
     """
     allow_files()
     with gc_tuning.frozen_gc():
@@ -90,16 +90,16 @@ def serve(
 
 
 class Listener(NamedTuple):
-    """A server on a socket. ``address``: as it was asked for; ``None``: it is systemd's."""
+    """A server on a socket. ``address``: as configured; ``None`` for a socket of systemd."""
 
     server: uvicorn.Server
     bound: socket.socket
     address: Address | UnixAddress | None
     commands: bool = False
-    """the API's own, whoever comes in by which may command"""
+    """whether it is the API's own socket, over which commands are allowed"""
 
     def remove_name(self) -> None:
-        """Take the socket's name away, if it has one; to be called while it still listens."""
+        """Remove the socket's file, if it has one; call it while the socket still listens."""
         if isinstance(self.bound, UnixSocket):
             self.bound.remove()
 
@@ -154,21 +154,21 @@ class _Service:
     def _watch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # ignored: by nohup
+        hangup = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)  # ignored under nohup
         for number in (signal.SIGTERM, signal.SIGINT, *hangup):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # kept back by the program until somebody listens
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # blocked by the program until this handler was installed
 
     def _on_signal(self, number: int) -> None:
-        # Ctrl-C, or a terminal that is closed, is a person, who does not want to wait for scrapers
+        # Ctrl-C, or a closed terminal: a person, who does not want to wait for scrapers
         if self._leave.is_set() or number != signal.SIGTERM:
             self._hurry.set()
         self._leave.set()
 
     async def _look(self) -> None:
-        """Do what is due each second. In a pod no mistake of ours may become a loop of restarts beside the training."""
+        """Do the periodic work. In a sidecar an exception is logged, not raised: it would become a loop of restarts."""
         if self._config.mode == "node":
-            await self._tick()  # its trainings start another one
+            await self._tick()  # may raise: the node's trainings start another exporter
             return
         tick = asyncio.ensure_future(self._tick())
         await asyncio.wait({tick})
@@ -193,7 +193,7 @@ class _Service:
             if self._push.due and self._site.host is not None:
                 await self._site.host.look()
             self._push.look(self._site.facts(snapshot))
-        if self._finished is not None and snapshot.number and self._finished(self._fleet()):
+        if self._finished is not None and snapshot.number and self._finished(self._service_status()):
             self._done = True
             self._leave.set()
 
@@ -208,7 +208,7 @@ class _Service:
         self._tell_problems()
         if self._gate.context is not self._context:
             self._context = self._gate.context
-            # another context for new connections is another server; the socket stays, so that nobody is refused meanwhile
+            # a new TLS context needs a new server; the socket stays open, so that no connection is refused meanwhile
             old = [door for door in self._doors if not isinstance(door.bound, UnixSocket)]
             self._doors = [door for door in self._doors if door not in old]
             for door in old:
@@ -217,7 +217,7 @@ class _Service:
                 door.bound.close()
 
     async def _give_up_lost(self) -> None:
-        """Listen anew where a Unix socket's name does not lead to it any more."""
+        """Listen again where a Unix socket's file was removed or replaced."""
         lost = self._named.lost(door.bound for door in self._doors if isinstance(door.bound, UnixSocket))
         for door in [door for door in self._doors if door.bound in lost]:
             self._doors.remove(door)
@@ -283,7 +283,7 @@ class _Service:
         self, bound: socket.socket, address: Address | UnixAddress | None = None, *, commands: bool = False
     ) -> None:
         app, context = self._app, self._context
-        if isinstance(bound, UnixSocket):  # no TLS and no passwords: its mode says who comes in
+        if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
             app, context = self._site.app(self._api.mounts("socket")) if commands else self._open, None
         self._doors.append(Listener(await serve_on(bound, app, self._connections, context), bound, address, commands))
 
@@ -309,7 +309,7 @@ class _Service:
         self._tell_address()
 
     def _tell_address(self) -> None:
-        """Announce the first address, again and again until it could be written."""
+        """Announce the first address; retried until that succeeds."""
         if self._announce is None or not self._address:
             return
         try:
@@ -319,7 +319,7 @@ class _Service:
             self._unannounced += 1
             _log.error("the address could not be announced: %s", problem.strerror or problem)
 
-    def _fleet(self) -> ServiceStatus:
+    def _service_status(self) -> ServiceStatus:
         ranks, last_s = self._watch.latest.ranks, self._scrapers.last_s
         ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
         return ServiceStatus(
@@ -331,7 +331,7 @@ class _Service:
         )
 
     async def _drain(self) -> None:
-        """Wait until every scraper and the receiver of the push have what is final; what ends while we wait is final then."""
+        """Wait until every scraper and the OTLP receiver have the final state, including ranks that end during the wait."""
         if self._done and self._push is None:
             return
         deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
@@ -351,10 +351,10 @@ class _Service:
             await self._look()
 
     async def _final(self) -> int:
-        """Take the final state, and push it; return its number.
+        """Take the final snapshot, push it, and return its number.
 
-        When a pod is deleted, SIGTERM comes within milliseconds of the training's end, and whether a rank that fell silent is
-        dead shows after ``FADED_AFTER_S``. One that only lost its lock is not waited for any longer.
+        When a pod is deleted, SIGTERM comes within milliseconds of the training's end, but a rank that fell silent is known to
+        be dead only after ``FADED_AFTER_S``. A rank that only lost its file lock is not waited for any longer.
         """
         snapshot = await self._watch.after_now()
         for _ in range(3):
@@ -382,7 +382,7 @@ class _Service:
 
 
 def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics | None]:
-    """Return what pushes over OTLP and what reads the machine's numbers; of what is not asked for nothing is imported."""
+    """Return the OTLP push and the machine's metrics, as far as configured; what is not configured is not imported."""
     push, host = None, None
     if config.push is not None:
         from torchobs.exporter.otlp.pipeline import PushPipeline

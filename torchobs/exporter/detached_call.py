@@ -1,7 +1,7 @@
-"""Call something that may never return, in a thread of its own: who asks goes on without the answer.
+"""Run a call that may never return in a thread of its own, so that the caller can go on without the result.
 
-``statvfs`` on a network file system whose server is gone does not return, and no signal ends it. A daemon thread is all that
-hangs then, and no second one is started.
+``statvfs`` on a network file system with a dead server does not return, and no signal ends it. Then only one daemon thread
+hangs, and no second one is started.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from torchobs.exporter.exporter_metrics import Sample
 
 STUCK_AFTER_S = 5.0
-"""Nothing that works takes so long."""
+"""Seconds after which a call is reported as stuck: no working one takes so long."""
 
 FAILS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RuntimeError, Warning)
-"""What reading files of an unknown kernel can raise, by psutil as well, which warns where it finds less than it expects."""
+"""Exceptions of reading files of an unknown kernel, also by psutil, which warns if it finds less than it expects."""
 
 
 class Answer(NamedTuple):
-    """What a call has brought, and when, on the clock of the caller."""
+    """Result of a call, and when it came, on the caller's clock in seconds."""
 
     said: tuple[Sample, ...]
     failure: BaseException | None
@@ -31,12 +31,12 @@ class Answer(NamedTuple):
 
 
 class DetachedCall:
-    """Repeats one call, never twice at a time. To be used by one thread at a time."""
+    """Repeats a call in a background thread, never twice at a time. To be used by one thread at a time."""
 
     def __init__(
         self, call: Callable[[], Iterable[Sample]], clock: Callable[[], float] = time.monotonic, fresh_s: float = 0.0
     ) -> None:
-        """``fresh_s``: seconds for which an answer serves before the call is made again."""
+        """``fresh_s``: age of a result, in seconds, from which on the call is repeated."""
         self._call, self._clock, self._fresh_s = call, clock, fresh_s
         self._thread: threading.Thread | None = None
         self._began_s = 0.0
@@ -44,11 +44,11 @@ class DetachedCall:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the call has not returned for too long."""
+        """True if the call has not returned for :data:`STUCK_AFTER_S`."""
         return self._is_running() and self._clock() - self._began_s >= STUCK_AFTER_S
 
     def begin(self) -> None:
-        """Make the call, unless the last one has not returned yet, or its answer is fresh."""
+        """Start the call, unless the last one is still running or its result is fresh."""
         now_s, answer = self._clock(), self._answer
         if not self._is_running() and (answer is None or now_s - answer.at_s >= self._fresh_s):
             self._began_s = now_s
@@ -56,7 +56,7 @@ class DetachedCall:
             self._thread.start()
 
     def wait(self, timeout_s: float) -> Answer | None:
-        """Return the newest answer there is, after waiting so long for the call that was begun last."""
+        """Wait for the call begun last, at most ``timeout_s``, and return the newest result, if any."""
         if self._thread is not None:
             self._thread.join(max(0.0, timeout_s))
         return self._answer

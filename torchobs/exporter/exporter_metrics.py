@@ -1,4 +1,4 @@
-"""What the exporter says of each rank and of itself, once for the page and for what is pushed."""
+"""The exporter's own metrics: of each rank's state and of itself. Used by the metrics page and by the OTLP push."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _BUILD = {"version": __version__, "python": platform.python_version()}
 
 
 class Lost(NamedTuple):
-    """What an exporter could not do, as counters."""
+    """Counters of the exporter's failures."""
 
     connections: Mapping[str, int]
-    """that were closed or not taken, by reason"""
+    """connections closed or not accepted, by reason"""
     writes: Mapping[str, int]
-    """that failed, by what was to be written"""
+    """failed writes, by what was to be written"""
 
 
 NOTHING_LOST = Lost(
@@ -38,22 +38,22 @@ NOTHING_LOST = Lost(
 
 
 class ScrapeInput(NamedTuple):
-    """What a page is made of."""
+    """Input of a metrics page."""
 
     snapshot: Snapshot
     timeouts: int = 0
     """scans that took too long"""
     problems: tuple[str, ...] = ()
-    """what could not be honoured, besides what the snapshot knows of"""
+    """configuration problems besides those in the snapshot"""
     pushed: Mapping[str, Counts] | None = None
-    """what became of what was to be pushed, by signal; ``None``: nothing is to be"""
+    """counts of the OTLP push by signal; ``None``: nothing is pushed"""
     lost: Lost = NOTHING_LOST
     host: HostFacts | None = None
-    """``None``: nothing of the machine is collected, or nothing yet"""
+    """the machine's metrics; ``None``: not collected, or not yet"""
 
 
 class Sample(NamedTuple):
-    """One sample of a metric of the catalog; a rank's identity is not among the attributes."""
+    """One sample of a metric in the catalog; its attributes do not include the rank's identity."""
 
     metric: Metric
     attributes: Mapping[str, str]
@@ -61,16 +61,16 @@ class Sample(NamedTuple):
 
 
 class HostFacts(NamedTuple):
-    """What there is to say of the machine."""
+    """The machine's metrics."""
 
     said: tuple[Sample, ...]
     own: tuple[Sample, ...]
-    """how the collecting went"""
+    """samples about the collection itself"""
     booted_ns: int
-    """when the machine's counters were 0, Unix ns"""
+    """boot time, when the machine's counters were 0, Unix ns"""
 
 
-# the same objects at every scrape: that nothing has changed but numbers is seen without a look at them
+# the same attribute objects at every scrape, so that renderers compare them by identity
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 _STATES = {state: Sample(catalog.RANK_STATE_SET, {"state": state}, 1.0) for state in catalog.RANK_STATES}
 _ENDINGS = {reason: Sample(catalog.RANK_EXIT, {"reason": reason}, 1.0) for reason in catalog.EXIT_REASONS}
@@ -78,7 +78,7 @@ _UP = {up: Sample(catalog.RANK_UP, _NO_LABELS, float(up)) for up in (False, True
 
 
 def of_rank(rank: Rank) -> Iterator[Sample]:
-    """Yield what the exporter says of a rank: its state, how it ended, what describes it."""
+    """Yield the exporter's samples of a rank: its state, how it ended, its description."""
     header, live = rank.view.header, rank.view.live
     yield _STATES[rank.state]
     yield _UP[rank.up]
@@ -118,13 +118,13 @@ def _of_run(run: RunSummary) -> Iterator[Sample]:
 
 
 def ending(rank: Rank) -> str:
-    """Return the reason for which a rank ended, one of ``catalog.EXIT_REASONS``; empty while it lives."""
+    """Return why a rank ended, one of ``catalog.EXIT_REASONS``; empty while it lives."""
     live = rank.view.live
     return "" if rank.up else rank_state.ending(live.exit_reason, live.exit_code, last_memory(rank.view))[1]
 
 
 def of_exporter(facts: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sample]:
-    """Yield what the exporter says of itself; ``dropped`` are the series that are not on the page, by reason."""
+    """Yield the exporter's samples of itself; ``dropped``: numbers of series not on the page, by reason."""
     snapshot = facts.snapshot
     yield Sample(catalog.BUILD_INFO, _BUILD, 1.0)
     yield from _set(catalog.EXPORTER_FILES, snapshot.files)
@@ -155,6 +155,6 @@ def _of_push(signal: Mapping[str, str], counts: Counts) -> Iterator[Sample]:
 
 
 def _set(metric: Metric, values: Mapping[str, float]) -> Iterator[Sample]:
-    """Yield one sample per value of the metric's only attribute."""
+    """Yield one sample for each value of the metric's only attribute."""
     (attribute,) = metric.attributes
     return (Sample(metric, {attribute.name: name}, value) for name, value in values.items())

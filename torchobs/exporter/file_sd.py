@@ -1,4 +1,4 @@
-"""A file for a Prometheus that has nobody to tell it of this exporter: its ``file_sd_configs`` read the address there.
+"""Write the exporter's address to a file for Prometheus' file-based service discovery (``file_sd_configs``).
 
 https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
 """
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _HOST = "%h"
-"""In the path: this machine's name, so that many exporters can have one command line and one shared directory."""
+"""Placeholder in the path for the host name, so that many exporters can share one command line and one directory."""
 _MODE = 0o644
-"""Prometheus is another user, and nothing in it is secret."""
+"""Readable by all: Prometheus runs as another user, and nothing in the file is secret."""
 _NOWHERE = ("192.0.2.1", 9)
-"""An address of no machine (RFC 5737): a datagram socket connected to it sends nothing, and is bound to what leads there."""
+"""An address for documentation (RFC 5737): connecting a datagram socket to it sends nothing, but shows the outbound address."""
 
 _log = logging.getLogger(__name__)
 
 
 class ScrapeTarget(NamedTuple):
-    """Where Prometheus finds the metrics."""
+    """A scrape target: its address and path."""
 
     addresses: tuple[Address, ...]
     telemetry_path: str
@@ -39,19 +39,19 @@ class ScrapeTarget(NamedTuple):
 
 
 class TargetFile:
-    """The file, written when what it says changes, and removed at the end."""
+    """The file, written when its content changes, and removed at the end."""
 
     def __init__(self, path: str, host: str, outside: Callable[[str], str]) -> None:
-        """``host`` is this machine's name, ``outside`` what tells under which address others reach it (:func:`reachable`)."""
+        """``host``: this machine's name; ``outside``: returns the address others reach it by (:func:`reachable`)."""
         self.problem = ""
         self.failures = 0
-        """times it could not be written"""
+        """number of failed writes"""
         self._path, self._host, self._outside = Path(path.replace(_HOST, host)), host, outside
         self._said: ScrapeTarget | None = None
         self._inode = (0, 0)
 
     def tell(self, target: ScrapeTarget) -> None:
-        """Write the file if it says something else. What cannot be written is a problem, and tried again with the next call."""
+        """Write the file if its content changes. A failed write is a problem, and retried by the next call."""
         if target == self._said and not self.problem:
             return
         try:
@@ -63,7 +63,7 @@ class TargetFile:
             _log.error("%s", self.problem)
 
     def remove(self) -> None:
-        """Take the file away, unless it is another's by now. Idempotent."""
+        """Remove the file, unless another exporter has replaced it. Idempotent."""
         with contextlib.suppress(OSError):
             status = self._path.lstat()
             if (status.st_dev, status.st_ino) == self._inode:
@@ -78,7 +78,7 @@ class TargetFile:
         return json.dumps(groups, indent=2) + "\n"
 
     def _write(self, text: str) -> None:
-        # Prometheus reads every file that matches: the temporary name must not end in .json or .yml
+        # the temporary name must not end in .json or .yml: Prometheus reads every file that matches
         temporary = self._path.with_name(f".{self._path.name}.{token_hex(4)}.tmp")
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
         try:
@@ -95,12 +95,12 @@ class TargetFile:
 
 
 def reachable(host: str) -> str:
-    """Return how other machines reach this one: by its name where that leads to it, else by the address that leads outside."""
+    """Return how other machines reach this one: by its name if that resolves to it, else by the outbound address."""
     with contextlib.suppress(OSError):
         found = [
             ip_address(str(one[4][0]).partition("%")[0]) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         ]
-        # Debian's /etc/hosts calls a machine 127.0.1.1, and nobody else does
+        # Debian's /etc/hosts resolves the machine's own name to 127.0.1.1
         if found and not any(one.is_loopback for one in found):
             return host
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -110,7 +110,7 @@ def reachable(host: str) -> str:
 
 
 def listened_on(bound: Iterable[socket.socket]) -> tuple[Address, ...]:
-    """Return the ports among listening sockets, with the addresses that they are bound to."""
+    """Return the addresses that the TCP sockets among ``bound`` are bound to."""
     return tuple(Address(*one.getsockname()[:2]) for one in bound if one.family in {socket.AF_INET, socket.AF_INET6})
 
 

@@ -1,8 +1,8 @@
-"""Garbage collection, without looking at 10^5 series again and again.
+"""Keep the garbage collector from traversing the state of up to 10^5 series again and again.
 
-What the exporter knows of a series is some ten objects, which stay as long as the series does and are in no cycles. A full
-collection looks at all of them: 30 ms with 10,000 series, in the middle of a scrape, once in some hundred scrapes. Here what a
-full collection has found alive is kept out of the next ones for an hour; what became garbage meanwhile goes at the end of it.
+Each series has some ten objects, which live as long as the series and are in no cycles. A full collection traverses all of
+them: 30 ms with 10,000 series, in the middle of a scrape, once in some hundred scrapes. Here the survivors of a full collection
+are frozen for an hour (``gc.freeze``); what became garbage meanwhile is collected at its end.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 THOROUGH_S = 3600.0
-"""Between two collections that look at everything"""
+"""Seconds between two full collections that include frozen objects"""
 YOUNG = 10_000
-"""Objects more than before that have the youngest looked at: by Python's own measure it is done three times per page."""
+"""Threshold of the youngest generation: with Python's default it would be collected three times per page."""
 _FULL = 2
 
 
 class _Keeper:
-    """What is called before and after each collection (``gc.callbacks``), in any thread."""
+    """Callback before and after each collection (``gc.callbacks``), in any thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._thorough_s = clock, clock()
@@ -40,9 +40,9 @@ class _Keeper:
 
 @contextmanager
 def frozen_gc(clock: Callable[[], float] = time.monotonic) -> Iterator[None]:
-    """Within the ``with`` block, look at what has survived a full collection once an hour, and at the rest less often.
+    """Context manager: traverse survivors of full collections only once an hour, and collect young objects less often.
 
-    ``clock``: seconds.
+    ``clock`` returns seconds.
     """
     keeper, thresholds = _Keeper(clock), gc.get_threshold()
     gc.callbacks.append(keeper)

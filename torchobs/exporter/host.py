@@ -1,7 +1,7 @@
-"""The machine's own numbers, for nodes without node_exporter (``--collect.host``): psutil's, under OpenTelemetry's names.
+"""Metrics of the machine, for nodes without node_exporter (``--collect.host``): read by psutil, with OpenTelemetry's names.
 
-They are read when somebody asks for the page, so that rates are those of the scrapes. Each collector and each file system has
-a thread of its own (``detached``): a scrape waits for them a little, and else shows what they said last.
+They are collected when a page is scraped, so that rates fit the scrape times. Each collector and each file system has a thread
+of its own (``detached_call``): a scrape waits for them briefly, and otherwise shows their last results.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
 
 FRESH_S = 0.1
-"""As the snapshot's (``watch``): a look this young serves another scrape as well."""
+"""Age up to which results serve another scrape as well; as the snapshot's (``snapshot_cache``)."""
 FILE_SYSTEM_FRESH_S = 1.0
-"""Several scrapers are no reason to trouble a file server more."""
+"""The same for file systems, so that several scrapers do not load a file server more."""
 DEADLINE_S = 0.2
-"""How long a scrape waits for all answers together: less than anybody's patience, a hundred times what they take."""
+"""How long a scrape waits for all collectors together: a hundred times what they take, well below any scrape timeout."""
 KEEP_S = 60.0
-"""How old an answer may be that is shown for want of a newer one: that is four scrapes or one."""
+"""Greatest age of a result that is shown for lack of a newer one: one to four scrape intervals."""
 MOST_PATHS = 32
 MOST_DEVICES = 64
-"""Disks, interfaces of which there are series: a machine with 1,000 virtual functions is not to fill the page."""
+"""Most disks, and most interfaces, with series: a machine may have 1,000 virtual functions."""
 
 OWN_PROCFS = "/proc"
 _CPU_FIELDS = {mode: (mode,) for mode in catalog.CPU_MODES} | {"interrupt": ("irq", "softirq")}
-"""psutil's fields by OpenTelemetry's modes. Guests' time is in user's and nice's already."""
+"""psutil's fields by OpenTelemetry's modes. The time of guests is included in user and nice."""
 _BEYOND = float(1 << 63)
 _PROCFS = threading.Lock()
 T = TypeVar("T")
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class Roots(NamedTuple):
-    """Where the kernel's files are: a container may have the machine's mounted elsewhere."""
+    """Mount points of procfs and sysfs: a container may have the machine's mounted elsewhere."""
 
     procfs: str
     sysfs: str
@@ -61,7 +61,7 @@ class Roots(NamedTuple):
 
 @contextmanager
 def _procfs(path: str) -> Iterator[None]:
-    """Have psutil read below ``path``, which is a variable of the module and would hold for all threads."""
+    """Have psutil read below ``path``, which is a global variable of psutil, hence under a lock."""
     with _PROCFS:
         before, psutil.PROCFS_PATH = psutil.PROCFS_PATH, path
         try:
@@ -71,7 +71,7 @@ def _procfs(path: str) -> Iterator[None]:
 
 
 def cpu(roots: Roots) -> Iterator[Sample]:
-    """Yield what there is to say of the processors. Raises one of ``detached.FAILS``, as the others do."""
+    """Yield the processors' samples. Raises one of ``detached_call.FAILS``, as all collectors do."""
     with _procfs(roots.procfs):
         times = psutil.cpu_times()
     for mode, fields in _CPU_FIELDS.items():
@@ -83,7 +83,7 @@ def cpu(roots: Roots) -> Iterator[Sample]:
 
 
 def memory(roots: Roots) -> Iterator[Sample]:
-    """Yield what there is to say of memory and swap; the states of memory add up to its limit, caches being procps'."""
+    """Yield the samples of memory and swap; the states of memory add up to the total, with procps' definition of cached."""
     with _procfs(roots.procfs):
         ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     used = max(0, ram.total - ram.free - ram.buffers - ram.cached)
@@ -100,7 +100,7 @@ def memory(roots: Roots) -> Iterator[Sample]:
 
 
 def disk(roots: Roots) -> Iterator[Sample]:
-    """Yield what there is to say of the physical disks."""
+    """Yield the physical disks' samples."""
     with _procfs(roots.procfs):
         found = psutil.disk_io_counters(perdisk=True, nowrap=False) or {}
     # a slash in a name (cciss/c0d0) is an exclamation mark in sysfs
@@ -116,12 +116,12 @@ def disk(roots: Roots) -> Iterator[Sample]:
 
 
 def network(roots: Roots) -> Iterator[Sample]:
-    """Yield what there is to say of the physical interfaces, or, in a pod, which has none, of its own."""
-    first = f"{roots.procfs}/1"  # of a mounted tree: its ``net`` is the reader's own namespace and not the machine's
+    """Yield the samples of the physical interfaces or, in a pod, which has none, of the pod's own."""
+    first = f"{roots.procfs}/1"  # in a mounted procfs, ``net`` is the reader's own network namespace, ``1/net`` the machine's
     is_mounted = roots.procfs != OWN_PROCFS and Path(f"{first}/net/dev").exists()
     with _procfs(first if is_mounted else roots.procfs):
         found = psutil.net_io_counters(pernic=True, nowrap=False)
-    # a bond's or a bridge's traffic is that of its members
+    # the traffic of a bond or a bridge is counted at its members
     physical = [name for name in found if _is_physical(f"{roots.sysfs}/class/net/{name}")]
     for name in _bounded(physical or [name for name in found if name != "lo"], "network interfaces"):
         for direction, suffix, way in (("receive", "recv", "in"), ("transmit", "sent", "out")):
@@ -132,10 +132,10 @@ def network(roots: Roots) -> Iterator[Sample]:
 
 
 def filesystem(path: str) -> Iterator[Sample]:
-    """Yield what there is to say of the file system that a directory is on; space that only root may use is reserved.
+    """Yield the samples of the file system that a directory is on; space that only root may use is *reserved*.
 
-    Raises ``OSError``; may never return: a network file system whose server is gone answers no call. psutil's ``disk_usage``
-    has no inodes, and not whether anything can be written.
+    Raises ``OSError``; may never return, on a network file system with a dead server. psutil's ``disk_usage`` has neither
+    inodes nor the read-only flag.
     """
     real = os.path.realpath(path, strict=True)
     status, (point, kind) = os.statvfs(real), mount_of(real)
@@ -144,36 +144,36 @@ def filesystem(path: str) -> Iterator[Sample]:
     space = {"used": max(0, size - free), "free": available, "reserved": max(0, free - available)}
     yield Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, own, size)
     yield from _by_state(catalog.SYSTEM_FILESYSTEM_USAGE, catalog.FILESYSTEM_STATE, space, own)
-    if status.f_files:  # 0 where inodes are made as they are needed
+    if status.f_files:  # 0 where inodes are allocated on demand
         inodes = {"used": max(0, status.f_files - status.f_ffree), "free": status.f_ffree}
         yield from _by_state(catalog.SYSTEM_FILESYSTEM_INODES, catalog.INODE_STATE, inodes, own)
     yield Sample(catalog.HOST_FILESYSTEM_READONLY, own, float(bool(status.f_flag & os.ST_RDONLY)))
 
 
 def mount_of(path: str) -> tuple[str, str]:
-    """Return the mount point that an absolute path is on, and its type, without asking the file system; '' if unknown."""
-    with _procfs(OWN_PROCFS):  # our own mounts, whatever the tree is: statvfs follows a path in our own namespace
+    """Return the mount point and the type of the file system of an absolute path, without access to it; '' if unknown."""
+    with _procfs(OWN_PROCFS):  # always our own mounts: statvfs resolves a path in our own mount namespace
         mounts = psutil.disk_partitions(all=True)
     holding = [one for one in mounts if path == one.mountpoint or path.startswith(f"{one.mountpoint.rstrip('/')}/")]
-    best = max(reversed(holding), key=lambda one: len(one.mountpoint), default=None)  # the last of equals lies over the others
+    best = max(reversed(holding), key=lambda one: len(one.mountpoint), default=None)  # the last of equals hides the others
     return (best.mountpoint, best.fstype) if best else ("", "")
 
 
 @dataclass(slots=True)
 class _Source:
-    """Something to ask. ``about`` is what the log calls it, ``mountpoint`` what the page calls a file system."""
+    """A collector, or one file system. ``about``: its name in the log, ``mountpoint``: a file system's on the page."""
 
     collector: str
     about: str
     call: DetachedCall
     mountpoint: str = ""
-    told: str = ""
-    """the problem that stands on the log"""
-    heard_s: float = -math.inf
+    logged: str = ""
+    """the problem that was logged last"""
+    answered_s: float = -math.inf
 
 
 class HostMetrics:
-    """The newest of the machine's numbers. To be used in one event loop; ``latest`` may be read by any thread."""
+    """Collects the machine's metrics. To be used in one event loop; ``latest`` may be read by any thread."""
 
     def __init__(self, config: ExporterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._roots, self._clock = Roots(config.procfs, config.sysfs), clock
@@ -185,7 +185,7 @@ class HostMetrics:
         self.latest: HostFacts | None = None
 
     async def look(self) -> None:
-        """Renew ``latest``; what does not answer in time is left as it is. Scrapes at the same time share one look."""
+        """Update ``latest``; collectors that do not answer in time keep their values. Simultaneous scrapes share one update."""
         if self._running is None:
             if self._clock() - self._looked_s < FRESH_S:
                 return
@@ -198,15 +198,15 @@ class HostMetrics:
                 _log.error("host: a look failed, the last one is shown: %r", problem, exc_info=problem)
 
     def take(self) -> None:
-        """Look now, for :data:`DEADLINE_S` at most."""
+        """Collect now, for at most :data:`DEADLINE_S`."""
         began_s = self._clock()
-        said: list[Sample] = []
+        samples: list[Sample] = []
         for source in self._sources:
             source.call.begin()
         for source in self._sources:
             answer = source.call.wait(began_s + DEADLINE_S - self._clock())
-            if answer is not None and answer.at_s > source.heard_s:
-                source.heard_s = answer.at_s
+            if answer is not None and answer.at_s > source.answered_s:
+                source.answered_s = answer.at_s
                 self._errors[source.collector] += answer.failure is not None
                 self._log_once(source, repr(answer.failure) if answer.failure is not None else "")
                 points = (one.attributes.get(catalog.MOUNTPOINT.name, "") for one in answer.said)
@@ -214,14 +214,14 @@ class HostMetrics:
             if source.call.is_stuck:
                 self._log_once(source, "no answer for seconds, and it is not asked again until there is one")
             if answer is not None and self._clock() - answer.at_s <= KEEP_S:
-                said += answer.said
+                samples += answer.said
         self._looked_s = self._clock()
-        self.latest = HostFacts(tuple(_once(said)), tuple(self._own(self._looked_s - began_s)), self._boot_time_ns())
+        self.latest = HostFacts(tuple(_once(samples)), tuple(self._own(self._looked_s - began_s)), self._boot_time_ns())
 
     def _log_once(self, source: _Source, problem: str) -> None:
-        if problem and problem != source.told:
+        if problem and problem != source.logged:
             _log.warning("host: %s: %s", source.about, problem)
-        source.told = problem
+        source.logged = problem
 
     def _own(self, took_s: float) -> Iterator[Sample]:
         yield Sample(catalog.EXPORTER_HOST_DURATION, {}, took_s)
@@ -257,7 +257,7 @@ def _sources(config: ExporterConfig, roots: Roots, clock: Callable[[], float]) -
             call = DetachedCall(partial(filesystem, path), clock, FILE_SYSTEM_FRESH_S)
             point = ""
             with suppress(*FAILS):
-                point, _ = mount_of(os.path.abspath(path))  # noqa: PTH100  # resolve() asks the file system, which may not answer
+                point, _ = mount_of(os.path.abspath(path))  # noqa: PTH100  # resolve() accesses the file system, which may hang
             yield _Source("filesystem", f"file system of {path}", call, point)
 
 
@@ -273,9 +273,9 @@ def _by_state(
 
 
 def _numbers(path: str, names: Mapping[str, str]) -> dict[str, int]:
-    """Return the numbers behind those words in a file such as /proc/vmstat, which psutil has not, by the words' names.
+    """Return values of a file such as /proc/vmstat that psutil does not offer; ``names`` maps its keys to result names.
 
-    A kernel without the file or a line has no such number. Raises ``ValueError``.
+    Missing lines, or a missing file, are left out. Raises ``ValueError``.
     """
     try:
         words = [line.split() for line in Path(path).read_text("utf-8", "replace").splitlines()]
@@ -285,10 +285,10 @@ def _numbers(path: str, names: Mapping[str, str]) -> dict[str, int]:
 
 
 def _is_physical(link: str) -> bool:
-    """Return True if an entry of sysfs (``/sys/block/X``, ``/sys/class/net/X``) leads to a device of the machine's own.
+    """Return True if an entry of sysfs (``/sys/block/X``, ``/sys/class/net/X``) links to a physical device.
 
-    Loop devices, RAM disks, bonds, bridges and containers' interfaces live below ``devices/virtual``, and so does the head of
-    a multipath NVMe disk, whose paths (``nvme0c0n1``) are counted. Only NVMe over a fabric is there and is a device.
+    Loop devices, RAM disks, bonds, bridges and containers' interfaces are below ``devices/virtual``, and so is the head of a
+    multipath NVMe disk, whose paths (``nvme0c0n1``) are counted. NVMe over fabrics is there, too, but counts as physical.
     """
     try:
         target = f"{Path(link).readlink()}/"
@@ -303,10 +303,10 @@ def _bounded(names: Sequence[T], what: str) -> Sequence[T]:
     return names[:MOST_DEVICES]
 
 
-def _once(said: Iterable[Sample]) -> Iterator[Sample]:
-    """Yield what a page and OTLP can show, each series once: two directories may be on one file system."""
+def _once(samples: Iterable[Sample]) -> Iterator[Sample]:
+    """Yield the valid samples, each series once: two directories may be on one file system."""
     seen = set()
-    for one in said:
+    for one in samples:
         attributes = {name: value if value.isascii() else labels.text(value) for name, value in one.attributes.items()}
         key = one.metric.name, *attributes.values()
         if key not in seen and math.isfinite(one.value) and 0 <= one.value < _BEYOND:

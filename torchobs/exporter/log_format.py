@@ -1,4 +1,4 @@
-"""The exporter's log on standard error: one line per fact, as logfmt or JSON, at most one per cause and minute."""
+"""Logging of the exporter to standard error, as logfmt or JSON lines, at most one per cause and minute."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _QUIET = ("uvicorn", "asyncio", "urllib3")
 
 
 class Handler(logging.StreamHandler[TextIO]):
-    """Writes to standard error; counts the lines that it could not write, on a full disk or into a pipe that nobody reads."""
+    """Writes to standard error, and counts the lines that could not be written (full disk, closed pipe)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lost = 0
 
     def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802  # logging's own name
-        """See :class:`logging.Handler`. Nothing is said: this is how it is said."""
+        """See :class:`logging.Handler`. Only counts: there is nowhere else to report it."""
         self.lost += 1
 
 
 class Formatter(logging.Formatter):
-    """Prometheus' own log lines: time, level, where it comes from, what it is."""
+    """Formats lines as Prometheus does: time, level, source, message."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Formatter(logging.Formatter):
 
 
 def configure(level: str, form: str) -> None:
-    """Send everything from ``level`` on to standard error; of the libraries only what is wrong."""
+    """Log everything from ``level`` on to standard error; of libraries only warnings and errors."""
     handler = Handler()
     handler.addFilter(OncePerMinute())
     handler.setFormatter(Formatter(form))
@@ -62,5 +62,5 @@ def configure(level: str, form: str) -> None:
 
 
 def lost() -> int:
-    """Return how many lines could not be written."""
+    """Return the number of lines that could not be written."""
     return sum(handler.lost for handler in logging.getLogger().handlers if isinstance(handler, Handler))

@@ -1,4 +1,4 @@
-"""Keeps a snapshot fresh: one thread scans, everyone else waits for it, but not for ever."""
+"""Cache of the newest snapshot: one thread scans, and all requests wait for it up to a deadline."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from torchobs.ranks.rank_file import Now
 
 FRESH_S = 0.1
-"""A snapshot this young serves another scrape as well."""
+"""Age up to which a snapshot serves another scrape as well."""
 
 DEADLINE_S = 2.0
-"""How long a scrape waits for the scan of a directory that does not answer; then it gets the last snapshot."""
+"""How long a scrape waits for a scan, as of a hanging file system; then it gets the last snapshot."""
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 class Scan(Protocol):
-    """What is to be called again and again (``scan.Scanner``)."""
+    """The scanner's interface (:class:`torchobs.ranks.scanner.Scanner`)."""
 
     def scan(self) -> Snapshot:
-        """Return what there is now."""
+        """Return a new snapshot."""
 
     def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
-        """Lend the file of a served rank, for a ``with`` block; raises one of ``tracked.HOSTILE`` if it cannot be read."""
+        """Open a served rank's file for a ``with`` block; raises one of ``rank_file.HOSTILE`` if it cannot be read."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all files."""
 
 
 class SnapshotCache:
@@ -46,15 +46,15 @@ class SnapshotCache:
     def __init__(self, scanner: Scan, clock: Callable[[], Now] = system_clock) -> None:
         self.latest = EMPTY
         self.timeouts = 0
-        """scans that somebody stopped waiting for"""
+        """waits for a scan that reached the deadline"""
         self._scanner, self._clock = scanner, clock
         self._thread = ThreadPoolExecutor(1, "scan")
         self._running: asyncio.Future[None] | None = None
 
     async def fresh(self, max_age_s: float = FRESH_S, deadline_s: float = DEADLINE_S) -> Snapshot:
-        """Return a snapshot that is at most ``max_age_s`` old, or after ``deadline_s`` the newest there is.
+        """Return a snapshot that is at most ``max_age_s`` old, or after ``deadline_s`` the newest.
 
-        Whoever asks while a scan is running waits for that one; and for another, if this process was stopped in its midst.
+        A call during a scan waits for that scan, and for another if this process was suspended in its midst.
         """
         asked_ns, until = self._clock().monotonic_ns, asyncio.get_running_loop().time() + deadline_s
         if self.latest is EMPTY or asked_ns - self.latest.taken_ns > max_age_s * 1e9:
@@ -65,23 +65,23 @@ class SnapshotCache:
         return self.latest
 
     async def after_now(self, deadline_s: float = DEADLINE_S) -> Snapshot:
-        """Return a snapshot whose scan began after this call, or after ``deadline_s`` the newest there is."""
+        """Return a snapshot whose scan began after this call, or after ``deadline_s`` the newest."""
         if self._running is not None:
             await self._scan(deadline_s)
         await self._scan(deadline_s)
         return self.latest
 
     async def ask(self, question: Callable[[Scan], T]) -> T:
-        """Return the answer to a question that wants more of the files than a snapshot has, in the thread that scans."""
+        """Call a function that reads more of the files than a snapshot has, in the scan thread; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._scanner)
 
     def close(self) -> None:
-        """Let go of the files, once the last scan has ended."""
+        """Close the files after the last scan."""
         self._thread.submit(self._scanner.close)
         self._thread.shutdown(wait=False)
 
     async def _scan(self, deadline_s: float) -> bool:
-        """Wait for a scan; return whether there is a snapshot of it."""
+        """Wait for a scan; return True if it succeeded in time."""
         if self._running is None:
             self._running = asyncio.get_running_loop().run_in_executor(self._thread, self._take)
         running = self._running

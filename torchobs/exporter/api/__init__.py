@@ -1,1 +1,1 @@
-"""``/api/v1``: what the ranks do, as JSON, and what they are to do. Described by ``openapi``, which is served with it."""
+"""The JSON API ``/api/v1``: state of the ranks, and commands to them. Described by ``openapi``, which is served with it."""

@@ -1,4 +1,4 @@
-"""The API's handlers: each takes a request and returns what :mod:`openapi` promises of it."""
+"""The API's handlers: each takes a request and returns the response described in ``openapi``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 PREFIX = "/api/v1"
 MOST_RINGS = 256
-"""Ranks whose events are read for one request: a ring takes some milliseconds."""
+"""Most ranks with events read for one request: a ring takes some milliseconds."""
 
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Api:
     """One per exporter; every listener has its own :meth:`mounts`."""
 
     def __init__(self, config: ExporterConfig, watch: SnapshotCache, authenticated: Callable[[], bool] = lambda: False) -> None:
-        """``authenticated``: whether everyone who comes by TCP has shown who they are."""
+        """``authenticated``: returns True if every request over TCP is authenticated by the web configuration."""
         self._config, self._watch, self._authenticated = config, watch, authenticated
         self._token = authorization.Token(config.api_token_file)
         self._shelf = ArtifactStore(config)
@@ -65,7 +65,7 @@ class Api:
         }  # fmt: skip
 
     def mounts(self, door: AccessChannel | None = None) -> list[Mount]:
-        """Return the API for listeners of that kind; ``None``: TCP, where each request has its own door."""
+        """Return the API's routes for listeners of that channel; ``None``: TCP, where it is determined per request."""
         routes = []
         for path, methods in openapi.PATHS.items():
             handlers = {method.upper(): self._handlers[operation.name] for method, operation in methods.items()}
@@ -73,21 +73,21 @@ class Api:
         return [Mount(PREFIX, app=Starlette(routes=routes, exception_handlers={HTTPException: _http_problem}))]
 
     async def look(self, snapshot: Snapshot) -> None:
-        """See to what the ranks' states ask for."""
+        """Do what the ranks' states require: ask hung ranks for their stacks, forget ended ones."""
         if self._desk.due(snapshot):
             await self._run(self._desk.look, snapshot)
 
     async def evidence(self) -> list[dict[str, Any]]:
-        """Return what ranks have left, the newest first."""
+        """Return descriptions of the ranks' artifacts, newest first."""
         return await self._run(self._shelf.listing)
 
     @property
     def failures(self) -> int:
-        """Commands that could not be written."""
+        """Number of commands that could not be written."""
         return self._desk.failures
 
     def close(self) -> None:
-        """Let go of the directories."""
+        """Close the directories."""
         self._thread.submit(self._shelf.close)
         self._thread.shutdown(wait=False)
 
@@ -189,7 +189,7 @@ class Api:
         return StreamingResponse(artifacts.read(found), headers=headers, media_type=artifacts.media_type(found.evidence))
 
     async def _say_why(self, identifier: str) -> None:
-        """Raise ``Problem`` if the rank that was asked for that evidence has said that there will be none."""
+        """Raise ``Problem`` if the rank asked for that artifact has reported that it could not write it."""
         incarnation = await self._run(self._desk.owner_of, identifier)
         for rank in (await self._watch.fresh()).ranks:
             if rank.incarnation == incarnation:
@@ -232,11 +232,11 @@ class Api:
     # -- helpers -----------------------------------------------------------------------------------------------------------
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Do in the API's own thread what asks the file system, or the file of one rank held everybody up."""
+        """Run a function that accesses the file system in the API's own thread, so that it does not block the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *arguments))
 
     async def _read(self, rank: Rank, read: Callable[[FlightFile, Rank], T], otherwise: T) -> T:
-        """Read more of a rank's file than a snapshot has; of one that cannot be read there is nothing to tell."""
+        """Read more of a rank's file than a snapshot has; return ``otherwise`` if the file cannot be read."""
 
         def question(scanner: Scan) -> T:
             try:
@@ -268,7 +268,7 @@ def _problem(problem: Problem) -> Response:
 
 
 async def _http_problem(_: Request, error: Exception) -> Response:
-    """Return the problem for what the router refuses: a path or a method that there is not."""
+    """Return the router's error, an unknown path or method, as a problem."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(getattr(error, "headers", None) or {})
     if status == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -278,7 +278,7 @@ async def _http_problem(_: Request, error: Exception) -> Response:
 
 
 def _audit(request: Request, door: AccessChannel, status: int) -> None:
-    """Log who changed what. Its moment makes a line one of its own: alike ones are logged once a minute, as refusals are."""
+    """Log who changed what. A timestamp makes each line unique; equal lines, such as refusals, are logged once a minute."""
     who = request.client.host if request.client else "a local process"
     rank, path = request.query_params.get("rank", "all")[:40], request.url.path[:100]
     line = f"command {path!r} for rank {rank!r} by {who} over {door}: {status}"

@@ -1,4 +1,4 @@
-"""Evidence that a rank was asked for and could not write: why, and what to do about it."""
+"""Problems for artifacts that a rank was asked for and could not write: the reason, and what to do about it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHAT_TO_DO = {
 
 
 def find(events: Iterable[Dated], identifier: str) -> Mapping[str, Any] | None:
-    """Return the attributes of the event that says that there will be no such evidence."""
+    """Return the attributes of the event that reports the artifact as failed, if there is one."""
     return next(
         (
             dated.event["attributes"]
@@ -37,7 +37,7 @@ def find(events: Iterable[Dated], identifier: str) -> Mapping[str, Any] | None:
 
 
 def problem(rank: str, said: Mapping[str, Any]) -> Problem:
-    """Return it as the answer to whoever asks for the evidence. ``said`` is a rank's, and may be anything."""
+    """Return the problem for a request of that artifact. The event's attributes come from a rank and are not trusted."""
     reason = said.get("reason")
     what = _WHAT_TO_DO.get(reason, "failed at it.") if isinstance(reason, str) else "failed at it."
     given = [said.get(name) for name in ("detail", "exception.type")]

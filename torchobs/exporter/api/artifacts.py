@@ -1,4 +1,4 @@
-"""The evidence that ranks have left in the flight directory: listed, opened, removed; asked for by id, never by a name."""
+"""List, read and remove the ranks' artifacts in the flight directory. They are addressed by id, never by file name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MEDIA_TYPES = {PROFILE: "application/gzip"}
 
 
 class StoredArtifact(NamedTuple):
-    """Evidence that was there a moment ago, and how to read it."""
+    """An artifact that was found, with what is needed to open it."""
 
     evidence: ArtifactName
     directory: str
@@ -38,28 +38,28 @@ class StoredArtifact(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Whose evidence is; ``None``: nobody can tell."""
+    """The run and rank that an artifact belongs to; ``None``: unknown."""
 
     job_name: str | None
     run_id: str | None
 
 
 class ArtifactStore:
-    """One flight directory's. Everything in one thread."""
+    """The artifacts of one flight directory. To be used in one thread."""
 
     def __init__(self, config: ExporterConfig) -> None:
         self._directory = Directory(config)
         self._hidden: dict[str, int] = {}
         self._runs: dict[str, _Run] = {}
-        """by flight file: a rank that was started again has left evidence, too, and no snapshot knows whose"""
+        """by flight file; snapshots lack the earlier incarnations of restarted ranks, which left artifacts, too"""
 
     def listing(self) -> list[dict[str, Any]]:
-        """Return what there is, newest first; nothing where there is no directory."""
+        """Return descriptions of all artifacts, newest first; none if there is no directory."""
         return [content for _, content in sorted(self._shown(), key=lambda pair: pair[0], reverse=True)]
 
     def find(self, identifier: str) -> StoredArtifact:
-        """Find one. Raises ``Problem``."""
-        with contextlib.suppress(OSError):  # gone, or none that may be served: the same to whoever asks
+        """Return the artifact with that id. Raises ``Problem``."""
+        with contextlib.suppress(OSError):  # gone, or not allowed: both are "not found"
             directory_fd, owner = self._open()
             for one in artifacts.names(directory_fd):
                 if one.id == identifier:
@@ -70,12 +70,12 @@ class ArtifactStore:
         )
 
     def stuck(self, flight: str) -> ArtifactName | None:
-        """Return what a rank that is stuck at this moment has written down."""
+        """Return the stacks that a rank has written itself because it is stuck, if it is stuck now."""
         one = artifacts.named(flight, STUCK, 0)
         return one if self.has(one) else None
 
     def has(self, one: ArtifactName) -> bool:
-        """Return True if that evidence is there."""
+        """Return True if that artifact exists."""
         try:
             directory_fd, owner = self._open()
             artifacts.look(directory_fd, one, owner)
@@ -84,7 +84,7 @@ class ArtifactStore:
         return True
 
     def is_stopped(self, flight: str) -> bool:
-        """Return True if the rank's process is stopped (SIGSTOP, Ctrl-Z), as far as this process can see it at all."""
+        """Return True if the rank's process is known to be stopped (SIGSTOP, Ctrl-Z); it may be in another PID namespace."""
         try:
             directory_fd, _ = self._open()
             pid = lock.holder(directory_fd, reader.lock_of(flight))
@@ -94,11 +94,11 @@ class ArtifactStore:
             return False
 
     def clear(self) -> tuple[int, int]:
-        """Remove what there is, or hide it where the directory is not ours to change; return how much was removed, hidden."""
+        """Remove all artifacts, or hide them if the directory is not writable; return the numbers of removed and hidden."""
         removed = hidden = 0
         for (_, _, one), _ in self._shown():
             if one.number == 0:
-                continue  # a rank's that is stuck: it writes there still
+                continue  # a stuck rank still writes to it
             try:
                 os.unlink(one.name, dir_fd=self._directory.fd)
                 removed += 1
@@ -108,7 +108,7 @@ class ArtifactStore:
         return removed, hidden
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Close the directory."""
         self._directory.close()
 
     def _shown(self) -> Iterator[tuple[tuple[int, str, ArtifactName], dict[str, Any]]]:
@@ -126,26 +126,26 @@ class ArtifactStore:
                     yield (status.st_mtime_ns, one.name, one), _described(one, status, self._run_of(one))
 
     def _run_of(self, one: ArtifactName) -> _Run:
-        """Return whose it is, as the flight file says that it belongs to; a file is opened for that once."""
+        """Return the run and rank in the header of the artifact's flight file, which is opened once for that."""
         if one.flight not in self._runs:
             try:
                 with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
                     job_name, run_id, _ = labels.identity(file.header.resource)
             except HOSTILE:
-                return _Run(None, None)  # gone, or garbage; maybe not the next time
+                return _Run(None, None)  # gone or unreadable; not cached, as that may change
             self._runs[one.flight] = _Run(job_name, run_id)
         return self._runs[one.flight]
 
     def _open(self) -> tuple[int, int | None]:
-        """Return the directory and the only owner whose files count. Raises ``OSError``."""
+        """Return the directory's descriptor and the user id that files must have. Raises ``OSError``."""
         self._directory.names(time.time_ns())
         return self._directory.fd, self._directory.owner
 
 
 def read(found: StoredArtifact) -> Iterator[bytes]:
-    """Yield the file's bytes, as many as it had; fewer if it is another one now.
+    """Yield the file's bytes up to the size found; fewer if the file was replaced.
 
-    Opened anew for each piece: whoever asked may go away in between, and nothing is left open then.
+    The file is reopened for each piece, so that none stays open when the client disconnects.
     """
     offset = 0
     while offset < found.size and (chunk := _piece(found, offset)):
@@ -172,12 +172,12 @@ def _piece(found: StoredArtifact, offset: int) -> bytes:
 
 
 def media_type(one: ArtifactName) -> str:
-    """Return what the file is, for HTTP."""
+    """Return the file's media type."""
     return _MEDIA_TYPES.get(one.kind, "text/plain; charset=utf-8")
 
 
 def link(one: ArtifactName) -> dict[str, str]:
-    """Return how it is asked for."""
+    """Return the artifact's id and its path in the API."""
     return {"id": one.id, "href": f"/api/v1/evidence/{one.id}"}
 
 

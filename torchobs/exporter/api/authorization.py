@@ -1,10 +1,9 @@
-"""Who may do what: decided from a request's door, method and headers, before anything else is looked at.
+"""Authorization of API requests, by access channel, method and headers, before anything else of a request is used.
 
-There are three doors. A Unix socket, whose file's mode says who comes in, admits everything. Loopback admits reading; what
-changes something needs the token. Every other address needs the token for everything, or for reading what the web
-configuration asks for (a password, a certificate). A page of another site, which a person
-of this machine has open, comes in by loopback as well: its ``Origin`` gives it away, and where it resolves its own name to
-127.0.0.1 (DNS rebinding) its ``Host`` does.
+There are three channels. A Unix socket, protected by its file's mode, allows everything. Loopback allows reading; changes need
+the token. Every other address needs the token for everything; for reading, authentication by the web configuration (a password,
+a certificate) suffices. Web pages of other sites, open in a browser on this machine, reach loopback as well: they are detected
+by their ``Origin``, and with DNS rebinding, where a site resolves its own name to 127.0.0.1, by their ``Host``.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 AccessChannel = Literal["socket", "loopback", "open"]
 READING = frozenset({"GET", "HEAD"})
 TOKEN_HEADERS = frozenset({"authorization", "torchobs-token"})
-"""By which a token comes, in lower case"""
+"""Headers that may carry the token, in lower case"""
 
 LEAST_TOKEN = 16
-"""Characters; a generated one has more."""
+"""Shortest token accepted, in characters; generated ones are longer."""
 
 _MOST_TOKEN = 4096
 _NO_CONTROL = (
@@ -39,30 +38,30 @@ _NO_CONTROL = (
 
 
 def access_channel(scope: Scope) -> AccessChannel:
-    """Return by which a request of a TCP listener has come in."""
+    """Return the access channel of a request to a TCP listener."""
     return "loopback" if client_scope.is_local(scope) else "open"
 
 
 class Token:
-    """The bearer token, read again whenever it is asked for: a mounted secret is rotated by replacing its file."""
+    """The bearer token, read from its file for each use: a mounted secret is rotated by replacing the file."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
 
     @property
     def there(self) -> bool:
-        """Whether a token file was named, be it readable or not."""
+        """True if a token file is configured, readable or not."""
         return self._path is not None
 
     def admits(self, given: str) -> bool:
-        """Return True if that is the token. Without a usable file nothing is."""
+        """Return True if ``given`` is the token; always False without a usable file."""
         try:
             return hmac.compare_digest(given.encode(), self.read().encode())
         except (OSError, ValueError):
             return False
 
     def read(self) -> str:
-        """Return the token. Raises ``OSError`` or ``ValueError``: there is none, and nobody may come in by it."""
+        """Return the token. Raises ``OSError`` or ``ValueError`` if there is no usable one."""
         if self._path is None:
             raise ValueError("no token file")
         fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -81,14 +80,14 @@ class Token:
 def refusal(
     method: str, headers: Mapping[str, str], door: AccessChannel, token: Token, *, authenticated: bool = False
 ) -> Problem | None:
-    """Return why the request is not taken, or ``None``.
+    """Return the reason to refuse a request, or ``None`` to allow it.
 
     Args:
-        method: of the request.
+        method: the HTTP method.
         headers: by lower-case name.
-        door: by which it has come in.
-        token: the exporter's.
-        authenticated: whether the web configuration has made it show a password or a certificate: enough for reading.
+        door: the request's access channel.
+        token: the exporter's token.
+        authenticated: True if the web configuration has authenticated the request, which is enough for reading.
     """
     changes = method not in READING
     if door == "socket":
@@ -105,7 +104,7 @@ def refusal(
 
 
 def _bearer(headers: Mapping[str, str]) -> str | None:
-    """Return the token that was sent. In a header of its own where ``Authorization`` holds a password already."""
+    """Return the token sent: in ``Authorization``, or in ``Torchobs-Token`` if that already holds a password."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else headers.get("torchobs-token")
 
@@ -142,7 +141,7 @@ def _foreign_origin(headers: Mapping[str, str]) -> Problem | None:
 def _not_json(headers: Mapping[str, str]) -> Problem | None:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # which no form of a web page can send
+        # HTML forms cannot send this content type
         return Problem(
             415,
             "not-json",

@@ -1,4 +1,4 @@
-"""What ranks are told: written into the control directory, from which their sampler threads read it ten times a second."""
+"""Send commands to ranks through the control directory, which their sampler threads read ten times a second."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 _FORGOTTEN_S = 3600.0
-"""Age of a command of an exporter before this one, after which it is removed."""
+"""Age, in seconds, at which commands of an earlier exporter are removed."""
 
 UNREAD_NS = 200_000_000
-"""A request this young may not have been read yet: twice the time between a rank's looks. A later one would replace it."""
+"""A request younger than this may be unread, twice the ranks' polling interval; a later one would replace it."""
 
 MOST_ASKED = 1000
-"""Evidence asked for of which is remembered whose it is to be."""
+"""Most requested artifacts for which the rank is remembered."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Request(NamedTuple):
-    """The last of its kind that a rank was sent: the evidence that is to come of it, and when it was there to be read."""
+    """A rank's last request of a kind: the artifact expected from it, and when the request was written."""
 
     evidence: ArtifactName
     sent_ns: int
 
 
 class CommandService:
-    """Writes commands. Everything in one thread, but for ``due``."""
+    """Writes commands. To be used in one thread, except ``due``."""
 
     def __init__(self, config: ExporterConfig, shelf: ArtifactStore) -> None:
         self._config, self._shelf = config, shelf
@@ -55,18 +55,18 @@ class CommandService:
         self._requests: dict[tuple[str, str], _Request] = {}
         self._cleaned = False
         self.failures = 0
-        """commands that could not be written"""
+        """number of commands that could not be written"""
 
     def level(self, ranks: Iterable[Rank], level: int) -> dict[str, Any]:
-        """Change the level. Raises ``Problem``."""
+        """Set the ranks' observability level. Raises ``Problem``."""
         return {"level": control.LEVELS[level], "ranks": self._tell(ranks, Command(level=level))}
 
     def probes_off(self, ranks: Iterable[Rank], mask: int, off: list[str]) -> dict[str, Any]:
-        """Have exactly these probes off. Raises ``Problem``."""
+        """Switch exactly these probes off, and all others on. Raises ``Problem``."""
         return {"off": off, "ranks": self._tell(ranks, Command(probes_off=mask))}
 
     def profile(self, rank: Rank, steps: int) -> dict[str, Any]:
-        """Profile that many steps of a rank. Raises ``Problem``."""
+        """Request a profile of that many steps of a rank. Raises ``Problem``."""
         if rank.state == "unresponsive":
             raise Problem(409, "rank-unresponsive", f"Rank {rank.rank} does not respond: ask for its stacks instead.")
         if rank.view.live.level == 0:
@@ -78,9 +78,9 @@ class CommandService:
         return {"steps": steps, **told, "evidence": self._wanted(rank, PROFILE, told["command"])}
 
     def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
-        """Ask for stacks; of a rank that is stuck there are those it has written down itself. Raises ``Problem``.
+        """Request the ranks' stacks; for a stuck rank return those it has written itself. Raises ``Problem``.
 
-        Who asks before a rank has read an earlier request gets what comes of that one: stacks of this moment, too.
+        While an earlier request may be unread, its artifact is returned instead: those stacks will be as recent.
         """
         able = [rank for rank in ranks if rank.state != "unresponsive"]
         told = {one["incarnation"]: one for one in self._tell(able, Command(stacks=True))} if able else {}
@@ -90,12 +90,12 @@ class CommandService:
         return {"ranks": answers}
 
     def clear(self) -> tuple[int, int]:
-        """Remove the evidence that there is; return how much was removed, hidden."""
+        """Remove all artifacts; return the numbers of removed and hidden."""
         self._requests = {key: sent for key, sent in self._requests.items() if not self._shelf.has(sent.evidence)}
         return self._shelf.clear()
 
     def look(self, snapshot: Snapshot) -> None:
-        """Ask ranks that have just begun to hang for their stacks, once; forget what those that have ended were told."""
+        """Request the stacks of ranks that have just begun to hang, once; remove the commands of ranks that have ended."""
         hung = {rank.incarnation: rank for rank in snapshot.ranks if rank.state == "hung"}
         for incarnation, rank in hung.items():
             if self._hung.get(incarnation, 0) != rank.view.last_step_ns:
@@ -115,7 +115,7 @@ class CommandService:
         return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._told) for rank in snapshot.ranks)
 
     def owner_of(self, identifier: str) -> str | None:
-        """Return the incarnation of the rank that was asked for that evidence, if that was lately, and here."""
+        """Return the incarnation asked for that artifact, if this exporter did so recently."""
         return self._asked.get(identifier)
 
     def _wanted(self, rank: Rank, kind: str, number: int) -> dict[str, str]:
@@ -126,12 +126,12 @@ class CommandService:
         return link(wanted)
 
     def _unread(self, rank: Rank, kind: str) -> ArtifactName | None:
-        """Return what is to come of a request that the rank may not have read yet, for all that can be seen from here."""
+        """Return the artifact expected from a request that the rank may not have read yet."""
         request = self._requests.get((rank.incarnation, kind))
         if request is None or self._shelf.has(request.evidence):
             return None
         is_young = time.monotonic_ns() - request.sent_ns < UNREAD_NS
-        # It looks after each beat of its heart, which is late where another thread holds Python's lock.
+        # A rank reads commands after each heartbeat, which is late while another thread holds the GIL.
         return request.evidence if is_young or (rank.view.live.heartbeat_ns or 0) < request.sent_ns else None
 
     def _stacks(self, rank: Rank, told: dict[str, Any] | None) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class CommandService:
         return {**named(rank), "command": number}
 
     def _open(self) -> int:
-        """Open the control directory, made if it is not there. Raises ``OSError``."""
+        """Open the control directory, created if missing. Raises ``OSError``."""
         flight_dir = location.find_existing(self._config.flight_dir, self._config.runtime_dir)
         if flight_dir is None:
             raise FileNotFoundError("the flight directory is not there yet")
@@ -199,7 +199,7 @@ class CommandService:
                 os.close(directory_fd)
 
     def _clean(self, directory_fd: int) -> None:
-        """Once: remove what an exporter before this one told ranks that have ended since."""
+        """Remove, once, the commands of an earlier exporter to ranks that have ended since."""
         if self._cleaned:
             return
         self._cleaned = True
@@ -208,7 +208,7 @@ class CommandService:
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
                     if status.st_uid == os.geteuid() and time.time() - status.st_mtime > _FORGOTTEN_S:
-                        os.unlink(name, dir_fd=directory_fd)  # a rank that lives has obeyed it long since
+                        os.unlink(name, dir_fd=directory_fd)  # a living rank has read it long ago
 
 
 def _flight(rank: Rank) -> str:

@@ -1,4 +1,4 @@
-"""What a flight file remembers in order: its events, and its steps with what came late. As JSON's objects."""
+"""The events, steps and logged scalars in a flight file, as JSON objects."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 MOST_STEPS = 4096
 LATE_FACTOR = 3
-"""Records that are read for each step asked for: a step, and what devices delivered of it afterwards."""
+"""Records read per requested step: the step's own, and those with values that devices delivered later."""
 
 _CURSOR = re.compile(r"(-?[0-9]{1,19})-([0-9a-f]{32})-([0-9]{1,19})")
 _SEVERITIES = {event.name: event.severity.name.lower() for event in catalog.EVENTS}
 LONGEST_NAME = 256
-"""Characters of an event's name that are told; the application's own may be any text."""
+"""Longest event name returned, in characters; an application's events may have any name."""
 
 
 class Position(NamedTuple):
-    """Where an event stands among those of all ranks."""
+    """Position of an event in the order of all ranks' events."""
 
     wall_ns: int
     incarnation: str
     at: int
 
     def cursor(self) -> str:
-        """Return it as text, for whoever wants what is older."""
+        """Return the position as a cursor, with which a client requests older events."""
         return f"{self.wall_ns}-{self.incarnation}-{self.at}"
 
 
@@ -49,7 +49,7 @@ class Dated(NamedTuple):
 
 
 def position_of(cursor: str) -> Position:
-    """Return the position that a cursor stands for. Raises ``Problem``."""
+    """Return the position that a cursor encodes. Raises ``Problem``."""
     found = _CURSOR.fullmatch(cursor)
     if found is None:
         raise bad("cursor is none that this API gave: take it from `next` of the page before.")
@@ -57,7 +57,7 @@ def position_of(cursor: str) -> Position:
 
 
 def events(file: FlightFile, rank: Rank) -> list[Dated]:
-    """Return the events still in the ring, those with a name and a time; spans are not events."""
+    """Return the events in the ring that have a name and a time; spans are left out."""
     found = []
     for at, fields in file.events():
         name, when_ns = fields.get("name"), fields.get("t")
@@ -78,7 +78,7 @@ def page(found: Iterable[Dated], before: Position | None, limit: int) -> dict[st
 
 
 def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
-    """Return the last steps, oldest first, each with what was delivered after its end; and how fast they were."""
+    """Return the last steps, oldest first, with values delivered after their end, and their throughput."""
     records = file.steps(max(last * LATE_FACTOR, RECORDS))
     ended = [record for record in records if record.kind == RecordKind.STEP][-last:]
     late: dict[int, list[StepRecord]] = {}
@@ -92,7 +92,7 @@ def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
 
 
 def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
-    """Return the curves of what the script logs by name, oldest point first."""
+    """Return the curves of the scalars that the script logs, by name, oldest point first."""
     found = scalars.curves(fields for _, fields in file.events())
     return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in found.items()]}
 

@@ -1,4 +1,4 @@
-"""The API described in OpenAPI 3.1: the one table of what there is. Paths are served from it, ``docs/openapi.json`` is it."""
+"""OpenAPI 3.1 description of the API. The routes are created from it, and ``docs/openapi.json`` is a copy."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ SCHEMAS: dict[str, Schema] = {
 
 
 class Operation(NamedTuple):
-    """One operation: the handler's name, what it does, what it returns with which status, what it takes."""
+    """One operation: its handler's name, summary, responses, parameters and body."""
 
     name: str
     summary: str
@@ -267,7 +267,7 @@ _INTRODUCTION = (
 
 
 def document() -> dict[str, Any]:
-    """Return the description."""
+    """Return the OpenAPI document."""
     return {
         "openapi": "3.1.0",
         "info": {"title": "torchobs exporter", "version": __version__, "description": _INTRODUCTION, "license": _LICENSE},
@@ -326,4 +326,4 @@ def _refusal(why: str) -> dict[str, Any]:
 
 
 TEXT = json.dumps(document(), indent=2) + "\n"
-"""As it is served, and as docs/openapi.json has it."""
+"""The document as served, and as in docs/openapi.json."""

@@ -1,4 +1,4 @@
-"""What a request asks for: its parameters and its body, checked. Every refusal is a ``Problem`` that says what is allowed."""
+"""Parse and check a request's parameters and body. Every error is a ``Problem`` that says what is allowed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 RANK = r"[0-9]{1,9}(-[0-9a-f]{8})?|[0-9a-f]{32}"
-"""A rank as it is served, or its incarnation."""
+"""Pattern of a rank's label, or of an incarnation."""
 
 EVIDENCE = r"[0-9a-f]{16}"
 
@@ -28,7 +28,7 @@ _RANK, _EVIDENCE = re.compile(RANK), re.compile(EVIDENCE)
 
 
 def only(request: Request, names: Collection[str] = ()) -> None:
-    """Refuse query parameters that there are not, and those given twice."""
+    """Raise ``Problem`` for unknown query parameters, and for duplicate ones."""
     for name, _ in request.query_params.multi_items():
         if name not in names:
             raise bad(f"There is no query parameter {name[:64]!r} here; there is {', '.join(sorted(names)) or 'none'}.")
@@ -37,7 +37,7 @@ def only(request: Request, names: Collection[str] = ()) -> None:
 
 
 def integer(request: Request, name: str, default: int, most: int) -> int:
-    """Return a query parameter from 1 to ``most``."""
+    """Return an integer query parameter from 1 to ``most``."""
     text = request.query_params.get(name)
     if text is None:
         return default
@@ -47,7 +47,7 @@ def integer(request: Request, name: str, default: int, most: int) -> int:
 
 
 def kind(request: Request) -> str | None:
-    """Return the event's name that is asked for."""
+    """Return the event name to filter by, if given."""
     text = request.query_params.get("kind")
     if text is not None and not 1 <= len(text) <= LONGEST_NAME:
         raise bad(f"kind is an event's name, such as torchobs.anomaly, of 1 to {LONGEST_NAME} characters.")
@@ -55,7 +55,7 @@ def kind(request: Request) -> str | None:
 
 
 def evidence_id(request: Request) -> str:
-    """Return the evidence's id from the path."""
+    """Return the artifact's id from the path."""
     text = str(request.path_params["id"])
     if not _EVIDENCE.fullmatch(text):
         raise Problem(404, "no-such-evidence", "The id of evidence is 16 hexadecimal digits: GET /api/v1/evidence lists them.")
@@ -71,7 +71,7 @@ def level(request: Request) -> int:
 
 
 def ranks(snapshot: Snapshot, text: str | None) -> list[Rank]:
-    """Return the ranks of that name or incarnation, all of them for ``None``."""
+    """Return the ranks with that label or incarnation; all for ``None``."""
     if text is None:
         return list(snapshot.ranks)
     found = [rank for rank in snapshot.ranks if text in {rank.rank, rank.incarnation}] if _RANK.fullmatch(text) else []
@@ -81,7 +81,7 @@ def ranks(snapshot: Snapshot, text: str | None) -> list[Rank]:
 
 
 def one_rank(snapshot: Snapshot, text: str | None) -> Rank:
-    """Return the one rank of that name; without a name the only one there is."""
+    """Return the one rank with that label or incarnation; for ``None`` the only rank there is."""
     found = ranks(snapshot, text)
     if not found:
         raise Problem(404, "no-such-rank", "No rank has been seen yet.")
@@ -92,7 +92,7 @@ def one_rank(snapshot: Snapshot, text: str | None) -> Rank:
 
 
 def living(found: list[Rank]) -> list[Rank]:
-    """Return those whose process is there."""
+    """Return the ranks that are alive."""
     up = [rank for rank in found if rank.up]
     if not up:
         raise Problem(409, "rank-ended", "The rank has ended, or no rank has been seen yet: there is nobody to tell.")
@@ -100,7 +100,7 @@ def living(found: list[Rank]) -> list[Rank]:
 
 
 async def body(request: Request, required: Collection[str] = ()) -> dict[str, Any]:
-    """Return the body, an object that has ``required`` and nothing else."""
+    """Return the body, a JSON object with the ``required`` members and no others."""
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
@@ -116,7 +116,7 @@ async def body(request: Request, required: Collection[str] = ()) -> dict[str, An
 
 
 def steps(content: dict[str, Any]) -> int:
-    """Return how many steps to profile; 3.0 is a whole number to JSON."""
+    """Return the number of steps to profile; 3.0 is an integer in JSON."""
     value = content["steps"]
     if type(value) not in {int, float} or not 1 <= value <= MAX_PROFILE_STEPS or value != int(value):
         raise bad(f"steps is a whole number from 1 to {MAX_PROFILE_STEPS}.")
@@ -124,11 +124,11 @@ def steps(content: dict[str, Any]) -> int:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(name)  # NaN and Infinity, which JSON does not have
+    raise ValueError(name)  # NaN and Infinity are not JSON
 
 
 def probes(content: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return the probes that shall be off, as bits and by name."""
+    """Return the probes to switch off, as a bit mask and by name."""
     names = content["off"]
     if not isinstance(names, list) or any(not isinstance(name, str) or name not in PROBES for name in names):
         raise bad(f"off is a list of probes, which are {', '.join(PROBES)}.")

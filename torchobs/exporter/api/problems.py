@@ -1,4 +1,4 @@
-"""What is wrong with a request, as RFC 9457 has it: problem JSON whose ``detail`` says what to do."""
+"""Errors of requests as problem JSON (RFC 9457); ``detail`` says what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class Problem(Exception):  # noqa: N818  # RFC 9457's word
-    """A request that is refused: the HTTP status, a word for the kind of problem, and what to do about it."""
+    """A refused request: the HTTP status, the kind of problem, and what to do about it."""
 
     def __init__(self, status: int, kind: str, detail: str, **headers: str) -> None:
         super().__init__(detail)
@@ -24,5 +24,5 @@ class Problem(Exception):  # noqa: N818  # RFC 9457's word
 
 
 def bad(detail: str) -> Problem:
-    """Return the problem of a parameter or a body that is not allowed."""
+    """Return the problem for an invalid parameter or body."""
     return Problem(400, "bad-request", detail)

@@ -1,4 +1,4 @@
-"""What a snapshot holds, as JSON's objects. Units are in the names; a number that is not finite is its name as text."""
+"""Serialize a snapshot to JSON objects. Units are in the names; non-finite numbers are strings (``"NaN"``)."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _LAYER = "layer"
 
 
 def instant(wall_ns: int) -> str:
-    """Return a Unix time in nanoseconds as RFC 3339 has it, to the microsecond; impossible ones are the nearest possible."""
+    """Return a Unix time in nanoseconds in RFC 3339 format, to the microsecond, clamped to the years it can express."""
     clipped_ns = min(max(wall_ns, 0), _LATEST_NS)
     return (_EPOCH + timedelta(microseconds=clipped_ns // 1000)).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def wall_ns(header: Header, monotonic_ns: int) -> int:
-    """Return the Unix time, in nanoseconds, of a moment on the rank's CLOCK_MONOTONIC."""
+    """Convert a time on the rank's CLOCK_MONOTONIC to Unix time, both in nanoseconds."""
     return header.wall_ns + monotonic_ns - header.monotonic_ns
 
 
 def named(rank: Rank) -> dict[str, Any]:
-    """Return which rank that is."""
+    """Return a rank's identity."""
     return {"rank": rank.rank, "run_id": rank.run_id, "job_name": rank.job_name, "incarnation": rank.incarnation}
 
 
 def rank_view(rank: Rank) -> dict[str, Any]:
-    """Return how a rank does."""
+    """Return a rank's identity, state and progress."""
     values, header, live = _plain(rank), rank.view.header, rank.view.live
     last_ns = rank.view.last_step_ns
     return {
@@ -64,7 +64,7 @@ def rank_view(rank: Rank) -> dict[str, Any]:
 
 
 def debug_summary(snapshot: Snapshot, evidence: int) -> dict[str, Any]:
-    """Return what debugging is at: levels, anomalies that go on, probes that failed; ``evidence``: how many files there are."""
+    """Return the levels, active anomalies and failed probes of the ranks; ``evidence``: number of artifacts."""
     return {
         "levels": dict(Counter(_level(rank.view.live.level) for rank in snapshot.ranks if rank.up)),
         "anomalies_active": [{**named(rank), "kind": kind} for rank in snapshot.ranks for kind in _active(rank)],
@@ -79,10 +79,10 @@ def debug_summary(snapshot: Snapshot, evidence: int) -> dict[str, Any]:
 
 
 def training_summary(snapshot: Snapshot) -> dict[str, Any]:
-    """Return how much was trained and what was judged anomalous, per rank and in all.
+    """Return steps and anomalies, per rank and in total.
 
-    A rate is per step, and null before the first. ``anomaly_steps`` are bounds: kinds are counted apart, and one step can be
-    anomalous in several ways.
+    Rates are per step, and null before the first. ``anomaly_steps`` are bounds: kinds are counted separately, and one step can
+    have several.
     """
     ranks = [(rank, *_judged(rank)) for rank in snapshot.ranks]
     kinds: Counter[str] = Counter()
@@ -96,7 +96,7 @@ def training_summary(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def layers(rank: Rank) -> list[dict[str, Any]]:
-    """Return the last value of every series that has a layer, by layer; which layers those are the rank decides."""
+    """Return the last value of every per-layer series, by layer; the rank selects which layers have series."""
     found: dict[str, dict[str, Any]] = {}
     for point in rank.view.points:
         layer = dict(point.series.attributes).get(_LAYER)
@@ -135,7 +135,7 @@ def _plain(rank: Rank) -> dict[str, float]:
 
 
 def _value(rank: Rank, metric: catalog.Metric, key: tuple[str, ...]) -> float | None:
-    """Return the number of a series by the values of its attributes, as the file has it, of a dead rank as well."""
+    """Return a series' value by its attributes' values, as in the file, of a dead rank as well."""
     for series, value in rank.view.points:
         if series.name == metric.name and tuple(str(of) for _, of in series.attributes) == key:
             return None if isinstance(value, Distribution) else value
@@ -143,7 +143,7 @@ def _value(rank: Rank, metric: catalog.Metric, key: tuple[str, ...]) -> float | 
 
 
 def _learning_rate(rank: Rank) -> float | None:
-    """Return that of the first parameter group, as the live page has it."""
+    """Return the learning rate of the first parameter group, as on the live page."""
     rates = _by(rank.view.points, catalog.LEARNING_RATE, "group")
     return rates.get("0", next(iter(rates.values()), None))
 

@@ -1,4 +1,4 @@
-"""Where commands are taken without a token: the path of the API's own Unix socket, whose mode says who comes in."""
+"""Path of the API's own Unix socket, over which commands need no token: its file's mode controls access."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 OFF = "off"
 NAME = "exporter.sock"
-"""In the flight directory of a node, where the other programs look for it."""
+"""File name in a node's flight directory, where the command-line tools look for it."""
 
 
 def is_wanted(config: ExporterConfig) -> bool:
-    """Return True if there is to be one: as set, none for ``off``; of itself a node's exporter has one."""
+    """Return True if the socket is wanted: as configured (``off``: no); by default only in a node's exporter."""
     return config.api_socket != OFF and (config.api_socket is not None or config.mode == "node")
 
 
 def address(config: ExporterConfig) -> UnixAddress | None:
-    """Return where it is to be; ``None`` while there is no place for it."""
+    """Return the socket's address; ``None`` while the flight directory does not exist."""
     if config.api_socket is not None:
         return UnixAddress(str(Path(config.api_socket).absolute()))
     directory = find_existing(config.flight_dir, config.runtime_dir)

@@ -1,4 +1,4 @@
-"""The exporter's HTTP side: health, and what else is where; the page for people is `live`."""
+"""The exporter's ASGI application: health checks, and the routes to the metrics page, the web page (``ui``) and the API."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Site:
-    """The handlers. ``problems`` is what of the configuration cannot be honoured at present."""
+    """The handlers. ``problems``: present errors of the configuration."""
 
     def __init__(self, watch: SnapshotCache, pages: PageCache, scrapers: ScrapeTracker, telemetry_path: str) -> None:
         self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
@@ -41,12 +41,12 @@ class Site:
         self.live = LivePage(watch, lambda: self.problems, links)
 
     def facts(self, snapshot: Snapshot) -> ScrapeInput:
-        """Return what a page of that snapshot is made of."""
+        """Return the input of a metrics page of that snapshot."""
         host = self.host.latest if self.host is not None else None
         return ScrapeInput(snapshot, self._watch.timeouts, self.problems, self.pushed, self.lost, host)
 
     def app(self, more: Iterable[BaseRoute] = ()) -> ASGIApp:
-        """Return the application; ``more`` is what else there is on a listener."""
+        """Return the application; ``more``: additional routes of a listener."""
         metrics = MetricsPage(self._fresh, self._pages, self._scrapers)
         others = Starlette(
             routes=[
@@ -59,7 +59,7 @@ class Site:
         )
 
         async def front(scope: Scope, receive: Receive, send: Send) -> None:
-            # past the router, see there
+            # bypasses the router, for speed: see ``prometheus.handler``
             is_metrics = scope["type"] == "http" and scope["path"] == self._telemetry_path
             await (metrics if is_metrics else others)(scope, receive, send)
 
@@ -75,7 +75,7 @@ class Site:
         return PlainTextResponse("torchobs exporter is healthy.\n")
 
     async def _ready(self, _: Request) -> Response:
-        # a missing directory or a port that is taken do not count: what Kubernetes would do about it holds up the training
+        # a missing directory or a taken port do not count: Kubernetes' reaction would hold up the training
         if self._watch.latest is EMPTY:
             return PlainTextResponse("torchobs exporter has not looked at the flight files yet.\n", 503)
         return PlainTextResponse("torchobs exporter is ready.\n")

@@ -1,4 +1,4 @@
-"""Who is told more than metrics and health: whoever is on this machine, or was let in to it."""
+"""Classify requests by origin: clients on this machine, and authenticated ones, may see more than metrics and health."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ REFUSAL = (
 
 
 LET_IN = "torchobs.let_in"
-"""In the scope of a request whose sender has shown who it is"""
+"""Key in the ASGI scope of a request that was authenticated"""
 
 
 def is_unix(scope: Scope) -> bool:
-    """Return True if a request came in by a Unix socket."""
+    """Return True if a request came over a Unix socket."""
     server = scope.get("server")
     return server is None or server[1] is None
 
 
 def is_local(scope: Scope) -> bool:
-    """Return True if a request came in by a loopback address, or by a Unix socket.
+    """Return True if a request came over a loopback address or a Unix socket.
 
-    It is the connection's own local address that counts, not the one that is listened on: a listener on every interface is
-    reached from this machine, and through a port-forward, by 127.0.0.1, and from no other machine so.
+    The connection's local address counts, not the listener's: a listener on all interfaces is reached by 127.0.0.1 from this
+    machine, also through a port-forward, but from no other machine.
     """
     if is_unix(scope):
-        return True  # whose directory says who may
+        return True  # file permissions control access to it
     server = scope["server"]
     try:
         address = ip_address(server[0].partition("%")[0])

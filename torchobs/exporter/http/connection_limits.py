@@ -1,8 +1,7 @@
-"""The connections there are, and which of them have to go: those that take too long, and the longest idle when it gets crowded.
+"""Connection limits: close connections that take too long, and the longest idle ones when there are too many.
 
-uvicorn waits for ever for a request's head, and for whoever reads no response; asyncio takes as many connections as there are
-descriptors, and then none; neither has an option for it. A thousand connections of which nothing comes must not keep one
-scraper out.
+uvicorn waits for ever for a request's head, and for a client that does not read its response; asyncio accepts connections until
+there are no descriptors left; neither has an option for it. A thousand silent connections must not keep a scraper out.
 """
 
 from __future__ import annotations
@@ -19,41 +18,41 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HEAD_S = 10.0
-"""How long a TLS handshake may take, and a request's head; Prometheus sends it in one packet."""
+"""Time limit of a TLS handshake, and of a request's head, which Prometheus sends in one packet."""
 
 RESPONSE_S = 60.0
-"""How long a page may take to be fetched: no scrape timeout is longer in practice."""
+"""Time limit of a response: no scrape timeout is longer in practice."""
 
 MOST_CONNECTIONS = 512
 """More than any number of scrapers and people."""
 
 REASONS = catalog.EXPORTER_CONNECTIONS_DROPPED.attributes[0].values
 RETRY_S = 1.0
-"""asyncio's ``ACCEPT_RETRY_DELAY``: until it accepts again after the kernel had no descriptor or no memory for a connection"""
+"""asyncio's ``ACCEPT_RETRY_DELAY``: pause after accepting failed for want of a descriptor or of memory"""
 
 _SHARE_OF_DESCRIPTORS = 4
 _PART = 8
-"""Where it is crowded an eighth of the connections goes, so that not every one that comes has to look at all others."""
+"""At the limit an eighth of the connections is closed at once, so that not every new one has to inspect all others."""
 
 _log = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """What is asked of a connection: uvicorn's h11 protocol has it."""
+    """Interface of a connection, as uvicorn's h11 protocol has it."""
 
     transport: Any
     """an :class:`asyncio.Transport`"""
     cycle: Any
-    """the request at hand, or the last one; ``None``: there was none yet"""
+    """the current or last request; ``None`` before the first"""
     timeout_keep_alive_task: Any
-    """set while it is idle after a response, when uvicorn itself looks after it"""
+    """set while the connection is idle after a response, when uvicorn applies its own timeout"""
 
 
 class Connections:
-    """All connections of all listeners. ``dropped``: those that were closed, or never taken, by reason."""
+    """All connections of all listeners. ``dropped``: numbers of those closed, or never accepted, by reason."""
 
     def __init__(self, most: int | None = None) -> None:
-        """``most``: how many there may be; ``None``: 512, or a quarter of the descriptors that this process may have."""
+        """``most``: maximum number; ``None``: 512, or a quarter of this process's descriptors if that is less."""
         self.dropped = Counter(dict.fromkeys(REASONS, 0))
         self._most = most if most is not None else _room()
         self._all: dict[Connection, None] = {}
@@ -61,38 +60,38 @@ class Connections:
         self._since: WeakKeyDictionary[Connection, tuple[tuple[int, bool], float]] = WeakKeyDictionary()
 
     def add(self, connection: Connection) -> None:
-        """Take one in."""
+        """Register a connection."""
         self._all[connection] = None
 
     def discard(self, connection: Connection) -> None:
-        """Forget one that is closed. Idempotent."""
+        """Unregister a closed connection. Idempotent."""
         self._all.pop(connection, None)
 
     def drop(self, connection: Connection, reason: str) -> None:
-        """Close one. ``reason``: one of :data:`REASONS`."""
+        """Close a connection. ``reason``: one of :data:`REASONS`."""
         self.discard(connection)
         self.dropped[reason] += 1
         connection.transport.abort()
         _log.info("a connection was closed: %s", reason)
 
     def sweep(self, now_s: float) -> None:
-        """Close those that take too long. ``now_s`` is CLOCK_MONOTONIC in seconds; to be called every second."""
+        """Close connections that take too long. ``now_s``: CLOCK_MONOTONIC in seconds; to be called every second."""
         for connection in list(self._all):
             busy, idle, age_s = self._look(connection, now_s)
             if not idle and age_s > (RESPONSE_S if busy else HEAD_S):
                 self.drop(connection, "slow")
 
     def make_room(self, now_s: float) -> bool:
-        """Close connections if there are as many as there may be; tell whether there is room for another one."""
+        """Close connections if the maximum is reached; return True if there is room for another one."""
         if len(self._all) < self._most:
             return True
         self.thin_out(now_s, len(self._all) - self._most + 1)
         return len(self._all) < self._most
 
     def exhausted(self, problem: OSError, now_s: float) -> None:
-        """Close some connections, since none can be accepted: the one that waits stays in the kernel's queue meanwhile.
+        """Close some connections because accepting failed; the new one waits in the kernel's queue meanwhile.
 
-        asyncio says so hundreds of times in a row (CPython 3.11), which is one failure.
+        asyncio reports one failure hundreds of times in a row (CPython 3.11); it is counted once.
         """
         if now_s - self._exhausted_s >= RETRY_S / 2:
             self._exhausted_s = now_s
@@ -101,10 +100,10 @@ class Connections:
             self.thin_out(now_s, scrapers=False)
 
     def thin_out(self, now_s: float, least: int = 1, *, scrapers: bool = True) -> None:
-        """Close an eighth of the connections, or ``least``, beginning with those that wait the longest without a request.
+        """Close an eighth of the connections, or ``least``, beginning with those that have been silent longest.
 
-        Then, if ``scrapers``, those between two scrapes; then those that have not fetched their page for so long that no
-        scraper waits any more.
+        Then, if ``scrapers``, those idle between two scrapes; then those with a response unread for longer than any scrape
+        timeout.
         """
         looked = [(self._look(connection, now_s), connection) for connection in self._all]
         ranked = sorted(
@@ -116,7 +115,7 @@ class Connections:
             self.drop(connection, "crowd")
 
     def _look(self, connection: Connection, now_s: float) -> tuple[bool, bool, float]:
-        """Return whether it is busy with a response, whether it is idle after one, and for how many seconds."""
+        """Return whether a connection is busy with a response, whether it is idle after one, and for how many seconds."""
         cycle = connection.cycle
         busy = cycle is not None and not cycle.response_complete
         mark = (id(cycle), busy)

@@ -1,4 +1,4 @@
-"""What a request wants: ``Accept`` and ``Accept-Encoding`` (RFC 9110, section 12.5), by weight; ``q=0`` refuses."""
+"""Parse ``Accept`` and ``Accept-Encoding`` with weights (RFC 9110, section 12.5); ``q=0`` excludes an element."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _MOST = 64
-"""No scraper names more; Prometheus 3 names six."""
+"""Most elements parsed; Prometheus 3 sends six."""
 
 
 class AcceptItem(NamedTuple):
-    """One element of the header: a media type or a coding, in lower case, and its parameters without the weight."""
+    """One element of the header: a media type or coding in lower case, its weight, and its other parameters."""
 
     what: str
     parameters: Mapping[str, str]
@@ -22,13 +22,13 @@ class AcceptItem(NamedTuple):
 
 
 def wishes(header: str) -> list[AcceptItem]:
-    """Return what a header names, the dearest first, of equal ones the first; with those that it refuses."""
+    """Return a header's elements, including excluded ones, by descending weight; equal ones in the header's order."""
     return sorted(map(_wish, header.split(",", _MOST)[:_MOST]), key=lambda one: -one.weight)
 
 
-@lru_cache(64)  # as with `encoder.negotiate`
+@lru_cache(64)  # as `text_format.negotiate`
 def accepts_gzip(header: str) -> bool:
-    """Return True if ``Accept-Encoding`` admits gzip: by its name, which beats the ``*`` for all that have none."""
+    """Return True if ``Accept-Encoding`` accepts gzip, by name or, if it is not named, by ``*``."""
     weights = {one.what: one.weight for one in wishes(header)}
     return max((weights[name] for name in ("gzip", "x-gzip") if name in weights), default=weights.get("*", 0.0)) > 0
 
@@ -41,7 +41,7 @@ def _wish(element: str) -> AcceptItem:
 
 
 def _weight(text: str) -> float:
-    """Return a weight; what is none means nothing."""
+    """Return a weight; an invalid one counts as 1."""
     try:
         weight = float(text)
     except ValueError:

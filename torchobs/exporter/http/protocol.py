@@ -1,10 +1,10 @@
-"""HTTP/1.1 on one connection: uvicorn's, for people who do not mean well.
+"""HTTP/1.1 protocol of one connection: uvicorn's, with limits against hostile clients that uvicorn has no option for.
 
-What uvicorn has no option for is added here. Its ``limit_concurrency`` answers 503 to whoever comes last, which is the scraper
-when a thousand others send nothing; here room is made for it (``connections``). TLS begins in the protocol and not in asyncio's
-server, which shows nobody the connections whose handshake never ends. What comes is read in small pieces, and a request's body
-has an end: h11 takes 10 µs for each chunk of a body, however short, so that one packet of 256 KiB would hold the event loop for
-half a second, and a body without end a core for ever.
+uvicorn's ``limit_concurrency`` answers 503 to the newest client, which would be the scraper among a thousand silent
+connections; here others are closed for it (``connection_limits``). TLS is started in the protocol, not in asyncio's server,
+which does not expose connections whose handshake never ends. Input is parsed in small pieces, and a request's body is limited:
+h11 takes 10 µs for each chunk of a body, however short, so that one packet of 256 KiB would block the event loop for half a
+second, and an endless body would occupy a core for ever.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from torchobs.exporter.http.connection_limits import Connections
 
 MOST_HEAD = 16 * 1024
-"""Bytes of a request's head."""
+"""Most bytes of a request's head."""
 
 MOST_BODY = 128 * 1024
-"""Bytes of a request after its head, as they are sent: twice what the API takes."""
+"""Most bytes of a request's body as sent: twice what the API accepts."""
 
 MOST_CHUNKS = 1_000
-"""Pieces that a body may come in."""
+"""Most chunks of a request's body."""
 
 _PIECE = 4 * 1024
 _WRITTEN_AT_ONCE = 64 * 1024
 
 
 class BoundedConnection(h11.Connection):
-    """Ends a request whose body comes in too many pieces."""
+    """Fails a request whose body has too many chunks."""
 
     chunks = 0
 
@@ -62,20 +62,20 @@ class HttpProtocol(H11Protocol):
     """One connection."""
 
     def __init__(self, server: uvicorn.Server, connections: Connections, context: ssl.SSLContext | None = None) -> None:
-        """``context``: for TLS."""
+        """``context``: for TLS; ``None``: no TLS."""
         super().__init__(server.config, server.server_state, {})
         self._server, self._context = server, context
         self._handshake: asyncio.Task[None] | None = None
         self._early = b""
         self.conn = BoundedConnection(h11.SERVER, MOST_HEAD)
         self.once = False
-        """whether it is closed after a response"""
+        """whether the connection is closed after the next response"""
         self._connections = connections
         self._of: object = None
         self._body = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Take the connection if there is room for it, before its handshake. See :class:`asyncio.Protocol`."""
+        """Accept the connection if there is room for it, before the TLS handshake. See :class:`asyncio.Protocol`."""
         self.transport = transport
         if not self._connections.make_room(time.monotonic()):
             self._connections.dropped["crowd"] += 1
@@ -84,7 +84,7 @@ class HttpProtocol(H11Protocol):
         self._connections.add(self)
         accepted: socket.socket = transport.get_extra_info("socket")
         if accepted.family != socket.AF_UNIX:
-            # asyncio does so only where the protocol's number is known; without it the end of a page can wait 40 ms for an ACK
+            # asyncio sets it only if the protocol number is known; without it the end of a page can wait 40 ms for an ACK
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._context is None:
             super().connection_made(transport)
@@ -93,9 +93,9 @@ class HttpProtocol(H11Protocol):
 
     async def _secure(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
         try:
-            # the sweep looks at handshakes as at everything else; the timeout is for when nobody sweeps
+            # the sweep covers handshakes, too; this timeout is for servers without one
             secured = await self.loop.start_tls(transport, self, context, server_side=True, ssl_handshake_timeout=2 * HEAD_S)
-        except OSError:  # what OpenSSL refuses is one, too: no TLS, a certificate that is none of ours
+        except OSError:  # ssl.SSLError included: no TLS, or a client certificate that is not accepted
             if self in self._connections:
                 self._connections.dropped["tls"] += 1
                 self._connections.discard(self)
@@ -103,7 +103,7 @@ class HttpProtocol(H11Protocol):
         if secured is None or self not in self._connections:  # closed meanwhile
             self._connections.discard(self)
             return
-        # whose handshake had begun when another certificate came is served once: it fails no scrape
+        # a connection with a handshake during a change of certificates gets one response, so that no scrape fails
         self.once = not all(one.is_serving() for one in self._server.servers)
         super().connection_made(secured)
         early, self._early = self._early, b""
@@ -115,8 +115,8 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read what came, as far as it is to be read. See :class:`asyncio.Protocol`."""
-        if cast("object", self.flow) is None:  # behind the end of the handshake, of which ``_secure`` is told a moment later
+        """Parse the input up to the limits. See :class:`asyncio.Protocol`."""
+        if cast("object", self.flow) is None:  # data right behind the handshake, before ``_secure`` resumes
             self._early += data
             return
         for at in range(0, len(data), _PIECE):
@@ -128,7 +128,7 @@ class HttpProtocol(H11Protocol):
                 self._connections.drop(self, "flood")
 
     def finish(self) -> None:
-        """Close it if it is idle; else after the response at hand, or the first one: no scraper comes twice for that."""
+        """Close the connection: at once if idle, else after its current or first response, so that no scrape fails."""
         if cast("RequestResponseCycle | None", self.cycle) is None:
             self.once = True
         else:
@@ -141,10 +141,10 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; close the connection if a response is on its way, or was sent, already."""
+        """Refuse invalid HTTP; just close the connection if a response has begun."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # whatever the application says now, nobody is there to hear it
+            cycle.disconnected = True  # uvicorn then discards what the application sends
             cycle.message_event.set()
         if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE}:
             super().send_400_response(msg)
@@ -152,7 +152,7 @@ class HttpProtocol(H11Protocol):
             self.transport.abort()
 
     def _is_too_much(self, received: int) -> bool:
-        """Count what comes of a request's body, and say when it is to be refused: the whole of it, or the rest of it."""
+        """Count the received bytes of a request's body; return True if they exceed the limit."""
         if self._of is not self.cycle:
             self._of, self._body = self.cycle, 0
         if self.conn.their_state is not h11.SEND_BODY:
@@ -162,9 +162,9 @@ class HttpProtocol(H11Protocol):
 
 
 def chunked_writes(app: ASGIApp) -> ASGIApp:
-    """Return the application writing long pages piece by piece, as fast as they are read.
+    """Return the application with long responses sent in chunks, as fast as the client reads them.
 
-    Else each connection would have a copy of its own of all that its reader has not fetched yet.
+    Otherwise each connection would hold its own copy of everything that its client has not read yet.
     """
 
     async def pacing(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Where the exporter listens: sockets, and a server for each."""
+"""Listening sockets of the exporter, and a uvicorn server for each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.http.connection_limits import Connections
 
 KEEP_ALIVE_S = 75
-"""Longer than the usual scrape intervals, so that a scraper finds its connection open."""
+"""Keep-alive timeout; longer than the usual scrape intervals, so that scrapers reuse their connections."""
 
 NEXT_PORTS = 100
 _BACKLOG = 512
@@ -32,7 +32,7 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def allow_files() -> None:
-    """Raise the limit of open files: a flight file is one, and so is every connection."""
+    """Raise the soft limit of open files: every flight file and every connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -40,11 +40,11 @@ def allow_files() -> None:
 
 
 def bind(address: Address) -> socket.socket:
-    """Return a listening socket; an empty host is every interface, IPv4 and IPv6. Raises ``OSError``."""
+    """Return a listening socket; an empty host means all interfaces, IPv4 and IPv6. Raises ``OSError``."""
     if address.host:
         try:
             family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        except UnicodeError as problem:  # a name with an empty or too long label is asked of nobody
+        except UnicodeError as problem:  # a host name with an empty or too long label is never looked up
             raise OSError(errno.EINVAL, "that is no host name") from problem
         return socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
     if socket.has_dualstack_ipv6():
@@ -52,12 +52,12 @@ def bind(address: Address) -> socket.socket:
             return socket.create_server(("::", address.port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
         except OSError as problem:
             if problem.errno not in {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}:
-                raise  # else: IPv6 is compiled in and switched off, as in many pods
-    return socket.create_server(("0.0.0.0", address.port), backlog=_BACKLOG)  # noqa: S104  # that is what was asked for
+                raise  # otherwise IPv6 is compiled in, but disabled, as in many pods
+    return socket.create_server(("0.0.0.0", address.port), backlog=_BACKLOG)  # noqa: S104  # all interfaces were asked for
 
 
 def bind_near(address: Address) -> socket.socket:
-    """Return a listening socket on the address, or on the next port that is free, at most 100 on. Raises ``OSError``."""
+    """Return a listening socket on the address, or on the first free of the next 100 ports. Raises ``OSError``."""
     last = min(address.port + NEXT_PORTS, 65535) if address.port else 0
     for port in range(address.port, last):
         try:
@@ -88,7 +88,7 @@ async def serve_on(
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
-    # uvicorn's own TLS would be asyncio's, see ``protocol``; it calls this with arguments that the server has, too
+    # no TLS by uvicorn, see ``protocol``; uvicorn passes arguments that the server object has, too
     config.http_protocol_class = cast("Any", lambda **_: HttpProtocol(server, connections, context))
     await server.on_tick(0)  # sets the Date header
     asyncio.get_running_loop().set_exception_handler(_handler(connections))
@@ -97,7 +97,7 @@ async def serve_on(
 
 
 def _handler(connections: Connections) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
-    """Return what asyncio calls when the kernel has no descriptor or no memory for a connection, before it tries again."""
+    """Return an asyncio exception handler that frees connections when accepting one failed for want of resources."""
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         problem = context.get("exception")
@@ -110,7 +110,7 @@ def _handler(connections: Connections) -> Callable[[asyncio.AbstractEventLoop, d
 
 
 def retire(server: uvicorn.Server) -> None:
-    """Accept no more, and close what is idle. What has begun is answered, and a connection's first request."""
+    """Stop accepting, and close idle connections. Requests that have begun, and first requests, are still answered."""
     for listening in server.servers:
         listening.close()
     for connection in list(server.server_state.connections):

@@ -1,4 +1,4 @@
-"""Sockets that systemd has opened for the exporter, sd_listen_fds(3)."""
+"""Sockets passed by systemd (socket activation), sd_listen_fds(3)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST_FD = 3
 
 
 def inherited(environ: Mapping[str, str], pid: int) -> tuple[socket.socket, ...]:
-    """Return the sockets that systemd has opened for this process. Raises ``OSError``: there is none, or one is no listener."""
+    """Return the sockets passed to this process. Raises ``OSError``: there is none, or one is not listening."""
     count = environ.get("LISTEN_FDS", "")
     if environ.get("LISTEN_PID") != str(pid) or not count.isdecimal() or not 0 < int(count) < os.sysconf("SC_OPEN_MAX"):
         raise OSError(errno.ENOENT, "systemd has given no socket: it does so to a service with a .socket unit")

@@ -1,8 +1,8 @@
-"""Unix sockets that the exporter listens on: made under their name at once with the right mode, taken over, given up.
+"""Create, take over and remove listening Unix sockets; their file appears with the right mode from the start.
 
-Whoever begins to listen takes a name only when nobody listens there any more, and whoever ends takes only its own away, before
-it stops listening: so that of an exporter that leaves and one that comes after it (the next of a node, a pod's restarted
-sidecar) the one never takes the other's name, in whatever order they do it. The second of two tries again, and has it then.
+A starting exporter takes over a path only if nobody listens there any more, and a stopping one removes only its own file,
+before it stops listening. So an exporter and its successor (the next one of a node, a restarted sidecar) never remove each
+other's file, in whatever order they run. The later of two that start together retries, and succeeds then.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODE = 0o660
-"""Its owner and its group may ask; that is all the guard it has, and needs."""
+"""Access for the owner and the group; these permissions are the socket's only access control."""
 
 PREFIX = "unix:"
 TEMPORARY = ".torchobs-"
-"""Beginning of the name under which a socket is made."""
+"""Prefix of the temporary name under which a socket is created."""
 
 _BACKLOG = 512
 _ADDRESS_BYTES = 107
-"""What ``sockaddr_un`` holds, unix(7); a longer path goes by way of a descriptor."""
+"""Longest path in ``sockaddr_un``, unix(7); a longer one is reached by a descriptor of its directory."""
 
 
 class UnixAddress(NamedTuple):
-    """Where a Unix socket is."""
+    """The path of a Unix socket."""
 
     path: str
 
@@ -54,7 +54,7 @@ class UnixSocket(socket.socket):
     __slots__ = ("_inode", "_path")
 
     def listen_at(self, path: Path, directory_fd: int) -> None:
-        """Listen under a name that appears when its mode is right and somebody listens. Raises ``OSError``."""
+        """Listen at ``path``; its file appears once the mode is set and the socket listens. Raises ``OSError``."""
         temporary = f"{TEMPORARY}{token_hex(8)}"
         try:
             self._bind_to(path.with_name(temporary), directory_fd)
@@ -67,28 +67,28 @@ class UnixSocket(socket.socket):
                 os.unlink(temporary, dir_fd=directory_fd)
 
     def _bind_to(self, path: Path, directory_fd: int) -> None:
-        # the name itself is short, its directory need not be
+        # the temporary name is short, but its directory's path may be long
         self.bind(os.fspath(path) if _fits(path) else f"/proc/self/fd/{directory_fd}/{path.name}")
 
     @property
     def is_named(self) -> bool:
-        """Whether its name still leads to it: the directory may be another by now, or somebody tidy was there."""
+        """True if its path still leads to this socket: the file or its directory may have been removed or replaced."""
         try:
             return _identity(self._path.lstat()) == self._inode
         except OSError as problem:
-            return problem.errno not in {errno.ENOENT, errno.ENOTDIR}  # else nobody can tell at present
+            return problem.errno not in {errno.ENOENT, errno.ENOTDIR}  # other errors: unknown at present
 
     def remove(self) -> None:
-        """Take the name away, unless it is another's by now. Idempotent; to be called while it still listens."""
+        """Remove the file, unless it is another socket's by now. Idempotent; call it while the socket still listens."""
         with contextlib.suppress(OSError):
             if _identity(self._path.lstat()) == self._inode:
                 self._path.unlink()
 
 
 def bind_unix(path: Path) -> UnixSocket:
-    """Return a socket that listens on that path, in the place of one that nobody listens on any more.
+    """Return a socket listening on ``path``; a stale socket file there is replaced.
 
-    Raises ``OSError``: somebody listens there, the name belongs to something else, or it cannot be made.
+    Raises ``OSError``: another process listens there, the path is no socket, or it cannot be created.
     """
     made = UnixSocket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -101,7 +101,7 @@ def bind_unix(path: Path) -> UnixSocket:
 
 
 def connect(path: Path) -> socket.socket:
-    """Connect to the socket with that path, however long it is. Raises ``OSError``."""
+    """Connect to a Unix socket with a path of any length. Raises ``OSError``."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _connect(connected, path)
@@ -112,7 +112,7 @@ def connect(path: Path) -> socket.socket:
 
 
 def _take(temporary: str, path: Path, directory_fd: int) -> None:
-    """Give a listening socket its name. A link and no rename: that would replace whatever came there meanwhile."""
+    """Give a listening socket its path. By a hard link: a rename would replace a file created there meanwhile."""
     with contextlib.suppress(FileExistsError):
         _link(temporary, path.name, directory_fd)
         return
@@ -131,7 +131,7 @@ def _link(temporary: str, name: str, directory_fd: int) -> None:
 
 
 def _require_stale(path: Path, directory_fd: int) -> tuple[int, int]:
-    """Return which socket it is that nobody listens on. Raises ``OSError`` for one that somebody does, and for other things."""
+    """Return the identity of the stale socket at ``path``. Raises ``OSError`` if it has a listener, or is no socket."""
     try:
         status = os.stat(path.name, dir_fd=directory_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -139,11 +139,11 @@ def _require_stale(path: Path, directory_fd: int) -> tuple[int, int]:
     if not stat.S_ISSOCK(status.st_mode):
         raise FileExistsError(errno.EEXIST, "there is something that is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)  # noqa: FBT003  # one that is stopped, with a full backlog, is EAGAIN and not a wait
+        asking.setblocking(False)  # noqa: FBT003  # a stopped process with a full backlog gives EAGAIN instead of blocking
         try:
             _connect(asking, path)
         except (ConnectionRefusedError, FileNotFoundError):
-            return _identity(status)  # nobody listens: what a killed exporter left behind
+            return _identity(status)  # nobody listens: left by a killed exporter
         except PermissionError:
             raise
         except OSError as problem:

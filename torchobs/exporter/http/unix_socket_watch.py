@@ -1,4 +1,4 @@
-"""Unix sockets whose name leads elsewhere by now, or nowhere: their directory was deleted, or somebody was tidy."""
+"""Detect listening Unix sockets whose file was removed or replaced, for instance with its directory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class Named:
-    """Looks at the names now and then. To be used in one event loop."""
+    """Checks the paths in a background thread. To be used in one event loop."""
 
     def __init__(self) -> None:
         self._looking: asyncio.Future[list[UnixSocket]] | None = None
 
     def lost(self, bound: Iterable[UnixSocket]) -> list[UnixSocket]:
-        """Return those that had lost their name at the last look, and have the next one begin. Returns at once.
+        """Return the sockets without a path as of the last check, and start the next check. Returns at once.
 
-        The looks are a thread's: a directory that does not answer holds up that thread, and nobody else.
+        Checks run in a thread, so that a hanging file system blocks nothing else.
         """
         if self._looking is not None and not self._looking.done():
             return []

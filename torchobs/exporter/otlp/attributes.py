@@ -1,4 +1,4 @@
-"""Attributes and resources as OTLP has them. What is given comes from a flight file: JSON that somebody chose."""
+"""OTLP attributes, scopes and resources. Their input is JSON from a flight file and is not trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchobs.flight.format.layout import Header
 
 SCOPE = "torchobs"
-"""The scope of torchobs' own instruments and spans."""
+"""Instrumentation scope of torchobs' own metrics and spans."""
 
 _INT64 = 1 << 63
 _DEPTH = 8
@@ -28,7 +28,7 @@ _NAMED = {
     "python_version": "process.runtime.version",
     "torchobs_version": "telemetry.sdk.version",
 }
-"""What the semantic conventions have a name for."""
+"""Attributes that have a name in OpenTelemetry's semantic conventions."""
 
 _OWN = (
     "run_id", "rank", "local_rank", "world_size", "local_world_size", "node_rank", "restart", "launcher", "script",
@@ -38,12 +38,12 @@ _LEFT_OUT = frozenset({"trace_id", "pid", "launched_by"})
 
 
 def cleaned(attributes: Iterable[tuple[str, object]]) -> dict[str, Any]:
-    """Return attributes as OpenTelemetry's encoder takes them."""
+    """Return the attributes with values that OpenTelemetry's encoder accepts."""
     return {encodable(name): clean(value) for name, value in attributes}
 
 
 def clean(value: object, depth: int = _DEPTH) -> Any:
-    """Return a value; what OTLP has no type for, or is nested deeper than 8 levels, becomes text."""
+    """Return a value with a type of OTLP; other types, and values nested deeper than 8 levels, become text."""
     if isinstance(value, str):
         return encodable(value)
     if value is None or isinstance(value, bool) or (isinstance(value, int) and -_INT64 <= value < _INT64):
@@ -63,14 +63,14 @@ def scope(name: str, version: str, schema_url: str, attributes: Iterable[tuple[s
 
 
 def own_scope(resource: Resource) -> InstrumentationScope:
-    """Return torchobs' own scope, of the version that a resource names."""
+    """Return torchobs' own scope with the version that the resource states."""
     return InstrumentationScope(SCOPE, str(resource.attributes.get("telemetry.sdk.version", "")))
 
 
 def resource_of(header: Header) -> Resource:
-    """Return the resource of an incarnation: by the semantic conventions where they have a name.
+    """Return the resource of an incarnation, with the semantic conventions' names where they exist.
 
-    What the user has put into ``OTEL_RESOURCE_ATTRIBUTES``, and Kubernetes' names, keep their own names.
+    Attributes from ``OTEL_RESOURCE_ATTRIBUTES``, and Kubernetes' attributes, keep their names.
     """
     job_name, _, _ = labels.identity(header.resource)
     given = {name: value for name, value in header.resource.items() if name not in _LEFT_OUT}

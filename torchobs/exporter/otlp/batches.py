@@ -1,4 +1,4 @@
-"""From what the exporter knows to requests: whose metrics and spans are due, and what was sent of them before."""
+"""Build the requests of a push from the ranks' metrics and spans, and keep per-rank state of what was sent before."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank
 
 OLDER_NS = 10_000_000_000
-"""A rank this much older than the exporter has an exporter before this one; a node's first rank starts its own."""
+"""A rank this much older than the exporter was served by an earlier exporter; a node's first rank starts its own exporter."""
 
 Packed = list[tuple[bytes, int]]
 _log = logging.getLogger(__name__)
 
 
 class Key(NamedTuple):
-    """One rank as it is served: two that claim one rank change their label when the other comes."""
+    """One rank with its label: when a second process claims the same rank, the labels of both change."""
 
     incarnation: str
     rank: str
 
 
 def key_of(rank: Rank) -> Key:
-    """Return what identifies a rank's streams."""
+    """Return the key of a rank's streams."""
     return Key(rank.incarnation, rank.rank)
 
 
 class Metrics:
-    """The metrics of all ranks, and the exporter's own."""
+    """Builds the metric requests of all ranks and of the exporter itself."""
 
     def __init__(self, *, delta: bool, series_limit: int, born_ns: int) -> None:
-        """``born_ns``: when the exporter began, Unix ns."""
+        """``born_ns``: start of the exporter, Unix ns."""
         self._delta, self._limit, self._born_ns = delta, series_limit, born_ns
         self._sources: dict[Key, Source] = {}
         self._collected: dict[str, None] = {}
-        """incarnations of which something was sent, in the order in which they were collected last"""
+        """incarnations with metrics collected so far, least recently collected first"""
         self._own = Source(_own_resource(), {}, born_ns, series_limit, known=False)
         self._host: Source | None = None
 
     def unknown(self, ranks: Iterable[Rank]) -> list[Rank]:
-        """Return the ranks of which nothing was collected yet."""
+        """Return the ranks that have not been collected yet."""
         return [rank for rank in ranks if key_of(rank) not in self._sources]
 
     def gone(self, ranks: Iterable[Rank]) -> list[Key]:
-        """Return what was collected and is served no more."""
+        """Return the keys that were collected before and are not among ``ranks``."""
         return [*self._sources.keys() - {key_of(rank) for rank in ranks}]
 
     def collect(self, ranks: Iterable[Rank], gone: Iterable[Key], at_ns: int, own: ScrapeInput | None = None) -> Packed:
-        """Return the requests for those ranks, and the last ones for those that are gone; ``own``: the exporter's as well."""
+        """Return the requests for ``ranks``, the final ones for ``gone``, and those for the exporter itself (``own``)."""
         requests = Requests(delta=self._delta)
         for rank in ranks:
             try:
@@ -84,7 +84,7 @@ class Metrics:
         return requests.finish()
 
     def _add_host(self, requests: Requests, host: HostFacts, at_ns: int) -> None:
-        if self._host is None:  # it has counted since it was booted
+        if self._host is None:  # its counters began at boot
             self._host = Source(_host_resource(), {}, host.booted_ns or self._born_ns, self._limit, known=True)
         self._host.add_to(requests, (), host.said, at_ns)
 
@@ -103,7 +103,7 @@ class Metrics:
         return Source(attributes.resource_of(header), identity, header.wall_ns, self._limit, known=known)
 
     def _remember(self, incarnation: str) -> None:
-        """Note that a rank was collected: it may come back, or by another label, when its source is gone."""
+        """Note that a rank was collected: it may return, or change its label, after its source was deleted."""
         self._collected.pop(incarnation, None)
         self._collected[incarnation] = None
         if len(self._collected) > MAX_FILES:
@@ -111,7 +111,7 @@ class Metrics:
 
 
 class Traces:
-    """The spans of all ranks."""
+    """Builds the span requests of all ranks."""
 
     def __init__(self, rings: SpanReader) -> None:
         self._rings = rings
@@ -120,15 +120,15 @@ class Traces:
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of the rings that were written over before they were read."""
+        """Bytes of the event rings that were overwritten before they were read."""
         return self._rings.unread_bytes
 
     def written(self, rank: Rank) -> int:
-        """Return the bytes that were written to a rank's ring since it was read, as far as its writer says."""
+        """Return the bytes written to a rank's ring since it was last read, according to the file's header."""
         return rank.view.live.event_head - self._heads.get(rank.incarnation, 0)
 
     def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
-        """Return the requests for the new spans of those ranks."""
+        """Return the requests for the new spans of ``ranks``."""
         requests = SpanRequests()
         for rank in ranks:
             try:
@@ -138,7 +138,7 @@ class Traces:
         return requests.finish()
 
     def keep(self, ranks: Iterable[Rank]) -> None:
-        """Forget all others."""
+        """Drop the state of all other ranks."""
         served = {rank.incarnation for rank in ranks}
         self._rings.keep(served)
         self._known = {incarnation: known for incarnation, known in self._known.items() if incarnation in served}
@@ -163,7 +163,7 @@ def _own_resource() -> Resource:
 
 
 def _host_resource() -> Resource:
-    """Return what stands for the machine: of Prometheus' labels it has its own ``job``, and its name for ``instance``."""
+    """Return the machine's resource; in Prometheus it has a ``job`` of its own, and the host name as ``instance``."""
     return _resource("torchobs-host", socket.gethostname(), {"os.type": "linux"})
 
 

@@ -1,4 +1,4 @@
-"""Time as the push sees it: a seam, so that a test can let an outage of ten minutes pass in seconds."""
+"""Clock interface of the push, so that a test can simulate an outage of ten minutes in seconds."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 
 
 class Clock(Protocol):
-    """Seconds, and waiting for them."""
+    """Time, and waiting with a timeout."""
 
     def now(self) -> float:
-        """Return seconds that only grow."""
+        """Return monotonic time in seconds."""
 
     def wall_ns(self) -> int:
         """Return Unix time in ns."""
 
     def wait(self, condition: Condition, seconds: float) -> None:
-        """Wait on a condition that is held, for so long at most."""
+        """Wait on a condition, which the caller holds, for at most ``seconds``."""
 
 
 class SystemClock:
-    """The machine's."""
+    """The machine's clock."""
 
     def now(self) -> float:
         """See :class:`Clock`."""

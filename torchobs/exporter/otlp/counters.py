@@ -1,4 +1,4 @@
-"""The books of the push: whatever was recorded is sent, dropped for a reason, or queued, at any moment."""
+"""Counters of the push. At any moment, recorded = sent + dropped (by reason) + queued."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ REASONS = ("overflow", "refused", "rejected", "shutdown")
 
 
 class Counts(NamedTuple):
-    """What became of one signal's data points or spans."""
+    """Counts of one signal's data points or spans."""
 
     recorded: int
     sent: int
     dropped: Mapping[str, int]
     """by reason (:data:`REASONS`)"""
     failures: int = 0
-    """requests that failed and are sent again"""
+    """failed requests that are retried"""
     unread_bytes: int = 0
-    """of spans, that were lost before they could be recorded here"""
+    """bytes of spans that were overwritten before they were read"""
 
     @property
     def queued(self) -> int:
-        """What is neither sent nor dropped yet."""
+        """Items neither sent nor dropped yet."""
         return self.recorded - self.sent - sum(self.dropped.values())
 
 
@@ -33,10 +33,10 @@ NOTHING = Counts(0, 0, dict.fromkeys(REASONS, 0))
 
 
 def sent(counts: Counts, items: int) -> Counts:
-    """Return the counts after the receiver took so many."""
+    """Return the counts after the receiver accepted ``items``."""
     return counts._replace(sent=counts.sent + items)
 
 
 def dropped(counts: Counts, reason: str, items: int) -> Counts:
-    """Return the counts after so many were given up."""
+    """Return the counts after ``items`` were dropped for ``reason``."""
     return counts._replace(dropped={**counts.dropped, reason: counts.dropped[reason] + items})

@@ -1,6 +1,6 @@
-"""OTLP over gRPC, by the extra ``otlp-grpc``: imported only for an endpoint whose protocol is ``grpc``.
+"""OTLP over gRPC, with the extra ``otlp-grpc``: imported only if an endpoint has the protocol ``grpc``.
 
-Takes some 9 MiB (measured). Specification: https://opentelemetry.io/docs/specs/otlp/#otlpgrpc.
+grpcio takes some 9 MiB of memory (measured). Specification: https://opentelemetry.io/docs/specs/otlp/#otlpgrpc.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ RETRYABLE = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
-"""The specification's; RESOURCE_EXHAUSTED as well, if the receiver says when to come again."""
+"""Retryable codes of the specification; RESOURCE_EXHAUSTED is one, too, if the receiver sends ``RetryInfo``."""
 _PORT = 4317
 
 
 class GrpcTransport:
-    """The way to one receiver. ``partial`` reads how many items an answer rejects, and why."""
+    """Sends to one receiver. ``partial`` returns how many items a response rejects, and why."""
 
     def __init__(self, target: PushTarget, signal: str, partial: Callable[[bytes], tuple[int, str]]) -> None:
         self._target, self._partial = target, partial
@@ -54,14 +54,14 @@ class GrpcTransport:
         self._lock, self._closed = Lock(), False
 
     def pack(self, message: bytes) -> bytes:
-        """See :class:`Transport`; gRPC compresses by itself."""
+        """See :class:`Transport`; gRPC compresses the message itself."""
         return message
 
     def send(self, body: bytes) -> Outcome:
         """See :class:`Transport`."""
         outcome = self._send(body)
         if outcome.kind == "retry" and self._tls:
-            self.close()  # a channel keeps its credentials: certificates may have been renewed, the next one reads them
+            self.close()  # a channel keeps its credentials; the next channel reads renewed certificates
         return outcome
 
     def cancel(self) -> None:
@@ -81,7 +81,7 @@ class GrpcTransport:
             answer = self._export(body)
         except grpc.RpcError as error:
             return _judge(error)
-        except (OSError, ValueError) as problem:  # a certificate that is not there; a channel that was closed
+        except (OSError, ValueError) as problem:  # a missing certificate; a closed channel
             return Outcome("retry", words=printable(str(problem)))
         try:
             rejected, words = self._partial(answer)
@@ -90,16 +90,16 @@ class GrpcTransport:
         return Outcome("sent", max(rejected, 0), words=printable(words))
 
     def _export(self, body: bytes) -> bytes:
-        # a serialised request in, a serialised answer out
+        # no serializers: bytes in, bytes out
         export = self._connected().unary_unary(self._method, request_serializer=None, response_deserializer=None)
         answer: bytes = export(body, timeout=self._target.timeout_s, metadata=self._metadata, compression=self._compression)
         return answer
 
     def _connected(self) -> Any:
-        """Return the channel, made if there is none. Raises ``OSError`` once there is to be none any more."""
+        """Return the channel, created if there is none. Raises ``OSError`` after :meth:`cancel`."""
         channel = self._channel or _channel(self._target)
         with self._lock:
-            if not self._closed:  # whoever cancels says so first and closes then what is there: one of the two does
+            if not self._closed:  # cancel() sets the flag before it closes the channel, so one of the two closes it
                 self._channel = channel
                 return channel
         channel.close()
@@ -126,7 +126,7 @@ def _judge(error: Any) -> Outcome:
 
 
 def _retry_after_s(error: Any) -> float | None:
-    """Return the seconds that the receiver's ``RetryInfo`` asks for."""
+    """Return the delay in the receiver's ``RetryInfo`` in seconds."""
     details = dict(error.trailing_metadata() or ()).get("grpc-status-details-bin")
     try:
         for detail in Status.FromString(details).details if details else ():

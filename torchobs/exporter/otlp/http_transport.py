@@ -1,8 +1,7 @@
 """OTLP over HTTP with protobuf, by urllib3.
 
-urllib3 does what HTTP, TLS and proxies want. What it has no means for is here: a limit on the time that a whole request takes,
-and breaking one off from another thread. Nothing is sent again by urllib3: that is the queue's to decide, which also counts.
-Specification: https://opentelemetry.io/docs/specs/otlp/#otlphttp.
+Adds what urllib3 lacks: a timeout for the whole request, and cancellation from another thread. urllib3's own retries are off;
+the queue decides about them, because it also counts. Specification: https://opentelemetry.io/docs/specs/otlp/#otlphttp.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.options import PushTarget
 
 RETRYABLE = frozenset({429, 502, 503, 504})
-"""The specification's; every other error means that the request itself is at fault, or its address."""
+"""Retryable status codes of the specification; every other error means that the request or its URL is wrong."""
 
 _LEVEL = 1
 _LONGEST_ANSWER = 64 * 1024
@@ -43,7 +42,7 @@ _FAILURES = (OSError, HTTPError, ValueError)
 
 
 class HttpTransport:
-    """The way to one URL. ``partial_success`` reads how many items an answer rejects, and why."""
+    """Sends to one URL. ``partial_success`` returns how many items a response rejects, and why."""
 
     def __init__(self, target: PushTarget, partial_success: Callable[[bytes], tuple[int, str]]) -> None:
         self._target, self._partial_success = target, partial_success
@@ -68,12 +67,12 @@ class HttpTransport:
             late.set()
             self._break()
 
-        # a socket's timeout starts again with every byte: a receiver that answers by drops would hold the thread for ever
+        # a socket's timeout restarts with every byte: a receiver that answers byte by byte would block the thread for ever
         timer = Timer(self._target.timeout_s, give_up)
         timer.daemon = True
         timer.start()
         try:
-            answer, said = self._post(body)
+            answer, content = self._post(body)
         except _FAILURES as problem:
             if late.is_set() or isinstance(problem, (TimeoutError, HTTPTimeoutError)):
                 return Outcome("retry", words=f"no answer within {self._target.timeout_s:g} s")
@@ -82,7 +81,7 @@ class HttpTransport:
             timer.cancel()
             if self._connection is None or self._connection.is_closed:
                 self._forget()
-        return self._judge(answer, said)
+        return self._judge(answer, content)
 
     def cancel(self) -> None:
         """See :class:`Transport`."""
@@ -96,7 +95,7 @@ class HttpTransport:
         self._forget()
 
     def _post(self, body: bytes) -> tuple[BaseHTTPResponse, bytes]:
-        """Return the answer and what it says. Raises what urllib3 does, or what :meth:`_check` does."""
+        """Return the response and its body. Raises what urllib3 and :meth:`_check` raise."""
         self._check()
         if self._manager is None:
             self._manager = self._connect()
@@ -104,24 +103,24 @@ class HttpTransport:
             "POST", self._target.url, body=body, headers=self._headers, timeout=self._target.timeout_s,
             redirect=False, retries=False, preload_content=False, decode_content=False,
         )  # fmt: skip
-        with contextlib.closing(answer):  # which ends the connection unless all of the answer was read
-            said = answer.read(_LONGEST_ANSWER)
-        self._check()  # an answer without a length that was broken off has ended there
+        with contextlib.closing(answer):  # ends the connection unless the whole response was read
+            content = answer.read(_LONGEST_ANSWER)
+        self._check()  # a response without a length looks complete when the connection is cut
         is_sent = self._connection is not None and self._connection.is_sent
         if not is_sent and (answer.status < HTTPStatus.MULTIPLE_CHOICES or answer.status == HTTPStatus.REQUEST_TIMEOUT):
-            # nothing was taken, whatever it says; 408 is what a connection that was idle ends with
+            # the body does not matter, nothing was accepted; servers end an idle connection with 408
             raise ConnectionResetError("the receiver ended the connection before it had everything")
-        return answer, said
+        return answer, content
 
-    def _judge(self, answer: BaseHTTPResponse, said: bytes) -> Outcome:
+    def _judge(self, answer: BaseHTTPResponse, content: bytes) -> Outcome:
         if HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
             try:
-                rejected, words = self._partial_success(said)
+                rejected, words = self._partial_success(content)
             except DecodeError:
-                rejected, words = 0, ""  # a proxy's page, or JSON: taken all the same
+                rejected, words = 0, ""  # a proxy's page, or JSON: accepted all the same
             return Outcome("sent", max(rejected, 0), words=printable(words))
         moved = answer.headers.get("Location")
-        words = f"{answer.status} {answer.reason}{f', moved to {moved}' if moved else ''}: {_text(said)}"
+        words = f"{answer.status} {answer.reason}{f', moved to {moved}' if moved else ''}: {_text(content)}"
         if answer.status in RETRYABLE:
             return Outcome("retry", after_s=_retry_after_s(answer), words=printable(words))
         return Outcome("refused", words=printable(words))
@@ -135,15 +134,15 @@ class HttpTransport:
         return manager
 
     def _opened(self, connection: _Breakable, sock: socket.socket) -> None:
-        """Keep a second handle of a new connection's socket: TLS takes the first one away, and so does an answer's head."""
+        """Keep a duplicate of a new connection's socket: TLS detaches the original, and so does reading a response."""
         self._forget()
         self._connection, self._socket = connection, sock.dup()
         self._check()
 
     def _check(self) -> None:
-        """Raise where nothing is to be waited for any more; to be asked once there is a socket.
+        """Raise if the request was cancelled or timed out; call it once there is a socket.
 
-        Whoever breaks a connection says so first and looks for its socket then: one of the two sees the other.
+        :meth:`_break` sets its flag before it looks for the socket, so one of the two threads sees the other.
         """
         if self._closed:
             raise ConnectionAbortedError("the exporter ends")
@@ -151,7 +150,7 @@ class HttpTransport:
             raise TimeoutError
 
     def _break(self) -> None:
-        """End the connection under another thread's hands: its read or write fails at once."""
+        """Shut the socket down while another thread uses it: its read or write fails at once."""
         sock = self._socket
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -164,7 +163,7 @@ class HttpTransport:
 
 
 class _Breakable(HTTPConnection):
-    """urllib3's connection, but that its socket is known before a handshake, and whether a request was sent to its end."""
+    """urllib3's connection that reports its socket before the handshake, and records whether a request was sent completely."""
 
     is_sent = False
 
@@ -182,7 +181,7 @@ class _Breakable(HTTPConnection):
         return sock
 
     def request(self, *args: Any, **given: Any) -> None:
-        """See :class:`HTTPConnection`. Where sending breaks off, urllib3 looks for an answer all the same: a refusal."""
+        """See :class:`HTTPConnection`. If sending fails, urllib3 still reads the response, which may be a refusal."""
         self.is_sent = False
         super().request(*args, **given)
         self.is_sent = True
@@ -194,8 +193,8 @@ class _BreakableTLS(_Breakable, HTTPSConnection):
         self._context = context
 
     def connect(self) -> None:
-        """See :class:`HTTPSConnection`. The context is made anew, so that certificates may be renewed."""
-        self.ssl_context = self._context()  # before there is a socket: it takes some 10 ms
+        """See :class:`HTTPSConnection`. Each connection gets a new context, so that renewed certificates are used."""
+        self.ssl_context = self._context()  # takes some 10 ms, hence before the socket is opened
         super().connect()
 
 
@@ -207,7 +206,7 @@ def _context(target: PushTarget) -> ssl.SSLContext:
 
 
 def _proxy_of(url: str) -> tuple[str, dict[str, str]] | None:
-    """Return the proxy that the environment names for a URL, and what it has to be told with it."""
+    """Return the proxy that the environment configures for a URL, and the headers to send to it."""
     parts = urlsplit(url)
     proxy = getproxies().get(parts.scheme)
     port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -216,30 +215,30 @@ def _proxy_of(url: str) -> tuple[str, dict[str, str]] | None:
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     named = urlsplit(proxy)
     secret = f"{unquote(named.username)}:{unquote(named.password or '')}" if named.username else ""
-    headers = make_headers(proxy_basic_auth=secret.encode().decode("latin-1")) if secret else {}  # which it will encode so
+    headers = make_headers(proxy_basic_auth=secret.encode().decode("latin-1")) if secret else {}  # re-encoded so
     return named._replace(netloc=named.netloc.rpartition("@")[2]).geturl(), dict(headers)
 
 
 def _retry_after_s(answer: BaseHTTPResponse) -> float | None:
-    """Return the seconds that ``Retry-After`` asks for, as a number or as a date; ``None`` where it is neither, or absent."""
+    """Return ``Retry-After``, a number or a date, in seconds; ``None`` if it is neither, or absent."""
     try:
         return Retry().get_retry_after(answer)
     except (HTTPError, ValueError, OverflowError):
         return None
 
 
-def _text(said: bytes) -> str:
-    """Return what the receiver said: the message of a ``google.rpc.Status``, which begins with two tags, or text."""
+def _text(content: bytes) -> str:
+    """Return the response's error message: that of a ``google.rpc.Status``, which begins with two tags, or text."""
     from google.rpc.status_pb2 import Status
 
     try:
-        return str(Status.FromString(said).message) or said.decode(errors="replace")
+        return str(Status.FromString(content).message) or content.decode(errors="replace")
     except DecodeError:
-        return said.decode(errors="replace")
+        return content.decode(errors="replace")
 
 
 def _words(problem: BaseException) -> str:
-    """Return what went wrong in the words of the operating system, which urllib3 wraps."""
+    """Return the operating system's error message, which urllib3 wraps."""
     wrapped = problem.__cause__ or next((one for one in problem.args if isinstance(one, Exception)), None)
     if wrapped is not None:
         by = "the proxy: " if isinstance(problem, ProxyError) else ""

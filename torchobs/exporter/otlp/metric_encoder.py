@@ -1,7 +1,7 @@
-"""Points, and the requests that they make: at most so many and so large that any receiver takes them.
+"""Metric data points and the requests that hold them, limited to a size that every receiver accepts.
 
-Points are the SDK's, and its encoder makes the messages. The one thing that neither has is the end of a series, a point with
-the flag *no recorded value*: those points are encoded apart, flagged, and put behind the others.
+Data points and their encoding are the SDK's. Neither supports the flag *no recorded value*, which ends a series: such points
+are encoded separately, flagged, and appended to the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 5_000
 MOST_BYTES = 2 * 1024**2
-"""Of one request: gRPC receivers take 4 MiB unless told otherwise, and this is an estimate."""
+"""Size of one request, as estimated: gRPC receivers accept 4 MiB by default."""
 
 _NO_VALUE = DataPointFlags.DATA_POINT_FLAGS_NO_RECORDED_VALUE_MASK
 _SUMS = frozenset({Kind.COUNTER, Kind.HISTOGRAM})
@@ -52,11 +52,11 @@ _NONE: Mapping[int, Exemplar] = {}
 _Key = tuple[str, Kind, str, str]
 _Point = NumberDataPoint | HistogramDataPoint
 _histogram: Callable[..., HistogramDataPoint] = HistogramDataPoint
-"""Without its types, which do not say that the encoder leaves out what is ``None``"""
+"""Untyped: its annotations forbid ``None``, which the encoder accepts and leaves out"""
 
 
 class PushedSeries:
-    """One series and what was sent of it."""
+    """One series and the value that was last sent."""
 
     __slots__ = ("_attributes", "_known", "_previous", "_since_ns", "_size", "key", "scope", "series", "shown", "survives")
 
@@ -64,11 +64,11 @@ class PushedSeries:
         self, series: Series, scope: InstrumentationScope, attributes: Iterable[tuple[str, object]], *,
         survives: bool, known: bool,
     ) -> None:  # fmt: skip
-        """``known``: an exporter before this one may have sent what it counted so far."""
+        """``known``: an earlier exporter may have sent what the series counted so far."""
         self.series, self.scope, self.survives = series, scope, survives
         self.key: _Key = (series.name, series.kind, series.unit, series.brief)
         self.shown = False
-        """whether the last point that was sent has a value, which stands until another says that it has ended"""
+        """whether the last point sent has a value, which receivers keep until a point ends the series"""
         self._attributes = otlp_attributes.cleaned(attributes)
         texts = sum(len(name) + len(str(value)) + _ATTRIBUTE_BYTES for name, value in self._attributes.items())
         self._size = _POINT_BYTES + texts + 16 * len(series.bounds)
@@ -79,7 +79,7 @@ class PushedSeries:
     def add_to(
         self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar] = _NONE
     ) -> None:
-        """Add the point of a value that began to count at ``start_ns``; ``shown``: exemplars by bucket."""
+        """Add the point of a value counted since ``start_ns``; ``shown``: exemplars by bucket."""
         if isinstance(value, Distribution) is not (self.series.kind is Kind.HISTOGRAM):
             return
         if requests.delta and self.series.kind in _SUMS:
@@ -89,9 +89,9 @@ class PushedSeries:
         self.shown = True
 
     def end(self, requests: Requests, at_ns: int) -> None:
-        """Add the point that says that there is no value any more."""
+        """Add the point that ends the series (*no recorded value*)."""
         self.shown = False
-        if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends the series that the point has, bucket by bucket
+        if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends only the buckets that the point has
             counts = (0,) * (len(self.series.bounds) + 1)
             ended: _Point = _histogram(self._attributes, 0, at_ns, 0, 0.0, counts, self.series.bounds, None, None)
         else:
@@ -100,7 +100,7 @@ class PushedSeries:
 
     def _add_delta(self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar]) -> None:
         previous, known = self._previous, self._known
-        since_ns = min(self._since_ns or start_ns, at_ns)  # set back, the wall clock must not make all that follows of tomorrow
+        since_ns = min(self._since_ns or start_ns, at_ns)  # a wall clock set back must not give a start after the end
         self._previous, self._since_ns, self._known = value, at_ns, False
         grown = None if known else _grown(value, previous)
         if grown is not None:
@@ -110,12 +110,12 @@ class PushedSeries:
         self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar], *, signed: bool
     ) -> None:
         if not isinstance(value, Distribution):
-            number = value if abs(value) < _INT64 else float(value)  # more than OTLP's integers hold
+            number = value if abs(value) < _INT64 else float(value)  # beyond the range of OTLP's integers
             requests.add(self, NumberDataPoint(self._attributes, start_ns, at_ns, number), self._size)
             return
         count, exemplars = sum(value.counts), _exemplars(value, shown, start_ns)
         if count >= _FIXED64:
-            return  # a file that was forged
+            return  # only a forged file has such a count
         total = None if signed else value.sum
         given = (start_ns, at_ns, count, total, value.counts, self.series.bounds, value.least, value.greatest, exemplars)
         point = _histogram(self._attributes, *given)
@@ -123,12 +123,12 @@ class PushedSeries:
 
 
 def _is_signed(value: Value) -> bool:
-    """Return True if a histogram has observed negative values: then its sum is no counter, and OTLP wants none."""
+    """Return True if a histogram has observed negative values: its sum is not monotonic then, and OTLP forbids it."""
     return isinstance(value, Distribution) and value.least is not None and value.least < 0
 
 
 def _exemplars(value: Distribution, shown: Mapping[int, Exemplar], since_ns: int) -> list[SdkExemplar]:
-    """Return those of the buckets that have grown since."""
+    """Return the exemplars of the buckets that have grown since ``since_ns``."""
     return [
         SdkExemplar({"step": one.step}, one.value, one.at_ns, int(one.span_id, 16), int(one.trace_id, 16))
         for index, one in shown.items()
@@ -137,7 +137,7 @@ def _exemplars(value: Distribution, shown: Mapping[int, Exemplar], since_ns: int
 
 
 def _grown(value: Value, previous: Value | None) -> Value | None:
-    """Return by how much a value has grown; ``None`` if it has not, and was sent before."""
+    """Return the increase of a value; ``None`` if there is none and the value was sent before."""
     if isinstance(value, Distribution):
         before = previous if isinstance(previous, Distribution) else None
         return value if before is None else _grown_distribution(value, before)
@@ -149,7 +149,7 @@ def _grown_distribution(value: Distribution, before: Distribution) -> Distributi
     if value.counts == before.counts:
         return None
     counts = tuple(now - then for now, then in zip(value.counts, before.counts, strict=True))
-    # a new record of all time was set in between; otherwise the least of the interval is not known
+    # only totals are known: the interval's minimum (maximum) is known only if it is a new one of the whole run
     least = value.least if before.least is None or (value.least is not None and value.least < before.least) else None
     most = value.greatest
     greatest = most if before.greatest is None or (most is not None and most > before.greatest) else None
@@ -161,35 +161,35 @@ _Found = dict[Resource, _Scopes]
 
 
 class Requests:
-    """Requests in the making, for one push. ``done`` are (serialised request, its points)."""
+    """Builds the requests of one push. ``done``: (serialised request, its number of points)."""
 
     def __init__(self, *, delta: bool) -> None:
         self.delta = delta
         self.done: list[tuple[bytes, int]] = []
         self._resource = Resource({})
         self._scopes: dict[bool, _Scopes] = {}
-        """of that resource: its hash takes too long for every point"""
+        """of the current resource, because hashing a resource for every point takes too long"""
         self._found: tuple[_Found, _Found] = {}, {}
-        """values, and ends"""
+        """points with values, and points that end a series"""
         self._points = self._bytes = 0
 
     def begin(self, resource: Resource) -> None:
-        """Let the following points be of this resource."""
+        """Assign the following points to this resource."""
         self._resource, self._scopes = resource, {}
 
     def finish(self) -> list[tuple[bytes, int]]:
-        """Return the requests. Of use once."""
+        """Return the requests. Call it once."""
         self._cut()
         return self.done
 
     def add(self, stream: PushedSeries, point: _Point, size: int, *, ends: bool = False) -> None:
-        """Add a point of some ``size`` in bytes to its metric."""
+        """Add a point of about ``size`` bytes to its metric; ``ends``: it ends the series."""
         if self._points >= MOST_POINTS or (self._points and self._bytes + size > MOST_BYTES):
             self._cut()
         self._points += 1
         self._bytes += size
         scopes = self._scopes.get(ends)
-        if scopes is None:  # two sources may be of one resource: a rank that got another label
+        if scopes is None:  # two sources may have one resource: a rank whose label changed
             scopes = self._scopes[ends] = self._found[ends].setdefault(self._resource, {})
         scopes.setdefault(stream.scope, {}).setdefault(stream.key, []).append(point)
 

@@ -1,12 +1,12 @@
-"""Metrics as OTLP has them: by their OpenTelemetry names, one resource per incarnation, kinds exact.
+"""OTLP metric streams of one resource: OpenTelemetry's names and instrument kinds, one resource per incarnation.
 
-Points carry ``job_name``, ``run_id`` and ``rank``, as the page's series do. A stream that was sent and has no value any more (a
-gauge that is not finite, the state of a rank that has ended, a rank whose grace is over) gets one point that says so, with the
-flag *no recorded value*, which Prometheus takes for the end of the series.
+Points carry ``job_name``, ``run_id`` and ``rank``, as the series of the metrics page do. When a stream has no value any more (a
+gauge that is not finite, the state of a rank that has ended, a rank whose grace period is over), one point with the flag
+*no recorded value* is sent, at which Prometheus ends the series.
 
-**Delta.** What a point counts is the difference to the last one. An exporter cannot know what the one before it has sent, so
-that of a rank older than itself it sends what it counts from then on, as the Collector's cumulativetodelta processor does; so
-it does with one that comes back, or by another label, for what it counted before was sent.
+**Delta temporality.** A point counts the increase since the last one. An exporter cannot know what an earlier exporter has
+sent. For a rank older than itself it therefore counts from its first look on, as the Collector's cumulativetodelta processor
+does; likewise for a rank that returns, or whose label changes, because its earlier counts were sent.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from torchobs.ranks.exemplars import Shown
 
 _BEFORE_NS = 1_000_000
-"""Between a last value and its end: Prometheus tells milliseconds apart."""
+"""Time between a stream's last value and its end: Prometheus' timestamps are in milliseconds."""
 
 
 class Source:
-    """What is sent of one resource: a rank's incarnation, or the exporter itself."""
+    """The metric streams of one resource: a rank's incarnation, the host, or the exporter itself."""
 
     def __init__(self, resource: Resource, identity: Mapping[str, str], born_ns: int, limit: int, *, known: bool) -> None:
-        """``known``: it has counted before this exporter was there, which may have been sent."""
+        """``known``: it counted before this exporter started, and an earlier one may have sent that."""
         self._resource, self._identity, self._born_ns, self._limit = resource, identity, born_ns, limit
         self._known = known
         self._streams: dict[int, PushedSeries | None] = {}
@@ -53,25 +53,25 @@ class Source:
         self.opened = 0
 
     def reopened(self, opened: int) -> None:
-        """Look the streams up anew: another opening of the file has other objects for the same series."""
+        """Drop cached lookups by series: reopening the file creates new objects for the same series."""
         if opened != self.opened:
             self.opened = opened
             self._streams.clear()
             self._kept.clear()
 
     def add_to(
-        self, requests: Requests, points: Iterable[tuple[Series, Value]], said: Iterable[Sample], at_ns: int, *,
+        self, requests: Requests, points: Iterable[tuple[Series, Value]], samples: Iterable[Sample], at_ns: int, *,
         shown: Shown = NONE, up: bool = True,
     ) -> None:  # fmt: skip
-        """Add the points of all that has a value; and of what had one, that it has none any more.
+        """Add the points of all series that have a value, and end the streams of those that have none any more.
 
-        A gauge of a rank that has just ended has both: its last value, which may not have been sent yet, and its end.
+        A gauge of a rank that has just ended gets both points: its last value, which may not have been sent yet, and its end.
         """
         requests.begin(self._resource)
         at_ns = max(at_ns, self._born_ns)  # the wall clock may have been set back
         seen: set[PushedSeries] = set()
         has_just_ended, self._up = self._up and not up, up
-        for series, value in (*points, *self._as_series(said)):
+        for series, value in (*points, *self._as_series(samples)):
             if id(series) not in self._streams and _is_quiet(series, value):
                 continue  # what it counts first is exact all the same: a point says since when it counts
             stream = self._stream(series)
@@ -86,14 +86,14 @@ class Source:
         self._known = False
 
     def end(self, requests: Requests, at_ns: int, seen: Collection[PushedSeries] = ()) -> None:
-        """Say of every stream but those that it has no value any more."""
+        """End all streams except ``seen``."""
         requests.begin(self._resource)
         for stream in self._by_series.values():
             if stream.shown and stream not in seen:
                 stream.end(requests, at_ns)
 
-    def _as_series(self, said: Iterable[Sample]) -> Iterator[tuple[Series, Value]]:
-        for metric, attributes, value in said:
+    def _as_series(self, samples: Iterable[Sample]) -> Iterator[tuple[Series, Value]]:
+        for metric, attributes, value in samples:
             key = metric.name, tuple(sorted(attributes.items()))
             series = self._said.get(key)
             if series is None:
@@ -103,7 +103,7 @@ class Source:
 
     def _stream(self, series: Series) -> PushedSeries | None:
         if id(series) not in self._streams:
-            self._kept.append(series)  # or another could get its id
+            self._kept.append(series)  # keeps it alive, so that no other object gets its id
             self._streams[id(series)] = self._open(series)
         return self._streams[id(series)]
 
@@ -132,11 +132,11 @@ class Source:
 
 
 def _is_forged(series: Series) -> bool:
-    """Return True if a file says what only the exporter says, or an application has taken one of our names for its own."""
+    """Return True if a file has a metric of the exporter's own, or an application's metric has a name of ours."""
     known = BY_NAME.get(series.name)
     if known is None or series.block < 0:
         return False
-    if known in COMMON_METRICS:  # names that an application has from OpenTelemetry, as we have
+    if known in COMMON_METRICS:  # OpenTelemetry's names, which an application may use as well
         return series.scope is None
     return known in EXPORTER_S or series.scope is not None
 

@@ -1,6 +1,7 @@
-"""What the push can be told: by options of the exporter, and by OpenTelemetry's own variables.
+"""Configuration of the push: options of the exporter and OpenTelemetry's environment variables.
 
-Whatever is not allowed is left out and told: the exporter goes on without it. What a header holds is never repeated.
+An invalid value is ignored and reported as a problem; the exporter runs without it. A header's value, which may be a secret, is
+never part of a message.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _HEADER_VALUE = re.compile(r"[\x20-\x7e\t]*")
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """Where one signal goes, and how."""
+    """Endpoint and transport settings of one signal."""
 
     url: str
     protocol: str = "http/protobuf"
@@ -40,20 +41,20 @@ class PushTarget:
 
 @dataclass(frozen=True, slots=True)
 class PushConfig:
-    """What is pushed. ``None`` for a signal that is not."""
+    """Configuration of the push. A signal's target is ``None`` if it is not pushed."""
 
     metrics: PushTarget | None = None
     traces: PushTarget | None = None
     interval_s: float = 60.0
     """between two pushes of all metrics"""
     span_delay_s: float = 5.0
-    """how long a span that has ended may wait in its rank's file"""
+    """longest time between a span's end and its reading from the rank's file"""
     delta: bool = False
     queue_bytes: int = 8 * 1024**2
     """of each signal"""
 
     def targets(self) -> Iterator[tuple[str, PushTarget]]:
-        """Yield the signals that are pushed, and where to."""
+        """Yield the name and the target of each signal that is pushed."""
         for signal, target in zip(SIGNALS, (self.metrics, self.traces), strict=True):
             if target is not None:
                 yield signal, target
@@ -80,7 +81,7 @@ def _headers(text: str) -> tuple[tuple[str, str], ...]:
 
 
 def _milliseconds(text: str) -> float:
-    return _positive(float(option_types.integer(1).parse(text)) / 1000)  # type: ignore[arg-type]  # that kind is of integers
+    return _positive(float(option_types.integer(1).parse(text)) / 1000)  # type: ignore[arg-type]  # an integer kind returns int
 
 
 def _positive(seconds: float) -> float:
@@ -104,7 +105,7 @@ _EXPORTER = ValueKind(
 def _option(
     name: str, kind: ValueKind, brief: str, default: str, variable: str, variable_kind: ValueKind, **more: Any
 ) -> Option:
-    """Return an option and OpenTelemetry's variable of the same meaning, which may have another unit."""
+    """Return an option with OpenTelemetry's environment variable for it, which may have another unit."""
     flag = f"--otlp.{name.replace('_', '-')}"
     made = Option(f"otlp_{name}", kind, brief, default, also=((variable, variable_kind),), flag=flag, **more)
     return with_exporter_variable(made)
@@ -166,14 +167,14 @@ _BY_NAME = {option.name: option for option in OPTIONS}
 _OF_EACH_SIGNAL = frozenset(
     {"protocol", "headers", "compression", "timeout", "certificate", "client_certificate", "client_key"}
 )
-"""What may be said of one signal alone, by a variable with the signal's name in it."""
+"""Options that can be set for one signal, by a variable with the signal's name in it."""
 
 
 def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tuple[PushConfig | None, tuple[str, ...]]:
-    """Return what is to be pushed, ``None`` for nothing, and what of the configuration cannot be honoured.
+    """Return the push configuration (``None``: nothing is pushed) and the problems found.
 
-    ``given`` are the options as text, by field. What is said for one signal beats what is said for all, and an option its
-    variable.
+    ``given``: the options' texts by field. A setting for one signal overrides that for all signals, and an option overrides
+    its environment variable.
     """
     asked = EnvResolver(given, environ)
     targets: dict[str, Any] = {signal: asked.target(signal) for signal in SIGNALS}
@@ -186,7 +187,7 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tup
 
 
 class EnvResolver:
-    """Looks a value up, and remembers what was wrong with the sources that it asked."""
+    """Resolves options from the command line and the environment, and collects problems."""
 
     def __init__(self, given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
         self._given, self._environ = given, environ
@@ -195,11 +196,11 @@ class EnvResolver:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """All of them, each once: what is said of all signals is asked for each."""
+        """All problems, without duplicates: settings for all signals are resolved once per signal."""
         return tuple(dict.fromkeys([*map(str, self._found), *filter(None, [self._lacking])]))
 
     def target(self, signal: str) -> PushTarget | None:
-        """Return where a signal goes; ``None`` if it is not to be pushed."""
+        """Return a signal's target; ``None`` if the signal is not pushed."""
         url, base = self.value(f"{signal}_endpoint"), self.value("endpoint")
         protocol = self.value("protocol", signal) or PROTOCOLS[0]
         if self.value(signal) is False or not (url or base):
@@ -215,7 +216,7 @@ class EnvResolver:
         return PushTarget(url, protocol, timeout_s=timeout_s, gzip=gzip, **rest)
 
     def value(self, name: str, signal: str = "") -> Any:
-        """Return a value, of the signal if it has its own; ``None`` where nobody said anything that is allowed."""
+        """Return an option's value, the signal's own if it has one; ``None`` if no source has a valid value."""
         option = _BY_NAME[f"otlp_{name}"]
         ((variable, kind),) = option.also
         own = (variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind) if signal and name in _OF_EACH_SIGNAL else None
@@ -224,6 +225,6 @@ class EnvResolver:
 
 
 def _join(base: str, path: str) -> str:
-    """Return a base URL with the signal's path behind its own."""
+    """Return a base URL with the signal's path appended."""
     parts = urlsplit(base)
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{path}"))

@@ -1,8 +1,7 @@
-"""The push: a thread that makes requests of what the exporter sees, and one per signal that sends them.
+"""The push pipeline: one thread builds requests from snapshots, and one sender thread per signal delivers them.
 
-The event loop does nothing for it but hand over each snapshot. A rank that has ended, is gone or is new is pushed at once:
-when a pod is deleted there is no time after the training's end, and a counter that is known from 0 on has no first increase
-that is lost.
+The event loop only hands over each snapshot. A rank that has ended, is gone or is new is pushed at once: when a pod is deleted,
+no time is left after the training's end; and a counter that the receiver knows from 0 on loses no first increase.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 _FULL = 0.25
-"""Share of a rank's event ring whose filling has it read before its time: it must not be written over unread."""
+"""Share of a rank's event ring; when so much is unread, the ring is read ahead of schedule, before it is overwritten."""
 
 
 class PushPipeline:
-    """Everything that is pushed. To be fed by one thread; ``counts`` and ``settled`` may be asked by any."""
+    """Pushes all signals. Call from one thread; ``counts`` and ``settled`` may be called from any."""
 
     def __init__(self, config: PushConfig, exporter: ExporterConfig, clock: Clock | None = None) -> None:
         self._config, self._clock = config, clock or SystemClock()
@@ -46,7 +45,7 @@ class PushPipeline:
         self._traces = Traces(SpanReader(exporter, born_ns - OLDER_NS))
         self._ended: set[str] = set()
         self._left: dict[str, Rank] = {}
-        """that other incarnations have replaced, of all snapshots since the last that was taken"""
+        """ranks replaced by other incarnations since the last snapshot that was processed"""
         self._next_metrics_s = self._next_traces_s = 0.0
         self._changed = Condition()
         self._facts: ScrapeInput | None = None
@@ -54,7 +53,7 @@ class PushPipeline:
         self._thread = Thread(target=self._run, name="otlp", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         self._next_metrics_s = self._clock.now() + self._config.interval_s
         for sender in self._senders:
             sender.start()
@@ -62,7 +61,7 @@ class PushPipeline:
 
     @property
     def counts(self) -> Mapping[str, Counts]:
-        """What became of everything, by signal."""
+        """Counts of what was recorded, sent and dropped, by signal."""
         found = {signal: backlog.counts for signal, backlog in self._backlogs.items()}
         if "traces" in found:
             found["traces"] = found["traces"]._replace(unread_bytes=self._traces.unread_bytes)
@@ -70,16 +69,16 @@ class PushPipeline:
 
     @property
     def settled(self) -> bool:
-        """Whether the final state was taken, and all there was is sent or dropped."""
+        """True once the final state was processed and everything is sent or dropped."""
         return not self._final and not any(one.counts.queued for one in self._backlogs.values())
 
     @property
     def due(self) -> bool:
-        """Whether what is looked at next will be pushed as metrics."""
+        """True if the next snapshot will be pushed as metrics."""
         return "metrics" in self._backlogs and self._clock.now() >= self._next_metrics_s
 
     def look(self, facts: ScrapeInput, *, final: bool = False) -> None:
-        """Push what is due; ``final``: everything, for the exporter ends. Returns at once."""
+        """Hand over a snapshot to push what is due; ``final``: everything, because the exporter ends. Returns at once."""
         with self._changed:
             self._facts, self._final = facts, final or self._final
             self._left |= {rank.incarnation: rank for rank in facts.snapshot.left}
@@ -89,7 +88,7 @@ class PushPipeline:
                 backlog.hurry()
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """End; what was not sent is dropped, and counted. Waits for threads at most so long each. Idempotent."""
+        """Stop; unsent items are dropped and counted. Waits at most ``timeout_s`` for each thread. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -105,7 +104,7 @@ class PushPipeline:
             self._push_metrics(facts, final=final)
             self._ended = {rank.incarnation for rank in (*facts.snapshot.ranks, *facts.snapshot.left) if not rank.up}
             with self._changed:
-                self._final = self._final and self._facts is not None  # handed over meanwhile: that is the final one
+                self._final = self._final and self._facts is not None  # one handed over meanwhile is the final one
         self._traces.keep(())
 
     def _next(self) -> tuple[ScrapeInput, bool] | None:
@@ -155,7 +154,7 @@ class PushPipeline:
         return due and rank.up and written != 0
 
     def _leaving(self, snapshot: Snapshot) -> list[Rank]:
-        """Return the replaced ranks whose end was not taken yet: their streams end at the look after it."""
+        """Return the replaced ranks whose end is not processed yet: their streams end one snapshot later."""
         return [rank for rank in snapshot.left if rank.incarnation not in self._ended]
 
     def _has_just_ended(self, rank: Rank) -> bool:
@@ -168,7 +167,7 @@ class PushPipeline:
 
 
 def transport(signal: str, target: PushTarget) -> Transport:
-    """Return the way to a target. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
+    """Return the transport for a target. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
     if signal == "metrics":
         from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 

@@ -1,6 +1,6 @@
-"""What waits to be sent, in memory that is bounded: when the receiver is away for long, the oldest goes first.
+"""Bounded queue of the requests that wait to be sent. When it is full, the oldest are dropped.
 
-The newest is worth most: it holds the final state of ranks that have ended, and cumulative points repeat what older ones said.
+The newest are worth most: they hold the final state of ranks that have ended, and cumulative points supersede older ones.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 LAST_S = 2.0
-"""Between attempts of an exporter that is about to end: after a long outage the usual pauses would outlast its end."""
+"""Pause between attempts while the exporter shuts down: after a long outage the usual pauses would outlast it."""
 
 
 class Batch(NamedTuple):
-    """One request, packed, and how many data points or spans it holds."""
+    """One packed request and the number of its data points or spans."""
 
     body: bytes
     items: int
 
 
 class RequestQueue:
-    """A queue of batches with its books. Any thread may put; one takes, and gives each back or settles it."""
+    """A queue of batches with its counters. Any thread may ``put``; one thread takes each batch and settles it."""
 
     def __init__(self, limit_bytes: int, clock: Clock) -> None:
         self._limit, self._clock = limit_bytes, clock
@@ -41,11 +41,11 @@ class RequestQueue:
 
     @property
     def counts(self) -> counters.Counts:
-        """The books; never between two of their entries."""
+        """A consistent copy of the counters."""
         return self._counts
 
     def put(self, batch: Batch) -> None:
-        """Add a batch; it, or older ones, are dropped where there is no room."""
+        """Add a batch; older ones, or this one, are dropped if there is no room."""
         with self._changed:
             self._counts = self._counts._replace(recorded=self._counts.recorded + batch.items)
             if self._closed:
@@ -57,7 +57,7 @@ class RequestQueue:
             self._changed.notify_all()
 
     def take(self) -> Batch | None:
-        """Wait for a batch and take it in hand; ``None`` once the backlog is closed."""
+        """Wait for the oldest batch and return it; ``None`` once the queue is closed."""
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
@@ -67,10 +67,10 @@ class RequestQueue:
             return self._in_hand
 
     def settle(self, batch: Batch, outcome: Outcome) -> None:
-        """Enter what became of the batch in hand; one that is to be sent again becomes the oldest that waits."""
+        """Record the outcome of the batch taken; one to be retried becomes the oldest in the queue again."""
         with self._changed:
             if self._in_hand is not batch:
-                return  # closed meanwhile: it is entered as dropped
+                return  # closed meanwhile, which counted it as dropped
             self._in_hand = None
             if outcome.kind == "retry":
                 self._counts = self._counts._replace(failures=self._counts.failures + 1)
@@ -84,9 +84,9 @@ class RequestQueue:
             self._counts = counters.sent(self._counts, batch.items - rejected)
 
     def pause(self, seconds: float, least_s: float = 0.0) -> None:
-        """Wait before the next attempt; shorter when the exporter is about to end, and not at all if it has not tried since.
+        """Wait before the next attempt: shorter during shutdown, and not at all before the first attempt after its start.
 
-        ``least_s``: what the receiver has asked for, which holds then, too.
+        ``least_s``: the delay that the receiver asked for, which holds during shutdown, too.
         """
         with self._changed:
             end = self._clock.now() + (min(seconds, max(LAST_S, least_s)) if self._ends else seconds)
@@ -95,13 +95,13 @@ class RequestQueue:
             self._hurried = False
 
     def hurry(self) -> None:
-        """Have the next attempt made now, and all that follow soon: the exporter is about to end."""
+        """Shorten the pauses, because the exporter shuts down: the next attempt is made now, later ones soon."""
         with self._changed:
             self._hurried = self._ends = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Drop what is left. Idempotent."""
+        """Drop all queued batches. Idempotent."""
         with self._changed:
             self._closed = True
             in_hand, self._in_hand = self._in_hand, None

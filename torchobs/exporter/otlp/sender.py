@@ -1,4 +1,4 @@
-"""The thread that brings one signal's batches to the receiver, oldest first, again and again until each is settled."""
+"""Thread that sends one signal's batches, oldest first, and retries each until it is accepted or refused."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.transport import Outcome, Transport
 
 FIRST_S, MOST_S = 1.0, 60.0
-"""Waiting times between attempts: doubled from the one to the other, as OpenTelemetry's exporters do, half of it by chance."""
+"""First and longest pause between attempts: doubled each time, half of it random, as in OpenTelemetry's exporters."""
 
 LONGEST_RETRY_AFTER_S = 300.0
-"""What a receiver may ask for at most: a mistaken ``Retry-After`` of a year must not end the push."""
+"""Upper limit of ``Retry-After``: a mistaken value of a year must not stop the push."""
 
 _log = logging.getLogger(__name__)
 
 
 class Backoff:
-    """How long to wait before the next attempt."""
+    """Exponential backoff with jitter."""
 
     def __init__(self, random: Random | None = None) -> None:
         self._random = random or Random()  # noqa: S311  # spreads retries, protects nothing
         self._failures = 0
 
     def succeeded(self) -> None:
-        """Begin anew."""
+        """Reset the pause to its first value."""
         self._failures = 0
 
     def next_s(self, after_s: float | None) -> float:
-        """Return the seconds to wait after a failure; never less than the receiver asked for, within reason."""
+        """Return the seconds to wait after a failure; at least ``after_s``, up to :data:`LONGEST_RETRY_AFTER_S`."""
         longest_s = min(FIRST_S * 2.0**self._failures, MOST_S)
         self._failures = min(self._failures + 1, 16)
         waiting_s = longest_s * (0.5 + self._random.random() / 2)
@@ -40,7 +40,7 @@ class Backoff:
 
 
 class Sender:
-    """One per signal: a receiver of spans that hangs keeps no metrics waiting."""
+    """Sends one signal, so that a receiver of spans that hangs does not delay metrics."""
 
     def __init__(self, signal: str, backlog: RequestQueue, transport: Transport) -> None:
         self._signal, self._backlog, self._transport = signal, backlog, transport
@@ -48,11 +48,11 @@ class Sender:
         self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """End: what is not sent is dropped, a request under way is broken off."""
+        """Stop: unsent batches are dropped, and a request in progress is cancelled."""
         self._backlog.close()
         self._transport.cancel()
         self._thread.join(timeout_s)

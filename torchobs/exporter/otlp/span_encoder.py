@@ -1,11 +1,10 @@
-"""Spans as OTLP has them, made of the frames of a rank's event ring.
+"""Convert the frames of a rank's event ring into OTLP spans.
 
-A frame is sent once, by its position in the ring. An exporter that starts again sends what is still in the ring once more:
-spans have their identifiers from the file, so that it is the same span again and not another.
+A frame is sent once, by its position in the ring. A restarted exporter sends the frames that are still in the ring again, with
+the same identifiers, which come from the file.
 
-The span of the run is sent when its rank has ended, with torchobs' events as its events. If the rank did not say how it ended,
-the exporter does: the span ends with the rank's last heartbeat, as an error. Other spans that were announced and did not end
-are closed in the same way.
+The run's span is sent when its rank has ended, with torchobs' events as span events. If the rank recorded no end, the exporter
+ends the span at the rank's last heartbeat, as an error. Other open spans that were announced are closed in the same way.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 Frame = dict[str, Any]
 MOST_EVENTS = 1024
-"""of one run; the oldest go first"""
+"""of one run; the oldest are dropped first"""
 _MOST_OPEN = 1024
 
 _KINDS = {kind.name.lower(): kind for kind in SpanKind}
@@ -46,7 +45,7 @@ _FIXED64, _UINT32 = 1 << 64, 1 << 32
 
 
 class Trace:
-    """What is known of one incarnation's spans."""
+    """State of one incarnation's spans: open spans, the run's span, and torchobs' events."""
 
     def __init__(self, header: Header) -> None:
         self._header = header
@@ -59,7 +58,7 @@ class Trace:
         self._finished = False
 
     def take(self, frames: Iterable[tuple[int, Frame]]) -> Iterator[Frame]:
-        """Yield the spans that have ended and were not taken before, but for the run's own."""
+        """Yield the new spans that have ended, except the run's."""
         for position, frame in frames:
             if position < self._next:
                 continue
@@ -73,7 +72,7 @@ class Trace:
             elif span_id == self._run_id:
                 self._run = frame
                 if self._finished and kind == "span":
-                    yield frame  # taken for dead, it was not
+                    yield frame  # the rank was wrongly taken for dead
             elif kind == "span_start":
                 self._announce(span_id, frame)
             elif kind == "span":
@@ -81,7 +80,7 @@ class Trace:
                 yield frame
 
     def finish(self, reason: str, last_ns: int) -> Iterator[Frame]:
-        """Yield what has no end of its own, and the run's span; once. ``last_ns``: the last sign of life, Unix ns."""
+        """Yield the open spans, ended, and the run's span; once. ``last_ns``: the rank's last heartbeat, Unix ns."""
         if self._finished:
             return
         self._finished = True
@@ -95,7 +94,7 @@ class Trace:
         yield run if run.get("k") == "span" else run | ended | {"attrs": {"reason": reason}}
 
     def events_of(self, frame: Frame) -> tuple[list[Event], int]:
-        """Return torchobs' events if it is the run's span, and how many more there were."""
+        """Return torchobs' events for the run's span, and the number of events dropped; nothing for other spans."""
         if frame.get("span_id") != self._run_id:
             return [], 0
         return [*self._events], self._seen_events - len(self._events)
@@ -114,7 +113,7 @@ class Trace:
         self._seen_events += 1
 
     def _imagined(self) -> Frame:
-        """Return the run's beginning where the ring has written over it: all but its parent can be worked out."""
+        """Return a replacement for the run's first frame if it was overwritten: all but its parent is in the header."""
         header = self._header
         return {
             "name": catalog.SPAN_RUN.name,
@@ -128,12 +127,12 @@ class Trace:
 
 
 def is_sampled(frame: Frame) -> bool:
-    """Return True if whoever began the trace wants its spans."""
+    """Return True if the trace is sampled."""
     return bool(_whole(frame.get("flags")) & _SAMPLED)
 
 
 def span_of(frame: Frame, resource: Resource, trace: Trace) -> ReadableSpan:
-    """Return the span of a frame. Raises ``ValueError`` for one without a trace's and a span's identifier."""
+    """Return the span of a frame. Raises ``ValueError`` if it has no valid trace and span identifier."""
     dropped = [*_list(frame.get("dropped")), 0, 0, 0]
     events, more = trace.events_of(frame)
     cut, parent = _count(frame.get("cut")), frame.get("parent")
@@ -155,9 +154,9 @@ def span_of(frame: Frame, resource: Resource, trace: Trace) -> ReadableSpan:
 
 
 def complete(message: Any, frame: Frame) -> None:
-    """Set in a frame's encoded span what OpenTelemetry's encoder leaves out: W3C's flags and states.
+    """Set the W3C trace flags and trace state in an encoded span, which OpenTelemetry's encoder leaves out.
 
-    The states are passed on as they are; the API's ``TraceState`` would log a warning for each that is malformed.
+    The state is passed on unchanged; the API's ``TraceState`` would log a warning for each malformed one.
     """
     message.flags |= _whole(frame.get("flags")) & 0xFF
     message.trace_state = _text(frame.get("state"))
@@ -184,7 +183,7 @@ def _event(item: object) -> Event:
 
 
 def _links(frame: Frame) -> Iterator[tuple[Link, tuple[object, object]]]:
-    """Yield the links of a frame that have identifiers, with their flags and state."""
+    """Yield a frame's links that have valid identifiers, with trace flags and state."""
     for item in _list(frame.get("links")):
         trace_id, span_id, flags, state, attributes, dropped = [*_list(item), *[None] * 6][:6]
         with contextlib.suppress(ValueError):

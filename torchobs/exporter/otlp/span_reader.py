@@ -1,7 +1,7 @@
-"""The ranks' event rings, read with descriptors of the push's own: the scanner's belong to its thread.
+"""Read the ranks' event rings for the push, with its own file descriptors: the scanner's belong to its thread.
 
-A rank that writes more between two looks than its ring holds writes over what nobody has read. What is missing is seen by the
-positions, which count bytes since birth, and is told in bytes: how many spans that were, nobody knows.
+A rank that writes more between two reads than its ring holds overwrites unread frames. Positions count bytes since the file's
+creation, so the loss is known in bytes, but not in spans.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank
 
 _LONGEST = MAX_PAYLOAD + ALIGN
-"""What a frame takes at most, and less than what a lap's end may leave empty: a smaller gap may be no loss."""
+"""Longest frame. The gap at the ring's wrap-around is shorter, so that a gap up to this size may be no loss."""
 _EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 
 
 class _End(NamedTuple):
-    """Where a reading of a ring ended."""
+    """Where the last read of a ring ended."""
 
     newest: int
-    """position of its last frame"""
+    """position of its newest frame"""
     at: int
-    """a position up to which it missed nothing"""
+    """position up to which nothing was missed"""
 
 
 class SpanReader:
-    """One thread at a time."""
+    """Reads the event rings and counts what was lost. To be used by one thread at a time."""
 
     def __init__(self, config: ExporterConfig, since_ns: int) -> None:
-        """``since_ns``, Unix ns: what an older rank has lost by now, an exporter before this one may have read."""
+        """``since_ns``, Unix ns: what older ranks have lost so far may have been read by an earlier exporter."""
         self.unread_bytes = 0
-        """that were written over before they were read"""
+        """bytes overwritten before they were read"""
         self._directory, self._since_ns = Directory(config), since_ns
         self._files: dict[str, FlightFile] = {}
         self._ends: dict[str, _End] = {}
         self._warnings = RateLimiter(_EVERY_S)
 
     def read(self, rank: Rank, wall_ns: int) -> list[tuple[int, Frame]]:
-        """Return the position and the fields of every frame in a rank's ring, oldest first; none where it cannot be read."""
+        """Return position and fields of every frame in a rank's ring, oldest first; nothing if it cannot be read."""
         name = file_name(rank.view.header)
         try:
             self._directory.names(wall_ns)
             file = self._open(name, rank)
-            head = file.live().event_head  # before the ring: all up to there is in it
+            head = file.live().event_head  # read before the ring, which then holds everything up to there
             frames = [*file.events()]
         except HOSTILE as problem:
             self._forget(rank.incarnation)
@@ -72,7 +72,7 @@ class SpanReader:
         return frames
 
     def keep(self, incarnations: Collection[str]) -> None:
-        """Close the files of all others."""
+        """Close the files of all other incarnations."""
         for incarnation in self._files.keys() - set(incarnations):
             self._forget(incarnation)
         for incarnation in self._ends.keys() - set(incarnations):
@@ -94,7 +94,7 @@ class SpanReader:
         return file
 
     def _miss(self, rank: Rank, frames: list[tuple[int, Frame]]) -> None:
-        """Count what was written since the last reading and is not among the frames any more."""
+        """Count the bytes written since the last read that are no longer in the ring."""
         is_new = rank.view.header.wall_ns >= self._since_ns
         before = self._ends.get(rank.incarnation, _End(-1, 0) if is_new else None)
         oldest = next((position for position, _ in frames if before is not None and position > before.newest), None)

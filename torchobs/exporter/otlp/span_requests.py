@@ -1,4 +1,4 @@
-"""The requests of one push of spans."""
+"""Build the requests of one push of spans."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from torchobs.exporter.otlp.span_encoder import Frame, Trace
 
 MOST_SPANS = 512
-"""Of one request: the SDK's own default."""
+"""Limit of one request: the SDK's default."""
 MOST_BYTES = 2 * 1024**2
 
 
 class SpanRequests:
-    """Requests in the making."""
+    """Collects spans and encodes them as requests."""
 
     def __init__(self) -> None:
         self._found: list[tuple[ReadableSpan, Frame]] = []
 
     def add(self, resource: Resource, trace: Trace, frames: Iterable[Frame]) -> None:
-        """Add the spans of those frames that are sampled; one that is no span is left out."""
+        """Add the spans of the sampled frames; invalid frames are skipped."""
         for frame in filter(span_encoder.is_sampled, frames):
             try:
                 self._found.append((span_encoder.span_of(frame, resource, trace), frame))
@@ -36,13 +36,13 @@ class SpanRequests:
                 continue
 
     def finish(self) -> list[tuple[bytes, int]]:
-        """Return (serialised request, its spans) of each."""
+        """Return (serialised request, number of spans) pairs."""
         parts = (self._found[begin : begin + MOST_SPANS] for begin in range(0, len(self._found), MOST_SPANS))
         return [request for part in parts for request in _packed(part)]
 
 
 def _packed(found: list[tuple[ReadableSpan, Frame]]) -> list[tuple[bytes, int]]:
-    """Return the request of those spans; where it would be too large for a receiver, those of their halves."""
+    """Return the spans as one request; if it is too large for a receiver, as several, splitting the spans in halves."""
     request = encode_spans([span for span, _ in found])
     if request.ByteSize() > MOST_BYTES and len(found) > 1:
         half = len(found) // 2

@@ -1,4 +1,4 @@
-"""What a way to the receiver is, and what became of one request."""
+"""Interface of the transports to an OTLP receiver, and the outcome of a request."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from typing import Literal, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request.
+    """Outcome of a request.
 
-    ``retry``: it may be sent again, after ``after_s`` if the receiver said so. ``refused``: it never will be taken.
+    ``retry``: it may be sent again, after ``after_s`` if the receiver set that. ``refused``: it will never be accepted.
     """
 
     kind: Literal["sent", "retry", "refused"]
     rejected: int = 0
-    """data points or spans that the receiver did not take, of a request that it took otherwise"""
+    """data points or spans that the receiver rejected of a request that it accepted (partial success)"""
     after_s: float | None = None
     words: str = ""
-    """what the receiver or the network said, printable"""
+    """message of the receiver or of the operating system, printable"""
 
 
 class Transport(Protocol):
-    """A way to the receiver of one signal. One thread at a time."""
+    """Sends one signal's requests to a receiver. To be used by one thread at a time."""
 
     def pack(self, message: bytes) -> bytes:
-        """Return a serialised request as it will be sent: compressed, where that is the transport's business."""
+        """Return a serialised request as it will be sent: compressed, if the transport does that."""
 
     def send(self, body: bytes) -> Outcome:
-        """Send a packed request and wait for the answer, no longer than the timeout. Raises nothing that a network can do."""
+        """Send a packed request and wait for the response, at most the timeout. Network errors are outcomes, not raised."""
 
     def cancel(self) -> None:
-        """Have the request under way fail, and all that follow. May be called by another thread."""
+        """Make the request in progress fail, and all later ones. May be called by another thread."""
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
 
 
 def printable(text: str, longest: int = 200) -> str:
-    """Return what a receiver said as one line for the log."""
+    """Return a receiver's message as one printable line for the log."""
     return "".join(character if character.isprintable() else " " for character in text[:longest]).strip()

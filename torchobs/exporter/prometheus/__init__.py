@@ -1,1 +1,1 @@
-"""The Prometheus page: from snapshots to lines of the text format."""
+"""The metrics page for Prometheus: renders snapshots in the text formats."""

@@ -1,4 +1,4 @@
-"""What a rank's page has of one value block: its lines are made once, up to their numbers, which are written all together."""
+"""Render the series of one value block of a rank. Each line's prefix is cached; numbers are formatted in bulk per page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_gauge(series: Series) -> bool:
 
 
 class _Row(NamedTuple):
-    """A series that is no gauge. ``at``: its place in the block."""
+    """A series that is no gauge. ``at``: its index in the block."""
 
     at: int
     family: Family
@@ -43,21 +43,21 @@ class _Row(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The lines while the same series have a value. ``starts``: the first line of each row."""
+    """The line layout while the same series have a value. ``starts``: the first line of each row."""
 
     pick: Callable[[Sequence[Value | None]], tuple[float, ...]]
     prefixes: list[str]
     starts: list[int]
     spans: list[LineRange]
     tails: list[tuple[int, str]]
-    """what comes after a line's number, by line"""
+    """text after a line's number, by line"""
 
 
 class BlockRenderer:
-    """The lines in one style and one state of the rank; written again only when the block has changed.
+    """Renders a value block in one style and one state of the rank; again only when the block has changed.
 
-    Nearly every series is a gauge of floats: these are taken from the block as they are, without a look at each. The others are
-    rows, of as many lines as a value has numbers; those of a quiet series may be none.
+    Nearly every series is a gauge of floats; their values are picked from the block without a check of each. The other series
+    are rows, with a line for each number of the value; the row of a quiet series may be empty.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BlockRenderer:
         shared: bool = True,
         born_s: float | None = None,
     ) -> None:
-        """``shared``: show what all ranks share, too; ``born_s``: when everything began to count, if that shall be said."""
+        """``shared``: include the metrics that ranks share; ``born_s``: start of the counters, if ``_created`` is wanted."""
         self.series, self.up, self.shared, self._quiet, self._held = series, up, shared, quiet, False
         self._openmetrics, self._born_s = style.openmetrics, born_s
         self._written: tuple[DecodedBlock, Shown, list[Chunk]] | None = None
@@ -83,7 +83,7 @@ class BlockRenderer:
             if entry is not None and (up or entry.survives) and (shared or not entry.shared)
         ]
         self._families: dict[str, tuple[int, str]] = {}
-        """place on the page, and brief, of each by its name"""
+        """position on the page, and brief, of each family by its name"""
         for index, entry in served:
             self._families.setdefault(entry.family.name, (index, entry.brief))
         served.sort(key=lambda one: self._families[one[1].family.name][0])
@@ -122,14 +122,14 @@ class BlockRenderer:
         if shown and self._openmetrics:
             for row, bucket, text in self._exemplars(shown):
                 value = values[self._rows[row].at]
-                if isinstance(value, Distribution) and value.counts[bucket]:  # the span can be there before the step is folded
+                if isinstance(value, Distribution) and value.counts[bucket]:  # a span can precede the fold of its step
                     texts[plan.starts[row] + bucket] += text
         for line, text in plan.tails:
             texts[line] += text
         return weave(plan.prefixes, texts, plan.spans)
 
     def _planned(self, absent: Collection[int], lengths: Sequence[int]) -> _Plan:
-        """Return the plan for when those gauges have no value, and the rows that many numbers."""
+        """Return the plan for a block in which the gauges ``absent`` have no value and the rows have ``lengths`` numbers."""
         hidden = frozenset(absent)
         there = [place for place, index in enumerate(self._indices) if index not in hidden]
         prefixes, of = [self._prefixes[place] for place in there], [self._of[place] for place in there]
@@ -147,7 +147,7 @@ class BlockRenderer:
         return _Plan(pick, prefixes, starts, spans, [*created.items()] if self._openmetrics else [])
 
     def _spans(self, of: Sequence[Family], created: dict[int, str]) -> Iterable[LineRange]:
-        """Yield where each family's lines are, given the family of each line."""
+        """Yield the range of each family's lines, given the family of each line."""
         begin = 0
         for family, lines in groupby(of):
             end = begin + sum(1 for _ in lines)
@@ -156,7 +156,7 @@ class BlockRenderer:
             begin = end
 
     def _exemplars(self, shown: Shown) -> list[tuple[int, int, str]]:
-        """Return each as row, bucket and text."""
+        """Return the row, the bucket and the text of each exemplar."""
         if shown is not self._noted[0]:
             by_row = ((number, row.lines.exemplars(shown)) for number, row in enumerate(self._rows))
             self._noted = shown, [(number, bucket, text) for number, found in by_row for bucket, text in found]
@@ -164,7 +164,7 @@ class BlockRenderer:
 
 
 def _picking(indices: Sequence[int]) -> Callable[[Sequence[Value | None]], tuple[float, ...]]:
-    """Return what takes the values at those places."""
-    if len(indices) < 2:  # noqa: PLR2004  # of one, an itemgetter gives no tuple
-        return lambda values: tuple(values[index] for index in indices)  # type: ignore[misc]  # gauges, and present
+    """Return a function that picks the values at ``indices``."""
+    if len(indices) < 2:  # noqa: PLR2004  # an itemgetter of one index returns no tuple
+        return lambda values: tuple(values[index] for index in indices)  # type: ignore[misc]  # all are gauges with a value
     return itemgetter(*indices)

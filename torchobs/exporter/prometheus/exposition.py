@@ -1,4 +1,4 @@
-"""The page's families: what the ranks' files hold, what the exporter says of the ranks, what it says of itself."""
+"""Render the page's metric families: from the ranks' files, the exporter's metrics of each rank, and its own metrics."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _OM_UNITS = {"s": "seconds", "By": "bytes"}
 
 
 class Exposition:
-    """Writes the page. One thread at a time."""
+    """Renders the page. To be used by one thread at a time."""
 
     def __init__(
         self, others: Iterable[str] = (), *, limits: SeriesLimits | None = None, created: bool = False, host: bool = False
     ) -> None:
-        """``others`` are sample names that the page has from elsewhere; ``created`` adds ``_created`` samples.
+        """``others``: sample names that others add to the page; ``created``: add ``_created`` samples.
 
-        ``host``: the machine's own metrics are to be on it.
+        ``host``: include the machine's metrics.
         """
         self._names = NameRegistry(others, host=host)
         self._limits, self._created = limits or SeriesLimits(), created
@@ -48,12 +48,12 @@ class Exposition:
         self._own: dict[Style, SampleRenderer] = {}
         self._heads: dict[Style, dict[str, _Head]] = {}
         self.holding = False
-        """whether the last page has a counter at 0 that has counted (``quiet_series``)"""
+        """whether the last page shows a counter at 0 that has counted already (``quiet_series``)"""
 
     def families(self, facts: ScrapeInput, style: Style, acknowledged: int = 0) -> Iterator[str]:
-        """Yield every family as text, each family once.
+        """Yield the text of every family, each family once.
 
-        ``acknowledged``: every scraper that is expected has got the page of this snapshot, or a newer one.
+        ``acknowledged``: number of a snapshot; every expected scraper has received its page or a newer one.
         """
         served = {(rank.opened, rank.rank): rank for rank in facts.snapshot.ranks}
         self._forget(served.keys())
@@ -63,7 +63,7 @@ class Exposition:
             known = self._ranks.get(key)
             if known is None:
                 known = self._ranks[key] = _RankSeries(rank, self._names, self._limits, created=self._created)
-            page.add(known.said(rank, style))
+            page.add(known.exporter_chunks(rank, style))
             known.quiet.begin(facts.snapshot.number, acknowledged)
             for chunks in known.chunks(rank, style, shared=key in speakers):
                 page.add(chunks)
@@ -81,19 +81,19 @@ class Exposition:
         gone = self._ranks.keys() - set(served)
         left = [self._ranks.pop(key) for key in gone]
         if gone:
-            if self._give_back(left):  # all of them anew: whoever came last had to stay outside
+            if self._give_back(left):  # place all again: the latest ranks had found no room
                 self._give_back(self._ranks.values())
                 for known in self._ranks.values():
                     known.clear()
             self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
-            self._heads.clear()  # with the names of what is gone
+            self._heads.clear()  # which hold names of families that are gone
 
     def _give_back(self, ranks: Collection[_RankSeries]) -> bool:
         return self._limits.give_back(sum(known.lines for known in ranks))
 
 
 def _speakers(served: Mapping[tuple[int, str], Rank]) -> set[tuple[int, str]]:
-    """Return the rank of each run whose file says what all of them share: the first that lives."""
+    """Return for each run the rank that shows the metrics all ranks share: the first living one."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     for key, rank in sorted(served.items(), key=lambda one: (len(one[1].rank), one[1].rank)):
         if rank.up:
@@ -102,7 +102,7 @@ def _speakers(served: Mapping[tuple[int, str], Rank]) -> set[tuple[int, str]]:
 
 
 class _Head(NamedTuple):
-    """A family's first lines, and those of its ``_created`` samples where these are a family of their own."""
+    """A family's header lines, and those of its ``_created`` samples if these form a family of their own."""
 
     family: Family
     brief: str
@@ -117,10 +117,10 @@ class _Text(NamedTuple):
 
 
 class _Page:
-    """Families in the order of their first sample."""
+    """The families of one page, in the order of their first sample."""
 
     def __init__(self, style: Style, heads: dict[str, _Head]) -> None:
-        """``heads``: those that are known, to be added to."""
+        """``heads``: cache of header lines, extended here."""
         self._style, self._heads = style, heads
         self._families: dict[str, _Text] = {}
 
@@ -136,7 +136,7 @@ class _Page:
                 text.created.append(created)
 
     def families(self) -> Iterator[str]:
-        """Yield them. The classic format has ``_created`` as families of their own, behind those that they belong to."""
+        """Yield the families' texts. In the classic format ``_created`` samples are separate families behind their own."""
         for text in self._families.values():
             yield text.head.text
             yield from text.lines
@@ -150,9 +150,9 @@ class _Page:
         if known is None or known.family != family or known.brief != brief:
             unit = _OM_UNITS.get(family.unit, "")
             unit = unit if family.name.endswith(f"_{unit}") else ""
-            told = labels.text(brief)
-            text = header(self._style, family.name, _TYPES[family.kind], unit, told)
-            created = header(self._style, f"{family.name}_created", "gauge", "", told)
+            escaped = labels.text(brief)
+            text = header(self._style, family.name, _TYPES[family.kind], unit, escaped)
+            created = header(self._style, f"{family.name}_created", "gauge", "", escaped)
             known = self._heads[family.name] = _Head(family, brief, text, created)
         return known
 
@@ -166,40 +166,40 @@ class _RankSeries:
         self._born_s = rank.view.header.wall_ns / 1e9 if created else None
         self._entries: dict[int, Labelled | None] = {}
         self._taken: set[tuple[str, ...]] = set()
-        """name and labels of each series on the page"""
+        """name and labels of each series on the page, to detect duplicates"""
         self._texts: dict[tuple[Style, int], BlockRenderer] = {}
         self._kept: dict[int, Series] = {}
         self._said: dict[Style, SampleRenderer] = {}
         self._counted: set[int] = set()
         self.quiet = QuietSeries()
         self.lines = 0
-        """how many lines they have"""
+        """number of their lines"""
 
     @property
     def size(self) -> int:
-        """How many series are on the page."""
+        """Number of series on the page."""
         return len(self._taken)
 
     def entries(self) -> Iterator[Labelled]:
-        """Yield what is on the page."""
+        """Yield the series on the page."""
         return (entry for entry in self._entries.values() if entry is not None)
 
     def clear(self) -> None:
-        """Take all series off the page, to be placed anew; those that were left out are counted as such."""
+        """Take all series off the page, to be placed again; the count of dropped series stays."""
         self._counted.update(one for one, entry in self._entries.items() if entry is None)
         for placed in (self._entries, self._taken, self._texts):
             placed.clear()
         self.lines = 0
 
-    def said(self, rank: Rank, style: Style) -> list[Chunk]:
-        """Return the lines of what the exporter says of the rank."""
+    def exporter_chunks(self, rank: Rank, style: Style) -> list[Chunk]:
+        """Return the lines of the exporter's own metrics of the rank."""
         text = self._said.get(style)
         if text is None:
             text = self._said[style] = SampleRenderer(style, lambda own: {**own, **self.identity})
         return text.chunks([*exporter_metrics.of_rank(rank)])
 
     def chunks(self, rank: Rank, style: Style, *, shared: bool) -> Iterator[list[Chunk]]:
-        """Yield the lines of every series that the rank's state lets it show; ``shared``: what its run shares, too."""
+        """Yield the lines of every series shown in the rank's state; ``shared``: include metrics that ranks share."""
         for index, block in enumerate(rank.view.blocks):
             text = self._texts.get((style, index))
             if text is None or text.series is not block.series or text.up != rank.up or text.shared != shared:
@@ -210,7 +210,7 @@ class _RankSeries:
             yield text.chunks(block, NONE if index else rank.exemplars)
 
     def _enter(self, series: Series) -> Labelled | None:
-        self._kept[id(series)] = series  # or another could get its id
+        self._kept[id(series)] = series  # keeps it alive, so that no other object gets its id
         placed = self._place(series)
         if isinstance(placed, str) and id(series) not in self._counted:
             self._limits.dropped[placed] += 1
@@ -218,13 +218,13 @@ class _RankSeries:
         return entry
 
     def _place(self, series: Series) -> Labelled | str:
-        """Return the series as it is on the page, or the reason why it is not."""
+        """Return the series with its labels, or the reason why it is not on the page."""
         if (reason := self._limits.refusal(series, self.size)) is not None:
             return reason
         family = self._names.claim(series)
         if family is not None:
             entry = label(series, family, self.identity)
-            key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # in one tuple: pairs take 240 bytes more
+            key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # one flat tuple: pairs take 240 bytes more
             if key not in self._taken:
                 if not (lines := self._limits.take(entry)):
                     return "total_limit"

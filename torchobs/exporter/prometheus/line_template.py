@@ -1,4 +1,4 @@
-"""Lines that stay the same up to their numbers: woven together with new ones at every scrape."""
+"""Combine cached line prefixes with the numbers of a scrape."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """The lines that somebody has of a family, each with its line break in front of it."""
+    """Some of a family's lines, each preceded by its line break."""
 
     family: Family
     brief: str
     lines: str
     created: str = ""
-    """those of the classic format's family of ``_created`` samples"""
+    """lines of the ``_created`` family that the classic format has"""
 
 
 class LineRange(NamedTuple):
-    """Where the lines of a family are: from ``begin`` to before ``end``."""
+    """Range of a family's lines: from ``begin`` to before ``end``."""
 
     family: Family
     brief: str
@@ -31,7 +31,7 @@ class LineRange(NamedTuple):
 
 
 def weave(prefixes: Sequence[str], texts: Sequence[str], spans: Iterable[LineRange]) -> list[Chunk]:
-    """Return the lines by family. A prefix is a line up to its number; there are as many ``texts``."""
+    """Return the lines by family. A prefix is a line up to its number; ``texts`` has one number for each."""
     parts = [""] * (2 * len(texts))
     parts[::2], parts[1::2] = prefixes, texts
     return [Chunk(family, brief, "".join(parts[2 * begin : 2 * end]), created) for family, brief, begin, end, created in spans]

@@ -1,4 +1,4 @@
-"""Who owns a name on the page: two families whose samples share a name are an error in OpenMetrics, and one in Prometheus."""
+"""Ownership of metric names on the page: two families whose samples share a name are an error in OpenMetrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANK_METRICS = (
     catalog.RANK_START_TIME, catalog.RANK_RESTARTS, catalog.RANK_EXIT, catalog.RANK_INFO, catalog.WORLD_SIZE,
     catalog.RANK_SLOWDOWN, catalog.RANK_EXCESS, catalog.RANK_BEHIND,
 )  # fmt: skip
-"""What the exporter itself says of each rank."""
+"""Metrics of each rank that the exporter itself produces."""
 
 OWN_METRICS = (
     catalog.RUN_LOCAL_RANKS, catalog.RUN_MISSING_RANKS, catalog.RUN_STEP_SPREAD, catalog.RUN_GRAD_NORM,
@@ -30,22 +30,22 @@ OWN_METRICS = (
     catalog.OTLP_UNREAD,
     catalog.EXPORTER_HOST_DURATION, catalog.EXPORTER_HOST_ERRORS, catalog.EXPORTER_HOST_STUCK,
 )  # fmt: skip
-"""What it says of itself."""
+"""Metrics of the exporter itself."""
 
 HOST_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("torchobs.host."))
-"""What it says of the machine."""
+"""Metrics of the machine."""
 
 COMMON_METRICS = tuple(metric for metric in catalog.METRICS if metric.name.startswith("system."))
-"""What it says of the machine by OpenTelemetry's names, which an application may have taken for its own instruments, too."""
+"""Metrics of the machine with OpenTelemetry's names, which an application's own instruments may have as well."""
 
 EXPORTER_S = frozenset((*RANK_METRICS, *OWN_METRICS, *HOST_METRICS, *COMMON_METRICS))
-"""What no flight file can say, as no rank does."""
+"""Metrics that only the exporter produces; a flight file that has one is forged."""
 
 _FOREIGN = ("up", "target_info", "otel_scope_info", "scrape_duration_seconds", "scrape_samples_scraped",
             "scrape_samples_post_metric_relabeling", "scrape_series_added", "ALERTS", "ALERTS_FOR_STATE")  # fmt: skip
-"""Series that Prometheus makes itself."""
+"""Series that Prometheus creates itself."""
 
-# by name: to look for a metric in a row of them compares all of its fields with all of theirs, for every series
+# by name: searching a tuple would compare all fields of the metrics, for every series
 _COMMON_NAMES, _EXPORTER_S_NAMES = (frozenset(metric.name for metric in metrics) for metrics in (COMMON_METRICS, EXPORTER_S))
 
 _SUFFIXES = {
@@ -57,7 +57,7 @@ _SUFFIXES = {
 
 
 class Family(NamedTuple):
-    """A family of series: ``name`` as OpenMetrics has it, a counter's without ``_total``."""
+    """A metric family; ``name`` is OpenMetrics', a counter's without ``_total``."""
 
     name: str
     kind: Kind
@@ -66,10 +66,10 @@ class Family(NamedTuple):
 
 @lru_cache(4096)
 def family_of(name: str, kind: Kind, unit: str) -> Family:
-    """Return the family that an OpenTelemetry instrument's series are in.
+    """Return the family of an OpenTelemetry instrument's series.
 
-    OpenTelemetry allows no colon in a name and Prometheus keeps it for recording rules; prometheus-client 0.26 writes it in a
-    family's name and an underscore in those of its samples.
+    A colon becomes an underscore: OpenTelemetry forbids it, Prometheus reserves it for recording rules, and prometheus-client
+    0.26 keeps it in a family's name but not in those of its samples.
     """
     translated = prometheus_name(name, unit, kind).replace(":", "_")
     return Family(translated.removesuffix("_total") if kind is Kind.COUNTER else translated, kind, unit)
@@ -81,16 +81,16 @@ def sample_name(family: Family) -> str:
 
 
 class NameRegistry:
-    """The names in use. Who comes first has the name; what is in the catalog came before everyone."""
+    """The names in use. The first to claim a name owns it; the catalog's names are claimed from the start."""
 
     def __init__(self, others: Iterable[str] = (), *, host: bool = False) -> None:
-        """``others`` are sample names that the page has from elsewhere; ``host``: it has :data:`COMMON_METRICS`."""
+        """``others``: sample names that others add to the page; ``host``: it has :data:`COMMON_METRICS`."""
         self._fixed = frozenset((*_FOREIGN, *others, *_samples_of(set(catalog.METRICS) - set(COMMON_METRICS))))
         self._common = _samples_of(COMMON_METRICS) if host else {}
         self._claimed: dict[str, Family] = {}
 
     def claim(self, series: Series) -> Family | None:
-        """Return the family of a series found in a flight file, or ``None`` when the name is somebody else's."""
+        """Return the family of a series from a flight file, or ``None`` if another family owns the name."""
         family = family_of(series.name, series.kind, series.unit)
         known = BY_NAME.get(series.name)
         if known is not None and (series.scope is None or series.name not in _COMMON_NAMES):
@@ -118,12 +118,12 @@ def _samples(family: Family) -> tuple[str, ...]:
 
 
 def _samples_of(metrics: Iterable[Metric]) -> dict[str, Family]:
-    """Return the sample names of those metrics."""
+    """Return the families by the names of their samples."""
     families = [family_of(metric.name, metric.kind, metric.unit) for metric in metrics]
     return {sample: family for family in families for sample in _samples(family)}
 
 
 def _are_alike(one: Family, other: Family) -> bool:
-    """Return True if both can be on a page as one family."""
+    """Return True if both can be one family on a page."""
     gauges = {Kind.GAUGE, Kind.UPDOWN}
     return one.name == other.name and (one.kind is other.kind or {one.kind, other.kind} <= gauges)

@@ -1,4 +1,4 @@
-"""The metrics page as bytes: once per snapshot and format, however many scrapers ask."""
+"""Cache of the rendered metrics page: rendered once per snapshot and format, however many scrapers there are."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class Page(NamedTuple):
-    """A rendered page. ``number`` is its snapshot's."""
+    """A rendered page. ``number``: that of its snapshot."""
 
     body: bytes
     content_type: str
     number: int
     final: bool = True
-    """whether it shows all that there is to show of that snapshot: no counter is held at 0 (``quiet_series``)"""
+    """whether it shows every value of the snapshot: no counter is held at 0 (``quiet_series``)"""
 
 
 class PageCache:
-    """Renders pages, and keeps those of the newest facts. To be used in one event loop."""
+    """Renders pages and keeps those of the newest snapshot. To be used in one event loop."""
 
     def __init__(self, config: ExporterConfig, series_limit: int = MOST) -> None:
-        """``series_limit``: lines of all ranks."""
+        """``series_limit``: most lines of all ranks together."""
         self._registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self._registry)
@@ -46,9 +46,9 @@ class PageCache:
         self._pages: dict[tuple[str, bool], asyncio.Future[tuple[bytes, bool]]] = {}
 
     async def get(self, facts: ScrapeInput, accept: str, *, compressed: bool, acknowledged: int = 0) -> Page:
-        """Return the page of ``facts`` in the format that an ``Accept`` header asks for.
+        """Return the page in the format that the ``Accept`` header asks for.
 
-        ``acknowledged``: every scraper that is expected has got the page of this snapshot, or a newer one.
+        ``acknowledged``: number of a snapshot; every expected scraper has received its page or a newer one.
         """
         if facts != self._facts:
             self._facts, self._pages = facts, {}
@@ -61,7 +61,7 @@ class PageCache:
         return Page(body, chosen.content_type, facts.snapshot.number, final)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._thread.shutdown(wait=False)
 
     def _render(

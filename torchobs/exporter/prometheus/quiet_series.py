@@ -1,10 +1,10 @@
-"""Series that are left off the page while they say nothing; a counter that begins to count is scraped at zero first.
+"""Leave series off the page while they have their default value, and have a new counter scraped at zero first.
 
-Most counters of a closed set never count anything in a run: no loss scaler, no compilation, no probe that failed. They are in
-the flight file from the start, but on the page from their first event on. A counter whose first sample is 1 has an
-``increase()`` of 0, so the page shows it at 0 until every scraper that is expected has got such a page, and its value then.
-A series that counts already when the exporter sees its rank for the first time is shown as it is: that exporter cannot know
-what was scraped before.
+Most counters of a closed set never count anything in a run: no loss scaler, no compilation, no failed probe. They are in the
+flight file from the start, but on the page only from their first event on. A counter whose first sample is 1 has an
+``increase()`` of 0; so the page shows it at 0 until every expected scraper has received such a page, and its value then.
+A series that has counted before the exporter first sees its rank is shown as it is, because an earlier exporter may have
+served it.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from torchobs.exporter.prometheus.series_lines import Labelled
 
 _KNOWN = -1
-"""In the place of a snapshot's number: every scraper may see the value"""
+"""In place of a snapshot's number: the value may be shown to every scraper"""
 
 
 class QuietSeries:
-    """The quiet series of one rank that have said something. Numbers are those of snapshots."""
+    """The quiet series of one rank that are on the page, with the snapshot in which each first appeared."""
 
     def __init__(self) -> None:
         self._since: dict[int, int] = {}
         self._seen = False
         self._now, self._acknowledged = 0, 0
         self.holding = False
-        """whether a counter was written as 0 that has counted"""
+        """whether a counter was shown at 0 that has counted"""
 
     def begin(self, now: int, acknowledged: int) -> None:
-        """A page of snapshot ``now`` is written; every expected scraper has got one of ``acknowledged`` or newer."""
+        """Begin the page of snapshot ``now``; every expected scraper has received that of ``acknowledged`` or a newer one."""
         self._now, self._acknowledged, self.holding = now, acknowledged, False
 
     def end(self) -> None:
-        """It is written: what is zero in it was seen to be."""
+        """End the page: counters that begin to count from now on are shown at 0 first."""
         self._seen = True
 
     def numbers(self, entry: Labelled, values: Sequence[float]) -> Sequence[float]:
-        """Return what is to be shown of a series whose numbers are ``values``; nothing while it is absent."""
+        """Return the numbers to show for a series with ``values``; none while the series is off the page."""
         key = id(entry.series)
         since = self._since.get(key)
         if since is None:

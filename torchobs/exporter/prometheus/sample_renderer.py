@@ -1,4 +1,4 @@
-"""What a page has of what the exporter says, of a rank or of itself: the same lines every time, with other numbers."""
+"""Render samples that the exporter itself produces. Line prefixes are cached; only values are formatted per scrape."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class SampleRenderer:
-    """The lines in one style."""
+    """Renders samples in one style."""
 
     def __init__(self, style: Style, labels_of: Callable[[Mapping[str, str]], Mapping[str, str]]) -> None:
-        """``labels_of`` makes the labels of a sample from its attributes."""
+        """``labels_of`` returns the labels for a sample's attributes."""
         self._style, self._labels_of = style, labels_of
         self._metrics: list[Metric] = []
         self._attributes: list[Mapping[str, str]] = []
@@ -30,23 +30,23 @@ class SampleRenderer:
         self._prefixes: list[str] = []
         self._spans: list[LineRange] = []
 
-    def chunks(self, said: Sequence[Sample]) -> list[Chunk]:
+    def chunks(self, samples: Sequence[Sample]) -> list[Chunk]:
         """Return the lines by family."""
-        metrics, attributes = [one.metric for one in said], [one.attributes for one in said]
+        metrics, attributes = [one.metric for one in samples], [one.attributes for one in samples]
         if metrics != self._metrics or attributes != self._attributes:
-            self._plan(said)
+            self._plan(samples)
             self._metrics, self._attributes = metrics, attributes
-        return weave(self._prefixes, numbers([float(said[place].value) for place in self._order]), self._spans)
+        return weave(self._prefixes, numbers([float(samples[place].value) for place in self._order]), self._spans)
 
-    def _plan(self, said: Sequence[Sample]) -> None:
+    def _plan(self, samples: Sequence[Sample]) -> None:
         places: dict[str, list[int]] = {}
-        for place, one in enumerate(said):
+        for place, one in enumerate(samples):
             places.setdefault(one.metric.name, []).append(place)
         self._order = [place for group in places.values() for place in group]
         self._prefixes, self._spans = [], []
         for group in places.values():
-            metric, begin = said[group[0]].metric, len(self._prefixes)
+            metric, begin = samples[group[0]].metric, len(self._prefixes)
             family = family_of(metric.name, metric.kind, metric.unit)
-            starts = (prefix(self._style, sample_name(family), self._labels_of(said[place].attributes)) for place in group)
+            starts = (prefix(self._style, sample_name(family), self._labels_of(samples[place].attributes)) for place in group)
             self._prefixes += [f"\n{start}" for start in starts]
             self._spans.append(LineRange(family, metric.brief, begin, len(self._prefixes)))

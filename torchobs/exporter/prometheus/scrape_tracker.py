@@ -1,4 +1,4 @@
-"""Who scrapes, and what each of them has got: an exporter that leaves waits for those it has seen."""
+"""Track the scrapers and the snapshot each has received, so that a stopping exporter can wait for them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 _REMEMBERED_S = 300.0
 _MISSED = 2.5
-"""Intervals without a scrape after which a scraper is gone."""
+"""Scrape intervals without a scrape after which a scraper is taken for gone."""
 
 _LIMIT = 64
 
@@ -16,22 +16,22 @@ class _Scraper(NamedTuple):
     interval_s: float | None
     declared: bool
     number: int
-    """of the newest snapshot that it has got a page of"""
+    """newest snapshot of which it has received a page"""
     final: int
-    """of the newest one that it has got all of"""
+    """newest snapshot of which it has received a page with all values"""
 
 
 class ScrapeTracker:
-    """The scrapers seen lately, by address and user agent. Times are the exporter's CLOCK_MONOTONIC in seconds."""
+    """The recent scrapers, by address and user agent. Times are CLOCK_MONOTONIC in seconds."""
 
     def __init__(self) -> None:
         self._seen: dict[str, _Scraper] = {}
         self.last_s: float | None = None
 
     def note(self, who: str, number: int, now_s: float, *, declared: bool, final: bool = True) -> None:
-        """Note that somebody has got the page of a snapshot.
+        """Note that a client has received the page of a snapshot.
 
-        ``declared``: it sent a scrape timeout, as scrapers do; ``final``: the page showed all that there was.
+        ``declared``: it sent a scrape timeout, as scrapers do; ``final``: the page showed every value.
         """
         before = self._seen.pop(who, None)
         interval_s = now_s - before.last_s if before else None
@@ -42,15 +42,15 @@ class ScrapeTracker:
             del self._seen[next(iter(self._seen))]
 
     def waiting(self, number: int, now_s: float) -> list[str]:
-        """Return who is still expected and has not all of a snapshot as new as ``number``."""
+        """Return the expected scrapers that have not received a final page as new as ``number``."""
         return [who for who, scraper in self._seen.items() if _expected(scraper, now_s) and scraper.final < number]
 
     def got(self, number: int) -> bool:
-        """Return True if anyone has got all of a snapshot as new as ``number``."""
+        """Return True if any scraper has received a final page as new as ``number``."""
         return any(scraper.final >= number for scraper in self._seen.values())
 
     def acknowledged(self, now_s: float) -> int:
-        """Return the number of the newest snapshot of which, or of a newer one, all that are expected have got a page."""
+        """Return the newest snapshot number such that all expected scrapers have its page or a newer one."""
         expected = [scraper.number for scraper in self._seen.values() if _expected(scraper, now_s)]
         return min(expected or [scraper.number for scraper in self._seen.values()], default=0)
 

@@ -1,4 +1,4 @@
-"""How much may be on the page, and what was kept from it."""
+"""Limits of the number of series on the page, and counts of what was dropped."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NAMES = 4096
 
 
 class SeriesLimits:
-    """What one page may hold: so many series of a rank, a histogram being one, and so many lines."""
+    """Limits of one page: series of a rank (a histogram is one), and lines of all ranks."""
 
     def __init__(self, per_rank: int = 20_000, total: int = MOST, drop: Sequence[str] = ()) -> None:
-        """``total``: lines of all ranks, of which the last quarter is for torchobs' own series, not an application's.
+        """``total``: lines of all ranks; the last quarter is reserved for torchobs' own series.
 
-        ``drop``: names that samples have on the page, and beginnings of such names that end in ``*``.
+        ``drop``: names of samples on the page, or prefixes of them followed by ``*``.
         """
         self.dropped = Counter(dict.fromkeys(REASONS, 0))
         """series not served, by reason"""
@@ -37,7 +37,7 @@ class SeriesLimits:
         self._was_full = False
 
     def refusal(self, series: Series, in_rank: int) -> str | None:
-        """Return the reason why there is no room for one more in a rank that has so many, if there is none."""
+        """Return the reason not to admit another series of a rank that has ``in_rank``; ``None`` to admit it."""
         if self._listed is not None and self._listed(family_of(series.name, series.kind, series.unit)):
             return "drop_list"
         if in_rank >= self._per_rank:
@@ -48,7 +48,7 @@ class SeriesLimits:
         return None
 
     def take(self, entry: Labelled) -> int:
-        """Return the lines that a series has on the page, 0 if there is no room for them."""
+        """Reserve room for a series; return its number of lines, 0 if there is no room."""
         lines = len(entry.buckets) + 2 if entry.buckets else 1
         if self.taken + lines > (self._total if entry.series.scope is None else 0.75 * self._total):
             self._was_full = True
@@ -57,7 +57,7 @@ class SeriesLimits:
         return lines
 
     def give_back(self, lines: int) -> bool:
-        """Take back the room of ranks that are gone; return True if others wait for it."""
+        """Free the room of ranks that are gone; return True if series were dropped for lack of room."""
         self.taken -= lines
         waiting, self._was_full = self._was_full and lines > 0, False
         return waiting

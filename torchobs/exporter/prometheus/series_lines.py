@@ -1,4 +1,4 @@
-"""One series on the page: its labels are made once, its values at every scrape."""
+"""Lines of one series on the page: the labels are formatted once, the values at every scrape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Labelled(NamedTuple):
-    """A series with its place on the page. Holds ``series``, whose ``id`` is the cache's key."""
+    """A series with its family and labels. Keeps ``series`` alive, because its ``id`` is a cache key."""
 
     series: Series
     family: Family
@@ -37,11 +37,11 @@ class Labelled(NamedTuple):
     """whether a dead rank keeps it"""
     quiet: float | None
     shared: bool
-    """both as of :class:`~torchobs.catalog.Metric`"""
+    """as in :class:`~torchobs.catalog.Metric`"""
 
 
 def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labelled:
-    """Give a series its labels."""
+    """Return a series with its labels."""
     known = BY_NAME.get(series.name)
     shared = known is not None and known.shared
     described = {name: value for name, value in identity.items() if name != "rank"} if shared else identity
@@ -62,14 +62,14 @@ def label(series: Series, family: Family, identity: Mapping[str, str]) -> Labell
 
 
 class Lines:
-    """The lines of one series in one style: all but their numbers is made once."""
+    """The lines of one series in one style, with cached prefixes."""
 
     __slots__ = ("_created", "_entry", "_with_sum", "prefixes")
 
     def __init__(self, entry: Labelled, style: Style) -> None:
         name, bounds = entry.family.name, entry.series.bounds
         self._entry = entry
-        # with negative values a sum is no counter: OpenMetrics has neither it nor the count then
+        # with negative values the sum is not monotonic, and OpenMetrics then forbids both sum and count
         self._with_sum = not (bounds and bounds[0] < 0)
         if entry.buckets:
             parts = [prefix(style, f"{name}_bucket", own) for own in entry.buckets]
@@ -77,11 +77,11 @@ class Lines:
         else:
             parts = [prefix(style, entry.sample, entry.labels)]
         self.prefixes = tuple([f"\n{part}" for part in parts])
-        """the lines up to their numbers, each with its line break in front of it"""
+        """the lines up to their numbers, each preceded by its line break"""
         self._created = f"\n{prefix(style, f'{name}_created', entry.labels)}" if cumulative(entry.series.kind) else ""
 
     def numbers(self, value: Value | None) -> Sequence[float]:
-        """Return the numbers of the first lines; none for what a page cannot show (not finite, or a counter below zero)."""
+        """Return the numbers of the first lines; none for values that a page cannot show (not finite, a negative counter)."""
         entry = self._entry
         if isinstance(value, Distribution):
             return self._of_histogram(value) if entry.buckets else ()
@@ -90,11 +90,11 @@ class Lines:
         return (float(value),)
 
     def created(self, born_s: float) -> str:
-        """Return the line that says when it began to count, if it counts."""
+        """Return the ``_created`` line of a counter or histogram, empty for others."""
         return f"{self._created}{number(born_s)}" if self._created else ""
 
     def exemplars(self, shown: Shown) -> list[tuple[int, str]]:
-        """Return what is behind the numbers of buckets."""
+        """Return the exemplars to append to bucket lines, with their line's index."""
         found = exemplars.of(self._entry.series, shown) if self._entry.buckets else {}
         return [(index, exemplar(one.labels, one.value, one.at_ns)) for index, one in found.items()]
 

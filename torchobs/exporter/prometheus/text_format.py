@@ -1,8 +1,8 @@
-"""The page's text, byte for byte as prometheus-client writes it, and five times as fast: a line's labels are escaped once.
+"""Prometheus' text formats, byte for byte as prometheus-client writes them, five times as fast: labels are escaped once.
 
-prometheus-client is the oracle of the tests, and writes what is not ours (its own process metrics). Two formats: OpenMetrics
-and the classic text format 0.0.4, each with one of the schemes for escaping names that Prometheus 3 negotiates. Our names and
-labels are made of legacy characters alone, so that a name is never quoted.
+prometheus-client is the tests' reference, and renders its own process metrics. Two formats: OpenMetrics and the classic text
+format 0.0.4, each with one of the escaping schemes that Prometheus 3 negotiates. Our names and labels consist of legacy
+characters only, so that names are never quoted.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 _SECOND = 1_000_000_000
 PLAIN_BELOW = 1e6
-"""From here on Go writes an exponent."""
+"""From this value on Go writes an exponent."""
 _PIECE = 64 * 1024
-"""Characters that are encoded at a time: they stay in the processor's cache until they are compressed."""
+"""Characters encoded at a time: they stay in the processor's cache until they are compressed."""
 END = "# EOF\n"
 """The last line of a page in OpenMetrics."""
 
@@ -48,29 +48,29 @@ _VERSIONS = {
     "text/*": {"": _PLAIN},
     "*/*": {"": _PLAIN},
 }
-"""By media type and version, what prometheus-client is told"""
+"""The ``Accept`` header for prometheus-client, by media type and version"""
 
 
 class Style(NamedTuple):
-    """How a page is written."""
+    """Format and escaping scheme of a page."""
 
     openmetrics: bool
     escaping: str = UNDERSCORES
 
 
 class Format(NamedTuple):
-    """What was negotiated. ``foreign`` is prometheus-client's own encoder for it."""
+    """The negotiated format. ``foreign``: prometheus-client's encoder for it."""
 
     style: Style
     content_type: str
     foreign: Callable[[Collector], bytes]
 
 
-@lru_cache(64)  # a scraper says the same every time, and it takes as long as a hundred lines
+@lru_cache(64)  # a scraper sends the same header every time, and parsing takes as long as a hundred lines
 def negotiate(accept: str) -> Format:
-    """Choose the dearest of the formats that we have; who names none gets the plain one, as every browser does.
+    """Choose the supported format with the greatest weight; without one, as for browsers, the classic text format.
 
-    prometheus-client is given nothing but that one: it knows no weights, and takes any version for one that it writes.
+    Only that format is passed on to prometheus-client, which ignores weights and accepts versions that it does not write.
     """
     foreign, content_type = choose_encoder(next((known for one in wishes(accept) if (known := _known(one))), ""))
     given = foreign.keywords if isinstance(foreign, partial) else {}
@@ -80,7 +80,7 @@ def negotiate(accept: str) -> Format:
 
 
 def _known(wish: AcceptItem) -> str:
-    """Return a format of ours as prometheus-client knows it; empty for one that we do not have, or that is refused."""
+    """Return the ``Accept`` element for prometheus-client; empty if the format is not supported or has the weight 0."""
     versions = _VERSIONS.get(wish.what, {})
     version, escaping = wish.parameters.get("version", ""), wish.parameters.get("escaping", "")
     if wish.weight <= 0 or version not in versions:
@@ -88,12 +88,12 @@ def _known(wish: AcceptItem) -> str:
     return f"{versions[version]};escaping={escaping if escaping in _ESCAPINGS else UNDERSCORES}"
 
 
-_label_name: Callable[[str, str], str] = lru_cache(1024)(escape_label_name)  # there are few, and each takes 7 µs
+_label_name: Callable[[str, str], str] = lru_cache(1024)(escape_label_name)  # few distinct names, 7 µs each
 _metric_name: Callable[[str, str], str] = lru_cache(1024)(escape_metric_name)
 
 
 def header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
-    """Return a family's first lines, the last without its end. ``name``: OpenMetrics', a counter's without ``_total``."""
+    """Return a family's header, without the last line break. ``name``: OpenMetrics', a counter's without ``_total``."""
     if style.openmetrics:
         escaped = _metric_name(name, style.escaping)
         lines = f"# HELP {escaped} {_text(brief)}\n# TYPE {escaped} {kind}"
@@ -109,27 +109,27 @@ def prefix(style: Style, name: str, labels: Mapping[str, str]) -> str:
     return f"{_metric_name(name, style.escaping)}{{{pairs}}} " if pairs else f"{_metric_name(name, style.escaping)} "
 
 
-@lru_cache(2048)  # every series of a rank has three that are the same, and every layer has several metrics
+@lru_cache(2048)  # all series of a rank share three labels, and each layer has several metrics
 def _pair(escaping: str, label: str, value: str) -> str:
     return f'{_label_name(label, escaping)}="{_text(value)}"'
 
 
 def number(value: float) -> str:
-    """Return a finite value as Go writes it."""
+    """Return a finite value as Go formats it."""
     return repr(float(value)) if value < PLAIN_BELOW else _go(value)
 
 
 def exemplar(labels: Mapping[str, str], value: float, at_ns: int) -> str:
-    """Return what follows a bucket's or a counter's value in OpenMetrics: where one of its observations came from.
+    """Return an OpenMetrics exemplar, the text after a bucket's or a counter's value.
 
-    ``at_ns``: when it was made, Unix ns; a float would lose the last two digits.
+    ``at_ns``: time of the observation, Unix ns; a float would lose the last two digits.
     """
     pairs = ",".join(f'{label}="{_text(text)}"' for label, text in sorted(labels.items()))
     return f" # {{{pairs}}} {_go(value)} {at_ns // _SECOND}.{at_ns % _SECOND:09d}"
 
 
 def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
-    """Yield the page: what prometheus-client wrote, and our families behind it, some of them at a time."""
+    """Yield the page in pieces: prometheus-client's output, followed by our families."""
     yield foreign.removesuffix(END.encode()) if style.openmetrics else foreign
     waiting, size = list[str](), 0
     for text in families:
@@ -142,7 +142,7 @@ def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[by
 
 
 def page(style: Style, foreign: bytes, families: Iterable[str]) -> bytes:
-    """Join what prometheus-client wrote with our families."""
+    """Return the page: prometheus-client's output, followed by our families."""
     return b"".join(pieces(style, foreign, families))
 
 

@@ -1,1 +1,1 @@
-"""The live page: what a person sees of a run in a browser, rendered here and kept up to date by server-sent events."""
+"""The live page: a web page that shows a run, rendered on the server and updated by server-sent events."""

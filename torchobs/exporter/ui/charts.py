@@ -1,4 +1,4 @@
-"""Charts as inline SVG, each with its text alternative. Colours and widths are the style sheet's."""
+"""Charts as inline SVG with text alternatives. Colours and widths are set in the style sheet."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _WIDTH, _HEIGHT = 240.0, 56.0
 _LEAST_NAMED = 0.005
 
 Points = list[tuple[float, float, float, float]]
-"""x and, downwards, the mean, least and greatest of each bucket"""
+"""x, and the y (downwards) of the mean, minimum and maximum of each bucket"""
 
 
 def sparkline(found: Curve | None, what: str, shown: Callable[[float], str], *, stale: bool = False) -> Html:
-    """Return a line of the means within a band from the least to the greatest. ``stale``: where there is none, there was."""
+    """Return a line of means within a band from minimum to maximum. ``stale``: without a curve, there were values before."""
     if found is None:
         return tag("p", "No finite value lately." if stale else "No value yet.", class_="none")
     rows = _rows(found)
@@ -43,7 +43,7 @@ def sparkline(found: Curve | None, what: str, shown: Callable[[float], str], *, 
 
 
 def alternative(found: Curve, what: str, shown: Callable[[float], str]) -> str:
-    """Return what the chart shows, in words: where it began, where it is, its extremes."""
+    """Return the chart's text alternative: first and last value, and extremes."""
     first = next(bucket.mean for bucket in found.buckets if bucket.mean is not None)
     odd = f", {found.nonfinite:,} values not finite" if found.nonfinite else ""
     return (
@@ -53,7 +53,7 @@ def alternative(found: Curve, what: str, shown: Callable[[float], str]) -> str:
 
 
 def phases(shares: Sequence[float]) -> Html:
-    """Return a bar of the phases' shares, the largest of them named beside it."""
+    """Return a bar of the phases' shares with the largest one's name."""
     return _bar(tuple(zip(PHASES, shares, strict=True)))
 
 
@@ -65,7 +65,7 @@ def _bar(parts: Sequence[tuple[str, float]]) -> Html:
 
 
 def stacked(parts: Iterable[tuple[str, float]]) -> Html:
-    """Return shares side by side. The words for it stand in the text around it."""
+    """Return a stacked bar of shares. It has no text alternative: the surrounding text gives the numbers."""
     drawn, at = [], 0.0
     for name, part in parts:
         width = min(max(part, 0.0), 1.0) * 100
@@ -78,12 +78,12 @@ def stacked(parts: Iterable[tuple[str, float]]) -> Html:
 
 
 def meter(part: float | None) -> Html:
-    """Return how full something is; the number stands in the text around it."""
+    """Return a bar of a fraction in use; the surrounding text gives the number."""
     return EMPTY if part is None else stacked([("full" if part >= 0.9 else "taken", part)])  # noqa: PLR2004
 
 
 def _rows(found: Curve) -> list[Points]:
-    """Return the points in unbroken rows: where nothing was finite there is a gap."""
+    """Return the points in contiguous rows: buckets without finite values are gaps."""
     rows: list[Points] = [[]]
     for index, point in enumerate(heights(found)):
         if point is None:

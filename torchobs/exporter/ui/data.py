@@ -1,4 +1,4 @@
-"""What the page wants of the files beyond a snapshot. It is read in the thread that scans, and only while somebody watches."""
+"""Page data that is not in a snapshot: records, events, scalars. Read in the scan thread, only while there are viewers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 RECORDS = 16_384
-"""Records that a look reads of all ranks together, at least 32 of each; one takes 2 µs to decode. Beyond 64 ranks those that
-are not looked at closely have a pace over fewer steps."""
+"""Records read per update over all ranks, at least 32 of each; one takes 2 µs to decode. Beyond 64 ranks, the throughput of
+ranks that are not focused is over fewer steps."""
 
 EVENTS_S = 0.2
-"""Time that a look may spend on event rings, of which one takes up to 5 ms; those left over are next look's."""
+"""Time limit per update for event rings, each of which takes up to 5 ms; the remaining rings are read by the next update."""
 
 MOST_HISTORIES = 16
 
@@ -41,27 +41,27 @@ class Curves(NamedTuple):
     norm: Curve | None = None
     time: Curve | None = None
     read: bool = False
-    """whether records of its ring have been read: a chart that is not there then has no finite value in them"""
+    """whether its records have been read: if so, a missing chart had no finite values"""
 
 
 class Details(NamedTuple):
-    """By incarnation."""
+    """The data by incarnation."""
 
     paces: Mapping[str, Throughput]
     curves: Mapping[str, Curves]
     events: Mapping[str, RankEvents]
     took_s: float = 0.0
     newest: Mapping[str, Newest] = MappingProxyType({})
-    """the last loss and gradient norm as they were, finite or not"""
+    """the last loss and gradient norm, finite or not"""
     scalars: Mapping[str, scalars.Curves] = MappingProxyType({})
-    """what the script logs by name"""
+    """the scalars that the script logs"""
 
 
 NOTHING = Details({}, {}, {})
 
 
 class PageData:
-    """Keeps what it has read, as long as it stays true. To be used in one thread."""
+    """Reads the data and caches it per incarnation. To be used in one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -71,7 +71,7 @@ class PageData:
         self._histories: dict[str, tuple[RankHistory, Curves]] = {}
 
     def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
-        """Look at all ranks of a snapshot, at the incarnations in ``focused`` closely."""
+        """Read the data of all ranks in a snapshot, and the curves of the incarnations in ``focused``."""
         began = self._clock()
         chosen = list(dict.fromkeys(focused))[:MOST_HISTORIES]
         self._forget({rank.incarnation for rank in snapshot.ranks}, chosen)
@@ -111,7 +111,7 @@ class PageData:
                 if focused:
                     self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
         except HOSTILE:
-            self._paces.setdefault(rank.incarnation, (core, None, Newest()))  # gone, or garbage now: what was seen stays
+            self._paces.setdefault(rank.incarnation, (core, None, Newest()))  # gone or unreadable: earlier data stays
 
     def _follow(self, incarnation: str, file: FlightFile) -> tuple[RankHistory, Curves]:
         history = self._histories[incarnation][0] if incarnation in self._histories else RankHistory()

@@ -1,4 +1,4 @@
-"""Events of a kind as one line: how many there were, the first and the last. Else the newest hundred hide what began it all."""
+"""Group events of a kind into one line with their number, first and last; otherwise the newest hundred would hide the cause."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from torchobs.exporter.ui.events import EventRow
 
 KEPT = 200
-"""Events of a rank that are kept as they are, the newest."""
+"""Newest events of a rank that are kept individually."""
 MOST_KINDS = 64
-"""An application's own events may have any names: those of further kinds are told one by one."""
+"""Most kinds that are grouped, because applications may name events freely; further kinds are listed individually."""
 MOST_ALIKE = 3
-"""So many of a kind are still told one by one."""
+"""Up to this number, events of a kind are listed individually."""
 MOST_LINES = 100
 
 Kind = tuple[str, str]
@@ -26,7 +26,7 @@ Kind = tuple[str, str]
 
 
 class Tally(NamedTuple):
-    """The events of a kind that one rank has told of."""
+    """Number, first and last of the events of a kind."""
 
     number: int
     first: EventRow
@@ -35,14 +35,14 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankEvents:
-    """What a rank's ring has told since somebody watches, also what has left the ring since then."""
+    """A rank's events since the page has viewers, including those that were overwritten in the ring meanwhile."""
 
     newest: tuple[EventRow, ...] = ()
     """oldest first"""
     tallies: Mapping[Kind, Tally] = field(default_factory=dict)
 
     def add(self, told: Iterable[EventRow]) -> RankEvents:
-        """Return it with later events."""
+        """Return a copy with later events added."""
         later, tallies = list(told), dict(self.tallies)
         for event in later:
             known, kind = tallies.get(kind_of(event)), kind_of(event)
@@ -54,28 +54,28 @@ class RankEvents:
 
 
 class Line(NamedTuple):
-    """One line of the list: an event, or several of a kind, of which it shows the last."""
+    """One line of the list: an event, or the last of a group."""
 
     event: EventRow
     number: int = 1
     first: EventRow | None = None
-    """of several"""
+    """the first of a group"""
 
 
 class Log(NamedTuple):
-    """What has happened to a run."""
+    """The list of a run's events."""
 
     lines: tuple[Line, ...] = ()
     """newest first"""
     cause: EventRow | None = None
-    """the first warning or error: what came after it may be its consequence"""
+    """the first warning or error, which may have caused the later ones"""
 
 
 NOTHING = RankEvents()
 
 
 def log_of(ranks: Iterable[RankEvents]) -> Log:
-    """Return the events of several ranks as one list: what happened to several alike is one, and so are many of a kind."""
+    """Merge the events of several ranks: equal events of several ranks become one line, and so do many of a kind."""
     every = list(ranks)
     merged: dict[Kind, Tally] = {}
     for rank in every:
@@ -91,12 +91,12 @@ def log_of(ranks: Iterable[RankEvents]) -> Log:
 
 
 def kind_of(event: EventRow) -> Kind:
-    """Return what an event is grouped by."""
+    """Return the key by which an event is grouped."""
     return event.title, event.anomaly
 
 
 def _merged(one: Tally, other: Tally) -> Tally:
-    """Return the tally of both, who are different ranks: what happened to all alike is counted as often as to each."""
+    """Merge the tallies of two ranks. The number is the larger, not the sum: ranks usually report the same events."""
     first, last = min(one.first, other.first, key=_at), max(one.last, other.last, key=_at)
     ranks = tuple(dict.fromkeys((*one.last.ranks, *other.last.ranks)))
     return Tally(max(one.number, other.number), first, last._replace(ranks=ranks))

@@ -1,4 +1,4 @@
-"""What has happened, for a person: the events and the long spans of a rank's event ring, as lines of text."""
+"""Convert the events and long spans in a rank's event ring to lines of text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPANS = {
         (catalog.SPAN_RESTORE, "Restore"),
     )
 }
-"""Spans that are long enough to be facts for a person; those of steps are for a tracing tool."""
+"""Spans shown as events because they are long; those of steps are for tracing tools."""
 
 _FAR_S = 1e11
 ALIKE_S = 60.0
@@ -43,19 +43,19 @@ class EventRow(NamedTuple):
     title: str
     text: str
     anomaly: str = ""
-    """its kind, if it is one"""
+    """the kind of anomaly; empty for other events"""
     number: int = 0
-    """how many of these it tells of, with those that were left out before it"""
+    """number of events that it stands for, including those the rank left out before it"""
 
 
 def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, dict[str, Any]]]) -> list[EventRow]:
-    """Return what a rank's ring tells, oldest first; what it says is not trusted."""
+    """Return the events of a rank's ring, oldest first. The content of frames is not trusted."""
     found = (_event(header, rank, fields) or _span(rank, fields) for _, fields in frames)
     return [happening for happening in found if happening is not None]
 
 
 def grouped(told: Iterable[EventRow]) -> list[EventRow]:
-    """Return the newest-first list with what happened to several ranks alike, within a minute, as one."""
+    """Merge equal events of several ranks within a minute; input and result are newest first."""
     merged: dict[tuple[object, ...], list[EventRow]] = {}
     for happening in told:
         alike = merged.setdefault(happening[2:], [])

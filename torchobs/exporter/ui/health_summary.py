@@ -1,4 +1,4 @@
-"""The run's health on the page: the sentence of ``diagnosis.health`` about what the page shows."""
+"""Health of a run for the page: converts the page's rows to the input of ``diagnosis.health``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MISSING = Health(
     "No such run (any more). Once it is there it is shown here.",
     "No such run (any more).",
 )
-"""Of a run that somebody has chosen and that is not there"""
+"""Health of a chosen run that does not exist"""
 
 
 def health(run: Run | None, beside: Iterable[Run] = ()) -> Health:
-    """Return the sentence on a run. ``beside``: the other runs, of which one that failed is worth a look here as well."""
+    """Return the health of a run. ``beside``: the other runs; failed ones are mentioned, too."""
     if run is None:
         return NOTHING
     own = narrator.health(_status(run))

@@ -1,4 +1,4 @@
-"""HTML that cannot be forged: whatever is not made by this module becomes text."""
+"""Build HTML safe from injection: every string that this module did not create is escaped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_NAME = 160
 
 
 class Html(str):
-    """A piece of HTML, escaped already."""
+    """HTML that needs no escaping."""
 
     __slots__ = ()
 
@@ -22,17 +22,17 @@ EMPTY = Html("")
 
 
 def text(value: str) -> Html:
-    """Return text as HTML; what UTF-8 cannot hold becomes a question mark."""
+    """Return text as escaped HTML; what UTF-8 cannot encode becomes a question mark."""
     return value if isinstance(value, Html) else Html(escape(value.encode("utf-8", "replace").decode()))
 
 
 def joined(parts: Iterable[str], between: str = "") -> Html:
-    """Return pieces, one after the other; plain strings among them are text."""
+    """Return the parts joined; plain strings among them are escaped."""
     return Html(text(between).join(map(text, parts)))
 
 
 def tag(name: str, /, *children: str, **attributes: str | bool | None) -> Html:
-    """Return an element. ``class_`` is ``class``, ``aria_label`` is ``aria-label``; ``None`` and ``False`` are left out."""
+    """Return an element. ``class_`` means ``class``, ``aria_label`` ``aria-label``; ``None`` and ``False`` are left out."""
     head = name
     for attribute, value in attributes.items():
         if value is not None and value is not False:
@@ -42,17 +42,17 @@ def tag(name: str, /, *children: str, **attributes: str | bool | None) -> Html:
 
 
 def exact(shown: str, value: float | None) -> Html:
-    """Return a number as it is shown, with the exact one beside it."""
+    """Return a rounded number with the exact value attached."""
     return text(shown) if value is None else tag("data", shown, value=repr(value))
 
 
 def named(name: str) -> Html:
-    """Return a name that somebody else chose: in its own direction of writing, and not for ever long."""
+    """Return a name given by users: with its own direction of writing, and shortened if long."""
     if len(name) <= _MOST_NAME:
         return tag("bdi", name)
     return tag("bdi", f"{name[:_MOST_NAME]}…", title=name[:1000])
 
 
 def unseen(words: str) -> Html:
-    """Return words for those who hear the page."""
+    """Return text for screen readers only."""
     return tag("span", words, class_="unseen")

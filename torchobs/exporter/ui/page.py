@@ -1,4 +1,4 @@
-"""The document: complete without script, and with one script and one style sheet of our own."""
+"""The HTML document: complete without JavaScript, with one script and one style sheet."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-"""A page without inline script or style, that nobody may frame."""
+"""Response headers: forbid inline script and style, and framing."""
 
 
 def page(model: Model, problems: Sequence[str], links: Sequence[tuple[str, str]]) -> Html:
-    """Return the document. ``links``: what else there is here, as path and name."""
+    """Return the document. ``links``: the exporter's other pages, as (path, name)."""
     body = tag(
         "body",
         tag("a", "Skip to the ranks", href="#ranks", class_="skip"),

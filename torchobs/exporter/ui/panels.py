@@ -1,4 +1,4 @@
-"""Small panels: the run's key figures, and what one rank says of its memory, mixed precision, compilation and time."""
+"""Small panels: the run's key figures, and one rank's memory, mixed precision, compilation and use of time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torchobs.ranks.metric_values import Readings
 
 Line = tuple[str, Html]
-"""A term and what is said of it"""
+"""A term and its value"""
 
 
 def key_figures(model: Model) -> Html:
-    """Return the strip of figures below the sentence."""
+    """Return the row of key figures below the health summary."""
     if model.run is None or model.focus is None:
         return EMPTY
     return tag("dl", *(_figure(*line) for line in _key_lines(model, model.focus)), class_="figures")
@@ -69,7 +69,7 @@ def _rate(readings: Readings) -> Iterator[tuple[str, Html, Html]]:
 
 
 def details(model: Model) -> Html:
-    """Return the panels of the chosen rank that have something to say."""
+    """Return the chosen rank's panels, without empty ones."""
     focus = model.focus
     if focus is None:
         return EMPTY

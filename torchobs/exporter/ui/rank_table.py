@@ -1,4 +1,4 @@
-"""The table of ranks: a page of it, the worst first or as chosen, and a line for all of them."""
+"""The table of ranks: one page of rows, worst first or sorted as chosen, and a summary row."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _COLUMNS = (
     ("slowdown", "", "n"), ("loss", "loss", "n"), ("gradient norm", "norm", "n"), ("memory", "memory", "n"),
     ("last step", "", "n"),
 )  # fmt: skip
-"""Heading, the order that it asks for, whether it is a number"""
+"""Heading, the sort order it links to, and its CSS class"""
 
 MARKS = {"alive": "●", "finished": "✓", "unresponsive": "▲", "hung": "▲", "failed": "✕", "lost": "✕"}
-"""Beside the word, so that nobody needs the colour"""
+"""Symbols beside the state's name, so that its meaning does not depend on colour"""
 
 
 def ranks(model: Model) -> Html:
@@ -82,7 +82,7 @@ def _row(model: Model, row: Row) -> Html:
 
 
 def state(row: Row) -> Html:
-    """Return the state with its mark, how the rank ended, and what is wrong with its numbers."""
+    """Return the state with its symbol, how the rank ended, and its active anomalies."""
     mark = tag("span", MARKS.get(row.state, "●"), aria_hidden="true")
     details = [row.reason.replace("_", " ")] if row.reason not in {"", row.state} else []
     details += [row.phase] if row.phase in PATIENT_PHASES else []
@@ -114,11 +114,11 @@ def _seen(row: Row) -> str:
     age_s = row.progress_age_s or 0.0
     if not row.steps:
         return f"none for {quantities.span(age_s)}"
-    return "now" if age_s < 1.5 else f"{quantities.span(age_s)} ago"  # noqa: PLR2004  # every second there is a new page
+    return "now" if age_s < 1.5 else f"{quantities.span(age_s)} ago"  # noqa: PLR2004  # the page is updated every second
 
 
 def _all(rows: Iterable[Row]) -> Html:
-    """Return the line that sums the ranks up: how many are how, and from where to where their values go."""
+    """Return the summary row: the number of ranks by state, and the range of each value."""
     every = list(rows)
     counts = Counter(row.state for row in every)
     states = ", ".join(f"{counts[name]:,} {name}" for name in catalog.RANK_STATES if counts[name])
@@ -164,5 +164,5 @@ def _pager(model: Model) -> Html:
 
 
 def names(rows: Iterable[Row]) -> Html:
-    """Return ranks by name."""
+    """Return the names of ranks."""
     return joined((named(row.rank) for row in rows), ", ")

@@ -1,4 +1,4 @@
-"""The live page over HTTP: the document, its script and style sheet, and the stream that keeps it up to date."""
+"""HTTP routes of the live page: the document, its script and style sheet, and the stream of updates."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _FULL = b'event: end\ndata: {"full":true}\n\n'
 
 
 class LivePage:
-    """The handlers. ``problems`` says what is wrong with the exporter, ``links`` what else is to be found here."""
+    """The handlers. ``problems`` returns the exporter's problems, ``links`` are its other pages as (path, name)."""
 
     def __init__(self, watch: SnapshotCache, problems: Callable[[], Sequence[str]], links: Sequence[tuple[str, str]]) -> None:
         self._watch, self._problems, self._links = watch, problems, links
         self._feed: Feed | None = None
         self.evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _no_evidence
-        """lists what ranks have left, as the API does"""
+        """returns the ranks' artifacts, as in the API"""
 
     def routes(self) -> list[Route]:
-        """Return where it is."""
+        """Return the routes."""
         return [
             Route("/", _guarded(self._page)),
             Route(STREAM_PATH, _guarded(self._stream)),
@@ -50,11 +50,11 @@ class LivePage:
 
     @property
     def viewers(self) -> int:
-        """How many watch."""
+        """Number of viewers."""
         return self._feed.viewers if self._feed is not None else 0
 
     def close(self, *, done: bool = False) -> None:
-        """End all streams, so that the server need not wait for them. ``done``: because the ranks have ended."""
+        """End all streams, so that the server need not wait for them. ``done``: because all ranks have ended."""
         if self._feed is not None:
             self._feed.close(done=done)
 
@@ -73,14 +73,14 @@ class LivePage:
 
 
 class EventStream(Response):
-    """A stream of server-sent events that ends with its viewer."""
+    """A stream of server-sent events that ends when the viewer disconnects."""
 
     def __init__(self, feed: Feed, request: Request) -> None:
         self._feed, self._request = feed, request
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # starlette's interface
-        """Send what there is, until the viewer leaves or the stream's time is over."""
+        """Send events until the viewer disconnects or the stream's time limit is reached."""
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         messages = _refusal() if self._feed.full else self._feed.messages(choice_of(self._request.url.query))
         sending = asyncio.ensure_future(_send_all(messages, send))
@@ -113,10 +113,10 @@ async def _refusal() -> AsyncIterator[bytes]:
 
 
 def _refusal_of(request: Request) -> Problem | None:
-    """Return why a request is not for the page: what the API says of reading, for it shows the same."""
+    """Return the reason to refuse a request: the API's rules for reading apply, because the page shows the same data."""
     door = "socket" if client_scope.is_unix(request.scope) else authorization.access_channel(request.scope)
     known = bool(request.scope.get(client_scope.LET_IN))
-    # a token is for the API: a client that sends it with everything sees what it would see without
+    # tokens are for the API: a client that sends one with every request sees the same as without
     headers = {name: value for name, value in request.headers.items() if name not in authorization.TOKEN_HEADERS}
     return authorization.refusal("GET", headers, door, authorization.Token(None), authenticated=known)
 

@@ -1,4 +1,4 @@
-"""The parts of the page. Each is rendered alone, so that only those that changed are sent to who watches."""
+"""The sections of the page. Each is rendered separately, so that only changed ones are sent to viewers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _LONGEST_NAME = 40
 
 
 def rendered(model: Model) -> dict[str, Html]:
-    """Return every part's content by the ``id`` of its element."""
+    """Return every section's content by its element's ``id``."""
     return {name: render(model) for name, (_, render) in PARTS.items()}
 
 
 def title(model: Model) -> str:
-    """Return the document's title: what a tab in the background shows."""
+    """Return the document's title, which a background tab shows."""
     mark = LEVELS[health(model.run, model.runs).level][1]
     return f"{mark} {model.run.job_name[:80]} – torchobs" if model.run else "torchobs exporter"
 
 
 def heading(model: Model) -> Html:
-    """Return what the page is of: the run that is shown, or the one that is waited for."""
+    """Return the page's heading: the run shown, or the one waited for."""
     if model.run is None:
         return named(model.choice.run) if model.choice.run else text("torchobs exporter")
     return joined([named(model.run.job_name), " ", tag("span", named(model.run.run_id), class_="run")])
@@ -59,7 +59,7 @@ def _health(model: Model) -> Html:
 
 
 def _runs(model: Model) -> Html:
-    """Return the choice among runs, where there is any but the one that is shown."""
+    """Return the list of runs to choose from, if there is another than the one shown."""
     if all(run is model.run for run in model.runs):
         return EMPTY
     items = [
@@ -90,7 +90,7 @@ def _curves(model: Model) -> Html:
 
 
 def _logged(model: Model, name: str) -> Html:
-    """Return the card of a scalar that the script logs: its last value, and its course since the run began."""
+    """Return the card of a logged scalar: its last value, and its curve since the run began."""
     last = model.focus.readings.get(SCALAR_VALUE, name) if model.focus else None
     drawn = charts.sparkline(model.scalars[name], name[:_LONGEST_NAME], quantities.number, stale=True)
     return _card(named(name[:_LONGEST_NAME]), exact(quantities.number(last), last), drawn)
@@ -137,16 +137,16 @@ def _event(model: Model, line: Line, before: str = "") -> Html:
 
 
 def _who(ranks: Sequence[str]) -> str:
-    """Return ranks as a person lists them: ``0–7``, or the first few."""
+    """Return ranks as a short list: ``0–7``, or the first few."""
     numbers = sorted({int(rank) for rank in ranks if rank.isdecimal()})
-    if len(numbers) == len(ranks) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:  # noqa: PLR2004  # two are no row
+    if len(numbers) == len(ranks) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:  # noqa: PLR2004  # two are no range
         return f"{numbers[0]}–{numbers[-1]}"
     more = len(ranks) - _MOST_NAMED
     return ", ".join(ranks[:_MOST_NAMED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _evidence(model: Model) -> Html:
-    """Return what ranks have left to be looked at, where there is any."""
+    """Return the list of the ranks' artifacts, if there are any."""
     if not model.evidence:
         return EMPTY
     columns = (("when", ""), ("rank", "n"), ("what", ""), ("size", "n"))
@@ -209,4 +209,4 @@ PARTS: dict[str, tuple[str, Callable[[Model], Html]]] = {
     "evidence": ("Evidence", _evidence),
     "layers": ("Layers", _layers),
 }
-"""By ``id``: what a screen reader calls the section, and what makes its content"""
+"""By ``id``: the section's name for screen readers, and the function that renders it"""

@@ -1,4 +1,4 @@
-"""A quantity over the steps that a rank's ring holds, and what a small chart needs of it."""
+"""Reduce a quantity over the steps in a rank's record ring to the points of a small chart."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from torchobs.flight.format.step_record import StepRecord
 
 KEPT = 4096
-"""Values: as many as the ring has records."""
+"""Values kept: as many as the ring has records."""
 
 BUCKETS = 120
-"""Points of a chart: one for about two pixels."""
+"""Points of a chart: one for each two pixels or so."""
 
 LOG_FROM = 30.0
-"""Where the largest value is that many times the typical one, a linear scale would show a flat line and one spike."""
+"""Ratio of the largest to the typical value from which a logarithmic scale is used; a linear one would show only a spike."""
 
 
 class Bucket(NamedTuple):
-    """Neighbouring steps: the mean, least and greatest of their finite values; ``None`` where they have none."""
+    """Mean, minimum and maximum of the finite values of neighbouring steps; ``None`` if there are none."""
 
     mean: float | None
     least: float
@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What a chart shows."""
+    """The data of a chart."""
 
     first_step: int
     last_step: int
@@ -51,10 +51,10 @@ class RankHistory:
     def __init__(self) -> None:
         self.losses, self.norms, self.times = RecentValues(), RecentValues(), RecentValues()
         self.upto = 0
-        """number of the last record taken"""
+        """number of the last record added"""
 
     def add(self, records: Iterable[StepRecord]) -> None:
-        """Take over those that are new."""
+        """Add the records that are new."""
         for record in records:
             if record.seq <= self.upto:
                 continue
@@ -68,25 +68,25 @@ class RankHistory:
 
 
 class RecentValues:
-    """The last values and their steps: 16 bytes each, where a tuple in a list takes 120."""
+    """The last values with their steps, in arrays: 16 bytes each, where a list of tuples takes 120."""
 
     def __init__(self) -> None:
         self._steps, self._values = array("d"), array("d")
 
     def append(self, step: int, value: float) -> None:
-        """Add one; the oldest go, many at a time."""
+        """Add a value; the oldest are dropped in blocks."""
         self._steps.append(step)
         self._values.append(value)
         if len(self._values) >= 2 * KEPT:
             del self._steps[:KEPT], self._values[:KEPT]
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
-        """Yield the last (step, value) pairs, as they came."""
+        """Yield the last (step, value) pairs in the order of their addition."""
         return ((int(step), value) for step, value in zip(self._steps[-KEPT:], self._values[-KEPT:], strict=True))
 
 
 def curve(values: Iterable[tuple[int, float]]) -> Curve | None:
-    """Return the chart's points; ``None`` if no value is finite. A device may deliver values late: they go to their step."""
+    """Return the chart's data; ``None`` if no value is finite. Values delivered late by a device are sorted to their step."""
     ordered = sorted(values)
     finite = [value for _, value in ordered if isfinite(value)]
     if not finite:
@@ -106,7 +106,7 @@ def curve(values: Iterable[tuple[int, float]]) -> Curve | None:
 
 
 def heights(found: Curve) -> list[tuple[float, float, float] | None]:
-    """Return (mean, least, greatest) of each bucket between 0, the chart's bottom, and 1."""
+    """Return each bucket's (mean, minimum, maximum), scaled to 0 (the chart's bottom) to 1."""
 
     def scaled(value: float) -> float:
         return log10(value) if found.logarithmic else value
@@ -135,7 +135,7 @@ def _bucket(values: Sequence[float]) -> Bucket:
     missing = len(values) - len(finite)
     if not finite:
         return Bucket(None, 0.0, 0.0, missing)
-    # divided first: a sum of the largest floats is infinite
+    # divided first: the sum of very large floats is infinite
     return Bucket(sum(value / len(finite) for value in finite), min(finite), max(finite), missing)
 
 

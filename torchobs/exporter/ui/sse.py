@@ -1,4 +1,4 @@
-"""Looks at the ranks once a second while somebody watches, and hands each viewer what has changed."""
+"""Server-sent events: render the page once a second while there are viewers, and send each viewer the changes."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 RELAXATION = 4.0
-"""A look is followed by a rest of this many times as long as it took: a thousand ranks take no more than a fifth of a core."""
+"""An update is followed by a pause of at least this many times its duration: at most a fifth of a core is used."""
 
 MOST_VIEWERS = 16
 LIFE_S = 50.0
-"""How long a stream lasts, before its viewer asks anew: whatever takes 60 s is taken for stuck by the listener."""
+"""Length of a stream, after which its viewer reconnects: ``connection_limits`` closes responses that take 60 s."""
 
 REST_S = 60.0
-"""How long what was read is kept after the last viewer has gone."""
+"""How long data is kept after the last viewer has gone."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One look, rendered for every choice that somebody watches."""
+    """One update, rendered for every choice that has viewers."""
 
     number: int = 0
     parts: Mapping[Choice, Mapping[str, str]] = field(default_factory=dict)
-    """content by the element's id, the title, and ``stream``: where to go on listening"""
+    """content by element id; also ``title``, and ``stream``, the URL to reconnect to"""
 
 
 class Feed:
-    """One per exporter; to be used in one event loop."""
+    """Renders updates for all viewers. One per exporter; to be used in one event loop."""
 
     def __init__(self, watch: SnapshotCache, evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]) -> None:
-        """``evidence`` lists what ranks have left."""
+        """``evidence`` returns the ranks' artifacts."""
         self._watch, self._evidence = watch, evidence
         self._gatherer, self._modeller = PageData(), Modeller()
         self._thread = ThreadPoolExecutor(1, "page")
@@ -65,19 +65,19 @@ class Feed:
 
     @property
     def full(self) -> bool:
-        """Whether nobody else may watch."""
+        """True if the maximum number of viewers is reached."""
         return len(self._viewers) >= MOST_VIEWERS
 
     async def model(self, choice: Choice) -> Model:
-        """Return what there is to see now; with what the files hold beyond the snapshot, if they answer in time."""
+        """Return the current view model; without the files' details if reading them takes too long."""
         (shown,) = (await self._models([choice], FRESH_S)).values()
         self._expire()
         return shown
 
     async def messages(self, choice: Choice) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events: everything, and then what has changed, once a second, until the stream's time is over.
+        """Yield server-sent events: first everything, then the changes once a second, up to the stream's time limit.
 
-        Whoever takes them slowly gets fewer, never late ones: nothing is queued.
+        Nothing is queued: a slow viewer gets fewer events, not late ones.
         """
         viewer, sent = object(), dict[str, str]()
         self._viewers[viewer] = choice
@@ -100,11 +100,11 @@ class Feed:
 
     @property
     def viewers(self) -> int:
-        """How many watch."""
+        """Number of viewers."""
         return len(self._viewers)
 
     def close(self, *, done: bool = False) -> None:
-        """End all streams. ``done``: because the ranks have ended, which a viewer is told."""
+        """End all streams. ``done``: because all ranks have ended, which viewers are informed of."""
         self.closed, self._done = True, done
         self._wake()
         self._thread.shutdown(wait=False)
@@ -166,7 +166,7 @@ class Feed:
 
 
 async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
-    """Return the answer, or what is to be taken for it where files do not answer."""
+    """Return the awaited result, or ``otherwise`` if it takes too long, as on a hanging file system."""
     try:
         return await asyncio.wait_for(answer, DEADLINE_S)
     except asyncio.TimeoutError:
@@ -180,7 +180,7 @@ def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, dict[str, str]]:
 def _parts(choice: Choice, shown: Model) -> dict[str, str]:
     parts = {**sections.rendered(shown), "heading": sections.heading(shown), "title": sections.title(shown)}
     if shown.run and not choice.run:
-        # a page that was opened before any run: from now on it stays with this one
+        # a page opened before any run: from now on it shows this one
         parts["stream"] = stream_of(choice._replace(run=shown.run.key))
     return parts
 

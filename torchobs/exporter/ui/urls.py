@@ -1,4 +1,4 @@
-"""What leads from one view to another, and the frame of every table."""
+"""URLs and links of the page's views, and the markup of tables."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 STREAM_PATH = "/live/stream"
 
 _MOST_QUERY = 16_000
-"""Room for the longest name of a run: it comes from a header of 4 KiB, of which each byte may take three in a query"""
+"""Enough for the longest name of a run: it is from a header of 4 KiB, and each byte may take three in a query"""
 
 _MOST_PAGE = 1000
 
 
 def choice_of(query: str) -> Choice:
-    """Return what a query asks for. Nonsense in it is a choice of nothing, never an error."""
+    """Return the choice in a query string. Invalid parts are ignored, never an error."""
     try:
         found = parse_qs(query[:_MOST_QUERY], max_num_fields=16)
     except ValueError:
@@ -31,24 +31,24 @@ def choice_of(query: str) -> Choice:
 
 
 def query_of(choice: Choice) -> str:
-    """Return the query that asks for a choice; empty for the usual one."""
+    """Return the query string for a choice; empty for the default one."""
     chosen = {name: str(value) for name, value in choice._asdict().items() if value != Choice._field_defaults[name]}
     return f"?{urlencode(chosen, errors='replace')}" if chosen else ""
 
 
 def stream_of(choice: Choice) -> str:
-    """Return where what changes of a choice is told."""
+    """Return the URL of the event stream for a choice."""
     return f".{STREAM_PATH}{query_of(choice)}"
 
 
 def link(choice: Choice, words: str, section: str, *, label: str | None = None, current: bool = False) -> Html:
-    """Return a link to the same page with another choice."""
+    """Return a link to the page with another choice."""
     target = f"./{query_of(choice)}#{section}"
     return tag("a", words, href=target, aria_label=label, aria_current="true" if current else None)
 
 
 def table(name: str, caption: str, head: Sequence[Html], body: Sequence[Html], foot: Sequence[Html] = ()) -> Html:
-    """Return a table that scrolls sideways by itself, which the keyboard can reach, too."""
+    """Return a table in a container that scrolls sideways, also by keyboard."""
     return tag(
         "div",
         tag(

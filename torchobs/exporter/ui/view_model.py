@@ -1,4 +1,4 @@
-"""What the page shows, as numbers and names: a pure function of a snapshot and of the details read with it."""
+"""View model of the page: a pure function of a snapshot and of the details read with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PER_PAGE = 50
 MOST_RUNS = 50
 MOST_EVIDENCE = 50
 LATELY_S = 600.0
-"""The window of the alert on anomalies"""
+"""Window of recent anomalies, equal to that of the alerts on them"""
 
 SORTS = ("worst", "rank", "step", "time", "loss", "norm", "memory")
 LAYER_SORTS = ("model", "name", "gradient", "weights", "update")
@@ -55,23 +55,23 @@ METRICS = (
     catalog.CHECKPOINT_DURATION, catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LAYER_RATIO,
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
 )  # fmt: skip
-"""What is read of a rank."""
+"""Metrics read from a rank."""
 
 
 class Choice(NamedTuple):
-    """What somebody wants to see; in a query all of it may be nonsense."""
+    """A viewer's choice of run, rank and sorting, from a query string; any part may be invalid."""
 
     run: str = ""
-    """``job_name/run_id``; empty: the first of all, in their order"""
+    """``job_name/run_id``; empty: the first run"""
     rank: str = ""
-    """whose curves and details; nonsense: the first that is there"""
+    """the rank with curves and details; invalid: the first rank"""
     sort: str = SORTS[0]
     page: int = 1
     layers: str = LAYER_SORTS[0]
 
 
 class LayerRow(NamedTuple):
-    """One line of the layers' table: norms, and the ratio of an update to the weights."""
+    """One row of the layers' table: norms, and the ratio of an update to the weights."""
 
     name: str
     gradient: float | None
@@ -80,12 +80,12 @@ class LayerRow(NamedTuple):
 
 
 class ArtifactLink(NamedTuple):
-    """What a rank has left to be looked at: stacks, a profile."""
+    """A rank's artifact: stacks or a profile."""
 
     href: str
     kind: str
     rank: str
-    """as it is called here; one that was started again since has its incarnation's first digits behind it"""
+    """the rank's label; for an earlier incarnation followed by that incarnation's first digits"""
     time: str
     size_bytes: int
 
@@ -98,35 +98,35 @@ class Row:
     incarnation: str
     state: str
     reason: str
-    """how it ended; empty while it is there"""
+    """how it ended; empty while it lives"""
     phase: str | None
-    """what it is at now"""
+    """its present phase"""
     beat_age_s: float
     progress_age_s: float | None
     readings: Readings
     pace: Throughput | None
     slowness: Slowness | None
     anomalies: tuple[str, ...]
-    """those active now"""
+    """the anomalies active now"""
     memory: float | None
-    """bytes: on its devices, or of its process where it has none"""
+    """bytes in use: on its devices, or by its process if it has none"""
     memory_share: float | None
-    """of the limit, where one is known"""
+    """share of the limit, if one is known"""
     lately: Mapping[str, int] = field(default_factory=dict)
-    """anomalies of the last ten minutes, by kind, as far as events tell of them"""
+    """number of anomalies in the last ten minutes by kind, from events"""
     recorded: bool = True
-    """whether its steps are: nobody has switched that off"""
+    """whether its steps are recorded: recording may be switched off"""
     newest: Newest = NOTHING_NEW
     """the last loss and norm in its records"""
 
     @property
     def up(self) -> bool:
-        """Whether its process is there."""
+        """True if its process is alive."""
         return not self.reason
 
     @property
     def steps(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return int(self.readings.get(catalog.STEPS) or 0)
 
     @property
@@ -141,58 +141,58 @@ class Row:
 
     @property
     def speed(self) -> Throughput | None:
-        """Its pace while it trains: nobody who has ended, hangs or does something else has a speed."""
+        """Its throughput while it trains; ``None`` if it has ended, hangs or does something else."""
         trains = self.state == "alive" and self.phase != "idle" and self.recorded
         return self.pace if trains and self.pace and self.pace.per_s else None
 
     @property
     def left_s(self) -> float | None:
-        """How long its steps will still take; ``None``: that is not known."""
+        """Estimated time for the remaining steps, in seconds; ``None`` if unknown."""
         aside = [self.readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint")]
         return time_left_s(self.speed, self.steps, self.readings.get(catalog.STEPS_PLANNED) or 0, sum(aside))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The ranks of one run on this node, in their own order."""
+    """The ranks of one run on this node, in the order of their numbers."""
 
     job_name: str
     run_id: str
     rows: tuple[Row, ...]
     expected: int
-    """ranks of it that this node should have"""
+    """number of its ranks that this node should have"""
     world_size: int
 
     @property
     def key(self) -> str:
-        """What a link chooses it by."""
+        """The run's key in links."""
         return f"{self.job_name}/{self.run_id}"
 
     @property
     def steps(self) -> int:
-        """Steps that all its ranks have done, whoever is ahead."""
+        """Number of steps that all its ranks have done."""
         return max((row.steps for row in self.rows), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The page of one choice."""
+    """The content of the page for one choice."""
 
     choice: Choice
     runs: tuple[Run, ...]
     run: Run | None
-    """``None``: there is none at all, or not the one that the choice names"""
+    """``None``: there is no run, or not the chosen one"""
     focus: Row | None
     rows: tuple[Row, ...]
-    """those shown: one page, as sorted"""
+    """the rows shown: one page of the sorted table"""
     pages: int
     curves: Curves
     scalars: Mapping[str, Curve | None]
-    """of the chosen rank, by name"""
+    """curves of the chosen rank's logged scalars, by name"""
     events: event_groups.Log
     layers: tuple[LayerRow, ...]
     evidence: tuple[ArtifactLink, ...]
-    """the newest first"""
+    """newest first"""
     total_steps: int | None
     left_s: float | None
     now_s: float
@@ -200,13 +200,13 @@ class Model:
 
 
 class Modeller:
-    """Makes models; keeps where the ranks' values are."""
+    """Builds the runs of a snapshot; caches where each rank's values are in its file."""
 
     def __init__(self) -> None:
         self._reader = Reader(METRICS)
 
     def runs(self, snapshot: Snapshot, details: Details, asked: Collection[str] = ()) -> tuple[Run, ...]:
-        """Return the runs in their order: the first of them, and whichever are ``asked`` for."""
+        """Return the runs in order: the first ones, and those with a key in ``asked``."""
         self._reader.keep(snapshot.ranks)
         shown = (ranks for place, ranks in enumerate(grouped(snapshot.ranks)) if place < MOST_RUNS or _key(ranks) in asked)
         return tuple(self._run(ranks, details) for ranks in shown)
@@ -253,7 +253,7 @@ def _lately(events: Iterable[EventRow], now_s: float) -> Mapping[str, int]:
 def model(
     runs: tuple[Run, ...], choice: Choice, details: Details, evidence: Iterable[Mapping[str, Any]], now_s: float
 ) -> Model:
-    """Return what one viewer sees. ``evidence`` is the API's list of it, the newest first; ``now_s`` is Unix time."""
+    """Return the model for one viewer. ``evidence``: the API's list of artifacts, newest first; ``now_s``: Unix time."""
     run = _chosen({run.key: run for run in runs}, choice)
     rows = run.rows if run else ()
     focus = next((row for row in rows if row.rank == choice.rank), rows[0] if rows else None)
@@ -280,10 +280,10 @@ def model(
 
 
 def _sane(choice: Choice, run: Run | None, focus: Row | None, pages: int) -> Choice:
-    """Return the choice without what was nonsense in it, so that no link repeats that.
+    """Return the choice without its invalid parts, so that links do not repeat them.
 
-    The run is that which is shown, so that a page that is open stays with it whatever begins or ends. One that is not there may
-    be there soon, with its ranks: what was asked of it stays.
+    The run becomes the one shown, so that an open page stays with it, whatever begins or ends. A chosen run that does not exist
+    is kept with its rank, because it may begin soon.
     """
     return Choice(
         run=run.key if run else choice.run,
@@ -295,10 +295,10 @@ def _sane(choice: Choice, run: Run | None, focus: Row | None, pages: int) -> Cho
 
 
 def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
-    """Return the ranks by run, and in each run in their own order.
+    """Return the ranks grouped by run, ordered within each run.
 
-    The runs' order changes only when one begins or ends, so that nothing moves under a mouse: those with a rank that is there
-    come before those that have ended, then the one of which a rank was started last, then the name decides.
+    Runs with a living rank come first, then the most recently started, then by name. This order changes only when a run begins
+    or ends, so that nothing moves under the mouse.
     """
     runs: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:
@@ -307,25 +307,25 @@ def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
 
 
 def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
-    """Return the incarnation of the rank whose curves and details are shown."""
+    """Return the incarnation of the chosen rank, which is shown with curves and details."""
     members = _chosen({_key(run): run for run in grouped(ranks)}, choice) or []
     return next((rank.incarnation for rank in members if rank.rank == choice.rank), members[0].incarnation if members else None)
 
 
 def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
-    """Return the run that is chosen, of all by their keys. Who has chosen one is never shown another in its place."""
+    """Return the chosen run (``runs``: by key). If the chosen one does not exist, no other is shown in its place."""
     return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
 def trouble(row: Row) -> float:
-    """Return how much a rank wants to be looked at; the worst first is the table's usual order."""
+    """Return a score of how urgently a rank needs attention; by default the table is sorted by it, worst first."""
     by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(row.state, 0.0)
     slow = row.slowness.factor - 1 if row.slowness and row.slowness.factor > 1 else 0.0
     return by_state + 2.0 * bool(row.anomalies) + min(slow, 1.0)
 
 
 def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
-    """Return ranks in an order; where values are equal, or missing, in their own."""
+    """Return the ranks sorted; where values are equal or missing, by rank number."""
     keys: dict[str, Callable[[Row], float]] = {
         "worst": lambda row: -round(trouble(row), 1),
         "step": lambda row: row.steps,
@@ -338,7 +338,7 @@ def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
 
 
 def _descending(value: float | None) -> float:
-    """Return what sorts the greatest first; NaN, by which nothing is sorted, before all, and what is missing last."""
+    """Return a sort key for descending order: NaN first, missing values last."""
     return inf if value is None else -inf if isnan(value) else -value
 
 
@@ -356,7 +356,7 @@ def _resource(rank: Rank, name: str) -> int:
 
 
 def _memory(readings: Readings) -> tuple[float | None, float | None]:
-    """Return the bytes that a rank takes, and the share of their limit: on its fullest device, or of its process."""
+    """Return a rank's memory in use in bytes, and its share of the limit: of its fullest device, or of its process."""
     allocated, limits = readings.of(catalog.MEMORY_DEVICE_RESERVED), readings.of(catalog.MEMORY_DEVICE_LIMIT)
     if allocated:
         shares = [value / limits[device] for device, value in allocated.items() if limits.get(device)]
@@ -365,7 +365,7 @@ def _memory(readings: Readings) -> tuple[float | None, float | None]:
 
 
 def _left_by(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:
-    """Yield what the ranks of a run have left, also those that others have succeeded."""
+    """Yield the artifacts of a run's ranks, including earlier incarnations."""
     names = {row.incarnation: row.rank for row in run.rows} if run else {}
     for one in evidence:
         rank, incarnation = one["rank"], one["incarnation"]

@@ -1,1 +1,1 @@
-"""TLS, client certificates and passwords, by the file that every Prometheus exporter takes: ``--web.config.file``."""
+"""TLS, client certificates and passwords, configured as in every Prometheus exporter: ``--web.config.file``."""

@@ -1,4 +1,4 @@
-"""Basic authentication by bcrypt hashes, which are made to be slow to compare: off the event loop, and each answer once."""
+"""Basic authentication with bcrypt hashes. Their comparison is slow: it runs off the event loop, and results are cached."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 _REMEMBERED = 100
 _WAITING = 16
-"""Comparisons in the queue: at 50 ms each (cost 10) the last one waits for a second."""
+"""Most comparisons in the queue: at 50 ms each (cost 10) the last one waits for a second."""
 _LONGEST = 4096
 _BCRYPT_BYTES = 72
-"""bcrypt looks at no more of a password; Go's and Apache's cut it there, Python's raises."""
+"""Longest password of bcrypt; Go's and Apache's implementations truncate longer ones, Python's raises."""
 _NOBODY = "$2b$10$NDTPvuJp.Y6.k7P5xOPl9uHMGmHin0gthQKVMWozjAxUPresC9eq2"
-"""A hash for users that do not exist: they must not be told from others by how fast they are refused."""
+"""A hash for unknown users, so that the time of a refusal does not reveal whether a user exists."""
 
 
 class BusyError(Exception):
-    """More passwords wait for their comparison than will be looked at."""
+    """The queue of password comparisons is full."""
 
 
 class Passwords:
-    """Compares passwords, one at a time. To be used in one event loop.
+    """Checks passwords, one at a time. To be used in one event loop.
 
-    Answers are remembered under a keyed hash of user, hash and password, whose key is this process's own: no password stays in
-    memory. Right and wrong ones apart, so that whoever guesses does not push a scraper's answer out.
+    Results are cached by a hash of user, bcrypt hash and password, keyed with a random key of this process, so that no password
+    stays in memory. Accepted and refused ones have separate caches, so that guessing does not evict a scraper's entry.
     """
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class Passwords:
         self._thread = ThreadPoolExecutor(1, "bcrypt")
         self._waiting = 0
         self.compared = 0
-        """passwords for which bcrypt was asked"""
+        """number of bcrypt comparisons"""
 
     async def allowed(self, header: str | None, users: Mapping[str, str]) -> bool:
-        """Return True if an ``Authorization`` header names a user and the password. Raises :class:`BusyError`."""
+        """Return True if an ``Authorization`` header has a valid user and password. Raises :class:`BusyError`."""
         given = _credentials(header)
         if given is None:
             return False
@@ -62,7 +62,7 @@ class Passwords:
         return known
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _compare(self, password: bytes, hashed: str) -> bool:
@@ -89,7 +89,7 @@ class Passwords:
 
 
 def _credentials(header: str | None) -> tuple[str, bytes] | None:
-    """Return user and password of an ``Authorization`` header (RFC 7617), or ``None``."""
+    """Return the user and password of an ``Authorization`` header (RFC 7617), or ``None``."""
     scheme, _, encoded = (header or "").partition(" ")
     if scheme.lower() != "basic" or len(encoded) > _LONGEST:
         return None

@@ -1,7 +1,8 @@
-"""The door: what the web configuration asks of whoever comes, and the file looked at again every second.
+"""Middleware that enforces the web configuration file, which is checked for changes every second.
 
-A file that breaks while it is in force stays in force as it was. One that is broken from the start closes the door, for what it
-meant to protect is not known: everything but health is a 503, and ``torchobs_exporter_config_ok`` is 0 until it is mended.
+If a changed file is invalid, the previous configuration stays in force. If the file is invalid from the start, everything but
+health is answered with 503, because it is unknown what was to be protected. Either way ``torchobs_exporter_config_ok`` is 0
+until the file is valid.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ if TYPE_CHECKING:
     from torchobs.exporter.http.auth.basic import Passwords
 
 HEALTH = ("/-/healthy", "/-/ready")
-"""Open to everyone: kubelet's probes know no password, and nothing is said there."""
+"""Paths without authentication: kubelet's probes have no password, and the responses reveal nothing."""
 
 _Mark = tuple[int, int, int, int, int] | None
 _log = logging.getLogger(__name__)
 
 
 class ActiveConfig(NamedTuple):
-    """What is in force."""
+    """The configuration in force."""
 
     config: WebConfig
     context: ssl.SSLContext | None
-    """None: no TLS"""
+    """``None``: no TLS"""
 
 
 class WebConfigMiddleware:
-    """What is in force of a web configuration file, if there is one. To be used in one event loop."""
+    """Enforces a web configuration file, if there is one. To be used in one event loop."""
 
     def __init__(self, path: str | None) -> None:
         self.problem = ""
-        """what is wrong with the file, if something is"""
+        """the file's error; empty if there is none"""
         self._path = Path(path) if path is not None else None
         self._force: ActiveConfig | None = None if path is not None else ActiveConfig(WebConfig(), None)
         self._marks: dict[Path, _Mark] = {}
@@ -55,23 +56,23 @@ class WebConfigMiddleware:
 
     @property
     def context(self) -> ssl.SSLContext | None:
-        """The context that new connections are to have: another object after every change."""
+        """The TLS context for new connections: another object after every change."""
         return self._force.context if self._force is not None else None
 
     @property
     def authenticates(self) -> bool:
-        """Whether everyone who comes past the door has shown who they are, by a password or a certificate."""
+        """True if every request that passes is authenticated, by a password or a client certificate."""
         config = self._force.config if self._force is not None else WebConfig()
         verified = config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert"
         return bool(config.users) or verified
 
     async def look(self) -> None:
-        """Take a file that has changed since the last look, or whose certificates have."""
+        """Reload the file if it, or a certificate file that it names, has changed."""
         if self._path is not None and await asyncio.to_thread(self._changed):
             await asyncio.to_thread(self._load, self._path)
 
     def guard(self, app: ASGIApp) -> ASGIApp:
-        """Return the application behind the door."""
+        """Return the application with authentication and the configured headers."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             force = self._force
@@ -87,7 +88,7 @@ class WebConfigMiddleware:
         return guarded
 
     def close(self) -> None:
-        """Let go of the threads. Idempotent."""
+        """Stop the threads. Idempotent."""
         if self._passwords is not None:
             self._passwords.close()
 
@@ -109,7 +110,7 @@ class WebConfigMiddleware:
 
     def _load(self, path: Path) -> None:
         watched = {path}
-        self._marks = _marks(watched)  # before they are read: what changes meanwhile is read again
+        self._marks = _marks(watched)  # before they are read, so that a change meanwhile is noticed
         try:
             config = web_config.parse(path.read_text("utf-8"))
             if config.tls is not None:
@@ -131,7 +132,7 @@ class WebConfigMiddleware:
 
 
 def _identifies(config: WebConfig) -> bool:
-    """Return True if whoever got through has shown who it is."""
+    """Return True if the configuration authenticates every request."""
     return bool(config.users) or (config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert")
 
 
@@ -141,7 +142,7 @@ def _marks(paths: Iterable[Path]) -> dict[Path, _Mark]:
 
 def _mark(path: Path) -> _Mark:
     try:
-        status = os.stat(path)  # noqa: PTH116  # Path.stat() is the same, and follows links too: Kubernetes swaps one
+        status = os.stat(path)  # noqa: PTH116  # follows symbolic links: Kubernetes replaces one
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -155,7 +156,7 @@ def _with_headers(config: WebConfig, send: Send) -> Send:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
             for name, value in config.headers.items():
-                headers.setdefault(name, value)  # a page of ours that has a policy has the stricter one
+                headers.setdefault(name, value)  # a policy that our own pages set is stricter
         await send(message)
 
     return sending

@@ -1,4 +1,4 @@
-"""From the web configuration to Python's ``ssl``: what it can do is done, what it cannot is an error, never less than asked."""
+"""Convert the web configuration to an ``ssl.SSLContext``. What Python cannot do is an error: never less security than asked."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _SUITES = {
     "TLS_ECDHE_ECDSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-ECDSA-CHACHA20-POLY1305",
     "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305_SHA256": "ECDHE-RSA-CHACHA20-POLY1305",
 }
-"""What Go calls a suite (``tls.CipherSuites()`` of Go 1.22), and OpenSSL; "": of TLS 1.3, which has no choice of them."""
+"""OpenSSL's names by Go's (``tls.CipherSuites()`` of Go 1.22); "" for TLS 1.3, whose suites cannot be chosen."""
 
 
 def files(tls: Tls, directory: Path) -> tuple[Path, ...]:
-    """Return the files that the configuration names."""
+    """Return the certificate and key files that the configuration names."""
     return tuple(directory / name for name in (tls.cert_file, tls.key_file, tls.client_ca_file) if name)
 
 
@@ -53,7 +53,7 @@ def context(tls: Tls, directory: Path) -> ssl.SSLContext:
 
 
 def notes(tls: Tls) -> tuple[str, ...]:
-    """Return where less is offered than the configuration allows; none of it opens anything."""
+    """Return notes where the server offers less than the configuration allows, which never weakens security."""
     found = []
     if tls.min_version in {"TLS10", "TLS11"}:
         found.append(f"min_version {tls.min_version}: TLS 1.2 is the least that is offered")
@@ -63,9 +63,9 @@ def notes(tls: Tls) -> tuple[str, ...]:
 
 
 def _load(made: ssl.SSLContext, tls: Tls, directory: Path) -> None:
-    """Load the server's certificate and key. Raises :class:`WebConfigError`, which names both: OpenSSL does not say which."""
+    """Load the server's certificate and key. Raises :class:`WebConfigError` naming both: OpenSSL does not say which is bad."""
     try:
-        # a password of "" instead of none: OpenSSL would ask for one on the terminal
+        # the password "" instead of none: OpenSSL would prompt for one on the terminal
         made.load_cert_chain(directory / tls.cert_file, directory / tls.key_file, password="")
     except (OSError, ValueError) as problem:
         msg = f"tls_server_config: {tls.cert_file} and {tls.key_file} are no certificate and its key: {_words(problem)}"
@@ -104,5 +104,5 @@ def _limit(made: ssl.SSLContext, tls: Tls) -> None:
 def _words(problem: OSError | ValueError) -> str:
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{problem.strerror}: {problem.filename}"
-    reason = getattr(problem, "reason", None)  # of OpenSSL, as KEY_VALUES_MISMATCH
+    reason = getattr(problem, "reason", None)  # OpenSSL's, such as KEY_VALUES_MISMATCH
     return reason.lower().replace("_", " ") if isinstance(reason, str) else getattr(problem, "strerror", None) or str(problem)

@@ -1,7 +1,7 @@
-"""The web configuration file, in the format of Prometheus' exporter-toolkit: its text becomes a checked value.
+"""Parse and check the web configuration file, in the format of Prometheus' exporter-toolkit.
 
 https://github.com/prometheus/exporter-toolkit/blob/master/docs/web-configuration.md; ``promtool check web-config`` is the
-oracle of the tests. As there, an unknown key is an error: a misspelt ``basic_auth_users`` must not leave the door open.
+tests' reference. As there, an unknown key is an error: a misspelt ``basic_auth_users`` must not disable authentication.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _HEADERS: dict[str, tuple[str, ...]] = {
     "X-Frame-Options": ("deny", "sameorigin"),
     "X-XSS-Protection": (),
 }
-"""What the toolkit lets be set, and to what (nothing: to anything)."""
+"""Headers that the toolkit allows, with their permitted values (empty: any)."""
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
 
 class WebConfigError(ValueError):
-    """The file is not what it has to be; the message is for the log, and holds no secret."""
+    """The file is invalid; the message is for the log and contains no secret."""
 
 
 class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class Tls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def wanted(self) -> bool:
-        """Whether the toolkit takes it for a wish for TLS."""
+        """True if the toolkit would enable TLS for it."""
         return bool(self.cert_file or self.key_file or self.client_auth_type or self.client_ca_file)
 
 
@@ -74,22 +74,22 @@ class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def tls(self) -> Tls | None:
-        """What is wanted of TLS, if it is wanted."""
+        """The TLS configuration, if TLS is enabled."""
         return self.tls_server_config if self.tls_server_config and self.tls_server_config.wanted else None
 
     @property
     def users(self) -> Mapping[str, str]:
-        """Who may ask, if not everyone."""
+        """Hashes (bcrypt) by user; empty: no authentication by password."""
         return {str(user): hashed for user, hashed in (self.basic_auth_users or {}).items()}
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What every response carries."""
+        """Headers to add to every response."""
         return (self.http_server_config and self.http_server_config.headers) or {}
 
 
 def parse(text: str) -> WebConfig:
-    """Return what a file says. Raises :class:`WebConfigError`; an empty file asks for nothing, as in the toolkit."""
+    """Return the parsed file. Raises :class:`WebConfigError`; an empty file configures nothing, as in the toolkit."""
     if len(text) > _MOST_BYTES:
         raise WebConfigError("the file is larger than 1 MiB")
     try:
@@ -97,7 +97,7 @@ def parse(text: str) -> WebConfig:
         said = yaml.safe_load(text)
         found = msgspec.convert({} if said is None else said, WebConfig, strict=True, str_keys=True)
     except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)  # its own message quotes the line, which may hold a hash
+        mark = getattr(problem, "problem_mark", None)  # not the parser's message: it quotes the line, which may contain a hash
         at = f"line {mark.line + 1}: " if mark else ""
         raise WebConfigError(f"{at}{getattr(problem, 'problem', None) or 'no YAML'}") from None
     except msgspec.ValidationError as problem:
@@ -109,7 +109,7 @@ def parse(text: str) -> WebConfig:
 
 
 def _refuse_twins(node: yaml.Node | None) -> None:
-    """PyYAML lets the last of two equal keys win; the toolkit refuses them."""
+    """Raise :class:`WebConfigError` for duplicate keys, as the toolkit does; PyYAML lets the last one win."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value]
         if twins := sorted({str(key) for key in keys if keys.count(key) > 1}):
