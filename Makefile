@@ -27,7 +27,8 @@ help: ## List the targets
 
 setup: $(VENV)/.installed ## Make .venv with torch (CPU), torchobs and everything its tests need
 
-demo: setup ## Train a small GPT on two ranks and watch it live
+demo: setup ## Train a small GPT on two ranks, watch it live, and see an alert fire; on a terminal until Ctrl-C
+	@tests/tools.sh $(PROGRAMS) prometheus
 	$(BIN)/python -m examples.demo
 
 test: setup test-tools lint ## Everything that must hold for a change to land: lint, all tests, the wheel

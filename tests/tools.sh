@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# tests/tools.sh DIR: put into DIR the Debian programs that the tests run and PATH does not have.
+# tests/tools.sh DIR [PROGRAM...]: put into DIR the Debian programs that the tests run and PATH does not have; all, or those named.
 #
 # The package is unpacked, not installed: installing prometheus would start a service on port 9090 of the person's
 # machine, and unpacking needs no root. Prints what is missing and how to get it where that is not to be had;
 # then it fails in CI only, since elsewhere the tests concerned are skipped and say why.
 set -euo pipefail
-dir=${1:?usage: tests/tools.sh DIR}
+dir=${1:?usage: tests/tools.sh DIR [PROGRAM...]}
+shift
+wanted=" $* "
 
 give_up() {
   printf 'tests/tools.sh: %s is missing and %s.\n' "$1" "$2" >&2
-  printf '  Install it (Debian, Ubuntu: sudo apt-get install %s); without it the tests that run it are skipped.\n' "$3" >&2
+  printf '  Install it (Debian, Ubuntu: sudo apt-get install %s); whatever runs it is skipped without it.\n' "$3" >&2
   [ "${CI:-}" != true ]
 }
 
@@ -24,6 +26,7 @@ unpack() { # package: fetch it with apt, which checks its signature, and unpack 
 }
 
 provide() { # program package
+  [[ $wanted = "  " || $wanted = *" $1 "* ]] || return 0
   if command -v "$1" > /dev/null || [ -x "$dir/usr/bin/$1" ]; then return; fi
   command -v apt-get > /dev/null || { give_up "$1" "this is no Debian" "$2"; return; }
   echo "tests/tools.sh: $1 is not on PATH; unpacking Debian's package $2 into $dir"
@@ -34,4 +37,4 @@ provide() { # program package
 provide prometheus prometheus
 provide promtool prometheus
 provide prometheus-node-exporter prometheus-node-exporter
-command -v chromium > /dev/null || give_up chromium "not unpacked, for it depends on much" chromium
+[ "$wanted" != "  " ] || command -v chromium > /dev/null || give_up chromium "not unpacked, for it depends on much" chromium

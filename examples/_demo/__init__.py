@@ -1,1 +1,1 @@
-"""The parts of `make demo`: the job, its Prometheus, what a page of metrics says, and how it is shown."""
+"""The parts of `make demo`: the exporter, the job, Prometheus, reading a page of metrics and showing it."""

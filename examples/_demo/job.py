@@ -1,8 +1,7 @@
-"""The training job: torchrun, its ranks, and the exporter that `torchobs run` starts beside them."""
+"""The training job: torchrun and its ranks."""
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -21,22 +20,22 @@ class Job:
     """`examples/char_gpt.py` under `torchobs run`, on some ranks of this machine, for the length of a `with` block.
 
     Args:
-        home: A private directory for the flight files and for what the ranks print.
+        home: A private directory for what the ranks print.
+        flight_dir: The directory of the flight files, which must exist.
         ranks: How many.
         options: The training script's.
     """
 
-    def __init__(self, home: Path, ranks: int, options: Sequence[str]) -> None:
+    def __init__(self, home: Path, flight_dir: Path, ranks: int, options: Sequence[str]) -> None:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "--no-python"]
-        self._argv = [*launcher, "torchobs", "run", "examples/char_gpt.py", *options]
-        self._flight_dir, self._log = home / "flight", home / "job.log"
+        self._argv = [*launcher, "torchobs", "run", "--no-exporter", "examples/char_gpt.py", *options]
+        self._flight_dir, self._log = flight_dir, home / "job.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
         return shlex.join(self._argv)
 
     def __enter__(self) -> Job:
-        self._flight_dir.mkdir(mode=0o700)
         environment = {
             "OMP_NUM_THREADS": "1",  # torchrun's own choice, without its warning; the model is too small for more
             **os.environ,
@@ -48,8 +47,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._process:
-            processes.end_family(self._process)
-        processes.end(processes.naming(self._flight_dir), patience_s=2.0)  # the exporter, announced already or not
+            processes.end_tree(self._process)
 
     @property
     def exit_code(self) -> int | None:
@@ -59,23 +57,4 @@ class Job:
     @property
     def output(self) -> list[str]:
         """The lines that launcher and ranks have printed so far."""
-        return _lines(self._log)
-
-    @property
-    def exporter_log(self) -> list[str]:
-        """The lines that the exporter has logged so far."""
-        return _lines(self._flight_dir / "exporter.log")
-
-    def exporter_address(self) -> str:
-        """Return where the exporter listens, `host:port`; empty while it has not said so."""
-        try:
-            return str(json.loads((self._flight_dir / "exporter.json").read_text("utf-8"))["address"])
-        except FileNotFoundError:
-            return ""
-
-
-def _lines(log: Path) -> list[str]:
-    try:
-        return log.read_text("utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
+        return processes.lines(self._log)

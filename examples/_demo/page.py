@@ -1,4 +1,4 @@
-"""One look at the exporter's page: a row per rank, with rates since an earlier look."""
+"""Read the exporter's page of metrics: a row per rank, with rates since an earlier page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Numbers = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What the exporter said at a time of the monotonic clock."""
+    """The samples of all ranks at a time of the monotonic clock."""
 
     at: float
     ranks: Mapping[int, Numbers]

@@ -1,4 +1,4 @@
-"""Programs that the demo starts, and how to be rid of them without leaving an orphan."""
+"""Start the demo's programs, and end them without leaving an orphan."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+
+PATIENCE_S = 10.0
 
 
 def programs_path() -> str:
@@ -30,27 +32,29 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str], direct
         )
 
 
-def end_family(process: subprocess.Popen[bytes]) -> None:
+def end_tree(process: subprocess.Popen[bytes]) -> None:
     """End a process that was started here, and its descendants, and reap it."""
     if process.poll() is None:  # not reaped yet, so the pid is still its own
         parent = psutil.Process(process.pid)
-        # Listed while the parent lives: afterwards nobody knows whose children they were.
-        end([parent, *parent.children(recursive=True)])
+        # Listed while the parent lives: afterwards the kernel does not know whose children they were.
+        _end([parent, *parent.children(recursive=True)])
     process.wait()
 
 
-def end(processes: Sequence[psutil.Process], patience_s: float = 10.0) -> None:
-    """Ask processes to end, and end those that do not; psutil sees to it that no reused pid is hit."""
-    for ask in (psutil.Process.terminate, psutil.Process.kill):
+def lines(log: Path) -> list[str]:
+    """Return the lines of a log; none if there is no such file yet."""
+    try:
+        return log.read_text("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def _end(processes: Sequence[psutil.Process]) -> None:
+    """Terminate processes, and kill those that do not end; psutil makes sure that no reused pid is hit."""
+    for send in (psutil.Process.terminate, psutil.Process.kill):
         for process in processes:
             try:
-                ask(process)
+                send(process)
             except psutil.NoSuchProcess:
                 continue
-        _, processes = psutil.wait_procs(processes, timeout=patience_s)
-
-
-def naming(path: Path) -> list[psutil.Process]:
-    """Return the processes that were given a path as an argument: those that are nobody's children, by design."""
-    running = psutil.process_iter(["cmdline"])
-    return [process for process in running if str(path) in (process.info["cmdline"] or ())]
+        _, processes = psutil.wait_procs(processes, timeout=PATIENCE_S)

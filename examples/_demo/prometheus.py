@@ -32,7 +32,7 @@ scrape_configs:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert that Prometheus holds: `state` is `pending` or `firing`."""
+    """An active alert: `state` is `pending` or `firing`."""
 
     name: str
     state: str
@@ -70,7 +70,7 @@ class Prometheus:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._process:
-            processes.end_family(self._process)
+            processes.end_tree(self._process)
 
     @property
     def is_running(self) -> bool:
@@ -78,10 +78,9 @@ class Prometheus:
         return self._process is not None and self._process.poll() is None
 
     @property
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """The last line of its log."""
-        lines = (self._home / "log").read_text("utf-8", errors="replace").splitlines()
-        return lines[-1] if lines else ""
+        return next(reversed(processes.lines(self._home / "log")), "")
 
     def graph(self, *expressions: str) -> str:
         """Return the address of its page with a graph for each expression."""

@@ -1,4 +1,4 @@
-"""The rows as text: a table that redraws itself on a terminal, a line now and then in a log."""
+"""Show the rows as text: a table that is redrawn on a terminal, a line every ten seconds in a log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADER = (
 
 
 class Screen:
-    """Where the demo speaks: a live table below what was said, or plain lines if nobody watches a terminal."""
+    """The demo's output: on a terminal a live table below what was printed, elsewhere plain lines."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -29,7 +29,7 @@ class Screen:
         self._drawn = 0
         self._logged_at = -math.inf
 
-    def say(self, text: str = "") -> None:
+    def print(self, text: str = "") -> None:
         """Print for good, above the table."""
         self._erase()
         print(text, file=self._out, flush=True)
@@ -40,7 +40,7 @@ class Screen:
             self._draw(["", *table(rows), "", f"alerts: {alerts_text(alerts)}", *printed[-1:]])
         elif rows and time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = time.monotonic()
-            self.say(f"{summary(rows)}  alerts: {alerts_text(alerts)}")
+            self.print(f"{summary(rows)}  alerts: {alerts_text(alerts)}")
 
     def _draw(self, lines: Sequence[str]) -> None:
         columns = shutil.get_terminal_size().columns

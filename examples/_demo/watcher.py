@@ -1,4 +1,4 @@
-"""What was seen of the run so far: the newest page, the alerts, and when each of them was first seen."""
+"""Poll the exporter and Prometheus: the newest page, the alerts, and when each of them was first seen."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from examples._demo import page
 from examples._demo.page import Page, Row
 from examples._demo.prometheus import Alert, Prometheus
 
-RATE_PAGES = 5  # rates are taken over so many looks, some seconds: long enough to be steady
+RATE_PAGES = 5  # rates are taken over so many pages, some seconds: long enough to be steady
 
 
 class Watcher:
-    """Looks at an exporter, and at a Prometheus if there is one."""
+    """Polls an exporter, and a Prometheus if there is one."""
 
     def __init__(self, address: str, prometheus: Prometheus | None) -> None:
         self._url, self._prometheus = f"http://{address}/metrics", prometheus
@@ -22,10 +22,10 @@ class Watcher:
         self._started = time.monotonic()
         self.alerts: list[Alert] = []
         self.first_seen: dict[tuple[str, str], float] = {}
-        """Seconds from the start of watching by (alert, state)."""
+        """Seconds from the start of polling, by (alert, state)."""
 
-    def look(self) -> None:
-        """Look once; whoever does not answer just now is looked at the next time."""
+    def poll(self) -> None:
+        """Poll both once; one that does not answer just now is left out until the next time."""
         with contextlib.suppress(OSError, ValueError):
             self._pages.append(page.parse(page.fetch(self._url), time.monotonic()))
         if self._prometheus:

@@ -1,10 +1,14 @@
-"""`make demo`'s main, to its end: what a newcomer sees first has to work, and to leave nothing behind."""
+"""The demo to its end, as `make demo` runs it: what a newcomer sees first has to work, and to leave nothing behind."""
 
+import contextlib
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,28 +35,34 @@ class Demo:
     mark: str
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         """Its output so far."""
         return self.log.read_text()
+
+    @property
+    def page(self) -> str:
+        """The live page's address, once it is printed; nothing is printed before it."""
+        first = self.output.partition("\n")[0] if "\n" in self.output else ""
+        return first.removeprefix("Live page: ").strip() if first.startswith("Live page: http://") else ""
 
     def rank(self, number: int) -> psutil.Process:
         """One of the ranks."""
         return next(child for child in self.children() if child.info["environ"].get("RANK") == str(number))
 
     def children(self) -> list[psutil.Process]:
-        """Every process it has started and that has not got rid of its environment."""
+        """Every process that it has started."""
         running = psutil.process_iter(["environ", "pid"])
         marked = [process for process in running if (process.info["environ"] or {}).get(MARK) == self.mark]
         return [process for process in marked if process.pid != self.process.pid]
 
     def directory(self) -> str:
         """The private directory that it has made; empty before it has started the ranks."""
-        places = (child.info["environ"].get("TORCHOBS_DIR") for child in self.children())
-        return next((str(Path(place).parent) for place in places if place), "")
+        found = (child.info["environ"].get("TORCHOBS_DIR") for child in self.children())
+        return next((str(Path(flight_dir).parent) for flight_dir in found if flight_dir), "")
 
 
 def nothing_left_of(demo: Demo, directory: str) -> bool:
-    """Whether every process is gone, the detached exporter too, and so is the directory."""
+    """Whether every process is gone, and so is the directory."""
     arguments = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     return not demo.children() and not Path(directory).exists() and not any(directory in line for line in arguments)
 
@@ -62,13 +72,16 @@ def start_demo(checkout: Path, start: Callable[..., subprocess.Popen[str]], tmp_
     """Start the demo from the checkout, as `make demo` does; a failed test's demo is ended in order, so that its parts are."""
     started: list[Demo] = []
 
-    def start_demo(*options: str, path: str = os.environ["PATH"]) -> Demo:
-        mark = uuid.uuid4().hex
+    def start_demo(*options: str, path: str = os.environ["PATH"], terminal: int | None = None) -> Demo:
+        mark, output = uuid.uuid4().hex, tmp_path / "demo.log"
         environment = {**os.environ, "PATH": path, MARK: mark}
         argv = [sys.executable, "-m", "examples.demo", *options]
-        with (tmp_path / "demo.log").open("w") as log:
-            process = start(*argv, cwd=checkout, env=environment, stdout=log)
-        started.append(Demo(process, tmp_path / "demo.log", mark))
+        with output.open("w") as log:
+            stdin, stdout = (subprocess.DEVNULL, log) if terminal is None else (terminal, terminal)
+            if terminal is not None:
+                environment.pop("CI", None)
+            process = start(*argv, cwd=checkout, env=environment, stdin=stdin, stdout=stdout)
+        started.append(Demo(process, output, mark))
         return started[-1]
 
     yield start_demo
@@ -77,53 +90,91 @@ def start_demo(checkout: Path, start: Callable[..., subprocess.Popen[str]], tmp_
         demo.process.wait(timeout=30)
 
 
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[int]:
+    """A terminal for the demo, whose output goes to the demo's log."""
+    ours, theirs = pty.openpty()
+
+    def copy() -> None:
+        with contextlib.suppress(OSError):  # what Linux raises once nobody holds the other end
+            while part := os.read(ours, 65536):
+                with (tmp_path / "demo.log").open("ab") as log:
+                    log.write(part)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    yield theirs
+    os.close(theirs)
+    thread.join(timeout=10)
+    os.close(ours)
+
+
+def fetch(url: str) -> str:
+    """Read a page."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
 def run_to_its_end(demo: Demo, disturb: Callable[[], object] = lambda: None, timeout_s: float = 120.0) -> str:
-    """Disturb a demo once its ranks are shown, see that it ends and leaves nothing behind, and return what it said."""
+    """Disturb a demo once its ranks are shown, see that it ends and leaves nothing behind, and return its output."""
     directory = wait_until(demo.directory, timeout_s=30)
-    wait_until(lambda: "alive" in demo.said or demo.process.poll() is not None, timeout_s=70)
+    wait_until(lambda: "alive" in demo.output or demo.process.poll() is not None, timeout_s=70)
     disturb()
     demo.process.wait(timeout_s)
     wait_until(lambda: nothing_left_of(demo, directory), timeout_s=5)
-    return demo.said
+    return demo.output
 
 
-def test_without_prometheus_it_says_what_is_missing_and_shows_the_run(start_demo: Callable[..., Demo]) -> None:
-    """Exit code 0, every step of both ranks, and how to get what was missing."""
-    demo = start_demo("--steps", str(FEW), path=str(Path(sys.executable).parent))
-    said = run_to_its_end(demo)
+def test_on_a_terminal_the_page_is_there_before_the_training_and_stays_until_ctrl_c(
+    start_demo: Callable[..., Demo], terminal: int
+) -> None:
+    """Its address is printed first, and it answers with the finished ranks at the end; how to get a Prometheus is said, too."""
+    demo = start_demo("--steps", str(FEW), path=str(Path(sys.executable).parent), terminal=terminal)
+    page = wait_until(lambda: demo.page, timeout_s=60)
+    assert "<html" in fetch(page)
+    assert "What torchobs saw" not in demo.output
 
-    assert demo.process.returncode == 0, said
-    assert "No `prometheus` on PATH" in said
-    assert "apt-get install prometheus" in said
-    assert re.search(r"metrics +http://127\.0\.0\.1:\d+/metrics", said)
+    def leave() -> None:
+        wait_until(lambda: "stays open until Ctrl-C" in demo.output or demo.process.poll() is not None, timeout_s=100)
+        metrics = fetch(f"{page}metrics")
+        for rank in (0, 1):
+            assert re.search(rf'torchobs_rank_state\{{[^}}]*rank="{rank}"[^}}]*state="finished"[^}}]*\}} 1', metrics)
+        demo.process.send_signal(signal.SIGINT)
+
+    output = run_to_its_end(demo, leave, timeout_s=20)
+    assert demo.process.returncode == 0, output
+    assert "No `prometheus` on PATH" in output
+    assert "apt-get install prometheus" in output
     for rank in (0, 1):
-        assert f"rank {rank}: finished after {FEW} steps, last loss" in said
-    assert "firing" not in said
+        assert f"rank {rank}: finished after {FEW} steps, last loss" in output
+    assert "firing" not in output
 
 
 def test_with_prometheus_the_shipped_alert_fires(start_demo: Callable[..., Demo], program: Callable[[str], str]) -> None:
-    """The blown-up learning rate is noticed, and by the real rules in a real Prometheus an alert fires before the end."""
+    """By the real rules in a real Prometheus an alert fires before the end, which comes by itself without a terminal."""
     program("prometheus")
     demo = start_demo("--steps", str(STEPS))
-    said = run_to_its_end(demo)
+    output = run_to_its_end(demo)
 
-    assert demo.process.returncode == 0, said
-    assert re.search(r"anomalies: .*loss_spike \d+", said)
-    assert re.search(r"alerts +http://127\.0\.0\.1:\d+/alerts", said)
-    assert re.search(r"alert \w+: firing after \d+ s", said)
+    assert demo.process.returncode == 0, output
+    assert demo.page
+    assert re.search(r"anomalies: .*loss_spike \d+", output)
+    assert re.search(r"alerts: +http://127\.0\.0\.1:\d+/alerts", output)
+    assert re.search(r"alert \w+: firing after \d+ s", output)
 
 
 def test_ctrl_c_ends_everything_at_once(start_demo: Callable[..., Demo]) -> None:
     """In the middle of training: exit code 130 within seconds, no rank, exporter, Prometheus or directory left."""
     demo = start_demo("--steps", "5000")
-    said = run_to_its_end(demo, lambda: demo.process.send_signal(signal.SIGINT), timeout_s=20)
+    output = run_to_its_end(demo, lambda: demo.process.send_signal(signal.SIGINT), timeout_s=20)
 
     assert demo.process.returncode == 130
-    assert "Interrupted" in said
+    assert "Interrupted" in output
 
 
 def test_a_killed_rank_fails_the_demo_and_is_shown_as_lost(start_demo: Callable[..., Demo]) -> None:
-    """SIGKILL in the middle of training: exit code 1, the rank lost, and the launcher's own words about it."""
+    """SIGKILL in the middle of training: exit code 1, the rank lost, and what the launcher prints about it."""
     demo = start_demo("--steps", "5000", "--no-prometheus")
 
     def kill() -> None:
@@ -131,9 +182,9 @@ def test_a_killed_rank_fails_the_demo_and_is_shown_as_lost(start_demo: Callable[
         wait_until(lambda: list(flight.glob("r1-*.flight")))
         demo.rank(1).kill()
 
-    said = run_to_its_end(demo, kill)
+    output = run_to_its_end(demo, kill)
 
     assert demo.process.returncode == 1
-    assert re.search(r"rank 1: lost after \d+ steps", said)
-    assert "The training failed with exit code 1." in said
-    assert "Signal 9" in said
+    assert re.search(r"rank 1: lost after \d+ steps", output)
+    assert "The training failed with exit code 1." in output
+    assert "Signal 9" in output

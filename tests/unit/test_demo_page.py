@@ -1,4 +1,4 @@
-"""What the demo reads off a page of metrics, and how it shows it."""
+"""The demo's reading of a page of metrics, and how it is shown."""
 
 import io
 import math
@@ -89,7 +89,7 @@ def test_columns_stand_under_their_headings() -> None:
 
 
 def test_a_log_gets_one_line_for_all_ranks() -> None:
-    """States are counted, steps a range, losses a mean, speeds and anomalies a sum; two looks at once are one line."""
+    """States are counted, steps a range, losses a mean, speeds and anomalies a sum; two updates at once are one line."""
     ranks = [make_row(0, anomalies={"loss_spike": 1}), make_row(1, steps=8, loss=4.0, anomalies={"loss_spike": 2})]
     assert total_anomalies(ranks) == {"loss_spike": 3}
     expected = "2 alive  step 7-8  loss 3.000  norm 0.500  80.0 ms/step  18,000 tokens/s  anomalies loss_spike 3"
@@ -113,7 +113,7 @@ def test_a_terminal_gets_a_table_that_is_erased_before_the_next_one() -> None:
     screen = Screen(terminal)
     screen.show([make_row(0)], [], ["x" * 500])
     drawn = terminal.getvalue()
-    screen.say("done")
+    screen.print("done")
 
     assert max(map(len, drawn.splitlines())) < 500
     assert terminal.getvalue() == f"{drawn}\x1b[{drawn.count(chr(10))}F\x1b[Jdone\n"
