@@ -308,8 +308,10 @@ def test_what_all_ranks_share_is_said_once(exporter: Exporter, flight_dir: Path)
     ranks[1].release()
     exporter.scan(9.0)
     assert [number(sample) for sample in exporter.samples(KILLS)] == [3.0]
-    for rank in ranks:
+    for rank in (ranks[0], ranks[2]):
         rank.release()
+    exporter.scan(17.0)
+    assert [number(sample) for sample in exporter.samples(KILLS)] == [2.0], "the first of the dead keeps the counters"
 
 
 def test_a_dead_rank_keeps_what_means_something_and_nothing_else(exporter: Exporter, file: File) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,3 +60,19 @@ def test_an_end_while_a_round_hangs_is_written_with_all_steps_and_makes_no_round
     assert view.live.exit_reason == Exit.FINISHED
     steps = {point.series.name: point.value for point in view.points}["torchobs.steps"]
     assert steps == 3
+
+
+def test_the_overhead_of_the_sampler_is_that_of_its_thread_up_to_the_end(flight_dir: Path) -> None:
+    """The last round is done by the thread that ends the session, which has imported torch and trained."""
+    before_s = time.process_time()
+    session = torchobs.init(flight_dir=flight_dir)
+    assert session.writer is not None
+    assert session._sampler is not None
+    path, context = session.writer.path, session._sampler._context
+    support.wait_until(lambda: "sampler" in context.spent_ns)
+    torchobs.shutdown()
+    spent_s = time.process_time() - before_s
+    points = reader.open_path(path).read(final=True).points
+    (shown,) = [point.value for point in points if point.series.attributes == (("probe", "sampler"),)]
+    assert isinstance(shown, float)
+    assert 0 < shown <= spent_s

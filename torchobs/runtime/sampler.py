@@ -82,6 +82,7 @@ class Sampler:
             with self._busy:
                 if not self._stop.is_set():
                     call(self._breaker, self.round)
+                    self._context.spent_ns["sampler"] = time.thread_time_ns()  # here: ``end`` is called by another thread
             self._breaker.blown = False  # the heartbeat must go on; the error is counted all the same
 
     def end(self) -> None:
@@ -175,7 +176,6 @@ class Sampler:
 
     def _publish_overhead(self) -> None:
         context = self._context
-        context.spent_ns["sampler"] = time.thread_time_ns()
         for probe, spent in list(context.spent_ns.items()):
             fresh = spent - self._published.get(probe, 0)
             cell = context.writer.table.cell(catalog.OVERHEAD, {"probe": probe})

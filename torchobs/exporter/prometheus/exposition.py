@@ -93,11 +93,10 @@ class Exposition:
 
 
 def _speakers(served: Mapping[tuple[int, str], Rank]) -> set[tuple[int, str]]:
-    """Return for each run the rank that shows the metrics all ranks share: the first living one."""
+    """Return for each run the rank that shows the metrics all ranks share: the first living one, else the first."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
-    for key, rank in sorted(served.items(), key=lambda one: (len(one[1].rank), one[1].rank)):
-        if rank.up:
-            first.setdefault((rank.job_name, rank.run_id), key)
+    for key, rank in sorted(served.items(), key=lambda one: (not one[1].up, len(one[1].rank), one[1].rank)):
+        first.setdefault((rank.job_name, rank.run_id), key)
     return set(first.values())
 
 
