@@ -35,7 +35,7 @@ _PARAMETRIZED = re.compile(r"\.parametrizations\.([^.]+)\.(original\d*)$")
 
 
 class ParameterNames:
-    """Names by parameter. For the sampler thread, except :meth:`watch`. ``yield_gil``: the sampler's."""
+    """Names by parameter. For the sampler thread, but for :meth:`watch`. ``yield_gil``: the sampler's."""
 
     def __init__(self, yield_gil: Callable[[], None]) -> None:
         self.built_modules = BuiltModules()
