@@ -309,6 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
     train(gpt, training, validation, options)
     if options.sample:
         say(write(gpt, "def ", options.sample))
+    dist.barrier()  # all is let go of: torch 2.13 can deadlock when a group goes while a gloo thread frees a backward's work
     dist.destroy_process_group()
 
 

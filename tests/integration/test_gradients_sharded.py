@@ -88,6 +88,7 @@ def to_local_calls():
 
 
 print("RESULT", json.dumps({**{how: train(how) for how in layouts}, "look": {"nodes": to_local_calls()}}))
+dist.barrier()
 dist.destroy_process_group()
 """
 

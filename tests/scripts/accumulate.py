@@ -34,6 +34,7 @@ def main() -> None:
             optimizer.zero_grad()
             steps += 1
     report("accumulate", steps, loss.item(), model, rank=dist.get_rank())
+    dist.barrier()  # all is let go of: torch 2.13 can deadlock when a group goes while a gloo thread frees a backward's work
     dist.destroy_process_group()
 
 
