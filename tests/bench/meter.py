@@ -33,7 +33,7 @@ _SITES = (
     (clip_grad, "_get_total_norm"), (clip_grad, "_clip_grads_with_norm_"),
 )  # fmt: skip
 _MEASURED = (
-    (GradientProbe, "_measure"), (GradientProbe, "_take_over"), (ClipWatch, "_note_total"),
+    (GradientProbe, "_measure"), (GradientProbe, "_use_clipping_norm"), (ClipWatch, "_note_total"),
     (UpdateWatch, "_copy"), (UpdateWatch, "_compare"),
 )  # fmt: skip
 """What is done now and then, paced by what it costs"""

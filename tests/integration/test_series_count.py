@@ -96,6 +96,7 @@ def test_a_rank_of_a_small_job_has_at_most_a_hundred(flight_dir: Path, tmp_path:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "trained\n"
         support.wait_until(lambda: exporter.value("torchobs_steps_total") == 32)
+        support.wait_until(lambda: exporter.value("torchobs_ddp_time_seconds") is not None)  # asked for every ten seconds
         page = exporter.page()
         rank.communicate("\n", timeout=30)
     samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
