@@ -122,7 +122,7 @@ def test_one_training_of_several_optimizers_is_one(run: Recording, train: Callab
 
 def test_boundaries_of_the_user_s_own_change_nothing(run: Recording) -> None:
     """With ``torchobs.step()``, too, the first step of the second model is flagged, and none after it."""
-    from torchobs import step  # the facade, as a user has it
+    from torchobs import step  # as a user has it
 
     for fold in range(2):
         model, optimizer = new(fold)

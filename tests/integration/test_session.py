@@ -154,7 +154,7 @@ def test_a_probe_that_raises_is_off_and_said_once(flight_dir: Path, caplog: pyte
     assert [record.getMessage().count("ZeroDivisionError") for record in caplog.records] == [1]
 
 
-def test_facade_calls_do_not_break_a_full_graph(run: Recording) -> None:
+def test_public_calls_do_not_break_a_full_graph(run: Recording) -> None:
     """Inside torch.compile(fullgraph=True) they compile to nothing."""
     model = mlp()
 

@@ -60,3 +60,22 @@ def test_names_made_up_by_the_thousand_cost_no_memory() -> None:
     for index in range(10_000):
         scrapers.note(f"curl/{index}", 1, float(index), declared=True)
     assert len(scrapers.waiting(2, 10_000.0)) == 64
+
+
+def test_a_page_with_a_counter_held_at_zero_is_not_the_final_state() -> None:
+    """An exporter that leaves waits until what was held back has been scraped, too."""
+    scrapers = scraped(0, 15)
+    scrapers.note("prometheus", 2, 30.0, declared=True, final=False)
+    assert scrapers.acknowledged(30.0) == 2
+    assert (scrapers.waiting(2, 30.0), scrapers.got(2)) == (["prometheus"], False)
+    scrapers.note("prometheus", 3, 45.0, declared=True)
+    assert (scrapers.waiting(3, 45.0), scrapers.got(3)) == ([], True)
+
+
+def test_what_is_acknowledged_is_what_the_slowest_expected_scraper_has() -> None:
+    """One that has gone holds nobody up."""
+    scrapers = scraped(0, 15)
+    scrapers.note("other", 5, 16.0, declared=True)
+    assert scrapers.acknowledged(16.0) == 1
+    assert scrapers.acknowledged(15 + 2.5 * 15 + 5.1) == 5
+    assert ScrapeTracker().acknowledged(0.0) == 0
