@@ -135,6 +135,8 @@ class DistributedProbe:
             self._set(catalog.DDP_TIME, sum(one.get(key, 0) for one in timed) / 1e9, part=part)
         if not data:
             return
+        if not any(one.get("iteration", 0) for one in data) and self._context.at_backward is not None:
+            self._context.at_backward(self._read)  # the first backward: DDP has timed nothing yet, and the next asking is far
         buckets = [int(size) for one in data for size in _list(one.get("bucket_sizes", ""))]
         if buckets:
             self._set(catalog.DDP_BUCKETS, float(len(buckets)))
