@@ -8,10 +8,11 @@ from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
 from torchobs.detect.stragglers import Slowness
+from torchobs.diagnosis.status import last_loss, rank_status
 from torchobs.exporter import daemon
 from torchobs.exporter.ui import data as page_data
 from torchobs.exporter.ui import sse
-from torchobs.exporter.ui.view_model import Row, Run
+from torchobs.exporter.ui.view_model import Row, Run, run_of
 from torchobs.flight.metrics.throughput import Throughput
 from torchobs.ranks.metric_values import Readings
 
@@ -27,7 +28,11 @@ PACE = Throughput(
 )  # fmt: skip
 
 
-def row(  # each is what some test is about
+Values = dict[str, dict[tuple[str, ...], float]]
+"""Of a rank, by metric and attribute values"""
+
+
+def row(  # noqa: PLR0913  # each is what some test is about
     rank: int = 0,
     state: str = "alive",
     *,
@@ -36,34 +41,37 @@ def row(  # each is what some test is about
     slow: Slowness | None = None,
     phase: str = "backward",
     anomalies: tuple[str, ...] = (),
+    recorded: bool = True,
+    newest_loss: float | None = None,
+    lately: dict[str, int] | None = None,
+    values: Values | None = None,
     **given: float | None,
 ) -> Row:
     """A rank 12,400 steps into its training, or as a test wants it."""
-    values: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
-    readings: dict[str, dict[tuple[str, ...], float]] = {
-        f"torchobs.{name}": {(): value} for name, value in values.items() if value is not None
-    }
-    readings["torchobs.anomaly.active"] = {(kind,): 1.0 for kind in anomalies}
-    return Row(
+    plain: dict[str, float | None] = {"steps": 12_400, "loss": 2.313, **given}
+    known: Values = {f"torchobs.{name}": {(): value} for name, value in plain.items() if value is not None}
+    readings = Readings({**known, "torchobs.anomaly.active": {(kind,): 1.0 for kind in anomalies}, **(values or {})})
+    status = rank_status(
+        readings.get,
         rank=str(rank),
-        incarnation=f"{rank:032x}",
         state=state,
         reason=reason,
+        up=not reason,
         phase=None if reason else phase,
+        recorded=recorded,
         beat_age_s=age_s,
         progress_age_s=None if reason else age_s,
-        readings=Readings(readings),
-        pace=None if reason else PACE,
+        per_s=PACE.per_s if state == "alive" and phase != "idle" and recorded and not reason else None,
+        loss=last_loss(readings.get, newest_loss),
         slowness=slow,
-        anomalies=anomalies,
-        memory=None,
-        memory_share=None,
+        lately=lately,
     )
+    return Row(f"{rank:032x}", status, readings, None if reason else PACE, None, None, None)
 
 
-def run(*rows: Row, expected: int = 0, world_size: int = 0) -> Run:
+def run(*rows: Row, run_id: str = "run-1", expected: int = 0, world_size: int = 0) -> Run:
     """A run of these ranks."""
-    return Run("gpt", "run-1", rows, expected or len(rows), world_size or expected or len(rows))
+    return run_of("gpt", run_id, rows, expected=expected, world_size=world_size or expected)
 
 
 class Parsed(HTMLParser):

@@ -334,7 +334,7 @@ def test_files_that_do_not_answer_do_not_hold_the_page_up(
         watched.close()
         watch.close()
         assert shown.curves.loss is None
-        return str(shown.run.steps if shown.run else None)
+        return str(shown.run.status.steps if shown.run else None)
 
     assert asyncio.run(look()) == "3"
     assert writer.name

@@ -17,7 +17,6 @@ from tests.ui import Parsed, Stream, shorten_seconds
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.ui import sections
 from torchobs.exporter.ui import view_model as models
-from torchobs.exporter.ui.data import NOTHING
 from torchobs.exporter.ui.urls import choice_of
 from torchobs.exporter.ui.view_model import Choice, Model, Modeller, focused, model
 from torchobs.flight.files import artifacts
@@ -69,12 +68,12 @@ def exporter(flight_dir: Path) -> Iterator[Service]:
 
 def shown(snapshot: Snapshot, choice: Choice) -> Model:
     """What the page is of for that choice."""
-    return model(Modeller().runs(snapshot, NOTHING, {choice.run}), choice, NOTHING, (), 0.0)
+    return model(Modeller().runs(snapshot, {}, {choice.run}), choice, {}, (), 0.0)
 
 
 def order(snapshot: Snapshot) -> list[str]:
     """The runs as the page lists them."""
-    return [run.key for run in Modeller().runs(snapshot, NOTHING)]
+    return [run.key for run in Modeller().runs(snapshot, {})]
 
 
 def test_runs_keep_their_order_whoever_steps(started: Callable[..., File], scanner: Scanner, clock: Clock) -> None:

@@ -8,9 +8,8 @@ import pytest
 from torchobs.catalog import Severity
 from torchobs.diagnosis import quantities
 from torchobs.exporter.ui.charts import alternative, sparkline, stacked
-from torchobs.exporter.ui.event_groups import KEPT as KEPT_EVENTS
-from torchobs.exporter.ui.event_groups import RankEvents, log_of
-from torchobs.exporter.ui.events import EventRow, grouped, of_ring
+from torchobs.exporter.ui.events import KEPT as KEPT_EVENTS
+from torchobs.exporter.ui.events import EventRow, RankEvents, log_of, merged_ranks, of_ring
 from torchobs.exporter.ui.html import Html, exact, joined, named, tag, text
 from torchobs.exporter.ui.sparkline_data import BUCKETS, KEPT, RecentValues, curve, heights
 from torchobs.exporter.ui.urls import choice_of, query_of
@@ -186,7 +185,7 @@ def test_events_become_lines_and_what_is_none_is_left_out() -> None:
         ("Evaluation", "took 3.00 s", Severity.INFO, None),
     ]
     assert told[0].at_s == 1_700_000_005
-    assert [(one.anomaly, one.number) for one in told] == [("nonfinite_loss", 1), ("", 0), ("", 0), ("", 0)]
+    assert [(one.anomaly, one.number) for one in told] == [("nonfinite_loss", 1), ("", 1), ("", 1), ("", 1)]
 
 
 def test_what_all_ranks_say_is_said_once() -> None:
@@ -195,7 +194,7 @@ def test_what_all_ranks_say_is_said_once() -> None:
     def said(at_s: float, rank: str, what: str = "Run start") -> EventRow:
         return EventRow(at_s, (rank,), None, Severity.INFO, what, "")
 
-    told = grouped([said(100.0, "1"), said(99.5, "0"), said(99.0, "0", "Epoch"), said(20.0, "0")])
+    told = merged_ranks([said(100.0, "1"), said(99.5, "0"), said(99.0, "0", "Epoch"), said(20.0, "0")])
     assert [(one.at_s, one.ranks, one.title) for one in told] == [
         (100.0, ("0", "1"), "Run start"), (99.0, ("0",), "Epoch"), (20.0, ("0",), "Run start")
     ]  # fmt: skip
@@ -217,24 +216,24 @@ def test_many_events_of_a_kind_are_one_line_and_the_first_cause_stays() -> None:
     log = log_of([found])
     assert log.cause == died
     (line,) = log.lines
-    assert (line.number, line.event.at_s, line.first and line.first.at_s) == (1_000, 1_099.0, 100.0)
+    assert (line.number, line.last.at_s, line.first.at_s) == (1_000, 1_099.0, 100.0)
 
 
 def test_a_few_events_of_a_kind_are_told_one_by_one() -> None:
     """And what several ranks tell alike is counted as often as it happened to each."""
     few = RankEvents().add([spike(1.0), spike(2.0), spike(3.0)])
-    assert [(line.event.at_s, line.number, line.first) for line in log_of([few]).lines] == [
-        (3.0, 1, None), (2.0, 1, None), (1.0, 1, None)
+    assert [(line.last.at_s, line.number, line.first.at_s) for line in log_of([few]).lines] == [
+        (3.0, 1, 3.0), (2.0, 1, 2.0), (1.0, 1, 1.0)
     ]  # fmt: skip
     many = [RankEvents().add([spike(at_s, rank, 4), spike(at_s + 9, rank)]) for rank, at_s in (("0", 1.0), ("1", 1.2))]
     (line,) = log_of(many).lines
-    assert (line.number, set(line.event.ranks), line.event.at_s) == (5, {"0", "1"}, 10.2)
+    assert (line.number, set(line.last.ranks), line.last.at_s) == (5, {"0", "1"}, 10.2)
 
 
 def test_names_without_end_are_told_one_by_one() -> None:
     """An application's events may have any: what is kept of them is bounded."""
     found = RankEvents().add(EventRow(float(n), ("0",), n, Severity.INFO, f"mine {n}", "") for n in range(5_000))
-    assert (len(found.newest), len(found.tallies)) == (KEPT_EVENTS, 64)
+    assert (len(found.newest), len(found.groups)) == (KEPT_EVENTS, 64)
 
 
 def test_html_is_a_string() -> None:

@@ -21,47 +21,48 @@ Points = list[tuple[float, float, float, float]]
 """x, and the y (downwards) of the mean, minimum and maximum of each bucket"""
 
 
-def sparkline(found: Curve | None, what: str, shown: Callable[[float], str], *, stale: bool = False) -> Html:
+def sparkline(curve: Curve | None, what: str, rounded: Callable[[float], str], *, stale: bool = False) -> Html:
     """Return a line of means within a band from minimum to maximum. ``stale``: without a curve, there were values before."""
-    if found is None:
+    if curve is None:
         return tag("p", "No finite value lately." if stale else "No value yet.", class_="none")
-    rows = _rows(found)
+    rows = _rows(curve)
     svg = tag(
         "svg",
         *(tag("path", d=_band(row), class_="band") for row in rows),
         *(tag("path", d=_line(row), class_="line") for row in rows),
-        *(tag("path", d=f"M{_x(index, found)} 3h.1", class_="odd") for index in _odd(found)),
+        *(
+            tag("path", d=f"M{_x(index, curve)} 3h.1", class_="odd")
+            for index, bucket in enumerate(curve.buckets)
+            if bucket.nonfinite
+        ),
         viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
         preserveAspectRatio="none",
         role="img",
-        aria_label=alternative(found, what, shown),
+        aria_label=alternative(curve, what, rounded),
     )
-    notes = [f"{shown(found.least)} to {shown(found.greatest)}", f"steps {found.first_step:,}–{found.last_step:,}"]
-    notes += ["log scale"] * found.logarithmic
-    notes += [f"{found.nonfinite:,} not finite"] * bool(found.nonfinite)
+    notes = [f"{rounded(curve.least)} to {rounded(curve.greatest)}", f"steps {curve.first_step:,}–{curve.last_step:,}"]
+    notes += ["log scale"] * curve.logarithmic
+    notes += [f"{curve.nonfinite:,} not finite"] * bool(curve.nonfinite)
     return joined([svg, tag("p", " · ".join(notes), class_="range")])
 
 
-def alternative(found: Curve, what: str, shown: Callable[[float], str]) -> str:
+def alternative(curve: Curve, what: str, rounded: Callable[[float], str]) -> str:
     """Return the chart's text alternative: first and last value, and extremes."""
-    first = next(bucket.mean for bucket in found.buckets if bucket.mean is not None)
-    odd = f", {found.nonfinite:,} values not finite" if found.nonfinite else ""
+    first = next(bucket.mean for bucket in curve.buckets if bucket.mean is not None)
+    odd = f", {curve.nonfinite:,} values not finite" if curve.nonfinite else ""
     return (
-        f"{what} from step {found.first_step:,} to {found.last_step:,}: from {shown(first)} to {shown(found.last)},"
-        f" least {shown(found.least)}, greatest {shown(found.greatest)}{odd}"
+        f"{what} from step {curve.first_step:,} to {curve.last_step:,}: from {rounded(first)} to {rounded(curve.last)},"
+        f" least {rounded(curve.least)}, greatest {rounded(curve.greatest)}{odd}"
     )
 
 
 def phases(shares: Sequence[float]) -> Html:
     """Return a bar of the phases' shares with the largest one's name."""
-    return _bar(tuple(zip(PHASES, shares, strict=True)))
-
-
-def _bar(parts: Sequence[tuple[str, float]]) -> Html:
+    parts = tuple(zip(PHASES, shares, strict=True))
     largest = max(parts, key=lambda part: part[1])
     words = ", ".join(f"{name} {quantities.share(part)}" for name, part in parts if part >= _LEAST_NAMED)
-    svg = stacked(parts)
-    return joined([svg, tag("span", f"{largest[0]} {quantities.share(largest[1])}", aria_hidden="true"), unseen(words)])
+    visible = tag("span", f"{largest[0]} {quantities.share(largest[1])}", aria_hidden="true")
+    return joined([stacked(parts), visible, unseen(words)])
 
 
 def stacked(parts: Iterable[tuple[str, float]]) -> Html:
@@ -82,21 +83,21 @@ def meter(part: float | None) -> Html:
     return EMPTY if part is None else stacked([("full" if part >= 0.9 else "taken", part)])  # noqa: PLR2004
 
 
-def _rows(found: Curve) -> list[Points]:
+def _rows(curve: Curve) -> list[Points]:
     """Return the points in contiguous rows: buckets without finite values are gaps."""
     rows: list[Points] = [[]]
-    for index, point in enumerate(heights(found)):
+    for index, point in enumerate(heights(curve)):
         if point is None:
             rows.append([])
         else:
-            x = float(_x(index, found))
+            x = float(_x(index, curve))
             mean, least, greatest = point
             rows[-1].append((x, _y(mean), _y(least), _y(greatest)))
     return [row for row in rows if row]
 
 
-def _x(index: int, found: Curve) -> str:
-    return f"{_WIDTH * (index + 0.5) / len(found.buckets):.1f}"
+def _x(index: int, curve: Curve) -> str:
+    return f"{_WIDTH * (index + 0.5) / len(curve.buckets):.1f}"
 
 
 def _y(height: float) -> float:
@@ -113,7 +114,3 @@ def _band(row: Points) -> str:
     above = [f"{x:.1f} {top:.1f}" for x, _, _, top in row]
     below = [f"{x:.1f} {bottom:.1f}" for x, _, bottom, _ in reversed(row)]
     return f"M{'L'.join(above + below)}Z"
-
-
-def _odd(found: Curve) -> list[int]:
-    return [index for index, bucket in enumerate(found.buckets) if bucket.nonfinite]

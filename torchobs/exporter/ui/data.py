@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.diagnosis import scalars
-from torchobs.diagnosis.status import Newest, newest
-from torchobs.exporter.ui import events as page_events
-from torchobs.exporter.ui.event_groups import NOTHING as NO_EVENTS
+from torchobs.diagnosis.status import NOTHING_NEW, Newest, newest
+from torchobs.exporter.ui import events
+from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
 from torchobs.exporter.ui.sparkline_data import KEPT, Curve, RankHistory, curve
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
 from torchobs.ranks.rank_file import HOSTILE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable
 
+    from torchobs.diagnosis.scalars import Point
     from torchobs.exporter.snapshot_cache import Scan
-    from torchobs.exporter.ui.event_groups import RankEvents
     from torchobs.flight.reader.reader import FlightFile
     from torchobs.ranks.snapshot import Rank, Snapshot
 
@@ -44,95 +45,90 @@ class Curves(NamedTuple):
     """whether its records have been read: if so, a missing chart had no finite values"""
 
 
-class Details(NamedTuple):
-    """The data by incarnation."""
+class RankDetails(NamedTuple):
+    """The data of one rank."""
 
-    paces: Mapping[str, Throughput]
-    curves: Mapping[str, Curves]
-    events: Mapping[str, RankEvents]
-    took_s: float = 0.0
-    newest: Mapping[str, Newest] = MappingProxyType({})
+    pace: Throughput | None = None
+    newest: Newest = NOTHING_NEW
     """the last loss and gradient norm, finite or not"""
-    scalars: Mapping[str, scalars.Curves] = MappingProxyType({})
+    events: RankEvents = NO_EVENTS
+    scalars: Mapping[str, tuple[Point, ...]] = MappingProxyType({})
     """the scalars that the script logs"""
+    curves: Curves = Curves()
+    """empty if the rank is not focused"""
 
 
-NOTHING = Details({}, {}, {})
+Details = Mapping[str, RankDetails]
+"""The data by incarnation"""
+
+NO_DETAILS = RankDetails()
+
+
+_UNREAD = object()
+
+
+class _RankReader:
+    """Reads one rank's data, as far as it has changed since the last time."""
+
+    def __init__(self) -> None:
+        self.details = NO_DETAILS
+        self._core: object = _UNREAD
+        """the values of the rank when its records were read"""
+        self._history: RankHistory | None = None
+        """of a focused rank"""
+        self._event_head = self._newest_event = -1
+
+    def read_records(self, scan: Scan, rank: Rank, limit: int, *, focused: bool) -> None:
+        """Read the last records; ``focused``: with the curves."""
+        if not focused and self._history is not None:
+            self._history, self.details = None, self.details._replace(curves=Curves())
+        core = rank.view.blocks[0] if rank.view.blocks else None
+        if core is self._core and (self._history is not None or not focused):
+            return
+        with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:  # gone or unreadable: earlier data stays
+            records = file.latest(LATEST if focused else limit)
+            self.details = self.details._replace(pace=pace(records), newest=newest(records))
+            if focused:
+                self.details = self.details._replace(curves=self._read_curves(file))
+            self._core = core
+
+    def _read_curves(self, file: FlightFile) -> Curves:
+        history = self._history or RankHistory()
+        latest = file.latest(64)
+        gap = not latest or latest[0].seq > history.upto + 1
+        history.add(file.latest(KEPT) if gap else latest)
+        self._history = history
+        return Curves(curve(history.losses), curve(history.norms), curve(history.times), read=history.upto > 0)
+
+    def read_events(self, scan: Scan, rank: Rank) -> None:
+        """Read the new events."""
+        if rank.view.live.event_head == self._event_head:
+            return
+        with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:
+            new = [(position, frame) for position, frame in file.events() if position > self._newest_event]
+            rows = self.details.events.add(events.of_ring(rank.view.header, rank.rank, new))
+            logged = scalars.curves((frame for _, frame in new), self.details.scalars)
+            self.details = self.details._replace(events=rows, scalars=logged)
+            self._newest_event = max((position for position, _ in new), default=self._newest_event)
+        self._event_head = rank.view.live.event_head
 
 
 class PageData:
     """Reads the data and caches it per incarnation. To be used in one thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._paces: dict[str, tuple[object, Throughput | None, Newest]] = {}
-        self._events: dict[str, tuple[int, int, RankEvents]] = {}
-        self._scalars: dict[str, scalars.Curves] = {}
-        self._histories: dict[str, tuple[RankHistory, Curves]] = {}
+    def __init__(self) -> None:
+        self._readers: dict[str, _RankReader] = {}
 
     def gather(self, scan: Scan, snapshot: Snapshot, focused: Iterable[str]) -> Details:
         """Read the data of all ranks in a snapshot, and the curves of the incarnations in ``focused``."""
-        began = self._clock()
         chosen = list(dict.fromkeys(focused))[:MOST_HISTORIES]
-        self._forget({rank.incarnation for rank in snapshot.ranks}, chosen)
         limit = min(LATEST, max(32, RECORDS // max(1, len(snapshot.ranks))))
+        self._readers = {rank.incarnation: self._readers.get(rank.incarnation) or _RankReader() for rank in snapshot.ranks}
         for rank in snapshot.ranks:
-            self._look(scan, rank, limit, focused=rank.incarnation in chosen)
-        self._look_at_events(scan, sorted(snapshot.ranks, key=lambda rank: (rank.incarnation not in chosen, rank.up)))
-        return Details(
-            {incarnation: found for incarnation, (_, found, _) in self._paces.items() if found},
-            {incarnation: curves for incarnation, (_, curves) in self._histories.items()},
-            {incarnation: events for incarnation, (_, _, events) in self._events.items()},
-            self._clock() - began,
-            {incarnation: last for incarnation, (_, _, last) in self._paces.items()},
-            dict(self._scalars),
-        )
-
-    def _forget(self, served: set[str], focused: list[str]) -> None:
-        for cache, kept in (
-            (self._paces, served),
-            (self._events, served),
-            (self._scalars, served),
-            (self._histories, {*focused} & served),
-        ):
-            for gone in cache.keys() - kept:
-                del cache[gone]
-
-    def _look(self, scan: Scan, rank: Rank, limit: int, *, focused: bool) -> None:
-        known = self._paces.get(rank.incarnation)
-        core = rank.view.blocks[0] if rank.view.blocks else None
-        unchanged = known is not None and known[0] is core
-        if unchanged and focused <= (rank.incarnation in self._histories):
-            return
-        try:
-            with scan.flight_file(rank.incarnation) as file:
-                records = file.latest(LATEST if focused else limit)
-                self._paces[rank.incarnation] = core, pace(records), newest(records)
-                if focused:
-                    self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
-        except HOSTILE:
-            self._paces.setdefault(rank.incarnation, (core, None, Newest()))  # gone or unreadable: earlier data stays
-
-    def _follow(self, incarnation: str, file: FlightFile) -> tuple[RankHistory, Curves]:
-        history = self._histories[incarnation][0] if incarnation in self._histories else RankHistory()
-        newest = file.latest(64)
-        gap = not newest or newest[0].seq > history.upto + 1
-        history.add(file.latest(KEPT) if gap else newest)
-        return history, Curves(curve(history.losses), curve(history.norms), curve(history.times), read=history.upto > 0)
-
-    def _look_at_events(self, scan: Scan, ranks: Iterable[Rank]) -> None:
-        deadline = self._clock() + EVENTS_S
-        for rank in ranks:
-            head = rank.view.live.event_head
-            known, upto, events = self._events.get(rank.incarnation, (-1, -1, NO_EVENTS))
-            if known == head:
-                continue
-            if self._clock() > deadline:
-                return
-            with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:
-                new = [(at, frame) for at, frame in file.events() if at > upto]
-                events = events.add(page_events.of_ring(rank.view.header, rank.rank, new))
-                upto = max((at for at, _ in new), default=upto)
-                logged = scalars.curves((frame for _, frame in new), self._scalars.get(rank.incarnation))
-                self._scalars[rank.incarnation] = logged
-            self._events[rank.incarnation] = head, upto, events
+            self._readers[rank.incarnation].read_records(scan, rank, limit, focused=rank.incarnation in chosen)
+        deadline = time.perf_counter() + EVENTS_S
+        for rank in sorted(snapshot.ranks, key=lambda rank: (rank.incarnation not in chosen, rank.up)):
+            if time.perf_counter() > deadline:
+                break
+            self._readers[rank.incarnation].read_events(scan, rank)
+        return {incarnation: reader.details for incarnation, reader in self._readers.items()}

@@ -1,7 +1,11 @@
-"""Convert the events and long spans in a rank's event ring to lines of text."""
+"""The events and long spans in the ranks' event rings as lines of text, many of a kind as one line with their number.
+
+Otherwise the newest hundred would hide the cause.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,25 +20,33 @@ if TYPE_CHECKING:
 
     from torchobs.flight.format.layout import Header
 
+KEPT = 200
+"""Newest events of a rank that are kept individually."""
+MOST_KINDS = 64
+"""Most kinds that are grouped, because applications may name events freely; further kinds are listed individually."""
+MOST_ALIKE = 3
+"""Up to this number, events of a kind are listed individually."""
+MOST_LINES = 100
 MOST_TEXT = 400
+ALIKE_S = 60.0
+
 _EVENTS = {event.name: event for event in vars(catalog).values() if isinstance(event, catalog.Event)}
 _SPANS = {
-    span.name: title
-    for span, title in (
-        (catalog.SPAN_EPOCH, "Epoch"),
-        (catalog.SPAN_EVALUATION, "Evaluation"),
-        (catalog.SPAN_CHECKPOINT, "Checkpoint"),
-        (catalog.SPAN_RESTORE, "Restore"),
-    )
+    catalog.SPAN_EPOCH.name: "Epoch",
+    catalog.SPAN_EVALUATION.name: "Evaluation",
+    catalog.SPAN_CHECKPOINT.name: "Checkpoint",
+    catalog.SPAN_RESTORE.name: "Restore",
 }
 """Spans shown as events because they are long; those of steps are for tracing tools."""
 
 _FAR_S = 1e11
-ALIKE_S = 60.0
+
+Kind = tuple[str, str]
+"""The title, and an anomaly's kind"""
 
 
 class EventRow(NamedTuple):
-    """One line of the list. ``at_s`` is Unix time."""
+    """An event for people. ``at_s`` is Unix time."""
 
     at_s: float
     ranks: tuple[str, ...]
@@ -44,59 +56,117 @@ class EventRow(NamedTuple):
     text: str
     anomaly: str = ""
     """the kind of anomaly; empty for other events"""
-    number: int = 0
+    number: int = 1
     """number of events that it stands for, including those the rank left out before it"""
+
+    @property
+    def kind(self) -> Kind:
+        """By which it is grouped."""
+        return self.title, self.anomaly
+
+
+class EventGroup(NamedTuple):
+    """One line of the list: number, first and last of the events of a kind, or a single event."""
+
+    number: int
+    first: EventRow
+    last: EventRow
+
+
+@dataclass(frozen=True, slots=True)
+class RankEvents:
+    """A rank's events since the page has viewers, including those that were overwritten in the ring meanwhile."""
+
+    newest: tuple[EventRow, ...] = ()
+    """oldest first"""
+    groups: Mapping[Kind, EventGroup] = field(default_factory=dict)
+
+    def add(self, events: Iterable[EventRow]) -> RankEvents:
+        """Return a copy with later events added."""
+        later, groups = list(events), dict(self.groups)
+        for event in later:
+            if (known := groups.get(event.kind)) is not None:
+                groups[event.kind] = EventGroup(known.number + event.number, known.first, event)
+            elif len(groups) < MOST_KINDS:
+                groups[event.kind] = EventGroup(event.number, event, event)
+        return RankEvents((*self.newest, *later)[-KEPT:], groups)
+
+
+class EventLog(NamedTuple):
+    """The list of a run's events."""
+
+    lines: tuple[EventGroup, ...] = ()
+    """newest first"""
+    cause: EventRow | None = None
+    """the first warning or error, which may have caused the later ones"""
+
+
+NO_EVENTS = RankEvents()
+
+
+def log_of(ranks: Iterable[RankEvents]) -> EventLog:
+    """Merge the events of several ranks: equal events of several ranks become one line, and so do many of a kind."""
+    ranks = list(ranks)
+    groups: dict[Kind, EventGroup] = {}
+    for kind, group in chain.from_iterable(rank.groups.items() for rank in ranks):
+        groups[kind] = _merged(groups[kind], group) if kind in groups else group
+    many = {kind: group for kind, group in groups.items() if group.number > MOST_ALIKE}
+    single = (event for rank in ranks for event in rank.newest if event.kind not in many)
+    lines = [EventGroup(1, event, event) for event in merged_ranks(sorted(single, key=_time, reverse=True))]
+    lines = sorted([*lines, *many.values()], key=lambda line: line.last.at_s, reverse=True)
+    serious = (group.first for group in groups.values() if group.first.severity is not Severity.INFO)
+    return EventLog(tuple(lines[:MOST_LINES]), min(serious, key=_time, default=None))
+
+
+def merged_ranks(events: Iterable[EventRow]) -> list[EventRow]:
+    """Merge equal events of several ranks within a minute; input and result are newest first."""
+    merged: dict[tuple[object, ...], list[EventRow]] = {}
+    for event in events:
+        alike = merged.setdefault(event[2:], [])
+        if alike and alike[-1].at_s - event.at_s < ALIKE_S and event.ranks[0] not in alike[-1].ranks:
+            alike[-1] = alike[-1]._replace(ranks=(*event.ranks, *alike[-1].ranks))
+        else:
+            alike.append(event)
+    return sorted(chain.from_iterable(merged.values()), key=_time, reverse=True)
+
+
+def _merged(one: EventGroup, other: EventGroup) -> EventGroup:
+    """Merge the groups of two ranks. The number is the larger, not the sum: ranks usually report the same events."""
+    ranks = tuple(dict.fromkeys((*one.last.ranks, *other.last.ranks)))
+    last = max(one.last, other.last, key=_time)._replace(ranks=ranks)
+    return EventGroup(max(one.number, other.number), min(one.first, other.first, key=_time), last)
+
+
+def _time(event: EventRow) -> float:
+    return event.at_s
 
 
 def of_ring(header: Header, rank: str, frames: Iterable[tuple[int, dict[str, Any]]]) -> list[EventRow]:
     """Return the events of a rank's ring, oldest first. The content of frames is not trusted."""
-    found = (_event(header, rank, fields) or _span(rank, fields) for _, fields in frames)
-    return [happening for happening in found if happening is not None]
-
-
-def grouped(told: Iterable[EventRow]) -> list[EventRow]:
-    """Merge equal events of several ranks within a minute; input and result are newest first."""
-    merged: dict[tuple[object, ...], list[EventRow]] = {}
-    for happening in told:
-        alike = merged.setdefault(happening[2:], [])
-        if alike and alike[-1].at_s - happening.at_s < ALIKE_S and happening.ranks[0] not in alike[-1].ranks:
-            alike[-1] = alike[-1]._replace(ranks=(*happening.ranks, *alike[-1].ranks))
-        else:
-            alike.append(happening)
-    return sorted(chain.from_iterable(merged.values()), key=lambda happening: happening.at_s, reverse=True)
+    rows = (_event(header, rank, fields) or _span(rank, fields) for _, fields in frames)
+    return [row for row in rows if row is not None]
 
 
 def _event(header: Header, rank: str, fields: Mapping[str, Any]) -> EventRow | None:
-    name, at_ns, attributes = fields.get("name"), fields.get("t"), fields.get("attrs")
+    name, at_ns, step, given = (fields.get(key) for key in ("name", "t", "step", "attrs"))
     if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(at_ns, int):
         return None
     if name == catalog.EVENT_SCALARS.name:  # shown as curves
         return None
-    known = _EVENTS.get(name)
-    step = fields.get("step")
-    return EventRow(
+    known, attributes = _EVENTS.get(name), given if isinstance(given, dict) else {}
+    row = EventRow(
         at_s=header.wall_s(min(max(at_ns, 0), 1 << 62)),
         ranks=(rank,),
         step=step if isinstance(step, int) else None,
-        severity=_severity(known, attributes),
+        severity=known.severity if known else Severity.INFO,
         title=_title(name) if known else labels.text(name)[:MOST_TEXT],
         text=_text(attributes),
-        **_anomaly(known, attributes),
     )
-
-
-def _anomaly(known: catalog.Event | None, attributes: object) -> dict[str, Any]:
-    if known is not catalog.EVENT_ANOMALY or not isinstance(attributes, dict):
-        return {}
-    kind, more = attributes.get("kind"), attributes.get("left_out", 0)
-    more = more if isinstance(more, int) else 0
-    return {"anomaly": kind, "number": 1 + max(0, more)} if kind in catalog.ANOMALY_KINDS else {}
-
-
-def _severity(known: catalog.Event | None, attributes: object) -> Severity:
-    if known is catalog.EVENT_ANOMALY and isinstance(attributes, dict):
-        return catalog.ANOMALY_SEVERITY.get(str(attributes.get("kind")), known.severity)
-    return known.severity if known else Severity.INFO
+    kind, left_out = attributes.get("kind"), attributes.get("left_out")
+    if known is not catalog.EVENT_ANOMALY or kind not in catalog.ANOMALY_KINDS:
+        return row
+    number = 1 + max(0, left_out) if isinstance(left_out, int) else 1
+    return row._replace(anomaly=kind, number=number, severity=catalog.ANOMALY_SEVERITY.get(kind, row.severity))
 
 
 def _title(name: str) -> str:
@@ -111,9 +181,9 @@ def _span(rank: str, fields: Mapping[str, Any]) -> EventRow | None:
         return None
     if not abs(ended_ns) < _FAR_S * 1e9 > abs(begun_ns):
         return None
-    took = quantities.took(max((ended_ns - begun_ns) / 1e9, 0.0))
+    duration = quantities.took(max((ended_ns - begun_ns) / 1e9, 0.0))
     text = _text(fields.get("attrs"))
-    return EventRow(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {took}" + (f" · {text}" if text else ""))
+    return EventRow(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {duration}" + (f" · {text}" if text else ""))
 
 
 def _text(attributes: object) -> str:

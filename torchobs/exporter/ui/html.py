@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _VOID = frozenset({"meta", "link", "rect", "path"})
 _MOST_NAME = 160
@@ -36,14 +36,14 @@ def tag(name: str, /, *children: str, **attributes: str | bool | None) -> Html:
     head = name
     for attribute, value in attributes.items():
         if value is not None and value is not False:
-            called = attribute.removesuffix("_").replace("_", "-")
-            head += f" {called}" if value is True else f' {called}="{text(value)}"'
+            written = attribute.removesuffix("_").replace("_", "-")
+            head += f" {written}" if value is True else f' {written}="{text(value)}"'
     return Html(f"<{head}/>") if name in _VOID else Html(f"<{head}>{joined(children)}</{name}>")
 
 
-def exact(shown: str, value: float | None) -> Html:
+def exact(rounded: str, value: float | None) -> Html:
     """Return a rounded number with the exact value attached."""
-    return text(shown) if value is None else tag("data", shown, value=repr(value))
+    return text(rounded) if value is None else tag("data", rounded, value=repr(value))
 
 
 def named(name: str) -> Html:
@@ -56,3 +56,25 @@ def named(name: str) -> Html:
 def unseen(words: str) -> Html:
     """Return text for screen readers only."""
     return tag("span", words, class_="unseen")
+
+
+def definitions(lines: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
+    """Return a list of terms, each with its value."""
+    return tag("dl", *(tag("div", tag("dt", term), tag("dd", value)) for term, value in lines), class_=class_)
+
+
+def heading_cell(words: str, class_: str = "", order: str | None = None) -> Html:
+    """Return the heading of a column; ``order``: how the table is sorted, if by this column."""
+    return tag("th", words, scope="col", class_=class_ or None, aria_sort=order)
+
+
+def number_cell(*content: str) -> Html:
+    """Return a cell of a column of numbers."""
+    return tag("td", *content, class_="n")
+
+
+def table(name: str, caption: str, head: Sequence[Html], body: Sequence[Html], foot: Sequence[Html] = ()) -> Html:
+    """Return a table in a container that scrolls sideways, also by keyboard."""
+    parts = [tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", *body)]
+    parts += [tag("tfoot", *foot)] if foot else []
+    return tag("div", tag("table", *parts), class_="wide", role="region", aria_label=name, tabindex="0")

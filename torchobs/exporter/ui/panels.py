@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchobs import catalog
 from torchobs.diagnosis import quantities
 from torchobs.exporter.ui import charts
-from torchobs.exporter.ui.html import EMPTY, Html, exact, joined, named, tag
+from torchobs.exporter.ui.html import EMPTY, Html, definitions, exact, joined, named, tag
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ def _figure(name: str, value: Html, more: Html = EMPTY) -> Html:
 
 
 def _key_lines(model: Model, focus: Row) -> Iterator[tuple[str, Html, Html]]:
-    total, steps = model.total_steps, model.run.steps if model.run else 0
+    total, steps = model.total_steps, model.run.status.steps if model.run else 0
     bar = joined([charts.meter(steps / total), f"{quantities.share(min(steps / total, 1.0))} of {total:,}"]) if total else EMPTY
     yield "Step", exact(f"{steps:,}", steps), bar
     if model.left_s is not None:
@@ -73,23 +73,16 @@ def details(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    panels: list[tuple[str, Html | list[Line]]] = [
-        ("Where the time went", _goodput(focus.readings)),
+    panels = [("Where the time went", _goodput(focus.readings))]
+    for name, lines in (
         ("Memory", list(_memory(focus.readings))),
         ("Mixed precision", list(_amp(focus.readings))),
         ("torch.compile", list(_compile(focus.readings))),
-        ("Checkpoints and gradients", list(_saved(focus.readings, model.now_s))),
-    ]
-    drawn = [
-        tag("div", tag("h3", name), lines if isinstance(lines, Html) else _list(lines), class_="card")
-        for name, lines in panels
-        if lines
-    ]
-    return joined([tag("h2", "Rank ", named(focus.rank), " in detail"), tag("div", *drawn, class_="cards")])
-
-
-def _list(lines: Sequence[Line]) -> Html:
-    return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in lines))
+        ("Checkpoints and gradients", list(_checkpoints(focus.readings, model.now_s))),
+    ):
+        panels.append((name, definitions(lines) if lines else EMPTY))
+    cards = [tag("div", tag("h3", name), content, class_="card") for name, content in panels if content]
+    return joined([tag("h2", "Rank ", named(focus.rank), " in detail"), tag("div", *cards, class_="cards")])
 
 
 def _goodput(readings: Readings) -> Html:
@@ -104,7 +97,7 @@ def _goodput(readings: Readings) -> Html:
                        exact(quantities.took(times[name]), times[name]), f" ({quantities.share(times[name] / whole)})"]))
         for name in order
     ]  # fmt: skip
-    return joined([bar, tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in lines), class_="keyed")])
+    return joined([bar, definitions(lines, "keyed")])
 
 
 _GOODPUT = frozenset({*catalog.GOODPUT_STATES, catalog.STARTUP})
@@ -169,7 +162,7 @@ def _compile(readings: Readings) -> Iterator[Line]:
         yield "cache hits", tag("span", f"{quantities.count(hits)} of {quantities.count(lookups)}")
 
 
-def _saved(readings: Readings, now_s: float) -> Iterator[Line]:
+def _checkpoints(readings: Readings, now_s: float) -> Iterator[Line]:
     saved, failed = readings.get(catalog.CHECKPOINTS, "saved"), readings.get(catalog.CHECKPOINTS, "failed")
     if saved or failed:
         yield (

@@ -11,14 +11,15 @@ from torchobs import catalog
 from torchobs.catalog import PHASES
 from torchobs.diagnosis import quantities
 from torchobs.exporter.ui import charts
-from torchobs.exporter.ui.html import EMPTY, Html, exact, joined, named, tag
-from torchobs.exporter.ui.urls import link, table
+from torchobs.exporter.ui.html import EMPTY, Html, exact, heading_cell, joined, number_cell, table, tag
+from torchobs.exporter.ui.urls import link
 from torchobs.exporter.ui.view_model import PER_PAGE
 from torchobs.ranks.state import PATIENT_PHASES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from torchobs.diagnosis.status import RankStatus
     from torchobs.exporter.ui.view_model import Model, Row
 
 _COLUMNS = (
@@ -28,7 +29,7 @@ _COLUMNS = (
 )  # fmt: skip
 """Heading, the sort order it links to, and its CSS class"""
 
-MARKS = {"alive": "●", "finished": "✓", "unresponsive": "▲", "hung": "▲", "failed": "✕", "lost": "✕"}
+SYMBOLS = {"alive": "●", "finished": "✓", "unresponsive": "▲", "hung": "▲", "failed": "✕", "lost": "✕"}
 """Symbols beside the state's name, so that its meaning does not depend on colour"""
 
 
@@ -36,21 +37,18 @@ def ranks(model: Model) -> Html:
     """Return the section's content."""
     if model.run is None:
         return tag("p", "None yet.", class_="none")
-    head = [tag("th", _heading(model, *column), **_scope(model, *column)) for column in _COLUMNS]
+    head = [_heading(model, *column) for column in _COLUMNS]
     body = [_row(model, row) for row in model.rows]
-    foot = [_all(model.run.rows)] if len(model.run.rows) > 1 else []
+    foot = [_summary_row(model.run.rows)] if len(model.run.rows) > 1 else []
     caption = _caption(model, len(model.run.rows))
     legend = tag("p", "Phases: ", joined((_key(phase) for phase in PHASES), " "), class_="legend")
     return joined([table("Ranks", caption, head, body, foot), legend, _pager(model)])
 
 
-def _heading(model: Model, words: str, sort: str, _: str) -> Html:
-    return link(model.choice._replace(sort=sort, page=1), words, "ranks") if sort else tag("span", words)
-
-
-def _scope(model: Model, _: str, sort: str, kind: str) -> dict[str, str | None]:
-    direction = "ascending" if sort in {"rank", "step"} else "descending"
-    return {"scope": "col", "class_": kind or None, "aria_sort": direction if sort == model.choice.sort else None}
+def _heading(model: Model, words: str, sort: str, class_: str) -> Html:
+    content = link(model.choice._replace(sort=sort, page=1), words, "ranks") if sort else tag("span", words)
+    order = "ascending" if sort in {"rank", "step"} else "descending"
+    return heading_cell(content, class_, order if sort == model.choice.sort else None)
 
 
 def _caption(model: Model, count: int) -> str:
@@ -65,39 +63,39 @@ def _caption(model: Model, count: int) -> str:
 def _row(model: Model, row: Row) -> Html:
     chosen = row is model.focus
     words = link(model.choice._replace(rank=row.rank), row.rank, "curves", label=f"Show rank {row.rank}", current=chosen)
-    step = row.steps if row.readings.get(catalog.STEPS) is not None else None
-    slow = row.slowness
+    step = row.status.steps if row.readings.get(catalog.STEPS) is not None else None
+    slow = row.status.slowness
     cells = [
-        tag("td", state(row)),
+        tag("td", _state(row.status)),
         _number(quantities.count, step),
         _number(quantities.seconds, row.pace.step_s if row.pace else None),
         tag("td", charts.phases(row.pace.shares) if row.pace else quantities.NONE, class_="phases"),
-        tag("td", _slowdown(row), class_="n slow" if slow and slow.is_slow else "n"),
-        _number(quantities.number, row.loss),
+        tag("td", _slowdown(row.status), class_="n slow" if slow and slow.is_slow else "n"),
+        _number(quantities.number, row.status.loss),
         _number(quantities.number, row.grad_norm),
-        tag("td", _memory(row), class_="n"),
-        tag("td", _seen(row), class_="n"),
+        number_cell(_memory(row)),
+        number_cell(_last_step(row.status)),
     ]
     return tag("tr", tag("th", words, scope="row", class_="n"), *cells, class_="chosen" if chosen else None)
 
 
-def state(row: Row) -> Html:
+def _state(status: RankStatus) -> Html:
     """Return the state with its symbol, how the rank ended, and its active anomalies."""
-    mark = tag("span", MARKS.get(row.state, "●"), aria_hidden="true")
-    details = [row.reason.replace("_", " ")] if row.reason not in {"", row.state} else []
-    details += [row.phase] if row.phase in PATIENT_PHASES else []
-    details += [kind.replace("_", " ") for kind in row.anomalies]
-    more = tag("span", ", ".join(details), class_="why") if details else EMPTY
-    return joined([tag("span", mark, " ", row.state, class_=f"state {row.state}"), " " if details else "", more])
+    symbol = tag("span", SYMBOLS.get(status.state, "●"), aria_hidden="true")
+    details = [status.reason.replace("_", " ")] if status.reason not in {"", status.state} else []
+    details += [status.phase] if status.phase in PATIENT_PHASES else []
+    details += [kind.replace("_", " ") for kind in status.anomalies]
+    state = tag("span", symbol, " ", status.state, class_=f"state {status.state}")
+    return joined([state, " ", tag("span", ", ".join(details), class_="why")]) if details else state
 
 
-def _number(shown: Callable[[float | None], str], value: float | None) -> Html:
-    return tag("td", exact(shown(value), value), class_="n")
+def _number(rounded: Callable[[float | None], str], value: float | None) -> Html:
+    return number_cell(exact(rounded(value), value))
 
 
-def _slowdown(row: Row) -> Html:
-    slow = row.slowness
-    if slow is None or not row.up:
+def _slowdown(status: RankStatus) -> Html:
+    slow = status.slowness
+    if slow is None or not status.up:
         return tag("span", quantities.NONE)
     words = exact(f"{slow.factor:.2f}×", slow.factor)
     return joined([words, f" {PHASES[slow.phase]}"]) if slow.is_slow else words
@@ -108,43 +106,42 @@ def _memory(row: Row) -> Html:
     return joined([exact(quantities.size(row.memory), row.memory), part if row.memory is not None else ""])
 
 
-def _seen(row: Row) -> str:
-    if not row.up:
-        return f"ended {quantities.span(row.beat_age_s)} ago"
-    age_s = row.progress_age_s or 0.0
-    if not row.steps:
+def _last_step(status: RankStatus) -> str:
+    if not status.up:
+        return f"ended {quantities.span(status.beat_age_s)} ago"
+    age_s = status.progress_age_s or 0.0
+    if not status.steps:
         return f"none for {quantities.span(age_s)}"
     return "now" if age_s < 1.5 else f"{quantities.span(age_s)} ago"  # noqa: PLR2004  # the page is updated every second
 
 
-def _all(rows: Iterable[Row]) -> Html:
-    """Return the summary row: the number of ranks by state, and the range of each value."""
-    every = list(rows)
-    counts = Counter(row.state for row in every)
+def _summary_row(rows: Sequence[Row]) -> Html:
+    """Return the number of ranks by state, and the range of each value."""
+    counts = Counter(row.status.state for row in rows)
     states = ", ".join(f"{counts[name]:,} {name}" for name in catalog.RANK_STATES if counts[name])
-    paces = [row.pace for row in every if row.pace]
+    paces = [row.pace for row in rows if row.pace]
     mean = [sum(column) / len(paces) for column in zip(*(pace.shares for pace in paces), strict=True)]
-    memory = [row.memory for row in every if row.memory is not None]
+    memory = [row.memory for row in rows if row.memory is not None]
     cells = [
         tag("td", states),
-        tag("td", _extent(quantities.count, [row.steps for row in every]), class_="n"),
-        tag("td", quantities.seconds(median(pace.step_s for pace in paces)) if paces else quantities.NONE, class_="n"),
+        number_cell(_range(quantities.count, [row.status.steps for row in rows])),
+        number_cell(quantities.seconds(median(pace.step_s for pace in paces) if paces else None)),
         tag("td", charts.phases(mean) if mean else quantities.NONE, class_="phases"),
         tag("td", ""),
-        tag("td", _extent(quantities.number, [row.loss for row in every]), class_="n"),
-        tag("td", _extent(quantities.number, [row.grad_norm for row in every]), class_="n"),
-        tag("td", quantities.size(sum(memory)) if memory else quantities.NONE, class_="n"),
+        number_cell(_range(quantities.number, [row.status.loss for row in rows])),
+        number_cell(_range(quantities.number, [row.grad_norm for row in rows])),
+        number_cell(quantities.size(sum(memory) if memory else None)),
         tag("td", ""),
     ]
     return tag("tr", tag("th", "all", scope="row", class_="n"), *cells)
 
 
-def _extent(shown: Callable[[float | None], str], values: Iterable[float | None]) -> str:
-    there = [value for value in values if value is not None]
-    finite = [value for value in there if isfinite(value)]
-    odd = dict.fromkeys(shown(value) for value in there if not isfinite(value))
-    ends = dict.fromkeys([shown(min(finite)), shown(max(finite))]) if finite else ()
-    return ", ".join([*([" – ".join(ends)] if ends else []), *odd]) or quantities.NONE
+def _range(rounded: Callable[[float | None], str], values: Iterable[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    finite = [value for value in known if isfinite(value)]
+    nonfinite = dict.fromkeys(rounded(value) for value in known if not isfinite(value))
+    ends = dict.fromkeys([rounded(min(finite)), rounded(max(finite))]) if finite else ()
+    return ", ".join([*([" – ".join(ends)] if ends else []), *nonfinite]) or quantities.NONE
 
 
 def _key(phase: str) -> Html:
@@ -161,8 +158,3 @@ def _pager(model: Model) -> Html:
         for number in wanted
     ]
     return tag("nav", joined(links, " "), aria_label="Pages of ranks", class_="pager")
-
-
-def names(rows: Iterable[Row]) -> Html:
-    """Return the names of ranks."""
-    return joined((named(row.rank) for row in rows), ", ")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from torchobs.exporter.api import authorization
@@ -17,17 +16,14 @@ from torchobs.exporter.ui.sse import Feed
 from torchobs.exporter.ui.urls import STREAM_PATH, choice_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
-    from starlette.types import Receive, Scope, Send
 
     from torchobs.exporter.api.problems import Problem
     from torchobs.exporter.snapshot_cache import SnapshotCache
 
-_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
-                   (b"x-content-type-options", b"nosniff"), (b"x-accel-buffering", b"no")]  # fmt: skip
-_FULL = b'event: end\ndata: {"full":true}\n\n'
+_STREAM_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Accel-Buffering": "no"}
 
 
 class LivePage:
@@ -35,90 +31,49 @@ class LivePage:
 
     def __init__(self, watch: SnapshotCache, problems: Callable[[], Sequence[str]], links: Sequence[tuple[str, str]]) -> None:
         self._watch, self._problems, self._links = watch, problems, links
-        self._feed: Feed | None = None
         self.evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]] = _no_evidence
         """returns the ranks' artifacts, as in the API"""
+        self._feed = Feed(watch, lambda: self.evidence())  # noqa: PLW0108  # the attribute may be set later
 
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
             Route("/", _guarded(self._page)),
             Route(STREAM_PATH, _guarded(self._stream)),
-            Route(STYLE_PATH, _guarded(_style)),
-            Route(SCRIPT_PATH, _guarded(_script)),
+            Route(STYLE_PATH, _guarded(partial(_asset, "live.css", "text/css"))),
+            Route(SCRIPT_PATH, _guarded(partial(_asset, "live.js", "text/javascript"))),
         ]
 
     @property
     def viewers(self) -> int:
         """Number of viewers."""
-        return self._feed.viewers if self._feed is not None else 0
+        return self._feed.viewers
 
     def close(self, *, done: bool = False) -> None:
         """End all streams, so that the server need not wait for them. ``done``: because all ranks have ended."""
-        if self._feed is not None:
-            self._feed.close(done=done)
-
-    def _feeding(self) -> Feed:
-        if self._feed is None:
-            self._feed = Feed(self._watch, self.evidence)
-        return self._feed
+        self._feed.close(done=done)
 
     async def _page(self, request: Request) -> Response:
-        model = await self._feeding().model(choice_of(request.url.query))
+        model = await self._feed.model(choice_of(request.url.query))
         problems = (*self._watch.latest.problems, *self._problems())
         return HTMLResponse(page(model, problems, self._links), headers=HEADERS)
 
     async def _stream(self, request: Request) -> Response:
-        return EventStream(self._feeding(), request)
-
-
-class EventStream(Response):
-    """A stream of server-sent events that ends when the viewer disconnects."""
-
-    def __init__(self, feed: Feed, request: Request) -> None:
-        self._feed, self._request = feed, request
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002  # starlette's interface
-        """Send events until the viewer disconnects or the stream's time limit is reached."""
-        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-        messages = _refusal() if self._feed.full else self._feed.messages(choice_of(self._request.url.query))
-        sending = asyncio.ensure_future(_send_all(messages, send))
-        leaving = asyncio.ensure_future(_left(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
-
-
-async def _send_all(messages: AsyncIterator[bytes], send: Send) -> None:
-    async for message in messages:
-        await send({"type": "http.response.body", "body": message, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        messages = self._feed.messages(choice_of(request.url.query))
+        return StreamingResponse(messages, headers=_STREAM_HEADERS, media_type="text/event-stream")
 
 
 async def _no_evidence() -> Sequence[Mapping[str, Any]]:
     return ()
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _refusal() -> AsyncIterator[bytes]:
-    yield _FULL
-
-
 def _refusal_of(request: Request) -> Problem | None:
     """Return the reason to refuse a request: the API's rules for reading apply, because the page shows the same data."""
-    door = "socket" if client_scope.is_unix(request.scope) else authorization.access_channel(request.scope)
-    known = bool(request.scope.get(client_scope.LET_IN))
+    channel = "socket" if client_scope.is_unix(request.scope) else authorization.access_channel(request.scope)
+    authenticated = bool(request.scope.get(client_scope.LET_IN))
     # tokens are for the API: a client that sends one with every request sees the same as without
     headers = {name: value for name, value in request.headers.items() if name not in authorization.TOKEN_HEADERS}
-    return authorization.refusal("GET", headers, door, authorization.Token(None), authenticated=known)
+    return authorization.refusal("GET", headers, channel, authorization.Token(None), authenticated=authenticated)
 
 
 def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
@@ -129,14 +84,10 @@ def _guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Req
     return guarded
 
 
-async def _style(_: Request) -> Response:
-    return Response(_asset("live.css"), media_type="text/css", headers=HEADERS)
-
-
-async def _script(_: Request) -> Response:
-    return Response(_asset("live.js"), media_type="text/javascript", headers=HEADERS)
+async def _asset(name: str, media_type: str, _: Request) -> Response:
+    return Response(_read_asset(name), media_type=media_type, headers=HEADERS)
 
 
 @cache
-def _asset(name: str) -> bytes:
+def _read_asset(name: str) -> bytes:
     return resources.files(__package__).joinpath("static").joinpath(name).read_bytes()

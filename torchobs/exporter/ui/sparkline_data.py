@@ -105,23 +105,23 @@ def curve(values: Iterable[tuple[int, float]]) -> Curve | None:
     )
 
 
-def heights(found: Curve) -> list[tuple[float, float, float] | None]:
+def heights(curve: Curve) -> list[tuple[float, float, float] | None]:
     """Return each bucket's (mean, minimum, maximum), scaled to 0 (the chart's bottom) to 1."""
 
     def scaled(value: float) -> float:
-        return log10(value) if found.logarithmic else value
+        return log10(value) if curve.logarithmic else value
 
-    low, high = scaled(found.least), scaled(found.greatest)
+    low, high = scaled(curve.least), scaled(curve.greatest)
     room = high - low
     if not (room > 0 and isfinite(room)):
-        return [(0.5, 0.5, 0.5) if bucket.mean is not None else None for bucket in found.buckets]
+        return [(0.5, 0.5, 0.5) if bucket.mean is not None else None for bucket in curve.buckets]
 
     def height(value: float) -> float:
         return min(1.0, max(0.0, (scaled(value) - low) / room))
 
     return [
         (height(bucket.mean), height(bucket.least), height(bucket.greatest)) if bucket.mean is not None else None
-        for bucket in found.buckets
+        for bucket in curve.buckets
     ]
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
 from torchobs.exporter.ui import sections
-from torchobs.exporter.ui.data import NOTHING, PageData
+from torchobs.exporter.ui.data import PageData
 from torchobs.exporter.ui.urls import stream_of
 from torchobs.exporter.ui.view_model import Modeller, focused, model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 
-    from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
+    from torchobs.exporter.snapshot_cache import SnapshotCache
     from torchobs.exporter.ui.data import Details
     from torchobs.exporter.ui.view_model import Choice, Model
     from torchobs.ranks.snapshot import Snapshot
@@ -38,13 +37,8 @@ REST_S = 60.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One update, rendered for every choice that has viewers."""
-
-    number: int = 0
-    parts: Mapping[Choice, Mapping[str, str]] = field(default_factory=dict)
-    """content by element id; also ``title``, and ``stream``, the URL to reconnect to"""
+Parts = Mapping[str, str]
+"""Content by element id; also ``title``, and ``stream``, the URL to reconnect to"""
 
 
 class Feed:
@@ -53,46 +47,46 @@ class Feed:
     def __init__(self, watch: SnapshotCache, evidence: Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]) -> None:
         """``evidence`` returns the ranks' artifacts."""
         self._watch, self._evidence = watch, evidence
-        self._gatherer, self._modeller = PageData(), Modeller()
+        self._data, self._modeller = PageData(), Modeller()
         self._thread = ThreadPoolExecutor(1, "page")
-        self._busy = asyncio.Lock()
-        self._frame = Frame()
+        self._reading = asyncio.Lock()
+        self._parts: Mapping[Choice, Parts] = {}
+        """the last update, rendered for every choice that has viewers"""
         self._changed = asyncio.Event()
         self._viewers: dict[object, Choice] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._rest: asyncio.TimerHandle | None = None
         self.closed = self._done = False
 
-    @property
-    def full(self) -> bool:
-        """True if the maximum number of viewers is reached."""
-        return len(self._viewers) >= MOST_VIEWERS
-
     async def model(self, choice: Choice) -> Model:
         """Return the current view model; without the files' details if reading them takes too long."""
-        (shown,) = (await self._models([choice], FRESH_S)).values()
+        models = await self._models([choice], FRESH_S)
         self._expire()
-        return shown
+        return models[choice]
 
     async def messages(self, choice: Choice) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: first everything, then the changes once a second, up to the stream's time limit.
 
         Nothing is queued: a slow viewer gets fewer events, not late ones.
         """
+        if len(self._viewers) >= MOST_VIEWERS:
+            yield _event("end", {"full": True})
+            return
         viewer, sent = object(), dict[str, str]()
         self._viewers[viewer] = choice
         until = asyncio.get_running_loop().time() + LIFE_S
         try:
-            self._start()
+            if self._ticker is None or self._ticker.done():
+                self._ticker = asyncio.get_running_loop().create_task(self._tick())
             while not self.closed and asyncio.get_running_loop().time() < until:
-                frame, changed = self._frame, self._changed
-                parts = frame.parts.get(choice, {})
+                update, changed = self._parts, self._changed
+                parts = update.get(choice, {})
                 if new := {name: part for name, part in parts.items() if sent.get(name) != part}:
                     sent |= new
                     yield _event("parts", new)
                 elif parts:
                     yield _event("same", {})
-                if self._frame is frame:
+                if self._parts is update:
                     await changed.wait()
             yield _event("end", {"gone": self.closed} | ({"done": True} if self._done else {}))
         finally:
@@ -109,16 +103,11 @@ class Feed:
         self._wake()
         self._thread.shutdown(wait=False)
 
-    def _start(self) -> None:
-        if self._ticker is None or self._ticker.done():
-            self._ticker = asyncio.get_running_loop().create_task(self._tick())
-
     async def _tick(self) -> None:
         while self._viewers and not self.closed:
             began = time.perf_counter()
-            wanted = set(self._viewers.values())
-            parts = await self._in_thread(partial(_rendered, await self._models(wanted, TICK_S / 2)))
-            self._frame = Frame(self._frame.number + 1, parts)
+            models = await self._models(set(self._viewers.values()), TICK_S / 2)
+            self._parts = await self._in_thread(lambda: {choice: _parts(choice, model) for choice, model in models.items()})  # noqa: B023
             self._wake()
             await asyncio.sleep(max(TICK_S, RELAXATION * (time.perf_counter() - began)))
         self._expire()
@@ -127,30 +116,21 @@ class Feed:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _models(self, choices: Iterable[Choice], max_age_s: float) -> dict[Choice, Model]:
+    async def _models(self, choices: Collection[Choice], max_age_s: float) -> dict[Choice, Model]:
         snapshot = await self._watch.fresh(max_age_s)
-        wanted = list(choices)
-        details = await self._details(snapshot, wanted)
-        left = await _in_time(self._evidence(), ())
-        return await self._in_thread(partial(self._model, snapshot, details, wanted, left))
+        details = await _in_time(self._read(snapshot, choices), {})
+        evidence = await _in_time(self._evidence(), ())
 
-    async def _details(self, snapshot: Snapshot, choices: Iterable[Choice]) -> Details:
-        focus = [found for choice in choices if (found := focused(snapshot.ranks, choice))]
+        def models() -> dict[Choice, Model]:
+            runs = self._modeller.runs(snapshot, details, {choice.run for choice in choices})
+            return {choice: model(runs, choice, details, evidence, time.time()) for choice in choices}
 
-        async def ask() -> Details:
-            async with self._busy:
-                return await self._watch.ask(lambda scan: self._gather(scan, snapshot, focus))
+        return await self._in_thread(models)
 
-        return await _in_time(ask(), NOTHING)
-
-    def _gather(self, scan: Scan, snapshot: Snapshot, focus: list[str]) -> Details:
-        return self._gatherer.gather(scan, snapshot, focus)
-
-    def _model(
-        self, snapshot: Snapshot, details: Details, choices: list[Choice], left: Sequence[Mapping[str, Any]]
-    ) -> dict[Choice, Model]:
-        runs = self._modeller.runs(snapshot, details, {choice.run for choice in choices})
-        return {choice: model(runs, choice, details, left, time.time()) for choice in choices}
+    async def _read(self, snapshot: Snapshot, choices: Collection[Choice]) -> Details:
+        focus = [incarnation for choice in choices if (incarnation := focused(snapshot.ranks, choice))]
+        async with self._reading:
+            return await self._watch.ask(lambda scan: self._data.gather(scan, snapshot, focus))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -162,7 +142,7 @@ class Feed:
 
     def _forget(self) -> None:
         if not self._viewers:
-            self._gatherer, self._modeller, self._frame = PageData(), Modeller(), Frame()
+            self._data, self._modeller, self._parts = PageData(), Modeller(), {}
 
 
 async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
@@ -173,15 +153,11 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
         return otherwise
 
 
-def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, dict[str, str]]:
-    return {choice: _parts(choice, shown) for choice, shown in models.items()}
-
-
-def _parts(choice: Choice, shown: Model) -> dict[str, str]:
-    parts = {**sections.rendered(shown), "heading": sections.heading(shown), "title": sections.title(shown)}
-    if shown.run and not choice.run:
+def _parts(choice: Choice, model: Model) -> Parts:
+    parts = {**sections.rendered(model), "heading": sections.heading(model), "title": sections.title(model)}
+    if model.run and not choice.run:
         # a page opened before any run: from now on it shows this one
-        parts["stream"] = stream_of(choice._replace(run=shown.run.key))
+        parts["stream"] = stream_of(choice._replace(run=model.run.key))
     return parts
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from math import inf, isnan
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torchobs import catalog
-from torchobs.diagnosis.status import NOTHING_NEW, Newest, last_grad_norm, last_loss
+from torchobs.catalog import Severity
+from torchobs.diagnosis.health import Health, health
+from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
-from torchobs.exporter.ui import event_groups
-from torchobs.exporter.ui.data import Curves
+from torchobs.exporter.ui.data import NO_DETAILS
+from torchobs.exporter.ui.events import log_of
 from torchobs.exporter.ui.sparkline_data import curve
 from torchobs.flight.metrics.throughput import time_left_s
 from torchobs.ranks import labels
@@ -23,9 +25,8 @@ from torchobs.ranks.metric_values import Reader
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from torchobs.detect.stragglers import Slowness
-    from torchobs.exporter.ui.data import Details
-    from torchobs.exporter.ui.events import EventRow
+    from torchobs.exporter.ui.data import Curves, Details, RankDetails
+    from torchobs.exporter.ui.events import EventLog, EventRow
     from torchobs.exporter.ui.sparkline_data import Curve
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.ranks.metric_values import Readings
@@ -56,6 +57,15 @@ METRICS = (
     catalog.SCALAR_VALUE, catalog.DATA_STARVED, catalog.GRAD_UNMOVED_LAYERS, catalog.STEP_PHASE_TIME, catalog.PROBE_DISABLED,
 )  # fmt: skip
 """Metrics read from a rank."""
+
+
+NO_RANK = Health(
+    Severity.INFO,
+    "No rank has been seen yet. One appears as soon as a training calls torchobs.init().",
+    "No rank has been seen yet.",
+)
+MISSING = Health(Severity.INFO, "No such run (any more). Once it is there it is shown here.", "No such run (any more).")
+"""Health of a chosen run that does not exist"""
 
 
 class Choice(NamedTuple):
@@ -94,62 +104,33 @@ class ArtifactLink(NamedTuple):
 class Row:
     """One rank. Times in seconds."""
 
-    rank: str
     incarnation: str
-    state: str
-    reason: str
-    """how it ended; empty while it lives"""
-    phase: str | None
-    """its present phase"""
-    beat_age_s: float
-    progress_age_s: float | None
+    status: RankStatus
     readings: Readings
     pace: Throughput | None
-    slowness: Slowness | None
-    anomalies: tuple[str, ...]
-    """the anomalies active now"""
+    """its throughput over its last steps, whatever it does now"""
+    grad_norm: float | None
+    """the last gradient norm that was measured, finite or not"""
     memory: float | None
     """bytes in use: on its devices, or by its process if it has none"""
     memory_share: float | None
     """share of the limit, if one is known"""
-    lately: Mapping[str, int] = field(default_factory=dict)
-    """number of anomalies in the last ten minutes by kind, from events"""
-    recorded: bool = True
-    """whether its steps are recorded: recording may be switched off"""
-    newest: Newest = NOTHING_NEW
-    """the last loss and norm in its records"""
 
     @property
-    def up(self) -> bool:
-        """True if its process is alive."""
-        return not self.reason
-
-    @property
-    def steps(self) -> int:
-        """Number of steps done."""
-        return int(self.readings.get(catalog.STEPS) or 0)
-
-    @property
-    def loss(self) -> float | None:
-        """The last loss, finite or not."""
-        return last_loss(self.readings.get, self.newest.loss)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The last gradient norm that was measured, finite or not."""
-        return last_grad_norm(self.readings.get, self.newest.grad_norm)
+    def rank(self) -> str:
+        """The rank's label."""
+        return self.status.rank
 
     @property
     def speed(self) -> Throughput | None:
         """Its throughput while it trains; ``None`` if it has ended, hangs or does something else."""
-        trains = self.state == "alive" and self.phase != "idle" and self.recorded
-        return self.pace if trains and self.pace and self.pace.per_s else None
+        return self.pace if self.status.per_s else None
 
     @property
     def left_s(self) -> float | None:
         """Estimated time for the remaining steps, in seconds; ``None`` if unknown."""
         aside = [self.readings.get(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint")]
-        return time_left_s(self.speed, self.steps, self.readings.get(catalog.STEPS_PLANNED) or 0, sum(aside))
+        return time_left_s(self.speed, self.status.steps, self.readings.get(catalog.STEPS_PLANNED) or 0, sum(aside))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +140,13 @@ class Run:
     job_name: str
     run_id: str
     rows: tuple[Row, ...]
-    expected: int
-    """number of its ranks that this node should have"""
-    world_size: int
+    status: RunStatus
+    health: Health
 
     @property
     def key(self) -> str:
         """The run's key in links."""
         return f"{self.job_name}/{self.run_id}"
-
-    @property
-    def steps(self) -> int:
-        """Number of steps that all its ranks have done."""
-        return max((row.steps for row in self.rows), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +157,8 @@ class Model:
     runs: tuple[Run, ...]
     run: Run | None
     """``None``: there is no run, or not the chosen one"""
+    health: Health
+    """of the run shown; failed other runs are mentioned, too"""
     focus: Row | None
     rows: tuple[Row, ...]
     """the rows shown: one page of the sorted table"""
@@ -189,7 +166,7 @@ class Model:
     curves: Curves
     scalars: Mapping[str, Curve | None]
     """curves of the chosen rank's logged scalars, by name"""
-    events: event_groups.Log
+    events: EventLog
     layers: tuple[LayerRow, ...]
     evidence: tuple[ArtifactLink, ...]
     """newest first"""
@@ -208,46 +185,50 @@ class Modeller:
     def runs(self, snapshot: Snapshot, details: Details, asked: Collection[str] = ()) -> tuple[Run, ...]:
         """Return the runs in order: the first ones, and those with a key in ``asked``."""
         self._reader.keep(snapshot.ranks)
-        shown = (ranks for place, ranks in enumerate(grouped(snapshot.ranks)) if place < MOST_RUNS or _key(ranks) in asked)
-        return tuple(self._run(ranks, details) for ranks in shown)
+        runs = enumerate(grouped(snapshot.ranks))
+        return tuple(self._run(ranks, details) for index, ranks in runs if index < MOST_RUNS or _key(ranks) in asked)
 
     def _run(self, ranks: Sequence[Rank], details: Details) -> Run:
         world_size = max(_resource(rank, "world_size") for rank in ranks)
         here = max(_resource(rank, "local_world_size") for rank in ranks) or world_size
-        rows = tuple(self._row(rank, details) for rank in ranks)
-        return Run(
-            ranks[0].job_name, ranks[0].run_id, rows, expected=max(here, len(ranks)), world_size=max(world_size, len(ranks))
-        )
+        rows = tuple(self._row(rank, details.get(rank.incarnation, NO_DETAILS)) for rank in ranks)
+        return run_of(ranks[0].job_name, ranks[0].run_id, rows, expected=here, world_size=world_size)
 
-    def _row(self, rank: Rank, details: Details) -> Row:
-        readings = self._reader.read(rank)
-        memory, limit = _memory(readings)
-        return Row(
+    def _row(self, rank: Rank, details: RankDetails) -> Row:
+        readings, live, pace = self._reader.read(rank), rank.view.live, details.pace
+        recorded = live.steps_since_ns is not None
+        trains = rank.state == "alive" and live.phase != "idle" and recorded
+        status = rank_status(
+            readings.get,
             rank=rank.rank,
-            incarnation=rank.incarnation,
             state=rank.state,
             reason="" if rank.up else exporter_metrics.ending(rank),
-            phase=rank.view.live.phase if rank.up else None,
+            up=rank.up,
+            phase=live.phase if rank.up else None,
+            recorded=recorded,
             beat_age_s=rank.beat_age_s,
             progress_age_s=rank.progress_age_s,
-            readings=readings,
-            pace=details.paces.get(rank.incarnation),
+            per_s=pace.per_s if trains and pace else None,
+            loss=last_loss(readings.get, details.newest.loss),
             slowness=rank.standing.slowness if rank.standing else None,
-            anomalies=tuple(kind for (kind,), value in readings.of(catalog.ANOMALY_ACTIVE).items() if value),
-            memory=memory,
-            memory_share=limit,
-            lately=_lately(details.events.get(rank.incarnation, event_groups.NOTHING).newest, time.time()),
-            recorded=rank.view.live.steps_since_ns is not None,
-            newest=details.newest.get(rank.incarnation, NOTHING_NEW),
+            lately=_lately(details.events.newest, time.time()),
         )
+        grad_norm = last_grad_norm(readings.get, details.newest.grad_norm)
+        return Row(rank.incarnation, status, readings, pace, grad_norm, *_memory(readings))
+
+
+def run_of(job_name: str, run_id: str, rows: Sequence[Row], *, expected: int, world_size: int) -> Run:
+    """Return a run with its health; ``expected``: number of its ranks that this node should have."""
+    status = RunStatus([row.status for row in rows], max(expected, len(rows)), max(world_size, len(rows)))
+    return Run(job_name, run_id, tuple(rows), status, health(status))
 
 
 def _lately(events: Iterable[EventRow], now_s: float) -> Mapping[str, int]:
-    found = Counter[str]()
+    counts = Counter[str]()
     for event in events:
         if event.anomaly and abs(now_s - event.at_s) <= LATELY_S:
-            found[event.anomaly] += event.number
-    return found
+            counts[event.anomaly] += event.number
+    return counts
 
 
 def model(
@@ -257,26 +238,39 @@ def model(
     run = _chosen({run.key: run for run in runs}, choice)
     rows = run.rows if run else ()
     focus = next((row for row in rows if row.rank == choice.rank), rows[0] if rows else None)
-    ordered = ordered_rows(rows, choice.sort)
-    pages = max(1, -(-len(ordered) // PER_PAGE))
-    first = (_sane(choice, run, focus, pages).page - 1) * PER_PAGE
+    focused = details.get(focus.incarnation, NO_DETAILS) if focus else NO_DETAILS
+    pages = max(1, -(-len(rows) // PER_PAGE))
+    choice = _sane(choice, run, focus, pages)
+    first = (choice.page - 1) * PER_PAGE
     total = max((int(row.readings.get(catalog.STEPS_PLANNED) or 0) for row in rows), default=0)
     return Model(
-        choice=_sane(choice, run, focus, pages),
+        choice=choice,
         runs=runs,
         run=run,
+        health=health_beside(run, runs) if run else MISSING if choice.run else NO_RANK,
         focus=focus,
-        rows=tuple(ordered[first : first + PER_PAGE]),
+        rows=tuple(ordered_rows(rows, choice.sort)[first : first + PER_PAGE]),
         pages=pages,
-        curves=details.curves.get(focus.incarnation, Curves()) if focus else Curves(),
-        scalars={name: curve(points) for name, points in details.scalars.get(focus.incarnation, {}).items()} if focus else {},
-        events=event_groups.log_of(details.events.get(row.incarnation, event_groups.NOTHING) for row in rows),
+        curves=focused.curves,
+        scalars={name: curve(points) for name, points in focused.scalars.items()},
+        events=log_of(details.get(row.incarnation, NO_DETAILS).events for row in rows),
         layers=_layers(focus.readings, choice.layers) if focus else (),
-        evidence=tuple(islice(_left_by(run, evidence), MOST_EVIDENCE)),
+        evidence=tuple(islice(_evidence_of(run, evidence), MOST_EVIDENCE)),
         total_steps=total or None,
         left_s=max((left_s for row in rows if (left_s := row.left_s) is not None), default=None),
         now_s=now_s,
     )
+
+
+def health_beside(run: Run, runs: Iterable[Run]) -> Health:
+    """Return the health of a run among others: failed ones are mentioned, too."""
+    failed = [other for other in runs if other is not run and other.health.level is Severity.ERROR]
+    if not failed:
+        return run.health
+    names = f"{failed[0].job_name[:80]} {failed[0].run_id[:80]}" + (f" and {len(failed) - 1:,} more" * (len(failed) > 1))
+    text = f"Another run here is in trouble: {names}."
+    level = max(run.health.level, Severity.WARNING, key=lambda level: level.value)
+    return Health(level, f"{run.health.text} {text}", f"{run.health.gist} {text}")
 
 
 def _sane(choice: Choice, run: Run | None, focus: Row | None, pages: int) -> Choice:
@@ -303,7 +297,7 @@ def grouped(ranks: Iterable[Rank]) -> list[list[Rank]]:
     runs: dict[tuple[str, str], list[Rank]] = {}
     for rank in ranks:
         runs.setdefault((rank.job_name, rank.run_id), []).append(rank)
-    return sorted(runs.values(), key=_place)
+    return sorted(runs.values(), key=_order)
 
 
 def focused(ranks: Iterable[Rank], choice: Choice) -> str | None:
@@ -317,20 +311,20 @@ def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
     return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
-def trouble(row: Row) -> float:
+def trouble(status: RankStatus) -> float:
     """Return a score of how urgently a rank needs attention; by default the table is sorted by it, worst first."""
-    by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(row.state, 0.0)
-    slow = row.slowness.factor - 1 if row.slowness and row.slowness.factor > 1 else 0.0
-    return by_state + 2.0 * bool(row.anomalies) + min(slow, 1.0)
+    by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(status.state, 0.0)
+    slow = status.slowness.factor - 1 if status.slowness and status.slowness.factor > 1 else 0.0
+    return by_state + 2.0 * bool(status.anomalies) + min(slow, 1.0)
 
 
 def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
     """Return the ranks sorted; where values are equal or missing, by rank number."""
     keys: dict[str, Callable[[Row], float]] = {
-        "worst": lambda row: -round(trouble(row), 1),
-        "step": lambda row: row.steps,
+        "worst": lambda row: -round(trouble(row.status), 1),
+        "step": lambda row: row.status.steps,
         "time": lambda row: -(row.pace.step_s if row.pace else -1.0),
-        "loss": lambda row: _descending(row.loss),
+        "loss": lambda row: _descending(row.status.loss),
         "norm": lambda row: _descending(row.grad_norm),
         "memory": lambda row: _descending(row.memory),
     }
@@ -342,13 +336,13 @@ def _descending(value: float | None) -> float:
     return inf if value is None else -inf if isnan(value) else -value
 
 
-def _place(members: Sequence[Rank]) -> tuple[bool, int, str]:
-    up = any(rank.up for rank in members)
-    return not up, -max(rank.view.header.wall_ns for rank in members), _key(members)
+def _order(ranks: Sequence[Rank]) -> tuple[bool, int, str]:
+    up = any(rank.up for rank in ranks)
+    return not up, -max(rank.view.header.wall_ns for rank in ranks), _key(ranks)
 
 
-def _key(members: Sequence[Rank]) -> str:
-    return f"{members[0].job_name}/{members[0].run_id}"
+def _key(ranks: Sequence[Rank]) -> str:
+    return f"{ranks[0].job_name}/{ranks[0].run_id}"
 
 
 def _resource(rank: Rank, name: str) -> int:
@@ -364,14 +358,14 @@ def _memory(readings: Readings) -> tuple[float | None, float | None]:
     return readings.get(catalog.MEMORY_HOST_RSS), max(readings.of(catalog.MEMORY_HOST_UTILIZATION).values(), default=None)
 
 
-def _left_by(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:
+def _evidence_of(run: Run | None, evidence: Iterable[Mapping[str, Any]]) -> Iterator[ArtifactLink]:
     """Yield the artifacts of a run's ranks, including earlier incarnations."""
     names = {row.incarnation: row.rank for row in run.rows} if run else {}
     for one in evidence:
         rank, incarnation = one["rank"], one["incarnation"]
         if incarnation in names or (run and (one["job_name"], one["run_id"]) == (run.job_name, run.run_id)):
-            called = names.get(incarnation, f"{rank}-{incarnation[:DIGITS]}")
-            yield ArtifactLink(one["href"], one["kind"], called, one["time"], one["size_bytes"])
+            label = names.get(incarnation, f"{rank}-{incarnation[:DIGITS]}")
+            yield ArtifactLink(one["href"], one["kind"], label, one["time"], one["size_bytes"])
 
 
 def _layers(readings: Readings, sort: str) -> tuple[LayerRow, ...]:
@@ -380,10 +374,8 @@ def _layers(readings: Readings, sort: str) -> tuple[LayerRow, ...]:
     ]
     names = dict.fromkeys(key for column in columns for key in column)
     rows = [LayerRow(key[0] if key else "", *(column.get(key) for column in columns)) for key in names]
-    keys: dict[str, Callable[[LayerRow], Any]] = {
-        "name": lambda row: row.name,
-        "gradient": lambda row: _descending(row.gradient),
-        "weights": lambda row: _descending(row.weights),
-        "update": lambda row: _descending(row.update),
-    }
-    return tuple(sorted(rows, key=keys[sort]) if sort in keys else rows)
+    if sort == "name":
+        rows.sort(key=lambda row: row.name)
+    elif sort != "model":
+        rows.sort(key=lambda row: _descending(getattr(row, sort)))
+    return tuple(rows)

@@ -1,18 +1,15 @@
 """The run's health in a sentence, case by case."""
 
 import math
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.ui import row, run
+from tests.ui import Values, row, run
 from torchobs import catalog
 from torchobs.catalog import Severity
 from torchobs.detect.stragglers import SLOW, Slowness
-from torchobs.diagnosis.status import Newest
-from torchobs.exporter.ui.health_summary import health
-from torchobs.exporter.ui.view_model import Row
-from torchobs.ranks.metric_values import Readings
+from torchobs.exporter.ui.view_model import NO_RANK, Row, health_beside
 
 EIGHT = [row(rank) for rank in range(8)]
 
@@ -68,7 +65,7 @@ def but(*others: Row) -> list[Row]:
             Severity.ERROR,
         ),
         (
-            [replace(row(0), recorded=False)],
+            [row(0, recorded=False)],
             "Not recorded: 1 of 1 rank alive, step 12,400, loss 2.313. Rank 0 does not record steps: switched off.",
             Severity.WARNING,
         ),
@@ -83,12 +80,12 @@ def but(*others: Row) -> list[Row]:
             Severity.WARNING,
         ),
         (
-            [replace(row(0), readings=Readings({catalog.GRAD_UNMOVED_LAYERS.name: {(): 12.0}}))],
+            [row(0, steps=None, loss=None, values={catalog.GRAD_UNMOVED_LAYERS.name: {(): 12.0}})],
             "Starting: 1 of 1 rank alive, no step yet. 12 layers learn nothing: hardly any gradient reaches them.",
             Severity.WARNING,
         ),
         (
-            [replace(row(0), readings=Readings({catalog.COMPILE_FAILURES.name: {("recompile_limit",): 2.0}}))],
+            [row(0, steps=None, loss=None, values={catalog.COMPILE_FAILURES.name: {("recompile_limit",): 2.0}})],
             "Starting: 1 of 1 rank alive, no step yet. torch.compile has given 2 functions up, recompiled again and again.",
             Severity.WARNING,
         ),
@@ -106,158 +103,154 @@ def but(*others: Row) -> list[Row]:
 )  # fmt: skip
 def test_what_is_said_of_a_run(rows: list[Row], said: str, level: Severity) -> None:
     """Of ranks as they are, the most serious first."""
-    told = health(run(*rows))
-    assert (told.text, told.level) == (said, level)
+    health = run(*rows).health
+    assert (health.text, health.level) == (said, level)
 
 
 def test_ranks_that_have_not_appeared_are_missed() -> None:
     """On a node of a larger run only its own are."""
-    told = health(run(*EIGHT[:6], expected=8, world_size=64))
-    assert told.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
-    assert told.text.endswith("2 ranks have not appeared.")
-    assert told.level is Severity.WARNING
+    health = run(*EIGHT[:6], expected=8, world_size=64).health
+    assert health.text.startswith("Training: 6 of 8 ranks alive on this node, 64 in all, step 12,400")
+    assert health.text.endswith("2 ranks have not appeared.")
+    assert health.level is Severity.WARNING
 
 
 def test_the_most_serious_comes_first() -> None:
     """A dead rank before a slow one."""
-    told = health(run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))))
-    assert told.text.index("Rank 7 was lost") < told.text.index("Rank 1 is 3.0 times slower")
+    health = run(*but(row(1, slow=Slowness(3.0, 1)), row(7, "lost", reason="lost", age_s=3))).health
+    assert health.text.index("Rank 7 was lost") < health.text.index("Rank 1 is 3.0 times slower")
 
 
 def test_what_is_read_aloud_does_not_change_with_every_step() -> None:
     """A screen reader would never come to an end."""
-    before, after = (health(run(row(0, steps=steps, loss=loss))).gist for steps, loss in ((10, 3.0), (11, 2.9)))
+    before, after = (run(row(0, steps=steps, loss=loss)).health.gist for steps, loss in ((10, 3.0), (11, 2.9)))
     assert before == after == "Training, 1 of 1 rank alive."
-    lost = (health(run(row(0), row(1, "lost", reason="lost", age_s=age))).gist for age in (4, 5))
+    lost = (run(row(0), row(1, "lost", reason="lost", age_s=age)).health.gist for age in (4, 5))
     assert set(lost) == {"Training, 1 of 2 ranks alive. Rank 1 was lost."}
 
 
 def test_a_little_slower_is_not_worth_a_word() -> None:
     """Somebody is always the slowest."""
-    assert "slower" not in health(run(row(0), row(1, slow=Slowness(SLOW - 0.01, 0)))).text
+    assert "slower" not in run(row(0), row(1, slow=Slowness(SLOW - 0.01, 0))).health.text
 
 
 def test_before_the_first_rank() -> None:
     """It says what one waits for."""
-    told = health(None)
-    assert "No rank has been seen yet" in told.text
-    assert told.level is Severity.INFO
+    assert "No rank has been seen yet" in NO_RANK.text
+    assert NO_RANK.level is Severity.INFO
 
 
-def reading(known: Row, metric: str, values: dict[tuple[str, ...], float]) -> Row:
-    """A rank that has these values, too."""
-    return replace(known, readings=Readings({**known.readings._values, metric: values}))
+def anomalies(**counts: int) -> Values:
+    """The values of a rank that has had so many of each kind."""
+    return {"torchobs.anomalies": {(kind,): float(number) for kind, number in counts.items()}}
 
 
-def with_anomalies(known: Row, **counts: int) -> Row:
-    """A rank that has had so many of each kind."""
-    return reading(known, "torchobs.anomalies", {(kind,): float(number) for kind, number in counts.items()})
+def finished(rank: int = 0, **given: Any) -> Row:
+    """A rank that has ended in order."""
+    return row(rank, "finished", reason="finished", **given)
 
 
 def test_a_run_that_ended_after_a_divergence_was_not_all_well() -> None:
     """Nobody was looking when it happened."""
-    done = with_anomalies(row(0, "finished", reason="finished", loss=7.9e13), loss_spike=109, gradient_explosion=13)
-    told = health(run(done, replace(done, rank="1")))
-    assert told.text.endswith("There have been 13 gradient explosions and 109 loss spikes.")
-    assert told.level is Severity.WARNING
-    (once,) = (health(run(with_anomalies(row(0, "finished", reason="finished"), nonfinite_loss=1))),)
+    values = anomalies(loss_spike=109, gradient_explosion=13)
+    health = run(*(finished(rank, loss=7.9e13, values=values) for rank in (0, 1))).health
+    assert health.text.endswith("There have been 13 gradient explosions and 109 loss spikes.")
+    assert health.level is Severity.WARNING
+    once = run(finished(values=anomalies(nonfinite_loss=1))).health
     assert "1 loss that was not finite." in once.text
     assert once.level is Severity.WARNING
 
 
 def test_a_loss_that_is_not_finite_is_not_told_as_the_last_finite_one() -> None:
     """What is shown is that of the first rank that has any: another rank's trouble is not its own."""
-    assert ", step 12,400, loss NaN, 1.90 steps/s." in health(run(row(0, anomalies=("nonfinite_loss",)))).text
-    assert ", step 12,400, loss 2.313, " in health(run(row(0), row(1, anomalies=("nonfinite_loss",)))).text
+    assert ", step 12,400, loss NaN, 1.90 steps/s." in run(row(0, anomalies=("nonfinite_loss",))).health.text
+    assert ", step 12,400, loss 2.313, " in run(row(0), row(1, anomalies=("nonfinite_loss",))).health.text
 
 
 def test_what_a_run_recovered_from_is_said_and_no_reason_to_worry() -> None:
     """One or two spikes are ordinary; and while it trains, what is over is over."""
-    ended = health(run(with_anomalies(row(0, "finished", reason="finished"), loss_spike=2)))
+    ended = run(finished(values=anomalies(loss_spike=2))).health
     assert (ended.text.endswith("There have been 2 loss spikes."), ended.level) == (True, Severity.INFO)
-    alive = health(run(with_anomalies(row(0), loss_spike=7)))
+    alive = run(row(0, values=anomalies(loss_spike=7))).health
     assert (alive.text.endswith("Earlier: 7 loss spikes."), alive.level) == (True, Severity.INFO)
     assert alive.gist.endswith("Earlier: anomalies.")
 
 
 def test_what_was_a_moment_ago_is_worth_a_look_as_long_as_the_alert_fires() -> None:
     """The baseline has followed a loss that stays five times as high: no step is an anomaly any more, and nothing is well."""
-    diverged = replace(
-        with_anomalies(row(0), loss_spike=20, gradient_explosion=2), lately={"loss_spike": 20, "gradient_explosion": 2}
-    )
-    told = health(run(diverged))
-    assert told.text.endswith("Lately: 2 gradient explosions and 20 loss spikes.")
-    assert told.level is Severity.WARNING
-    once = health(run(replace(with_anomalies(row(0), loss_spike=9), lately={"loss_spike": 1})))
+    lately = {"loss_spike": 20, "gradient_explosion": 2}
+    health = run(row(0, values=anomalies(**lately), lately=lately)).health
+    assert health.text.endswith("Lately: 2 gradient explosions and 20 loss spikes.")
+    assert health.level is Severity.WARNING
+    once = run(row(0, values=anomalies(loss_spike=9), lately={"loss_spike": 1})).health
     assert (once.text.endswith("Earlier: 9 loss spikes."), once.level) == (True, Severity.INFO)
 
 
 def test_what_goes_on_is_not_said_to_be_over() -> None:
     """It is said once, as what it is."""
-    told = health(run(with_anomalies(row(0, anomalies=("loss_spike",)), loss_spike=7)))
-    assert told.text.endswith("The loss has jumped.")
+    health = run(row(0, anomalies=("loss_spike",), values=anomalies(loss_spike=7))).health
+    assert health.text.endswith("The loss has jumped.")
 
 
 def test_gradients_that_a_loss_scaler_skipped_are_its_work() -> None:
     """It raises its scale until they are not finite."""
-    done = with_anomalies(row(0, "finished", reason="finished"), nonfinite_gradient=4)
-    done = reading(done, "torchobs.amp.steps_skipped", {(): 4.0})
-    assert "not finite" not in health(run(done)).text
+    values = {**anomalies(nonfinite_gradient=4), "torchobs.amp.steps_skipped": {(): 4.0}}
+    assert "not finite" not in run(finished(values=values)).health.text
 
 
 def test_training_that_waits_for_its_data_is_worth_a_look() -> None:
     """By the rank's own verdict."""
-    told = health(run(reading(row(0), "torchobs.data.starved", {(): 1.0}), row(1)))
-    assert told.text.endswith("Training waits for its data on rank 0.")
-    assert told.level is Severity.WARNING
+    health = run(row(0, values={"torchobs.data.starved": {(): 1.0}}), row(1)).health
+    assert health.text.endswith("Training waits for its data on rank 0.")
+    assert health.level is Severity.WARNING
 
 
-def waiting(known: Row, data_s: float, rest_s: float) -> Row:
-    """A rank whose steps took so long in all."""
-    return reading(known, "torchobs.step.phase.time", {("data",): data_s, ("forward",): rest_s})
+def waited(data_s: float, rest_s: float) -> Values:
+    """The values of a rank whose steps took so long in all."""
+    return {"torchobs.step.phase.time": {("data",): data_s, ("forward",): rest_s}}
 
 
 def test_a_run_that_waited_for_its_data_was_not_all_well() -> None:
     """The rank's own verdict is of a minute, and ends with it: a short run, and one that is over, go by their totals."""
-    over = health(run(waiting(row(0, "finished", reason="finished"), 83.0, 17.0)))
+    over = run(finished(values=waited(83.0, 17.0))).health
     assert over.text.endswith("Training waited for its data: 83 % of the time of its steps.")
     assert over.level is Severity.WARNING
-    short = health(run(waiting(row(0), 16.6, 3.4)))
+    short = run(row(0, values=waited(16.6, 3.4))).health
     assert short.text.endswith("Training waits for its data: 83 % of the time of its steps.")
-    judged = reading(waiting(row(0), 83.0, 17.0), "torchobs.data.starved", {(): 0.0})
-    assert health(run(judged)).level is Severity.INFO
+    judged: Values = {**waited(83.0, 17.0), "torchobs.data.starved": {(): 0.0}}
+    assert run(row(0, values=judged)).health.level is Severity.INFO
 
 
 def test_a_few_seconds_of_waiting_are_no_finding() -> None:
     """A single step that starts the workers: nobody needs a warning for it."""
-    assert health(run(waiting(row(0, "finished", reason="finished"), 4.0, 4.0))).level is Severity.INFO
+    assert run(finished(values=waited(4.0, 4.0))).health.level is Severity.INFO
 
 
 def test_the_last_loss_is_told_as_it_was() -> None:
     """Infinite, or NaN where a rank that is gone left one in its last record; in another order no NaN is in between."""
     for value, said in ((math.nan, "NaN"), (math.inf, "Inf"), (2.0, "2.313")):
-        told = health(run(replace(row(0, "finished", reason="finished"), newest=Newest(value))))
-        assert f"last loss {said}." in told.text
-        assert told.level is (Severity.INFO if math.isfinite(value) else Severity.ERROR)
+        health = run(finished(newest_loss=value)).health
+        assert f"last loss {said}." in health.text
+        assert health.level is (Severity.INFO if math.isfinite(value) else Severity.ERROR)
 
 
 def test_a_run_that_failed_beside_this_one_is_worth_a_look() -> None:
     """The headline is what a tab in the background shows."""
     well = run(row(0))
-    failed = replace(run(row(0, "failed", reason="exception")), run_id="run-2")
-    told = health(well, [well, failed])
-    assert told.text.endswith("Another run here is in trouble: gpt run-2.")
-    assert told.level is Severity.WARNING
-    assert health(well, [well]).level is Severity.INFO
+    failed = run(row(0, "failed", reason="exception"), run_id="run-2")
+    health = health_beside(well, [well, failed])
+    assert health.text.endswith("Another run here is in trouble: gpt run-2.")
+    assert health.level is Severity.WARNING
+    assert health_beside(well, [well]).level is Severity.INFO
 
 
 def test_a_probe_that_failed_is_told() -> None:
     """What is not watched cannot be well."""
-    told = health(run(reading(row(0), "torchobs.probe.disabled", {("loss",): 1.0, ("data",): 0.0})))
-    assert (told.text.endswith("Not watched, because the probe failed: loss."), told.level) == (True, Severity.WARNING)
+    health = run(row(0, values={"torchobs.probe.disabled": {("loss",): 1.0, ("data",): 0.0}})).health
+    assert (health.text.endswith("Not watched, because the probe failed: loss."), health.level) == (True, Severity.WARNING)
 
 
 def test_an_interrupted_run_was_not_lost() -> None:
     """Somebody pressed Ctrl-C."""
-    told = health(run(row(0, "failed", reason="interrupted", age_s=3), row(1, "failed", reason="interrupted", age_s=3)))
-    assert told.text.endswith("Ranks 0 and 1 were interrupted 3 s ago.")
+    health = run(row(0, "failed", reason="interrupted", age_s=3), row(1, "failed", reason="interrupted", age_s=3)).health
+    assert health.text.endswith("Ranks 0 and 1 were interrupted 3 s ago.")
