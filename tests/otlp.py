@@ -25,7 +25,8 @@ from tests.rank_files import BORN_WALL_NS, Clock, S
 from tests.support import free_port, wait_until
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.otlp.counters import Counts
+from torchobs.exporter.otlp.delivery import Clock as PushClock
+from torchobs.exporter.otlp.delivery import Counts
 from torchobs.exporter.otlp.options import PushConfig, PushTarget
 from torchobs.exporter.otlp.pipeline import PushPipeline
 from torchobs.ranks.scanner import Scanner
@@ -147,7 +148,7 @@ class Receiver:
             handler.wfile.write(b"H")
 
 
-class Fast:
+class Fast(PushClock):
     """The push's clock, `scale` times as fast as the machine's; its wall clock began when the test's files were born."""
 
     def __init__(self, scale: float = 1.0) -> None:
@@ -188,7 +189,7 @@ class Pushing:
         self.clock.seconds = seconds
         self.push.look(ScrapeInput(self.scanner.scan()), final=final)
         if wait:
-            wait_until(lambda: self.push.settled and self.push._facts is None, interval_s=0.005)
+            wait_until(lambda: self.push.settled and self.push._scrape is None, interval_s=0.005)
 
 
 def to(receiver: Receiver, **given: Any) -> PushTarget:

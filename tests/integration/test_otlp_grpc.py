@@ -90,7 +90,7 @@ def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: P
     trusted, server = tmp_path / "trusted.pem", Server()
     trusted.write_bytes(first.read_bytes())
     running, port = serving(pool, server, first)
-    rpc = GrpcTransport(PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(trusted)), "metrics", lambda _: (0, ""))
+    rpc = GrpcTransport("metrics", PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(trusted)))
     try:
         assert rpc.send(b"").kind == "sent"
         running.stop(None).wait()
@@ -111,9 +111,7 @@ def test_one_that_is_cancelled_makes_no_channel_any_more(
     running, port = serving(pool, server, certificate)
     try:
         for kind in ("retry", "sent"):
-            rpc = GrpcTransport(
-                PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(certificate)), "metrics", lambda _: (0, "")
-            )
+            rpc = GrpcTransport("metrics", PushTarget(f"https://127.0.0.1:{port}", "grpc", certificate=str(certificate)))
             assert rpc.send(b"").kind == kind
             rpc.cancel()
             outcome = rpc.send(b"")

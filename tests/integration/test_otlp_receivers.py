@@ -165,7 +165,7 @@ class NeverDone:
 def test_a_handshake_that_never_ends_is_left_after_the_timeout() -> None:
     """Each byte in time, and never the last."""
     with NeverDone() as server:
-        web = HttpTransport(PushTarget(server.target, timeout_s=0.3), lambda _: (0, ""))
+        web = HttpTransport("metrics", PushTarget(server.target, timeout_s=0.3))
         assert web.send(b"").words == "no answer within 0.3 s"
         web.close()
 
@@ -173,7 +173,7 @@ def test_a_handshake_that_never_ends_is_left_after_the_timeout() -> None:
 def test_a_handshake_that_never_ends_can_be_cancelled() -> None:
     """An exporter that must go does not wait for it."""
     with NeverDone() as server, ThreadPoolExecutor(1) as pool:
-        web = HttpTransport(PushTarget(server.target, timeout_s=500.0), lambda _: (0, ""))
+        web = HttpTransport("metrics", PushTarget(server.target, timeout_s=500.0))
         sent = pool.submit(web.send, b"")
         assert server.begun.wait(30)
         web.cancel()
@@ -223,7 +223,7 @@ class Early:
 def test_a_refusal_before_the_body_was_read_is_one(answer: bytes, kind: str, words: str) -> None:
     """The answer that is there counts, not the connection that broke; one that took nothing has not succeeded."""
     with Early(answer) as server:
-        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""))
+        web = HttpTransport("metrics", PushTarget(server.target))
         outcome = web.send(b"x" * 32 * 1024**2)
         web.close()
     assert outcome.kind == kind
@@ -235,7 +235,7 @@ def test_the_connection_of_an_early_refusal_is_not_used_again() -> None:
     """The next request has its own."""
     refused = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
     with Early(refused, refused) as server:
-        web = HttpTransport(PushTarget(server.target), lambda _: (0, ""))
+        web = HttpTransport("metrics", PushTarget(server.target))
         kinds = [web.send(b"x" * 32 * 1024**2).kind for _ in range(2)]
         web.close()
     assert kinds == ["refused", "refused"]
@@ -280,7 +280,7 @@ def test_a_receiver_that_flaps_loses_nothing_uncounted(flight_dir: Path, file: F
             file.beat(second)
             file.save()
             pushing.look(second, wait=False)
-            wait_until(lambda: pushing.push.settled and pushing.push._facts is None, timeout_s=SOON_S)
+            wait_until(lambda: pushing.push.settled and pushing.push._scrape is None, timeout_s=SOON_S)
             assert balanced(pushing.push.counts["metrics"])
         counts = pushing.push.counts["metrics"]
     assert len(receiver.requests) > len(FLAPPING)
@@ -327,7 +327,7 @@ def test_ten_minutes_without_a_receiver(flight_dir: Path, file: File, silent_por
             file.save()
             pushing.look(1.0, final=False, wait=False)
             assert pushing.push.counts["metrics"].queued * 20 < 40_000
-            wait_until(lambda: pushing.push._facts is None)
+            wait_until(lambda: pushing.push._scrape is None)
         down = pushing.push.counts["metrics"]
         with Receiver(port=silent_port) as receiver:
             pushing.look(1.0, wait=False)

@@ -210,7 +210,7 @@ def test_tls_goes_through_a_proxy_s_tunnel(
         monkeypatch.setenv("https_proxy", proxy.url)
         monkeypatch.setenv("no_proxy", "")
         url = receiver.url + "/v1/metrics"
-        web = HttpTransport(PushTarget(url, certificate=str(certificate)), lambda _: (0, ""))
+        web = HttpTransport("metrics", PushTarget(url, certificate=str(certificate)))
         outcomes = [web.send(b"1"), web.send(b"2")]
         web.close()
     assert [outcome.kind for outcome in outcomes] == ["sent", "sent"], outcomes
@@ -228,7 +228,7 @@ def test_a_certificate_may_be_renewed(program: Callable[[str], str], tmp_path: P
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, tmp_path / "server.key")
     with Receiver(tls=context) as receiver:
-        web = HttpTransport(to(receiver, certificate=str(trusted)), lambda _: (0, ""))
+        web = HttpTransport("metrics", to(receiver, certificate=str(trusted)))
         before = web.send(b"x")
         trusted.write_bytes(certificate.read_bytes())
         after = web.send(b"x")

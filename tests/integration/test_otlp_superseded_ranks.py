@@ -69,7 +69,7 @@ def test_what_a_replaced_incarnation_counted_last_arrives(
     with Pushing(flight_dir, both(receiver, delta=delta)) as pushing:
         first = life(1, 0.0)
         pushing.look(0.5, final=False)
-        wait_until(lambda: receiver.of("/v1/metrics") and pushing.push._facts is None)
+        wait_until(lambda: receiver.of("/v1/metrics") and pushing.push._scrape is None)
         train(first, 40, 0.5)
         second = life(2, 1.0)
         pushing.clock.seconds = 1.2

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torchobs.catalog import Metric
-    from torchobs.exporter.otlp.counters import Counts
+    from torchobs.exporter.otlp.delivery import Counts
     from torchobs.ranks.snapshot import Rank, RankStanding, RunSummary, Snapshot
 
 _BUILD = {"version": __version__, "python": platform.python_version()}

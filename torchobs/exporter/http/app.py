@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from torchobs.exporter.host import HostMetrics
-    from torchobs.exporter.otlp.counters import Counts
+    from torchobs.exporter.otlp.delivery import Counts
     from torchobs.exporter.prometheus.page_cache import PageCache
     from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
     from torchobs.exporter.snapshot_cache import SnapshotCache

@@ -15,8 +15,7 @@ from torchobs.exporter import exporter_metrics
 from torchobs.exporter.otlp import attributes
 from torchobs.exporter.otlp.metric_encoder import Requests
 from torchobs.exporter.otlp.metric_source import Source
-from torchobs.exporter.otlp.span_encoder import Trace
-from torchobs.exporter.otlp.span_requests import SpanRequests
+from torchobs.exporter.otlp.span_encoder import SpanRequests, Trace
 from torchobs.flight.reader.reader import MAX_FILES
 from torchobs.ranks import labels
 from torchobs.ranks.rank_file import HOSTILE
@@ -115,7 +114,7 @@ class Traces:
 
     def __init__(self, rings: SpanReader) -> None:
         self._rings = rings
-        self._known: dict[str, tuple[Resource, Trace]] = {}
+        self._traces: dict[str, Trace] = {}
         self._heads: dict[str, int] = {}
 
     @property
@@ -141,21 +140,19 @@ class Traces:
         """Drop the state of all other ranks."""
         served = {rank.incarnation for rank in ranks}
         self._rings.keep(served)
-        self._known = {incarnation: known for incarnation, known in self._known.items() if incarnation in served}
-        self._heads = {incarnation: head for incarnation, head in self._heads.items() if incarnation in served}
+        for gone in self._traces.keys() - served:
+            del self._traces[gone], self._heads[gone]
 
     def _add(self, requests: SpanRequests, rank: Rank, wall_ns: int) -> None:
-        header = rank.view.header
-        if rank.incarnation not in self._known:
-            self._known[rank.incarnation] = attributes.resource_of(header), Trace(header)
-        resource, trace = self._known[rank.incarnation]
-        self._heads[rank.incarnation] = rank.view.live.event_head
-        requests.add(resource, trace, trace.take(self._rings.read(rank, wall_ns)))
+        header, live = rank.view.header, rank.view.live
+        if rank.incarnation not in self._traces:
+            self._traces[rank.incarnation] = Trace(header)
+        trace = self._traces[rank.incarnation]
+        self._heads[rank.incarnation] = live.event_head
+        requests.add(trace, trace.take(self._rings.read(rank, wall_ns)))
         if not rank.up:
-            last_ns = rank.view.live.heartbeat_ns or header.monotonic_ns
-            requests.add(
-                resource, trace, trace.finish(exporter_metrics.ending(rank), header.wall_ns + last_ns - header.monotonic_ns)
-            )
+            last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
+            requests.add(trace, trace.finish(exporter_metrics.ending(rank), last_ns))
 
 
 def _own_resource() -> Resource:

@@ -16,11 +16,9 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from torchobs._version import __version__
-from torchobs.exporter.otlp.transport import Outcome, printable
+from torchobs.exporter.otlp.transport import Outcome, accepted, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchobs.exporter.otlp.options import PushTarget
 
 METHODS = {
@@ -42,13 +40,12 @@ _PORT = 4317
 
 
 class GrpcTransport:
-    """Sends to one receiver. ``partial`` returns how many items a response rejects, and why."""
+    """Sends one signal to one receiver."""
 
-    def __init__(self, target: PushTarget, signal: str, partial: Callable[[bytes], tuple[int, str]]) -> None:
-        self._target, self._partial = target, partial
+    def __init__(self, signal: str, target: PushTarget) -> None:
+        self._signal, self._target = signal, target
         self._metadata = tuple((name.lower(), value) for name, value in target.headers)
         self._compression = grpc.Compression.Gzip if target.gzip else grpc.Compression.NoCompression
-        self._method = METHODS[signal]
         self._tls = urlsplit(target.url).scheme == "https"
         self._channel: Any = None
         self._lock, self._closed = Lock(), False
@@ -78,22 +75,14 @@ class GrpcTransport:
 
     def _send(self, body: bytes) -> Outcome:
         try:
-            answer = self._export(body)
+            # no serializers: bytes in, bytes out
+            export = self._connected().unary_unary(METHODS[self._signal], request_serializer=None, response_deserializer=None)
+            response = export(body, timeout=self._target.timeout_s, metadata=self._metadata, compression=self._compression)
         except grpc.RpcError as error:
-            return _judge(error)
+            return _failed(error)
         except (OSError, ValueError) as problem:  # a missing certificate; a closed channel
             return Outcome("retry", words=printable(str(problem)))
-        try:
-            rejected, words = self._partial(answer)
-        except DecodeError:
-            rejected, words = 0, ""
-        return Outcome("sent", max(rejected, 0), words=printable(words))
-
-    def _export(self, body: bytes) -> bytes:
-        # no serializers: bytes in, bytes out
-        export = self._connected().unary_unary(self._method, request_serializer=None, response_deserializer=None)
-        answer: bytes = export(body, timeout=self._target.timeout_s, metadata=self._metadata, compression=self._compression)
-        return answer
+        return accepted(self._signal, response)
 
     def _connected(self) -> Any:
         """Return the channel, created if there is none. Raises ``OSError`` after :meth:`cancel`."""
@@ -118,7 +107,7 @@ def _channel(target: PushTarget) -> Any:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(roots, key, chain), options)
 
 
-def _judge(error: Any) -> Outcome:
+def _failed(error: Any) -> Outcome:
     code, after_s = error.code(), _retry_after_s(error)
     words = printable(f"{code.name} {error.details() or ''}")
     again = code in RETRYABLE or (code is grpc.StatusCode.RESOURCE_EXHAUSTED and after_s is not None)

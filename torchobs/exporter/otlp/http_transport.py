@@ -24,7 +24,7 @@ from urllib3.exceptions import HTTPError, ProxyError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
 from torchobs._version import __version__
-from torchobs.exporter.otlp.transport import Outcome, printable
+from torchobs.exporter.otlp.transport import Outcome, accepted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,10 +42,10 @@ _FAILURES = (OSError, HTTPError, ValueError)
 
 
 class HttpTransport:
-    """Sends to one URL. ``partial_success`` returns how many items a response rejects, and why."""
+    """Sends one signal to one URL."""
 
-    def __init__(self, target: PushTarget, partial_success: Callable[[bytes], tuple[int, str]]) -> None:
-        self._target, self._partial_success = target, partial_success
+    def __init__(self, signal: str, target: PushTarget) -> None:
+        self._signal, self._target = signal, target
         encoding = {"Content-Encoding": "gzip"} if target.gzip else {}
         fixed = {"Content-Type": "application/x-protobuf", "User-Agent": f"torchobs-exporter/{__version__}"}
         self._headers = {**fixed, **encoding, **dict(target.headers)}
@@ -114,11 +114,7 @@ class HttpTransport:
 
     def _judge(self, answer: BaseHTTPResponse, content: bytes) -> Outcome:
         if HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
-            try:
-                rejected, words = self._partial_success(content)
-            except DecodeError:
-                rejected, words = 0, ""  # a proxy's page, or JSON: accepted all the same
-            return Outcome("sent", max(rejected, 0), words=printable(words))
+            return accepted(self._signal, content)
         moved = answer.headers.get("Location")
         words = f"{answer.status} {answer.reason}{f', moved to {moved}' if moved else ''}: {_text(content)}"
         if answer.status in RETRYABLE:

@@ -15,11 +15,11 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from torchobs.config import option_types
 from torchobs.config.option_types import ValueKind
 from torchobs.config.options import Option, SettingsProblem, values_of, with_exporter_variable
-from torchobs.exporter.otlp.counters import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+SIGNALS = ("metrics", "traces")
 PROTOCOLS = ("http/protobuf", "grpc")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\t]*")

@@ -11,10 +11,9 @@ from threading import Condition, Thread
 from typing import TYPE_CHECKING
 
 from torchobs.exporter.otlp.batches import OLDER_NS, Metrics, Traces, key_of
-from torchobs.exporter.otlp.clock import Clock, SystemClock
-from torchobs.exporter.otlp.queue import Batch, RequestQueue
-from torchobs.exporter.otlp.sender import Sender
+from torchobs.exporter.otlp.delivery import Batch, Clock, RequestQueue, Sender
 from torchobs.exporter.otlp.span_reader import SpanReader
+from torchobs.exporter.otlp.transport import connect
 from torchobs.flight.format.layout import Region
 
 if TYPE_CHECKING:
@@ -23,9 +22,8 @@ if TYPE_CHECKING:
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.exporter_metrics import ScrapeInput
     from torchobs.exporter.otlp.batches import Packed
-    from torchobs.exporter.otlp.counters import Counts
-    from torchobs.exporter.otlp.options import PushConfig, PushTarget
-    from torchobs.exporter.otlp.transport import Transport
+    from torchobs.exporter.otlp.delivery import Counts
+    from torchobs.exporter.otlp.options import PushConfig
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 _FULL = 0.25
@@ -36,10 +34,10 @@ class PushPipeline:
     """Pushes all signals. Call from one thread; ``counts`` and ``settled`` may be called from any."""
 
     def __init__(self, config: PushConfig, exporter: ExporterConfig, clock: Clock | None = None) -> None:
-        self._config, self._clock = config, clock or SystemClock()
-        self._backlogs = {signal: RequestQueue(config.queue_bytes, self._clock) for signal, _ in config.targets()}
-        self._transports = {signal: transport(signal, target) for signal, target in config.targets()}
-        self._senders = [Sender(name, backlog, self._transports[name]) for name, backlog in self._backlogs.items()]
+        self._config, self._clock = config, clock or Clock()
+        self._queues = {signal: RequestQueue(config.queue_bytes, self._clock) for signal, _ in config.targets()}
+        self._transports = {signal: connect(signal, target) for signal, target in config.targets()}
+        self._senders = [Sender(name, queue, self._transports[name]) for name, queue in self._queues.items()]
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
         self._traces = Traces(SpanReader(exporter, born_ns - OLDER_NS))
@@ -48,7 +46,7 @@ class PushPipeline:
         """ranks replaced by other incarnations since the last snapshot that was processed"""
         self._next_metrics_s = self._next_traces_s = 0.0
         self._changed = Condition()
-        self._facts: ScrapeInput | None = None
+        self._scrape: ScrapeInput | None = None
         self._closed = self._final = False
         self._thread = Thread(target=self._run, name="otlp", daemon=True)
 
@@ -62,7 +60,7 @@ class PushPipeline:
     @property
     def counts(self) -> Mapping[str, Counts]:
         """Counts of what was recorded, sent and dropped, by signal."""
-        found = {signal: backlog.counts for signal, backlog in self._backlogs.items()}
+        found = {signal: queue.counts for signal, queue in self._queues.items()}
         if "traces" in found:
             found["traces"] = found["traces"]._replace(unread_bytes=self._traces.unread_bytes)
         return found
@@ -70,22 +68,22 @@ class PushPipeline:
     @property
     def settled(self) -> bool:
         """True once the final state was processed and everything is sent or dropped."""
-        return not self._final and not any(one.counts.queued for one in self._backlogs.values())
+        return not self._final and not any(one.counts.queued for one in self._queues.values())
 
     @property
     def due(self) -> bool:
         """True if the next snapshot will be pushed as metrics."""
-        return "metrics" in self._backlogs and self._clock.now() >= self._next_metrics_s
+        return "metrics" in self._queues and self._clock.now() >= self._next_metrics_s
 
-    def look(self, facts: ScrapeInput, *, final: bool = False) -> None:
+    def look(self, scrape: ScrapeInput, *, final: bool = False) -> None:
         """Hand over a snapshot to push what is due; ``final``: everything, because the exporter ends. Returns at once."""
         with self._changed:
-            self._facts, self._final = facts, final or self._final
-            self._left |= {rank.incarnation: rank for rank in facts.snapshot.left}
+            self._scrape, self._final = scrape, final or self._final
+            self._left |= {rank.incarnation: rank for rank in scrape.snapshot.left}
             self._changed.notify_all()
         if final:
-            for backlog in self._backlogs.values():
-                backlog.hurry()
+            for queue in self._queues.values():
+                queue.hurry()
 
     def close(self, timeout_s: float = 0.5) -> None:
         """Stop; unsent items are dropped and counted. Waits at most ``timeout_s`` for each thread. Idempotent."""
@@ -99,52 +97,52 @@ class PushPipeline:
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
-            facts, final = work
-            self._push_traces(facts, final=final)
-            self._push_metrics(facts, final=final)
-            self._ended = {rank.incarnation for rank in (*facts.snapshot.ranks, *facts.snapshot.left) if not rank.up}
+            scrape, final = work
+            self._push_traces(scrape, final=final)
+            self._push_metrics(scrape, final=final)
+            self._ended = {rank.incarnation for rank in (*scrape.snapshot.ranks, *scrape.snapshot.left) if not rank.up}
             with self._changed:
-                self._final = self._final and self._facts is not None  # one handed over meanwhile is the final one
+                self._final = self._final and self._scrape is not None  # one handed over meanwhile is the final one
         self._traces.keep(())
 
     def _next(self) -> tuple[ScrapeInput, bool] | None:
         with self._changed:
-            while self._facts is None and not self._closed:
+            while self._scrape is None and not self._closed:
                 self._changed.wait()
-            if self._closed or self._facts is None:
+            if self._closed or self._scrape is None:
                 return None
-            facts, self._facts = self._facts, None
+            scrape, self._scrape = self._scrape, None
             left, self._left = self._left, {}
-            served = {rank.incarnation for rank in facts.snapshot.ranks}
+            served = {rank.incarnation for rank in scrape.snapshot.ranks}
             left = {incarnation: rank for incarnation, rank in left.items() if incarnation not in served}
-            return facts._replace(snapshot=replace(facts.snapshot, left=(*left.values(),))), self._final
+            return scrape._replace(snapshot=replace(scrape.snapshot, left=(*left.values(),))), self._final
 
-    def _push_metrics(self, facts: ScrapeInput, *, final: bool) -> None:
-        if "metrics" not in self._backlogs:
+    def _push_metrics(self, scrape: ScrapeInput, *, final: bool) -> None:
+        if "metrics" not in self._queues:
             return
-        ranks, leaving, now_s = facts.snapshot.ranks, self._leaving(facts.snapshot), self._clock.now()
-        gone, everything = self._metrics.gone((*ranks, *leaving)), final or now_s >= self._next_metrics_s
+        ranks, replaced, now_s = scrape.snapshot.ranks, self._replaced(scrape.snapshot), self._clock.now()
+        gone, everything = self._metrics.gone((*ranks, *replaced)), final or now_s >= self._next_metrics_s
         if everything:
             self._next_metrics_s = now_s + self._config.interval_s
         else:
             new = {key_of(rank) for rank in self._metrics.unknown(ranks)}
             ranks = tuple(rank for rank in ranks if key_of(rank) in new or self._has_just_ended(rank))
-        ranks = (*ranks, *(rank for rank in leaving if final or not rank.up))
+        ranks = (*ranks, *(rank for rank in replaced if final or not rank.up))
         if ranks or gone or everything:
-            own = facts._replace(pushed=self.counts) if everything else None
+            own = scrape._replace(pushed=self.counts) if everything else None
             self._put("metrics", self._metrics.collect(ranks, gone, self._clock.wall_ns(), own))
 
-    def _push_traces(self, facts: ScrapeInput, *, final: bool) -> None:
-        if "traces" not in self._backlogs:
+    def _push_traces(self, scrape: ScrapeInput, *, final: bool) -> None:
+        if "traces" not in self._queues:
             return
-        ranks, leaving, now_s = facts.snapshot.ranks, self._leaving(facts.snapshot), self._clock.now()
+        ranks, replaced, now_s = scrape.snapshot.ranks, self._replaced(scrape.snapshot), self._clock.now()
         due = final or now_s >= self._next_traces_s
         if due:
             self._next_traces_s = now_s + self._config.span_delay_s
-        chosen = [rank for rank in (*ranks, *leaving) if self._wants_reading(rank, due=due, final=final)]
+        chosen = [rank for rank in (*ranks, *replaced) if self._wants_reading(rank, due=due, final=final)]
         if chosen:
             self._put("traces", self._traces.collect(chosen, self._clock.wall_ns()))
-        self._traces.keep((*ranks, *leaving))
+        self._traces.keep((*ranks, *replaced))
 
     def _wants_reading(self, rank: Rank, *, due: bool, final: bool) -> bool:
         written = self._traces.written(rank)
@@ -153,7 +151,7 @@ class PushPipeline:
             return True
         return due and rank.up and written != 0
 
-    def _leaving(self, snapshot: Snapshot) -> list[Rank]:
+    def _replaced(self, snapshot: Snapshot) -> list[Rank]:
         """Return the replaced ranks whose end is not processed yet: their streams end one snapshot later."""
         return [rank for rank in snapshot.left if rank.incarnation not in self._ended]
 
@@ -163,29 +161,4 @@ class PushPipeline:
     def _put(self, signal: str, requests: Packed) -> None:
         pack = self._transports[signal].pack
         for message, items in requests:
-            self._backlogs[signal].put(Batch(pack(message), items))
-
-
-def transport(signal: str, target: PushTarget) -> Transport:
-    """Return the transport for a target. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
-    if signal == "metrics":
-        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
-
-        def partial(answer: bytes) -> tuple[int, str]:
-            part = ExportMetricsServiceResponse.FromString(answer).partial_success
-            return part.rejected_data_points, part.error_message
-
-    else:
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
-
-        def partial(answer: bytes) -> tuple[int, str]:
-            part = ExportTraceServiceResponse.FromString(answer).partial_success
-            return part.rejected_spans, part.error_message
-
-    if target.protocol == "grpc":
-        from torchobs.exporter.otlp.grpc_transport import GrpcTransport
-
-        return GrpcTransport(target, signal, partial)
-    from torchobs.exporter.otlp.http_transport import HttpTransport
-
-    return HttpTransport(target, partial)
+            self._queues[signal].put(Batch(pack(message), items))

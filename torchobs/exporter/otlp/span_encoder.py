@@ -1,4 +1,4 @@
-"""Convert the frames of a rank's event ring into OTLP spans.
+"""Convert the frames of the ranks' event rings into OTLP spans and requests.
 
 A frame is sent once, by its position in the ring. A restarted exporter sends the frames that are still in the ring again, with
 the same identifiers, which come from the file.
@@ -15,6 +15,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.attributes import BoundedAttributes
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util import BoundedList
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from torchobs.flight.format.layout import Header
 
 Frame = dict[str, Any]
+MOST_SPANS = 512
+"""Limit of one request: the SDK's default."""
+MOST_BYTES = 2 * 1024**2
 MOST_EVENTS = 1024
 """of one run; the oldest are dropped first"""
 _MOST_OPEN = 1024
@@ -48,6 +52,7 @@ class Trace:
     """State of one incarnation's spans: open spans, the run's span, and torchobs' events."""
 
     def __init__(self, header: Header) -> None:
+        self.resource = otlp_attributes.resource_of(header)
         self._header = header
         self._run_id = identifiers.run_span_id(header)
         self._run: Frame | None = None
@@ -74,7 +79,7 @@ class Trace:
                 if self._finished and kind == "span":
                     yield frame  # the rank was wrongly taken for dead
             elif kind == "span_start":
-                self._announce(span_id, frame)
+                self._add_open(span_id, frame)
             elif kind == "span":
                 self._open.pop(span_id, None)
                 yield frame
@@ -90,7 +95,7 @@ class Trace:
         for frame in self._open.values():
             yield frame | ended | {"t1": max(last_ns, _time(frame.get("t0")))}
         self._open.clear()
-        run = self._run or self._imagined()
+        run = self._run or self._run_frame()
         yield run if run.get("k") == "span" else run | ended | {"attrs": {"reason": reason}}
 
     def events_of(self, frame: Frame) -> tuple[list[Event], int]:
@@ -99,7 +104,7 @@ class Trace:
             return [], 0
         return [*self._events], self._seen_events - len(self._events)
 
-    def _announce(self, span_id: str, frame: Frame) -> None:
+    def _add_open(self, span_id: str, frame: Frame) -> None:
         self._open[span_id] = frame
         if len(self._open) > _MOST_OPEN:
             del self._open[next(iter(self._open))]
@@ -112,7 +117,7 @@ class Trace:
         self._events.append(Event(_text(frame.get("name")), otlp_attributes.cleaned(attributes.items()), at_ns))
         self._seen_events += 1
 
-    def _imagined(self) -> Frame:
+    def _run_frame(self) -> Frame:
         """Return a replacement for the run's first frame if it was overwritten: all but its parent is in the header."""
         header = self._header
         return {
@@ -126,12 +131,40 @@ class Trace:
         }
 
 
-def is_sampled(frame: Frame) -> bool:
-    """Return True if the trace is sampled."""
-    return bool(_whole(frame.get("flags")) & _SAMPLED)
+class SpanRequests:
+    """Collects spans and encodes them as requests."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[ReadableSpan, Frame]] = []
+
+    def add(self, trace: Trace, frames: Iterable[Frame]) -> None:
+        """Add the spans of the sampled frames; invalid frames are skipped."""
+        for frame in frames:
+            if _whole(frame.get("flags")) & _SAMPLED:
+                with contextlib.suppress(ValueError):
+                    self._spans.append((span_of(frame, trace), frame))
+
+    def finish(self) -> list[tuple[bytes, int]]:
+        """Return (serialised request, number of spans) pairs."""
+        parts = (self._spans[begin : begin + MOST_SPANS] for begin in range(0, len(self._spans), MOST_SPANS))
+        return [request for part in parts for request in _packed(part)]
 
 
-def span_of(frame: Frame, resource: Resource, trace: Trace) -> ReadableSpan:
+def _packed(spans: list[tuple[ReadableSpan, Frame]]) -> list[tuple[bytes, int]]:
+    """Return the spans as one request; if it is too large for a receiver, as several, splitting the spans in halves."""
+    request = encode_spans([span for span, _ in spans])
+    if request.ByteSize() > MOST_BYTES and len(spans) > 1:
+        half = len(spans) // 2
+        return [*_packed(spans[:half]), *_packed(spans[half:])]
+    frames = {(frame["trace_id"], frame["span_id"]): frame for _, frame in spans}
+    for of_resource in request.resource_spans:
+        for of_scope in of_resource.scope_spans:
+            for span in of_scope.spans:
+                _complete(span, frames[span.trace_id.hex(), span.span_id.hex()])
+    return [(request.SerializeToString(), len(spans))]
+
+
+def span_of(frame: Frame, trace: Trace) -> ReadableSpan:
     """Return the span of a frame. Raises ``ValueError`` if it has no valid trace and span identifier."""
     dropped = [*_list(frame.get("dropped")), 0, 0, 0]
     events, more = trace.events_of(frame)
@@ -141,8 +174,8 @@ def span_of(frame: Frame, resource: Resource, trace: Trace) -> ReadableSpan:
         name=_text(frame.get("name")),
         context=_context(frame.get("trace_id"), frame.get("span_id")),
         parent=_context(frame.get("trace_id"), parent, is_remote=frame.get("remote") is True) if parent else None,
-        resource=resource,
-        instrumentation_scope=_scope_of(frame, resource),
+        resource=trace.resource,
+        instrumentation_scope=_scope_of(frame, trace.resource),
         kind=_KINDS.get(_text(frame.get("kind")), SpanKind.INTERNAL),
         start_time=_time(frame.get("t0")),
         end_time=_time(frame.get("t1")),
@@ -153,7 +186,7 @@ def span_of(frame: Frame, resource: Resource, trace: Trace) -> ReadableSpan:
     )
 
 
-def complete(message: Any, frame: Frame) -> None:
+def _complete(message: Any, frame: Frame) -> None:
     """Set the W3C trace flags and trace state in an encoded span, which OpenTelemetry's encoder leaves out.
 
     The state is passed on unchanged; the API's ``TraceState`` would log a warning for each malformed one.

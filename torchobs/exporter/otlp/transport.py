@@ -1,9 +1,15 @@
-"""Interface of the transports to an OTLP receiver, and the outcome of a request."""
+"""Interface of the transports to an OTLP receiver, and the outcome of a request.
+
+Imports protobuf and the transports only when they are used: the API needs :func:`printable`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from torchobs.exporter.otlp.options import PushTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,35 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
+
+
+def connect(signal: str, target: PushTarget) -> Transport:
+    """Return the transport of a signal. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
+    if target.protocol == "grpc":
+        from torchobs.exporter.otlp.grpc_transport import GrpcTransport
+
+        return GrpcTransport(signal, target)
+    from torchobs.exporter.otlp.http_transport import HttpTransport
+
+    return HttpTransport(signal, target)
+
+
+def accepted(signal: str, response: bytes) -> Outcome:
+    """Return the outcome of a request that the receiver accepted; it may have rejected a part."""
+    from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+    try:
+        if signal == "metrics":
+            metrics = ExportMetricsServiceResponse.FromString(response).partial_success
+            rejected, words = metrics.rejected_data_points, metrics.error_message
+        else:
+            traces = ExportTraceServiceResponse.FromString(response).partial_success
+            rejected, words = traces.rejected_spans, traces.error_message
+    except DecodeError:
+        return Outcome("sent")  # a proxy's page, or JSON: accepted all the same
+    return Outcome("sent", max(rejected, 0), words=printable(words))
 
 
 def printable(text: str, longest: int = 200) -> str:

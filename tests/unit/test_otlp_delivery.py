@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from urllib3 import HTTPResponse
 
 from tests.otlp import Fast
+from torchobs.exporter.otlp.delivery import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Backoff, Batch, RequestQueue, Sender
 from torchobs.exporter.otlp.http_transport import _retry_after_s
-from torchobs.exporter.otlp.queue import Batch, RequestQueue
-from torchobs.exporter.otlp.sender import FIRST_S, LONGEST_RETRY_AFTER_S, MOST_S, Backoff, Sender
 from torchobs.exporter.otlp.transport import Outcome, printable
 
 LIMIT = 100

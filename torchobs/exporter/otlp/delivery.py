@@ -1,0 +1,224 @@
+"""Delivery of one signal's requests: a bounded queue with its counters, and the thread that sends them.
+
+The oldest are sent first, and each is tried until it is accepted or refused. When the queue is full, the oldest are dropped:
+the newest are worth most, for they hold the final state of ranks that have ended, and cumulative points supersede older ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from random import Random
+from threading import Condition, Thread
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torchobs.exporter.otlp.transport import Outcome, Transport
+
+REASONS = ("overflow", "refused", "rejected", "shutdown")
+
+FIRST_S, MOST_S = 1.0, 60.0
+"""First and longest pause between attempts: doubled each time, half of it random, as in OpenTelemetry's exporters."""
+
+LAST_S = 2.0
+"""Pause between attempts while the exporter shuts down: after a long outage the usual pauses would outlast it."""
+
+LONGEST_RETRY_AFTER_S = 300.0
+"""Upper limit of ``Retry-After``: a mistaken value of a year must not stop the push."""
+
+_log = logging.getLogger(__name__)
+
+
+class Clock:
+    """The machine's clock; a test has another, to simulate an outage of ten minutes in seconds."""
+
+    def now(self) -> float:
+        """Return monotonic time in seconds."""
+        return time.monotonic()
+
+    def wall_ns(self) -> int:
+        """Return Unix time in ns."""
+        return time.time_ns()
+
+    def wait(self, condition: Condition, seconds: float) -> None:
+        """Wait on a condition, which the caller holds, for at most ``seconds``."""
+        condition.wait(seconds)
+
+
+class Batch(NamedTuple):
+    """One packed request and the number of its data points or spans."""
+
+    body: bytes
+    items: int
+
+
+class Counts(NamedTuple):
+    """Counts of one signal's data points or spans. At any moment, recorded = sent + dropped + queued."""
+
+    recorded: int
+    sent: int
+    dropped: Mapping[str, int]
+    """by reason (:data:`REASONS`)"""
+    failures: int = 0
+    """failed requests that are retried"""
+    unread_bytes: int = 0
+    """bytes of spans that were overwritten before they were read"""
+
+    @property
+    def queued(self) -> int:
+        """Items neither sent nor dropped yet."""
+        return self.recorded - self.sent - sum(self.dropped.values())
+
+
+class RequestQueue:
+    """Any thread may ``put``; one thread takes each batch and settles it."""
+
+    def __init__(self, limit_bytes: int, clock: Clock) -> None:
+        self._limit, self._clock = limit_bytes, clock
+        self._waiting: deque[Batch] = deque()
+        self._bytes = 0
+        self._in_hand: Batch | None = None
+        self._changed = Condition()
+        self._counts = Counts(0, 0, dict.fromkeys(REASONS, 0))
+        self._closed = self._hurried = self._ends = False
+
+    @property
+    def counts(self) -> Counts:
+        """A consistent copy of the counters."""
+        return self._counts
+
+    def put(self, batch: Batch) -> None:
+        """Add a batch; older ones, or this one, are dropped if there is no room."""
+        with self._changed:
+            self._counts = self._counts._replace(recorded=self._counts.recorded + batch.items)
+            if self._closed:
+                self._drop(batch.items, "shutdown")
+                return
+            self._waiting.append(batch)
+            self._bytes += len(batch.body)
+            self._make_room()
+            self._changed.notify_all()
+
+    def take(self) -> Batch | None:
+        """Wait for the oldest batch and return it; ``None`` once the queue is closed."""
+        with self._changed:
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return None
+            self._in_hand = self._waiting.popleft()
+            return self._in_hand
+
+    def settle(self, batch: Batch, outcome: Outcome) -> None:
+        """Record the outcome of the batch taken; one to be retried becomes the oldest in the queue again."""
+        with self._changed:
+            if self._in_hand is not batch:
+                return  # closed meanwhile, which counted it as dropped
+            self._in_hand = None
+            if outcome.kind == "retry":
+                self._counts = self._counts._replace(failures=self._counts.failures + 1)
+                self._waiting.appendleft(batch)
+                self._make_room()
+                return
+            self._bytes -= len(batch.body)
+            rejected = batch.items if outcome.kind == "refused" else min(outcome.rejected, batch.items)
+            self._drop(rejected, "refused" if outcome.kind == "refused" else "rejected")
+            self._counts = self._counts._replace(sent=self._counts.sent + batch.items - rejected)
+
+    def pause(self, seconds: float, least_s: float = 0.0) -> None:
+        """Wait before the next attempt: shorter during shutdown, and not at all before the first attempt after its start.
+
+        ``least_s``: the delay that the receiver asked for, which holds during shutdown, too.
+        """
+        with self._changed:
+            end = self._clock.now() + (min(seconds, max(LAST_S, least_s)) if self._ends else seconds)
+            while not (self._closed or self._hurried) and (left := end - self._clock.now()) > 0:
+                self._clock.wait(self._changed, left)
+            self._hurried = False
+
+    def hurry(self) -> None:
+        """Shorten the pauses, because the exporter shuts down: the next attempt is made now, later ones soon."""
+        with self._changed:
+            self._hurried = self._ends = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drop all queued batches. Idempotent."""
+        with self._changed:
+            self._closed = True
+            if self._in_hand is not None:
+                self._waiting.appendleft(self._in_hand)
+            self._in_hand = None
+            self._drop(sum(batch.items for batch in self._waiting), "shutdown")
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    def _make_room(self) -> None:
+        while self._waiting and self._bytes > self._limit:
+            oldest = self._waiting.popleft()
+            self._bytes -= len(oldest.body)
+            self._drop(oldest.items, "overflow")
+
+    def _drop(self, items: int, reason: str) -> None:
+        dropped = {**self._counts.dropped, reason: self._counts.dropped[reason] + items}
+        self._counts = self._counts._replace(dropped=dropped)
+
+
+class Backoff:
+    """Exponential backoff with jitter."""
+
+    def __init__(self, random: Random | None = None) -> None:
+        self._random = random or Random()  # noqa: S311  # spreads retries, protects nothing
+        self._failures = 0
+
+    def succeeded(self) -> None:
+        """Reset the pause to its first value."""
+        self._failures = 0
+
+    def next_s(self, after_s: float | None) -> float:
+        """Return the seconds to wait after a failure; at least ``after_s``, up to :data:`LONGEST_RETRY_AFTER_S`."""
+        longest_s = min(FIRST_S * 2.0**self._failures, MOST_S)
+        self._failures = min(self._failures + 1, 16)
+        waiting_s = longest_s * (0.5 + self._random.random() / 2)
+        return waiting_s if after_s is None else max(waiting_s, min(after_s, LONGEST_RETRY_AFTER_S))
+
+
+class Sender:
+    """Sends one signal, so that a receiver of spans that hangs does not delay metrics."""
+
+    def __init__(self, signal: str, queue: RequestQueue, transport: Transport) -> None:
+        self._signal, self._queue, self._transport = signal, queue, transport
+        self._backoff = Backoff()
+        self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Stop: unsent batches are dropped, and a request in progress is cancelled."""
+        self._queue.close()
+        self._transport.cancel()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (batch := self._queue.take()) is not None:
+            outcome = self._transport.send(batch.body)
+            self._queue.settle(batch, outcome)
+            self._log_outcome(outcome)
+            if outcome.kind == "retry":
+                self._queue.pause(self._backoff.next_s(outcome.after_s), outcome.after_s or 0.0)
+            else:
+                self._backoff.succeeded()
+        self._transport.close()
+
+    def _log_outcome(self, outcome: Outcome) -> None:
+        if outcome.kind == "refused":
+            _log.error("OTLP %s: the receiver refuses them: %s", self._signal, outcome.words)
+        elif outcome.kind == "retry":
+            _log.warning("OTLP %s: not sent, they will be sent again: %s", self._signal, outcome.words)
+        elif outcome.rejected or outcome.words:
+            _log.warning("OTLP %s: the receiver rejected %d: %s", self._signal, outcome.rejected, outcome.words)
