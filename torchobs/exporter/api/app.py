@@ -19,7 +19,7 @@ from starlette.routing import Mount, Route
 
 from torchobs import catalog
 from torchobs._version import __version__
-from torchobs.exporter.api import artifact_errors, artifacts, authorization, history, openapi, params, problems, serializers
+from torchobs.exporter.api import artifacts, authorization, history, openapi, params, problems, serializers
 from torchobs.exporter.api.artifacts import ArtifactStore
 from torchobs.exporter.api.commands import CommandService
 from torchobs.exporter.api.problems import Problem
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from torchobs.exporter.api.authorization import AccessChannel
+    from torchobs.exporter.api.openapi import Operation
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.snapshot_cache import Scan, SnapshotCache
     from torchobs.flight.reader.reader import FlightFile
@@ -53,10 +54,10 @@ class Api:
         """``authenticated``: returns True if every request over TCP is authenticated by the web configuration."""
         self._config, self._watch, self._authenticated = config, watch, authenticated
         self._token = authorization.Token(config.api_token_file)
-        self._shelf = ArtifactStore(config)
-        self._desk = CommandService(config, self._shelf)
+        self._artifacts = ArtifactStore(config)
+        self._commands = CommandService(config, self._artifacts)
         self._thread = ThreadPoolExecutor(1, "api")
-        self._handlers: dict[str, Callable[[Request], Awaitable[Response]]] = {
+        self._handlers: dict[str, Callable[[Request], Awaitable[object]]] = {
             "status": self._status, "ranks": self._ranks, "debugSummary": self._debug_summary,
             "trainingSummary": self._training_summary, "events": self._events, "steps": self._steps,
             "layers": self._layers, "scalars": self._scalars,
@@ -64,172 +65,165 @@ class Api:
             "clear": self._clear, "profile": self._profile, "stacks": self._stacks, "openapi": self._openapi,
         }  # fmt: skip
 
-    def mounts(self, door: AccessChannel | None = None) -> list[Mount]:
+    def mounts(self, channel: AccessChannel | None = None) -> list[Mount]:
         """Return the API's routes for listeners of that channel; ``None``: TCP, where it is determined per request."""
-        routes = []
-        for path, methods in openapi.PATHS.items():
-            handlers = {method.upper(): self._handlers[operation.name] for method, operation in methods.items()}
-            routes.append(Route(path, _guarded(partial(self._answer, door), handlers), methods=sorted(handlers)))
+        routes = [Route(one.path, self._endpoint(one, channel), methods=[one.method]) for one in openapi.OPERATIONS]
         return [Mount(PREFIX, app=Starlette(routes=routes, exception_handlers={HTTPException: _http_problem}))]
 
     async def look(self, snapshot: Snapshot) -> None:
         """Do what the ranks' states require: ask hung ranks for their stacks, forget ended ones."""
-        if self._desk.due(snapshot):
-            await self._run(self._desk.look, snapshot)
+        if self._commands.due(snapshot):
+            await self._run(self._commands.look, snapshot)
 
     async def evidence(self) -> list[dict[str, Any]]:
         """Return descriptions of the ranks' artifacts, newest first."""
-        return await self._run(self._shelf.listing)
+        return await self._run(self._artifacts.listing)
 
     @property
     def failures(self) -> int:
         """Number of commands that could not be written."""
-        return self._desk.failures
+        return self._commands.failures
 
     def close(self) -> None:
         """Close the directories."""
-        self._thread.submit(self._shelf.close)
+        self._thread.submit(self._artifacts.close)
         self._thread.shutdown(wait=False)
 
-    async def _answer(
-        self, own: AccessChannel | None, handlers: dict[str, Callable[[Request], Awaitable[Response]]], request: Request
-    ) -> Response:
-        method, door = request.method, own or authorization.access_channel(request.scope)
-        try:
-            refusal = authorization.refusal(method, request.headers, door, self._token, authenticated=self._authenticated())
-            if refusal is not None:
-                raise refusal
-            response = await handlers["GET" if method == "HEAD" else method](request)
-        except Problem as problem:
-            response = _problem(problem)
-        if method not in authorization.READING:
-            _audit(request, door, response.status_code)
-        return response
+    def _endpoint(self, operation: Operation, own: AccessChannel | None) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            channel = own or authorization.access_channel(request.scope)
+            try:
+                response = await self._answer(operation, request, channel)
+            except Problem as problem:
+                response = _problem(problem)
+            if request.method not in authorization.READING:
+                _audit(request, channel, response.status_code)
+            return response
+
+        return endpoint
+
+    async def _answer(self, operation: Operation, request: Request, channel: AccessChannel) -> Response:
+        """Return the answer to a request that is allowed and as described. Raises ``Problem``."""
+        known = self._authenticated()
+        refusal = authorization.refusal(request.method, request.headers, channel, self._token, authenticated=known)
+        if refusal is not None:
+            raise refusal
+        params.only(request, [name for name, _ in operation.query])
+        if operation.body:
+            request.state.body = await params.body(request, openapi.SCHEMAS[operation.body]["required"])
+        content = await self._handlers[operation.name](request)
+        return content if isinstance(content, Response) else _json(content, operation.status)
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
-    async def _openapi(self, request: Request) -> Response:
-        params.only(request)
+    async def _openapi(self, _: Request) -> Response:
         return Response(openapi.TEXT, media_type="application/json", headers=_HEADERS)
 
-    async def _status(self, request: Request) -> Response:
-        params.only(request)
+    async def _status(self, _: Request) -> object:
         snapshot = await self._watch.fresh()
-        return _json(
-            {
-                "version": __version__,
-                "mode": self._config.mode,
-                "ranks": {**dict.fromkeys(catalog.RANK_STATES, 0), **Counter(rank.state for rank in snapshot.ranks)},
-                "files": dict(snapshot.files),
-                "problems": list(snapshot.problems),
-                "token": self._token.there,
-            }
-        )
+        return {
+            "version": __version__,
+            "mode": self._config.mode,
+            "ranks": {**dict.fromkeys(catalog.RANK_STATES, 0), **Counter(rank.state for rank in snapshot.ranks)},
+            "files": dict(snapshot.files),
+            "problems": list(snapshot.problems),
+            "token": self._token.there,
+        }
 
-    async def _ranks(self, request: Request) -> Response:
-        params.only(request)
-        return _json({"ranks": [serializers.rank_view(rank) for rank in (await self._watch.fresh()).ranks]})
+    async def _ranks(self, _: Request) -> object:
+        return {"ranks": [serializers.rank_view(rank) for rank in (await self._watch.fresh()).ranks]}
 
-    async def _debug_summary(self, request: Request) -> Response:
-        params.only(request)
-        return _json(serializers.debug_summary(await self._watch.fresh(), len(await self._run(self._shelf.listing))))
+    async def _debug_summary(self, _: Request) -> object:
+        return serializers.debug_summary(await self._watch.fresh(), len(await self.evidence()))
 
-    async def _training_summary(self, request: Request) -> Response:
-        params.only(request)
-        return _json(serializers.training_summary(await self._watch.fresh()))
+    async def _training_summary(self, _: Request) -> object:
+        return serializers.training_summary(await self._watch.fresh())
 
-    async def _events(self, request: Request) -> Response:
-        params.only(request, ("rank", "kind", "limit", "before"))
-        limit, name = params.integer(request, "limit", 100, 1000), params.kind(request)
+    async def _events(self, request: Request) -> object:
+        limit, kind = params.length(request, "limit", history.MOST_EVENTS), params.kind(request)
         cursor = request.query_params.get("before")
         before = None if cursor is None else history.position_of(cursor)
         ranks = params.ranks(await self._watch.fresh(), request.query_params.get("rank"))
         if len(ranks) > MOST_RINGS:
             raise problems.bad(f"There are {len(ranks)} ranks: say which one's events by the query parameter rank.")
         nothing: list[history.Dated] = []
-        found = [dated for rank in ranks for dated in await self._read(rank, history.events, nothing)]
-        return _json(history.page((one for one in found if name in {None, one.event["name"]}), before, limit))
+        events = [one for rank in ranks for one in await self._read(rank, history.events, nothing)]
+        return history.page((one for one in events if kind in {None, one.event["name"]}), before, limit)
 
-    async def _steps(self, request: Request) -> Response:
-        params.only(request, ("last",))
-        last = params.integer(request, "last", 100, history.MOST_STEPS)
-        rank = params.one_rank(await self._watch.fresh(), request.path_params["rank"])
-        nothing: dict[str, Any] = {"speed": None, "steps": []}
-        return _json({**serializers.named(rank), **await self._read(rank, partial(history.steps, last=last), nothing)})
+    async def _steps(self, request: Request) -> object:
+        last = params.length(request, "last", history.MOST_STEPS)
+        return await self._history(request, partial(history.steps, last=last), {"speed": None, "steps": []})
 
-    async def _layers(self, request: Request) -> Response:
-        params.only(request)
-        rank = params.one_rank(await self._watch.fresh(), request.path_params["rank"])
-        return _json({**serializers.named(rank), "layers": serializers.layers(rank)})
+    async def _scalars(self, request: Request) -> object:
+        return await self._history(request, history.logged, {"scalars": []})
 
-    async def _scalars(self, request: Request) -> Response:
-        params.only(request)
-        rank = params.one_rank(await self._watch.fresh(), request.path_params["rank"])
-        nothing: dict[str, Any] = {"scalars": []}
-        return _json({**serializers.named(rank), **await self._read(rank, history.logged, nothing)})
+    async def _layers(self, request: Request) -> object:
+        rank = await self._rank(request)
+        return {**serializers.named(rank), "layers": serializers.layers(rank)}
 
-    async def _evidence(self, request: Request) -> Response:
-        params.only(request)
-        return _json({"evidence": await self.evidence()})
+    async def _evidence(self, _: Request) -> object:
+        return {"evidence": await self.evidence()}
 
     async def _download(self, request: Request) -> Response:
-        params.only(request)
         identifier = params.evidence_id(request)
         try:
-            found = await self._run(self._shelf.find, identifier)
+            stored = await self._run(self._artifacts.find, identifier)
         except Problem:
-            await self._say_why(identifier)
+            await self._check_failure(identifier)
             raise
         headers = {
             **_HEADERS,
-            "Content-Length": str(found.size),
-            "Content-Disposition": f'attachment; filename="{found.evidence.name}"',
+            "Content-Length": str(stored.size),
+            "Content-Disposition": f'attachment; filename="{stored.evidence.name}"',
             "Content-Security-Policy": "sandbox",
         }
-        return StreamingResponse(artifacts.read(found), headers=headers, media_type=artifacts.media_type(found.evidence))
+        return StreamingResponse(artifacts.read(stored), headers=headers, media_type=artifacts.media_type(stored.evidence))
 
-    async def _say_why(self, identifier: str) -> None:
+    async def _check_failure(self, identifier: str) -> None:
         """Raise ``Problem`` if the rank asked for that artifact has reported that it could not write it."""
-        incarnation = await self._run(self._desk.owner_of, identifier)
+        incarnation = await self._run(self._commands.owner_of, identifier)
         for rank in (await self._watch.fresh()).ranks:
             if rank.incarnation == incarnation:
-                said = artifact_errors.find(await self._read(rank, history.events, []), identifier)
-                if said is not None:
-                    raise artifact_errors.problem(rank.rank, said)
+                failure = artifacts.failure(await self._read(rank, history.events, []), identifier)
+                if failure is not None:
+                    raise artifacts.failure_problem(rank.rank, failure)
 
     # -- commands ----------------------------------------------------------------------------------------------------------
 
-    async def _level(self, request: Request) -> Response:
+    async def _level(self, request: Request) -> object:
         level = params.level(request)
-        await params.body(request)
-        return _json(await self._run(self._desk.level, await self._targets(request), level), 202)
+        return await self._run(self._commands.level, await self._targets(request), level)
 
-    async def _probes(self, request: Request) -> Response:
-        mask, off = params.probes(await params.body(request, ("off",)))
-        return _json(await self._run(self._desk.probes_off, await self._targets(request), mask, off), 202)
+    async def _probes(self, request: Request) -> object:
+        mask, off = params.probes(request.state.body)
+        return await self._run(self._commands.probes_off, await self._targets(request), mask, off)
 
-    async def _profile(self, request: Request) -> Response:
-        steps = params.steps(await params.body(request, ("steps",)))
-        params.only(request, ("rank",))
+    async def _profile(self, request: Request) -> object:
+        steps = params.steps(request.state.body)
         rank = params.one_rank(await self._watch.fresh(), request.query_params.get("rank"))
         params.living([rank])
-        return _json(await self._run(self._desk.profile, rank, steps), 202)
+        return await self._run(self._commands.profile, rank, steps)
 
-    async def _stacks(self, request: Request) -> Response:
-        await params.body(request)
-        return _json(await self._run(self._desk.stacks, await self._targets(request)), 202)
+    async def _stacks(self, request: Request) -> object:
+        return await self._run(self._commands.stacks, await self._targets(request))
 
-    async def _clear(self, request: Request) -> Response:
-        params.only(request)
-        await params.body(request)
-        removed, hidden = await self._run(self._desk.clear)
-        return _json({"removed": removed, "hidden": hidden})
-
-    async def _targets(self, request: Request) -> list[Rank]:
-        params.only(request, ("rank",))
-        return params.living(params.ranks(await self._watch.fresh(), request.query_params.get("rank")))
+    async def _clear(self, _: Request) -> object:
+        removed, hidden = await self._run(self._commands.clear)
+        return {"removed": removed, "hidden": hidden}
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
+
+    async def _targets(self, request: Request) -> list[Rank]:
+        return params.living(params.ranks(await self._watch.fresh(), request.query_params.get("rank")))
+
+    async def _rank(self, request: Request) -> Rank:
+        return params.one_rank(await self._watch.fresh(), request.path_params["rank"])
+
+    async def _history(
+        self, request: Request, read: Callable[[FlightFile, Rank], dict[str, Any]], otherwise: dict[str, Any]
+    ) -> object:
+        rank = await self._rank(request)
+        return {**serializers.named(rank), **await self._read(rank, read, otherwise)}
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that accesses the file system in the API's own thread, so that it does not block the event loop."""
@@ -238,26 +232,17 @@ class Api:
     async def _read(self, rank: Rank, read: Callable[[FlightFile, Rank], T], otherwise: T) -> T:
         """Read more of a rank's file than a snapshot has; return ``otherwise`` if the file cannot be read."""
 
-        def question(scanner: Scan) -> T:
+        def ask(scanner: Scan) -> T:
             try:
                 with scanner.flight_file(rank.incarnation) as file:
                     return read(file, rank)
             except HOSTILE:
                 return otherwise
 
-        return await self._watch.ask(question)
+        return await self._watch.ask(ask)
 
 
-def _guarded(
-    answer: Callable[..., Awaitable[Response]], handlers: dict[str, Callable[[Request], Awaitable[Response]]]
-) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return await answer(handlers, request)
-
-    return endpoint
-
-
-def _json(content: object, status: int = 200) -> Response:
+def _json(content: object, status: int) -> Response:
     raw = json.dumps(plain(content), allow_nan=False, separators=(",", ":")).encode()
     return Response(raw, status, media_type="application/json", headers=_HEADERS)
 
@@ -277,9 +262,9 @@ async def _http_problem(_: Request, error: Exception) -> Response:
     return _problem(Problem(status, "no-such-path", f"See {PREFIX}/openapi.json for what there is."))
 
 
-def _audit(request: Request, door: AccessChannel, status: int) -> None:
+def _audit(request: Request, channel: AccessChannel, status: int) -> None:
     """Log who changed what. A timestamp makes each line unique; equal lines, such as refusals, are logged once a minute."""
     who = request.client.host if request.client else "a local process"
     rank, path = request.query_params.get("rank", "all")[:40], request.url.path[:100]
-    line = f"command {path!r} for rank {rank!r} by {who} over {door}: {status}"
+    line = f"command {path!r} for rank {rank!r} by {who} over {channel}: {status}"
     _log.info(line if status >= HTTPStatus.BAD_REQUEST else f"{line}, at {time.time():.3f}")

@@ -1,4 +1,7 @@
-"""List, read and remove the ranks' artifacts in the flight directory. They are addressed by id, never by file name."""
+"""List, read and remove the ranks' artifacts in the flight directory, and say why one could not be written.
+
+They are addressed by id, never by file name.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torchobs import catalog
 from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.serializers import instant
+from torchobs.exporter.otlp.transport import printable
 from torchobs.flight.files import artifacts, lock
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.files.location import open_directory
@@ -18,13 +23,23 @@ from torchobs.ranks.directory import Directory
 from torchobs.ranks.rank_file import HOSTILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from torchobs.exporter.api.history import Dated
     from torchobs.exporter.config import ExporterConfig
     from torchobs.flight.files.artifacts import ArtifactName
 
 CHUNK = 1 << 20
 _MEDIA_TYPES = {PROFILE: "application/gzip"}
+_FAILURES = {catalog.EVENT_STACKS_FAILED.name, catalog.EVENT_PROFILE_FAILED.name}
+_REMEDIES = {
+    "no_room": "had no room for it: make room where its flight file is, in its memory limit or `ulimit -f`, and ask again.",
+    "not_permitted": "may not write where its flight file is: make that directory writable for its user, and ask again.",
+    "temporary_directory": "could not write the trace to its temp directory: make room there, or set TMPDIR for the training.",
+    "too_large": "has a trace that is larger than 32 MiB: ask for fewer steps.",
+    "profiler_in_use": "has a profiler running, its own or one that was asked for: ask again when that has ended.",
+    "no_step": "began no backward pass within 120 s: ask for its stacks, which say what it does.",
+}
 
 
 class StoredArtifact(NamedTuple):
@@ -49,13 +64,13 @@ class ArtifactStore:
 
     def __init__(self, config: ExporterConfig) -> None:
         self._directory = Directory(config)
-        self._hidden: dict[str, int] = {}
+        self._hidden: set[str] = set()
         self._runs: dict[str, _Run] = {}
         """by flight file; snapshots lack the earlier incarnations of restarted ranks, which left artifacts, too"""
 
     def listing(self) -> list[dict[str, Any]]:
         """Return descriptions of all artifacts, newest first; none if there is no directory."""
-        return [content for _, content in sorted(self._shown(), key=lambda pair: pair[0], reverse=True)]
+        return [content for _, content in sorted(self._described(), key=lambda pair: pair[0], reverse=True)]
 
     def find(self, identifier: str) -> StoredArtifact:
         """Return the artifact with that id. Raises ``Problem``."""
@@ -96,14 +111,14 @@ class ArtifactStore:
     def clear(self) -> tuple[int, int]:
         """Remove all artifacts, or hide them if the directory is not writable; return the numbers of removed and hidden."""
         removed = hidden = 0
-        for (_, _, one), _ in self._shown():
+        for (_, _, one), _ in self._described():
             if one.number == 0:
                 continue  # a stuck rank still writes to it
             try:
                 os.unlink(one.name, dir_fd=self._directory.fd)
                 removed += 1
             except OSError:
-                self._hidden[one.name] = 1
+                self._hidden.add(one.name)
                 hidden += 1
         return removed, hidden
 
@@ -111,19 +126,19 @@ class ArtifactStore:
         """Close the directory."""
         self._directory.close()
 
-    def _shown(self) -> Iterator[tuple[tuple[int, str, ArtifactName], dict[str, Any]]]:
+    def _described(self) -> Iterator[tuple[tuple[int, str, ArtifactName], dict[str, Any]]]:
         try:
             directory_fd, owner = self._open()
-            there = artifacts.names(directory_fd)
+            present = artifacts.names(directory_fd)
         except OSError:
             return
-        self._hidden = {one.name: 1 for one in there if one.name in self._hidden}
-        self._runs = {one.flight: self._runs[one.flight] for one in there if one.flight in self._runs}
-        for one in there:
+        self._hidden &= {one.name for one in present}
+        self._runs = {one.flight: self._runs[one.flight] for one in present if one.flight in self._runs}
+        for one in present:
             with contextlib.suppress(OSError):
                 status = artifacts.look(directory_fd, one, owner)
                 if one.name not in self._hidden:
-                    yield (status.st_mtime_ns, one.name, one), _described(one, status, self._run_of(one))
+                    yield (status.st_mtime_ns, one.name, one), _description(one, status, self._run_of(one))
 
     def _run_of(self, one: ArtifactName) -> _Run:
         """Return the run and rank in the header of the artifact's flight file, which is opened once for that."""
@@ -142,33 +157,26 @@ class ArtifactStore:
         return self._directory.fd, self._directory.owner
 
 
-def read(found: StoredArtifact) -> Iterator[bytes]:
+def read(stored: StoredArtifact) -> Iterator[bytes]:
     """Yield the file's bytes up to the size found; fewer if the file was replaced.
 
     The file is reopened for each piece, so that none stays open when the client disconnects.
     """
     offset = 0
-    while offset < found.size and (chunk := _piece(found, offset)):
+    while offset < stored.size and (chunk := _piece(stored, offset)):
         offset += len(chunk)
         yield chunk
 
 
-def _piece(found: StoredArtifact, offset: int) -> bytes:
-    try:
-        directory_fd = open_directory(found.directory)
-    except OSError:
-        return b""
-    try:
-        fd, _ = artifacts.open_checked(directory_fd, found.evidence, found.owner)
-        try:
-            same = os.fstat(fd).st_ino == found.inode
-            return os.pread(fd, min(CHUNK, found.size - offset), offset) if same else b""
-        finally:
-            os.close(fd)
-    except OSError:
-        return b""
-    finally:
-        os.close(directory_fd)
+def _piece(stored: StoredArtifact, offset: int) -> bytes:
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        directory_fd = open_directory(stored.directory)
+        opened.callback(os.close, directory_fd)
+        fd, _ = artifacts.open_checked(directory_fd, stored.evidence, stored.owner)
+        opened.callback(os.close, fd)
+        if os.fstat(fd).st_ino == stored.inode:
+            return os.pread(fd, min(CHUNK, stored.size - offset), offset)
+    return b""
 
 
 def media_type(one: ArtifactName) -> str:
@@ -181,7 +189,7 @@ def link(one: ArtifactName) -> dict[str, str]:
     return {"id": one.id, "href": f"/api/v1/evidence/{one.id}"}
 
 
-def _described(one: ArtifactName, status: os.stat_result, run: _Run) -> dict[str, Any]:
+def _description(one: ArtifactName, status: os.stat_result, run: _Run) -> dict[str, Any]:
     return {
         **link(one),
         "kind": one.kind,
@@ -192,3 +200,18 @@ def _described(one: ArtifactName, status: os.stat_result, run: _Run) -> dict[str
         "size_bytes": status.st_size,
         "media_type": media_type(one),
     }
+
+
+def failure(events: Iterable[Dated], identifier: str) -> Mapping[str, Any] | None:
+    """Return the attributes of the event by which a rank reports that it could not write that artifact; if there is one."""
+    reports = (dated.event["attributes"] for dated in events if dated.event["name"] in _FAILURES)
+    return next((attributes for attributes in reports if attributes.get("evidence") == identifier), None)
+
+
+def failure_problem(rank: str, failure: Mapping[str, Any]) -> Problem:
+    """Return the problem for a request of that artifact. The event's attributes come from a rank and are not trusted."""
+    reason = failure.get("reason")
+    what = _REMEDIES.get(reason, "failed at it.") if isinstance(reason, str) else "failed at it."
+    given = [failure.get(name) for name in ("detail", "exception.type")]
+    details = "; ".join(printable(text) for text in given if isinstance(text, str))
+    return Problem(410, "evidence-failed", f"Rank {rank} {what}" + (f" ({details})" if details else ""))

@@ -78,19 +78,19 @@ class Token:
 
 
 def refusal(
-    method: str, headers: Mapping[str, str], door: AccessChannel, token: Token, *, authenticated: bool = False
+    method: str, headers: Mapping[str, str], channel: AccessChannel, token: Token, *, authenticated: bool = False
 ) -> Problem | None:
     """Return the reason to refuse a request, or ``None`` to allow it.
 
     Args:
         method: the HTTP method.
         headers: by lower-case name.
-        door: the request's access channel.
+        channel: the request's access channel.
         token: the exporter's token.
         authenticated: True if the web configuration has authenticated the request, which is enough for reading.
     """
     changes = method not in READING
-    if door == "socket":
+    if channel == "socket":
         return _not_json(headers) if changes else None
     bearer = _bearer(headers)
     if bearer is not None:
@@ -100,7 +100,7 @@ def refusal(
         return _no_token(token)
     if authenticated:
         return _foreign_origin(headers)
-    return _foreign(headers) if door == "loopback" else _not_here(token)
+    return _foreign(headers) if channel == "loopback" else _not_here(token)
 
 
 def _bearer(headers: Mapping[str, str]) -> str | None:

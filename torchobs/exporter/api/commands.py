@@ -18,7 +18,7 @@ from torchobs.flight.files.control import Command
 from torchobs.flight.files.create import file_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torchobs.exporter.api.artifacts import ArtifactStore
     from torchobs.exporter.config import ExporterConfig
@@ -31,7 +31,7 @@ _FORGOTTEN_S = 3600.0
 UNREAD_NS = 200_000_000
 """A request younger than this may be unread, twice the ranks' polling interval; a later one would replace it."""
 
-MOST_ASKED = 1000
+MOST_OWNERS = 1000
 """Most requested artifacts for which the rank is remembered."""
 
 _log = logging.getLogger(__name__)
@@ -47,11 +47,14 @@ class _Request(NamedTuple):
 class CommandService:
     """Writes commands. To be used in one thread, except ``due``."""
 
-    def __init__(self, config: ExporterConfig, shelf: ArtifactStore) -> None:
-        self._config, self._shelf = config, shelf
-        self._told: set[str] = set()
+    def __init__(self, config: ExporterConfig, store: ArtifactStore) -> None:
+        self._config, self._store = config, store
+        self._commanded: set[str] = set()
+        """incarnations with a command in the control directory"""
         self._hung: dict[str, int | None] = {}
-        self._asked: dict[str, str] = {}
+        """time of the last step of each hung rank, whose stacks are asked for"""
+        self._owners: dict[str, str] = {}
+        """incarnation asked for each artifact"""
         self._requests: dict[tuple[str, str], _Request] = {}
         self._cleaned = False
         self.failures = 0
@@ -59,11 +62,11 @@ class CommandService:
 
     def level(self, ranks: Iterable[Rank], level: int) -> dict[str, Any]:
         """Set the ranks' observability level. Raises ``Problem``."""
-        return {"level": control.LEVELS[level], "ranks": self._tell(ranks, Command(level=level))}
+        return {"level": control.LEVELS[level], "ranks": self._send(ranks, Command(level=level))}
 
     def probes_off(self, ranks: Iterable[Rank], mask: int, off: list[str]) -> dict[str, Any]:
         """Switch exactly these probes off, and all others on. Raises ``Problem``."""
-        return {"off": off, "ranks": self._tell(ranks, Command(probes_off=mask))}
+        return {"off": off, "ranks": self._send(ranks, Command(probes_off=mask))}
 
     def profile(self, rank: Rank, steps: int) -> dict[str, Any]:
         """Request a profile of that many steps of a rank. Raises ``Problem``."""
@@ -74,8 +77,8 @@ class CommandService:
         if (unread := self._unread(rank, PROFILE)) is not None:
             detail = f"Rank {rank.rank} was asked for one a moment ago, which will be evidence {unread.id}: ask again after it."
             raise Problem(409, "profile-asked", detail, Retry_After="1")
-        (told,) = self._tell([rank], Command(profile_steps=steps))
-        return {"steps": steps, **told, "evidence": self._wanted(rank, PROFILE, told["command"])}
+        (sent,) = self._send([rank], Command(profile_steps=steps))
+        return {"steps": steps, **sent, "evidence": self._expect(rank, PROFILE, sent["command"])}
 
     def stacks(self, ranks: list[Rank]) -> dict[str, Any]:
         """Request the ranks' stacks; for a stuck rank return those it has written itself. Raises ``Problem``.
@@ -83,16 +86,16 @@ class CommandService:
         While an earlier request may be unread, its artifact is returned instead: those stacks will be as recent.
         """
         able = [rank for rank in ranks if rank.state != "unresponsive"]
-        told = {one["incarnation"]: one for one in self._tell(able, Command(stacks=True))} if able else {}
-        answers = [self._stacks(rank, told.get(rank.incarnation)) for rank in ranks]
+        sent = {one["incarnation"]: one for one in self._send(able, Command(stacks=True))} if able else {}
+        answers = [self._stacks(rank, sent.get(rank.incarnation)) for rank in ranks]
         if all(answer["evidence"] is None for answer in answers):
             raise Problem(409, "rank-unresponsive", answers[0]["refused"], Retry_After="1")
         return {"ranks": answers}
 
     def clear(self) -> tuple[int, int]:
         """Remove all artifacts; return the numbers of removed and hidden."""
-        self._requests = {key: sent for key, sent in self._requests.items() if not self._shelf.has(sent.evidence)}
-        return self._shelf.clear()
+        self._requests = {key: sent for key, sent in self._requests.items() if not self._store.has(sent.evidence)}
+        return self._store.clear()
 
     def look(self, snapshot: Snapshot) -> None:
         """Request the stacks of ranks that have just begun to hang, once; remove the commands of ranks that have ended."""
@@ -100,48 +103,49 @@ class CommandService:
         for incarnation, rank in hung.items():
             if self._hung.get(incarnation, 0) != rank.view.last_step_ns:
                 with contextlib.suppress(Problem):
-                    self._tell([rank], Command(stacks=True))
+                    self._send([rank], Command(stacks=True))
                     _log.warning("rank %s is hung: its stacks are asked for", rank.rank)
         self._hung = {incarnation: rank.view.last_step_ns for incarnation, rank in hung.items()}
         for rank in snapshot.ranks:
-            if not rank.up and rank.incarnation in self._told:
-                self._told.discard(rank.incarnation)
+            if not rank.up and rank.incarnation in self._commanded:
+                self._commanded.discard(rank.incarnation)
                 for kind in (STACKS, PROFILE):
                     self._requests.pop((rank.incarnation, kind), None)
-                self._forget(bytes.fromhex(rank.incarnation))
+                with contextlib.suppress(OSError), self._directory() as directory_fd:
+                    control.remove(directory_fd, bytes.fromhex(rank.incarnation))
 
     def due(self, snapshot: Snapshot) -> bool:
         """Return True if :meth:`look` has anything to do."""
-        return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._told) for rank in snapshot.ranks)
+        return any(rank.state == "hung" or (not rank.up and rank.incarnation in self._commanded) for rank in snapshot.ranks)
 
     def owner_of(self, identifier: str) -> str | None:
         """Return the incarnation asked for that artifact, if this exporter did so recently."""
-        return self._asked.get(identifier)
+        return self._owners.get(identifier)
 
-    def _wanted(self, rank: Rank, kind: str, number: int) -> dict[str, str]:
-        wanted = artifacts.named(_flight(rank), kind, number)
-        self._asked[wanted.id] = rank.incarnation
-        while len(self._asked) > MOST_ASKED:
-            del self._asked[next(iter(self._asked))]
-        return link(wanted)
+    def _expect(self, rank: Rank, kind: str, number: int) -> dict[str, str]:
+        expected = artifacts.named(_flight(rank), kind, number)
+        self._owners[expected.id] = rank.incarnation
+        while len(self._owners) > MOST_OWNERS:
+            del self._owners[next(iter(self._owners))]
+        return link(expected)
 
     def _unread(self, rank: Rank, kind: str) -> ArtifactName | None:
         """Return the artifact expected from a request that the rank may not have read yet."""
         request = self._requests.get((rank.incarnation, kind))
-        if request is None or self._shelf.has(request.evidence):
+        if request is None or self._store.has(request.evidence):
             return None
         is_young = time.monotonic_ns() - request.sent_ns < UNREAD_NS
         # A rank reads commands after each heartbeat, which is late while another thread holds the GIL.
         return request.evidence if is_young or (rank.view.live.heartbeat_ns or 0) < request.sent_ns else None
 
-    def _stacks(self, rank: Rank, told: dict[str, Any] | None) -> dict[str, Any]:
+    def _stacks(self, rank: Rank, sent: dict[str, Any] | None) -> dict[str, Any]:
         flight = _flight(rank)
-        if told is not None:
-            return {**told, "evidence": self._wanted(rank, STACKS, told["command"]), "refused": None}
+        if sent is not None:
+            return {**sent, "evidence": self._expect(rank, STACKS, sent["command"]), "refused": None}
         answer = {**named(rank), "command": None, "refused": None}
-        if (stuck := self._shelf.stuck(flight)) is not None:
+        if (stuck := self._store.stuck(flight)) is not None:
             return {**answer, "evidence": link(stuck)}
-        if self._shelf.is_stopped(flight):
+        if self._store.is_stopped(flight):
             why = f"Rank {rank.rank} is stopped (SIGSTOP): send it SIGCONT, and ask again."
         else:
             why = (
@@ -150,18 +154,13 @@ class CommandService:
             )
         return {**answer, "evidence": None, "refused": why}
 
-    def _tell(self, ranks: Iterable[Rank], command: Command) -> list[dict[str, Any]]:
+    def _send(self, ranks: Iterable[Rank], command: Command) -> list[dict[str, Any]]:
         try:
-            directory_fd = self._open()
+            with self._directory() as directory_fd:
+                self._clean(directory_fd)
+                return [self._write(directory_fd, rank, command) for rank in ranks]
         except OSError as problem:
             raise self._unwritable(problem) from problem
-        try:
-            self._clean(directory_fd)
-            return [self._write(directory_fd, rank, command) for rank in ranks]
-        except OSError as problem:
-            raise self._unwritable(problem) from problem
-        finally:
-            os.close(directory_fd)
 
     def _unwritable(self, problem: OSError) -> Problem:
         self.failures += 1
@@ -174,29 +173,26 @@ class CommandService:
         if command.stacks and (unread := self._unread(rank, STACKS)) is not None:
             return {**named(rank), "command": unread.number}
         number = control.write_command(directory_fd, bytes.fromhex(rank.incarnation), command)
-        self._told.add(rank.incarnation)
+        self._commanded.add(rank.incarnation)
         for kind, wanted in ((STACKS, command.stacks), (PROFILE, command.profile_steps)):
             if wanted:
                 request = _Request(artifacts.named(_flight(rank), kind, number), time.monotonic_ns())
                 self._requests[rank.incarnation, kind] = request
         return {**named(rank), "command": number}
 
-    def _open(self) -> int:
+    @contextlib.contextmanager
+    def _directory(self) -> Iterator[int]:
         """Open the control directory, created if missing. Raises ``OSError``."""
         flight_dir = location.find_existing(self._config.flight_dir, self._config.runtime_dir)
         if flight_dir is None:
             raise FileNotFoundError("the flight directory is not there yet")
         path = Path(location.control_directory(self._config.control_dir, flight_dir))
         path.mkdir(mode=0o755, exist_ok=True)
-        return location.open_directory(str(path))
-
-    def _forget(self, incarnation: bytes) -> None:
-        with contextlib.suppress(OSError):
-            directory_fd = self._open()
-            try:
-                control.remove(directory_fd, incarnation)
-            finally:
-                os.close(directory_fd)
+        directory_fd = location.open_directory(str(path))
+        try:
+            yield directory_fd
+        finally:
+            os.close(directory_fd)
 
     def _clean(self, directory_fd: int) -> None:
         """Remove, once, the commands of an earlier exporter to ranks that have ended since."""

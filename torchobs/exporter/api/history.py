@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchobs.ranks.snapshot import Rank
 
 MOST_STEPS = 4096
+MOST_EVENTS = 1000
 LATE_FACTOR = 3
 """Records read per requested step: the step's own, and those with values that devices delivered later."""
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.config.settings import PROBES
-from torchobs.exporter.api.history import LONGEST_NAME
-from torchobs.exporter.api.params import EVIDENCE, RANK
+from torchobs.exporter.api.history import LONGEST_NAME, MOST_EVENTS, MOST_STEPS
+from torchobs.exporter.api.params import DEFAULT_LENGTH, EVIDENCE, RANK
 from torchobs.flight.files.artifacts import KINDS
 from torchobs.flight.files.control import LEVELS, MAX_PROFILE_STEPS
 from torchobs.flight.format.step_record import LIVE_PHASES, PHASE_NAMES
@@ -158,88 +158,70 @@ SCHEMAS: dict[str, Schema] = {
 
 
 class Operation(NamedTuple):
-    """One operation: its handler's name, summary, responses, parameters and body."""
+    """One operation: its handler's name, path, summary, responses, parameters and body."""
 
     name: str
+    path: str
     summary: str
-    returns: str
+    returns: str = ""
+    """the schema of its answer; empty: another document"""
     status: int = 200
     query: tuple[tuple[str, Schema], ...] = ()
     body: str = ""
+    """the schema of its body; without one it only reads"""
     refusals: tuple[int, ...] = ()
 
+    @property
+    def method(self) -> str:
+        """The HTTP method; each path has one."""
+        return "POST" if self.body else "GET"
 
-def _whole(most: int, default: int) -> Schema:
-    return {"type": "integer", "minimum": 1, "maximum": most, "default": default}
+
+def _length(most: int) -> Schema:
+    return {"type": "integer", "minimum": 1, "maximum": most, "default": DEFAULT_LENGTH}
 
 
 _RANK_QUERY = (("rank", {"type": "string", "pattern": f"^({RANK})$"}),)
 _EVENT_QUERY = (
     *_RANK_QUERY,
     ("kind", {"type": "string", "minLength": 1, "maxLength": LONGEST_NAME}),
-    ("limit", _whole(1000, 100)),
+    ("limit", _length(MOST_EVENTS)),
     ("before", {"type": "string", "pattern": "^-?[0-9]{1,19}-[0-9a-f]{32}-[0-9]{1,19}$"}),
 )
-_TOLD = (404, 409, 503)
 
-PATHS: dict[str, dict[str, Operation]] = {
-    "/openapi.json": {"get": Operation("openapi", "This description.", "")},
-    "/status": {"get": Operation("status", "How the exporter does.", "Status")},
-    "/ranks": {"get": Operation("ranks", "How every rank does.", "Ranks")},
-    "/ranks/{rank}/steps": {
-        "get": Operation(
-            "steps", "A rank's last steps, oldest first.", "Steps", query=(("last", _whole(4096, 100)),), refusals=(404, 409)
-        )
-    },
-    "/ranks/{rank}/layers": {"get": Operation("layers", "A rank's values by layer.", "Layers", refusals=(404, 409))},
-    "/ranks/{rank}/scalars": {
-        "get": Operation("scalars", "What a rank logs by name, as curves, oldest first.", "Scalars", refusals=(404, 409))
-    },
-    "/events": {
-        "get": Operation("events", "Events of all ranks, or one, newest first.", "Events", query=_EVENT_QUERY, refusals=(404,))
-    },
-    "/evidence": {"get": Operation("listEvidence", "Stacks and traces that ranks have left, newest first.", "EvidenceList")},
-    "/evidence/{id}": {"get": Operation("getEvidence", "One of them, as a file.", "", refusals=(404, 410))},
-    "/debug/summary": {"get": Operation("debugSummary", "Levels, anomalies that go on, probes that failed.", "DebugSummary")},
-    "/debug/training/summary": {
-        "get": Operation("trainingSummary", "Steps, anomalies and their rates, per rank and in all.", "TrainingSummary")
-    },
-    "/debug/level/{level}": {
-        "post": Operation(
-            "level", "Change the debug level of all ranks, or one.", "LevelSet", 202, _RANK_QUERY, "Nothing", _TOLD
-        )
-    },
-    "/debug/probes": {
-        "post": Operation("probes", "Have exactly these probes off.", "ProbesSet", 202, _RANK_QUERY, "ProbesOff", _TOLD)
-    },
-    "/debug/clear": {
-        "post": Operation(
-            "clear", "Remove the evidence that there is. No counter, no event and no state changes.", "Cleared", body="Nothing"
-        )
-    },
-    "/profile": {
-        "post": Operation(
-            "profile",
-            "Profile some steps of a rank; the trace is evidence.",
-            "ProfileAsked",
-            202,
-            _RANK_QUERY,
-            "StepsWanted",
-            _TOLD,
-        )
-    },
-    "/stacks": {
-        "post": Operation(
-            "stacks",
-            "Have all ranks, or one, write down the stacks of their threads.",
-            "StacksAsked",
-            202,
-            _RANK_QUERY,
-            "Nothing",
-            _TOLD,
-        )
-    },
-}
+
+def _of_rank(name: str, summary: str, returns: str, query: tuple[tuple[str, Schema], ...] = ()) -> Operation:
+    """Return an operation that reads from one rank's file."""
+    return Operation(name, f"/ranks/{{rank}}/{name}", summary, returns, query=query, refusals=(404, 409))
+
+
+def _command(name: str, path: str, summary: str, returns: str, body: str = "Nothing") -> Operation:
+    """Return an operation that asks something of all ranks, or one."""
+    return Operation(name, path, summary, returns, 202, _RANK_QUERY, body, refusals=(404, 409, 503))
+
+
+_CLEAR = "Remove the evidence that there is. No counter, no event and no state changes."
+_TRAINING_SUMMARY = "Steps, anomalies and their rates, per rank and in all."
+
+OPERATIONS = (
+    Operation("openapi", "/openapi.json", "This description."),
+    Operation("status", "/status", "How the exporter does.", "Status"),
+    Operation("ranks", "/ranks", "How every rank does.", "Ranks"),
+    _of_rank("steps", "A rank's last steps, oldest first.", "Steps", (("last", _length(MOST_STEPS)),)),
+    _of_rank("layers", "A rank's values by layer.", "Layers"),
+    _of_rank("scalars", "What a rank logs by name, as curves, oldest first.", "Scalars"),
+    Operation("events", "/events", "Events of all ranks, or one, newest first.", "Events", query=_EVENT_QUERY, refusals=(404,)),
+    Operation("listEvidence", "/evidence", "Stacks and traces that ranks have left, newest first.", "EvidenceList"),
+    Operation("getEvidence", "/evidence/{id}", "One of them, as a file.", refusals=(404, 410)),
+    Operation("debugSummary", "/debug/summary", "Levels, anomalies that go on, probes that failed.", "DebugSummary"),
+    Operation("trainingSummary", "/debug/training/summary", _TRAINING_SUMMARY, "TrainingSummary"),
+    _command("level", "/debug/level/{level}", "Change the debug level of all ranks, or one.", "LevelSet"),
+    _command("probes", "/debug/probes", "Have exactly these probes off.", "ProbesSet", "ProbesOff"),
+    Operation("clear", "/debug/clear", _CLEAR, "Cleared", body="Nothing"),
+    _command("profile", "/profile", "Profile some steps of a rank; the trace is evidence.", "ProfileAsked", "StepsWanted"),
+    _command("stacks", "/stacks", "Have all ranks, or one, write down the stacks of their threads.", "StacksAsked"),
+)
+"""The routes are created from it, and what a request may contain."""
 
 _IN_PATH: dict[str, Schema] = {
     "rank": {"type": "string", "pattern": f"^({RANK})$"},
@@ -273,10 +255,7 @@ def document() -> dict[str, Any]:
         "info": {"title": "torchobs exporter", "version": __version__, "description": _INTRODUCTION, "license": _LICENSE},
         "servers": [{"url": "/api/v1"}],
         "security": [{}, {"token": []}],
-        "paths": {
-            path: {method: _operation(path, method, operation) for method, operation in methods.items()}
-            for path, methods in PATHS.items()
-        },
+        "paths": {operation.path: {operation.method.lower(): _operation(operation)} for operation in OPERATIONS},
         "components": {
             "schemas": SCHEMAS,
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
@@ -288,14 +267,14 @@ def document() -> dict[str, Any]:
 _LICENSE = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
 
 
-def _operation(path: str, method: str, operation: Operation) -> dict[str, Any]:
-    refusals = {400, 401, 403, 421, *operation.refusals, *((413, 415) if method == "post" else ())}
+def _operation(operation: Operation) -> dict[str, Any]:
+    refusals = {400, 401, 403, 421, *operation.refusals, *((413, 415) if operation.body else ())}
     responses: dict[str, Any] = {str(operation.status): _success(operation)}
     responses |= {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(refusals)}
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": schema}
         for name, schema in _IN_PATH.items()
-        if f"{{{name}}}" in path
+        if f"{{{name}}}" in operation.path
     ]
     parameters += [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in operation.query]
     body = {"requestBody": {"required": True, "content": _content(_ref(operation.body))}}

@@ -23,6 +23,7 @@ RANK = r"[0-9]{1,9}(-[0-9a-f]{8})?|[0-9a-f]{32}"
 
 EVIDENCE = r"[0-9a-f]{16}"
 
+DEFAULT_LENGTH = 100
 MOST_BODY = 64 * 1024
 _RANK, _EVIDENCE = re.compile(RANK), re.compile(EVIDENCE)
 
@@ -36,11 +37,11 @@ def only(request: Request, names: Collection[str] = ()) -> None:
             raise bad(f"The query parameter {name} is given twice.")
 
 
-def integer(request: Request, name: str, default: int, most: int) -> int:
-    """Return an integer query parameter from 1 to ``most``."""
+def length(request: Request, name: str, most: int) -> int:
+    """Return how much of a list is wanted, from 1 to ``most``, by a query parameter."""
     text = request.query_params.get(name)
     if text is None:
-        return default
+        return DEFAULT_LENGTH
     if not re.fullmatch(r"[0-9]{1,9}", text, re.ASCII) or not 1 <= int(text) <= most:
         raise bad(f"{name} is a whole number from 1 to {most}.")
     return int(text)
@@ -74,26 +75,26 @@ def ranks(snapshot: Snapshot, text: str | None) -> list[Rank]:
     """Return the ranks with that label or incarnation; all for ``None``."""
     if text is None:
         return list(snapshot.ranks)
-    found = [rank for rank in snapshot.ranks if text in {rank.rank, rank.incarnation}] if _RANK.fullmatch(text) else []
-    if not found:
+    named = [rank for rank in snapshot.ranks if text in {rank.rank, rank.incarnation}] if _RANK.fullmatch(text) else []
+    if not named:
         raise Problem(404, "no-such-rank", "There is no such rank: GET /api/v1/ranks lists those there are.")
-    return found
+    return named
 
 
 def one_rank(snapshot: Snapshot, text: str | None) -> Rank:
     """Return the one rank with that label or incarnation; for ``None`` the only rank there is."""
-    found = ranks(snapshot, text)
-    if not found:
+    named = ranks(snapshot, text)
+    if not named:
         raise Problem(404, "no-such-rank", "No rank has been seen yet.")
-    if len(found) > 1:
+    if len(named) > 1:
         detail = "There are several: name one by its incarnation, of those that GET /api/v1/ranks lists."
         raise Problem(409, "ambiguous-rank", detail)
-    return found[0]
+    return named[0]
 
 
-def living(found: list[Rank]) -> list[Rank]:
+def living(ranks: list[Rank]) -> list[Rank]:
     """Return the ranks that are alive."""
-    up = [rank for rank in found if rank.up]
+    up = [rank for rank in ranks if rank.up]
     if not up:
         raise Problem(409, "rank-ended", "The rank has ended, or no rank has been seen yet: there is nobody to tell.")
     return up

@@ -7,22 +7,18 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
+from torchobs.config.settings import PROBES
 from torchobs.diagnosis.status import last_grad_norm, last_loss
 from torchobs.flight.files.control import LEVELS
 from torchobs.flight.reader.decode import Distribution
+from torchobs.ranks.metric_values import Readings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torchobs.flight.format.layout import Header
-    from torchobs.flight.reader.decode import SeriesValue
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _LATEST_NS = 253_402_300_799 * 1_000_000_000  # the year 9999
-_VALUES = (
-    ("steps", catalog.STEPS), ("tokens", catalog.TOKENS), ("samples", catalog.SAMPLES), ("total_steps", catalog.STEPS_PLANNED),
-)  # fmt: skip
 _LOSS_KINDS = ("nonfinite_loss", "loss_spike")
 _LAYER = "layer"
 
@@ -45,8 +41,8 @@ def named(rank: Rank) -> dict[str, Any]:
 
 def rank_view(rank: Rank) -> dict[str, Any]:
     """Return a rank's identity, state and progress."""
-    values, header, live = _plain(rank), rank.view.header, rank.view.live
-    last_ns = rank.view.last_step_ns
+    readings, header, live = _readings(rank), rank.view.header, rank.view.live
+    last_ns, rates = rank.view.last_step_ns, readings.of(catalog.LEARNING_RATE)
     return {
         **named(rank),
         "state": rank.state,
@@ -56,23 +52,32 @@ def rank_view(rank: Rank) -> dict[str, Any]:
         "started": instant(header.wall_ns),
         "last_step": None if last_ns is None else instant(wall_ns(header, last_ns)),
         "progress_age_s": rank.progress_age_s,
-        "learning_rate": _learning_rate(rank),
-        **{name: values.get(metric.name) for name, metric in _VALUES},
-        "loss": last_loss(lambda metric, *key: _value(rank, metric, key)),
-        "gradient_norm": last_grad_norm(lambda metric, *key: _value(rank, metric, key)),
+        "learning_rate": rates.get(("0",), next(iter(rates.values()), None)),  # of the first group, as on the live page
+        "steps": readings.get(catalog.STEPS),
+        "tokens": readings.get(catalog.TOKENS),
+        "samples": readings.get(catalog.SAMPLES),
+        "total_steps": readings.get(catalog.STEPS_PLANNED),
+        "loss": last_loss(readings.get),
+        "gradient_norm": last_grad_norm(readings.get),
     }
 
 
 def debug_summary(snapshot: Snapshot, evidence: int) -> dict[str, Any]:
     """Return the levels, active anomalies and failed probes of the ranks; ``evidence``: number of artifacts."""
+    ranks = [(rank, _readings(rank)) for rank in snapshot.ranks]
     return {
         "levels": dict(Counter(_level(rank.view.live.level) for rank in snapshot.ranks if rank.up)),
-        "anomalies_active": [{**named(rank), "kind": kind} for rank in snapshot.ranks for kind in _active(rank)],
+        "anomalies_active": [
+            {**named(rank), "kind": kind}
+            for rank, readings in ranks
+            for kind in catalog.ANOMALY_KINDS
+            if rank.up and readings.get(catalog.ANOMALY_ACTIVE, kind)
+        ],
         "probes_disabled": [
             {**named(rank), "probe": probe}
-            for rank in snapshot.ranks
-            for probe, value in _by(rank.view.points, catalog.PROBE_DISABLED, "probe").items()
-            if value
+            for rank, readings in ranks
+            for probe in PROBES
+            if readings.get(catalog.PROBE_DISABLED, probe)
         ],
         "evidence": evidence,
     }
@@ -84,78 +89,51 @@ def training_summary(snapshot: Snapshot) -> dict[str, Any]:
     Rates are per step, and null before the first. ``anomaly_steps`` are bounds: kinds are counted separately, and one step can
     have several.
     """
-    ranks = [(rank, *_judged(rank)) for rank in snapshot.ranks]
-    kinds: Counter[str] = Counter()
-    for _, _, found in ranks:
-        kinds.update(found)
-    parts = [_verdicts(steps, found) for _, steps, found in ranks]
-    total = _verdicts(sum(steps for _, steps, _ in ranks), kinds)
+    counted = [_counts(_readings(rank)) for rank in snapshot.ranks]
+    parts = [_verdicts(steps, anomalies) for steps, anomalies in counted]
+    total = _verdicts(sum(steps for steps, _ in counted), sum((anomalies for _, anomalies in counted), Counter()))
     for bound in ("least", "most"):
         total["anomaly_steps"][bound] = sum(part["anomaly_steps"][bound] for part in parts)
-    return {**total, "ranks": [{**named(rank), **part} for (rank, _, _), part in zip(ranks, parts, strict=True)]}
+    return {**total, "ranks": [{**named(rank), **part} for rank, part in zip(snapshot.ranks, parts, strict=True)]}
 
 
 def layers(rank: Rank) -> list[dict[str, Any]]:
     """Return the last value of every per-layer series, by layer; the rank selects which layers have series."""
-    found: dict[str, dict[str, Any]] = {}
+    by_layer: dict[str, dict[str, Any]] = {}
     for point in rank.view.points:
         layer = dict(point.series.attributes).get(_LAYER)
         if isinstance(layer, str) and not isinstance(point.value, Distribution):
-            found.setdefault(layer, {})[point.series.name] = point.value
-    return [{"layer": layer, "values": values} for layer, values in found.items()]
+            by_layer.setdefault(layer, {})[point.series.name] = point.value
+    return [{"layer": layer, "values": values} for layer, values in by_layer.items()]
 
 
-def _verdicts(steps: int, found: Counter[str]) -> dict[str, Any]:
+def _verdicts(steps: int, anomalies: Counter[str]) -> dict[str, Any]:
     def rated(count: int) -> dict[str, Any]:
         return {"count": count, "per_step": count / steps if steps else None}
 
     return {
         "steps": steps,
-        "anomalies": {kind: rated(found[kind]) for kind in catalog.ANOMALY_KINDS},
-        "anomaly_steps": {"least": max(found.values(), default=0), "most": min(sum(found.values()), steps)},
-        "explosions": rated(found["gradient_explosion"]),
-        "vanishing": rated(found["gradient_vanishing"]),
-        "loss_anomalies": rated(sum(found[kind] for kind in _LOSS_KINDS)),
+        "anomalies": {kind: rated(anomalies[kind]) for kind in catalog.ANOMALY_KINDS},
+        "anomaly_steps": {"least": max(anomalies.values(), default=0), "most": min(anomalies.total(), steps)},
+        "explosions": rated(anomalies["gradient_explosion"]),
+        "vanishing": rated(anomalies["gradient_vanishing"]),
+        "loss_anomalies": rated(sum(anomalies[kind] for kind in _LOSS_KINDS)),
     }
 
 
-def _judged(rank: Rank) -> tuple[int, Counter[str]]:
-    steps = _plain(rank).get(catalog.STEPS.name, 0)
-    counts = _by(rank.view.points, catalog.ANOMALIES, "kind")
-    return round(steps), Counter({kind: round(value) for kind, value in counts.items() if kind in catalog.ANOMALY_KINDS})
+def _counts(readings: Readings) -> tuple[int, Counter[str]]:
+    """Return the number of a rank's steps, and of its anomalies by kind."""
+    anomalies = Counter({kind: round(readings.get(catalog.ANOMALIES, kind) or 0) for kind in catalog.ANOMALY_KINDS})
+    return round(readings.get(catalog.STEPS) or 0), anomalies
 
 
-def _active(rank: Rank) -> list[str]:
-    return [kind for kind, value in _by(rank.view.points, catalog.ANOMALY_ACTIVE, "kind").items() if value and rank.up]
-
-
-def _plain(rank: Rank) -> dict[str, float]:
-    points = (point for point in rank.view.points if not point.series.attributes)
-    return {point.series.name: point.value for point in points if not isinstance(point.value, Distribution)}
-
-
-def _value(rank: Rank, metric: catalog.Metric, key: tuple[str, ...]) -> float | None:
-    """Return a series' value by its attributes' values, as in the file, of a dead rank as well."""
+def _readings(rank: Rank) -> Readings:
+    """Return a rank's values as in its file: of a dead rank all, and not only those that stay on the metrics page."""
+    values: dict[str, dict[tuple[str, ...], float]] = {}
     for series, value in rank.view.points:
-        if series.name == metric.name and tuple(str(of) for _, of in series.attributes) == key:
-            return None if isinstance(value, Distribution) else value
-    return None
-
-
-def _learning_rate(rank: Rank) -> float | None:
-    """Return the learning rate of the first parameter group, as on the live page."""
-    rates = _by(rank.view.points, catalog.LEARNING_RATE, "group")
-    return rates.get("0", next(iter(rates.values()), None))
-
-
-def _by(points: Iterable[SeriesValue], metric: catalog.Metric, attribute: str) -> dict[str, float]:
-    return {
-        str(value): point.value
-        for point in points
-        if point.series.name == metric.name and not isinstance(point.value, Distribution)
-        for name, value in point.series.attributes
-        if name == attribute
-    }
+        if series.scope is None and not isinstance(value, Distribution):
+            values.setdefault(series.name, {})[tuple(str(text) for _, text in series.attributes)] = value
+    return Readings(values)
 
 
 def _level(level: int) -> str:
