@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.daemon import ServiceStatus, serve
+from torchobs.exporter.daemon import serve
+from torchobs.node.lifetime import ServiceStatus
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import wait_until
-from torchobs.flight.files.location import open_place
+from torchobs.flight.files.location import open_directory, open_place
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.node import announcement, election
 
 STEPPED = """
 import sys
 from types import SimpleNamespace
+from torchobs.flight.files.location import open_directory
 from torchobs.node import election, lifetime
 
 def pause(step):
@@ -41,10 +42,10 @@ def serve(flight_dir, address, *, announce, finished):
         if finished(SimpleNamespace(ranks=1, alive=0, last_scrape_age_s=1.0, unscraped_final=0, viewers=0)):
             return
 
-directory_fd = election.open_directory(sys.argv[1])
+directory_fd = open_directory(sys.argv[1])
 candidate = Stepped(directory_fd)
 if candidate.win():
-    lifetime.hold(lifetime.Post(sys.argv[1], "127.0.0.1:1", 60.0), candidate, directory_fd, serve)
+    lifetime.hold(sys.argv[1], "127.0.0.1:1", 60.0, candidate, directory_fd, serve)
 print("gone", flush=True)
 """
 
@@ -71,7 +72,7 @@ Start = Callable[[str], subprocess.Popen[str]]
 @pytest.fixture
 def directory(flight_dir: Path) -> Iterator[int]:
     """The flight directory, opened."""
-    fd = election.open_directory(str(flight_dir))
+    fd = open_directory(str(flight_dir))
     yield fd
     os.close(fd)
 

@@ -19,7 +19,8 @@ import pytest
 import torchobs
 from tests.support import clean_environment, wait_until
 from torchobs.exporter.config import PORT
-from torchobs.node import announcement, election
+from torchobs.flight.files.location import open_directory
+from torchobs.node import announcement
 from torchobs.node.announcement import Announcement
 from torchobs.node.daemonize import NAME
 
@@ -95,7 +96,7 @@ def announced(flight_dir: Path) -> Announcement:
     """What the directory's exporter announces, once it does."""
 
     def read() -> Announcement | None:
-        fd = election.open_directory(str(flight_dir))
+        fd = open_directory(str(flight_dir))
         try:
             return announcement.read(fd)
         finally:

@@ -15,9 +15,10 @@ import pytest
 
 from tests import fork_server
 from tests.support import clean_environment, free_port, wait_until
+from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.reader import reader
-from torchobs.node import announcement, election
+from torchobs.node import announcement
 
 RUN = (sys.executable, "-m", "torchobs", "run")
 
@@ -77,7 +78,7 @@ def environ(flight_dir: Path) -> Iterator[dict[str, str]]:
 
 def announced(flight_dir: Path) -> announcement.Announcement | None:
     """What the directory's exporter announces."""
-    fd = election.open_directory(str(flight_dir))
+    fd = open_directory(str(flight_dir))
     try:
         return announcement.read(fd)
     finally:
@@ -96,7 +97,7 @@ def value(text: str, name: str, **labels: str) -> dict[str, float]:
 
 def files(flight_dir: Path) -> list[reader.View]:
     """The flight files of runs that have ended."""
-    directory_fd = election.open_directory(str(flight_dir))
+    directory_fd = open_directory(str(flight_dir))
     views = []
     for name in reader.names(directory_fd):
         file = reader.open_file(directory_fd, name)

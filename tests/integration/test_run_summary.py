@@ -14,7 +14,8 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import ROOT, clean_environment, free_port
-from torchobs.node import announcement, election
+from torchobs.flight.files.location import open_directory
+from torchobs.node import announcement
 
 RUN = (sys.executable, "-m", "torchobs", "run")
 TRAIN = """
@@ -117,7 +118,7 @@ def test_the_start_says_where_the_page_is(tmp_path: Path, flight_dir: Path) -> N
         assert said.terminal.count(line) == 1
         assert said.terminal.index(line) < said.terminal.index("Traceback")
     finally:
-        fd = election.open_directory(str(flight_dir))
+        fd = open_directory(str(flight_dir))
         found = announcement.read(fd)
         os.close(fd)
         if found is not None:

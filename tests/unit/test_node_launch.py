@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchobs.flight.files import lock
+from torchobs.flight.files.location import open_directory
 from torchobs.node import announcement, election, launch
 
 LOG = logging.getLogger("torchobs.test")
@@ -17,7 +18,7 @@ LOG = logging.getLogger("torchobs.test")
 @pytest.fixture
 def directory(flight_dir: Path) -> Iterator[int]:
     """A flight directory, opened."""
-    fd = election.open_directory(str(flight_dir))
+    fd = open_directory(str(flight_dir))
     yield fd
     os.close(fd)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from torchobs.flight.files.location import open_directory
 from torchobs.node import announcement
 from torchobs.node.daemonize import detach
-from torchobs.node.election import Election, open_directory
+from torchobs.node.election import Election
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.node.lifetime import ExporterStatus, Serve
+    from torchobs.node.lifetime import Serve, ServiceStatus
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def serve_if_elected(flight_dir: str, address: str, grace_s: float, load: Callab
     announcement.withdraw(directory_fd)  # left by a killed predecessor: with the lock held it would count as ours
     from torchobs.node import lifetime
 
-    lifetime.hold(lifetime.Post(flight_dir, address, grace_s), election, directory_fd, load())
+    lifetime.hold(flight_dir, address, grace_s, election, directory_fd, load())
 
 
 def _exporter() -> Serve:
@@ -46,7 +47,7 @@ def _exporter() -> Serve:
     environ = settings.environment()
 
     def run(
-        flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ExporterStatus], bool]
+        flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ServiceStatus], bool]
     ) -> None:
         given: dict[str, tuple[str, ...]] = {"mode": ("node",), "flight_dir": (flight_dir,)}
         given |= {"listen": (address,)} if address else {}

@@ -75,12 +75,13 @@ class Summary:
         error_guard.call(error_guard.CircuitBreaker("summary"), self._wait_for_address)
 
     def _wait_for_address(self) -> None:
-        from torchobs.node import announcement, election
+        from torchobs.flight.files.location import open_directory
+        from torchobs.node import announcement
 
         until = time.monotonic() + _PATIENCE_S
         while self._watched is not None and time.monotonic() < until:
             with contextlib.suppress(OSError):
-                directory_fd = election.open_directory(self._watched.directory)
+                directory_fd = open_directory(self._watched.directory)
                 try:
                     found = announcement.read(directory_fd)
                 finally:

@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,6 +35,7 @@ from torchobs.exporter.http.unix_socket_watch import Named
 from torchobs.exporter.prometheus.page_cache import PageCache
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
+from torchobs.node.lifetime import ServiceStatus
 from torchobs.ranks import memory_budget
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
@@ -55,17 +55,6 @@ RETRY_BIND_S, FLUSH_S = 5.0, 10.0
 """Pause before listening is retried; and how long a node's exporter that ends waits for the OTLP receiver."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceStatus:
-    """Number and state of the ranks, from which a node's exporter decides when to end (``node.lifetime.ExporterStatus``)."""
-
-    ranks: int
-    alive: int
-    last_scrape_age_s: float | None
-    unscraped_final: int
-    viewers: int = 0
 
 
 def serve(

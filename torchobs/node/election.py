@@ -8,6 +8,7 @@ taking it, so that a candidate would take the probe for a winner.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -15,11 +16,6 @@ from torchobs.flight.files import lock
 
 LOCK = "exporter.lock"
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
-
-
-def open_directory(flight_dir: str) -> int:
-    """Open a flight directory; a symbolic link is refused. Raises ``OSError``."""
-    return os.open(flight_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
 def is_decided(directory_fd: int) -> bool:
@@ -34,7 +30,11 @@ def anyone_alive(directory_fd: int) -> bool:
     """Return True if a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
     from torchobs.flight.reader import reader  # not needed by a process that loses the election
 
-    return any(_alive(directory_fd, name) for name in reader.names(directory_fd))
+    for name in reader.names(directory_fd):
+        with contextlib.suppress(OSError):  # the lock file was cleaned up, so nobody holds it
+            if lock.is_held(directory_fd, reader.lock_of(name)):
+                return True
+    return False
 
 
 class Election:
@@ -75,12 +75,3 @@ class Election:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             lock.release(fd)
-
-
-def _alive(directory_fd: int, name: str) -> bool:
-    from torchobs.flight.reader import reader
-
-    try:
-        return lock.is_held(directory_fd, reader.lock_of(name))
-    except OSError:
-        return False  # the lock file was cleaned up, so nobody holds it

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchobs.config import settings
-from torchobs.flight.files.location import KUBERNETES_MOUNT
-from torchobs.node.election import is_decided, open_directory
+from torchobs.flight.files.location import KUBERNETES_MOUNT, open_directory
+from torchobs.node.election import is_decided
 from torchobs.node.log_file import open_log
 
 if TYPE_CHECKING:
@@ -133,25 +133,21 @@ def _start(
     argv = [*_SHELL, sys.executable, "-I", "-c", _BOOTSTRAP, root, flight_dir, address, str(grace_s), *directories]
     log_fd = open_log(directory_fd)
     try:
-        _run_detached(argv, log_fd, inherited(environ))
+        # No preexec_fn: with it Popen forks and runs Python in the child instead of vfork and exec.
+        shell = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            close_fds=True,
+            cwd="/",
+            env=inherited(environ),
+            start_new_session=True,
+            umask=0o077,
+        )
+        shell.wait(_SHELL_TIMEOUT_S)
     finally:
         os.close(log_fd)
-
-
-def _run_detached(argv: list[str], log_fd: int, environ: Mapping[str, str]) -> None:
-    # No preexec_fn: with it Popen forks and runs Python in the child instead of vfork and exec.
-    shell = subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=log_fd,
-        stderr=log_fd,
-        close_fds=True,
-        cwd="/",
-        env=environ,
-        start_new_session=True,
-        umask=0o077,
-    )
-    shell.wait(_SHELL_TIMEOUT_S)
 
 
 def _directory(module: str) -> str | None:

@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from torchobs.node import announcement, log_file
 from torchobs.node.election import Election, anyone_alive
@@ -21,61 +22,48 @@ VIEWER_WAIT_S = 900.0
 _log = logging.getLogger(__name__)
 
 
-class ExporterStatus(Protocol):
-    """The exporter's view of the ranks: flight files, living ranks, scrapes and viewers."""
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """Number and state of the ranks, by which a node's exporter decides when to leave."""
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks served."""
-
-    @property
-    def alive(self) -> int:
-        """Number of ranks with a living process."""
-
-    @property
-    def last_scrape_age_s(self) -> float | None:
-        """Seconds since the last scrape; ``None`` before the first."""
-
-    @property
-    def unscraped_final(self) -> int:
-        """Number of dead ranks with a last state that no scrape has seen yet."""
-
-    @property
-    def viewers(self) -> int:
-        """Browsers with the live page in the foreground."""
+    ranks: int
+    """ranks served"""
+    alive: int
+    """ranks with a living process"""
+    last_scrape_age_s: float | None
+    """``None`` before the first scrape"""
+    unscraped_final: int
+    """dead ranks with a last state that no scrape has seen yet"""
+    viewers: int = 0
+    """browsers with the live page in the foreground"""
 
 
 class Serve(Protocol):
     """The exporter's main loop: returns when it is stopped, or once ``finished``, called every second, returns True."""
 
     def __call__(
-        self, flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ExporterStatus], bool]
+        self, flight_dir: str, address: str, *, announce: Callable[[str], None], finished: Callable[[ServiceStatus], bool]
     ) -> None:
         """Serve ``flight_dir``; call ``announce`` with the actual ``host:port`` as soon as it listens."""
 
 
-class Post(NamedTuple):
-    """Directory and address to serve, and how long a last state is kept for a scraper."""
-
-    flight_dir: str
-    address: str
-    grace_s: float
-
-
 class Departure:
-    """Decides when to leave: the last rank is gone and its last state was scraped, or the grace period is over."""
+    """Decides when to leave: the last rank is gone and its last state was scraped, or the grace period is over.
+
+    ``grace_s``: how long a last state is kept for a scraper.
+    """
 
     def __init__(self, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.decided = False
         self._grace_s, self._clock = grace_s, clock
         self._alone_since: float | None = None
 
-    def __call__(self, status: ExporterStatus) -> bool:
+    def __call__(self, status: ServiceStatus) -> bool:
         """Return True if the exporter should leave now."""
         self.decided = self._decide(status)
         return self.decided
 
-    def _decide(self, status: ExporterStatus) -> bool:
+    def _decide(self, status: ServiceStatus) -> bool:
         if status.alive:
             self._alone_since = None
             return False
@@ -92,30 +80,28 @@ class Departure:
         return silent_s >= self._grace_s
 
 
-def hold(target: Post, election: Election, directory_fd: int, serve: Serve) -> None:
-    """Serve as the elected exporter until no rank is left or it is stopped."""
-    departure = Departure(target.grace_s)
-    _serve(target, election, directory_fd, serve, departure)
-    while departure.decided and anyone_alive(directory_fd) and election.win():
-        _log.info("a rank came while the exporter was leaving: it stays")
-        departure = Departure(target.grace_s)
-        _serve(target, election, directory_fd, serve, departure)
+def hold(flight_dir: str, address: str, grace_s: float, election: Election, directory_fd: int, serve: Serve) -> None:
+    """Serve as the elected exporter until no rank is left or it is stopped. ``grace_s``: as for :class:`Departure`."""
+    departure = Departure(grace_s)
 
+    def announce(actual: str) -> None:
+        announced = announcement.announce(directory_fd, actual)
+        _log.info("pid %d serves %s on %s", announced.pid, flight_dir, announced.url)
 
-def _serve(target: Post, election: Election, directory_fd: int, serve: Serve, departure: Departure) -> None:
-    def announce(address: str) -> None:
-        announced = announcement.announce(directory_fd, address)
-        _log.info("pid %d serves %s on %s", announced.pid, target.flight_dir, announced.url)
-
-    def finished(status: ExporterStatus) -> bool:
+    def finished(status: ServiceStatus) -> bool:
         with contextlib.suppress(OSError):  # an error in the log file is no reason to leave
             log_file.shorten(sys.stderr.fileno())
         return not election.holds() or departure(status)
 
-    try:
-        serve(target.flight_dir, target.address, announce=announce, finished=finished)
-    finally:
-        if election.holds():
-            announcement.withdraw(directory_fd)
-        election.release()
-    _log.info("pid %d has left %s", os.getpid(), target.flight_dir)
+    while True:
+        try:
+            serve(flight_dir, address, announce=announce, finished=finished)
+        finally:
+            if election.holds():
+                announcement.withdraw(directory_fd)
+            election.release()
+        _log.info("pid %d has left %s", os.getpid(), flight_dir)
+        if not (departure.decided and anyone_alive(directory_fd) and election.win()):
+            return
+        _log.info("a rank came while the exporter was leaving: it stays")
+        departure = Departure(grace_s)
