@@ -45,7 +45,7 @@ def serve(flight_dir, address, *, announce, finished):
 directory_fd = open_directory(sys.argv[1])
 candidate = Stepped(directory_fd)
 if candidate.win():
-    lifetime.hold(sys.argv[1], "127.0.0.1:1", 60.0, candidate, directory_fd, serve)
+    lifetime.run(sys.argv[1], "127.0.0.1:1", 60.0, candidate, directory_fd, serve)
 print("gone", flush=True)
 """
 

@@ -23,8 +23,8 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.http import client_scope
 from torchobs.exporter.snapshot_cache import SnapshotCache
 from torchobs.exporter.ui import sse
-from torchobs.exporter.ui.sections import PARTS
-from torchobs.exporter.ui.sparkline_data import KEPT
+from torchobs.exporter.ui.data import KEPT
+from torchobs.exporter.ui.page import PARTS
 from torchobs.exporter.ui.sse import Feed
 from torchobs.exporter.ui.view_model import Choice
 from torchobs.flight.files import artifacts

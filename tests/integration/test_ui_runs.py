@@ -15,8 +15,8 @@ from tests.rank_files import Clock, File, live_rank, train
 from tests.support import wait_until
 from tests.ui import Parsed, Stream, shorten_seconds
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.ui import sections
 from torchobs.exporter.ui import view_model as models
+from torchobs.exporter.ui.page import heading, rendered
 from torchobs.exporter.ui.urls import choice_of
 from torchobs.exporter.ui.view_model import Choice, Model, Modeller, focused, model
 from torchobs.flight.files import artifacts
@@ -111,10 +111,10 @@ def test_a_run_that_is_not_there_is_never_another(started: Callable[..., File], 
     missing = shown(scanner.scan(), choice)
     assert (missing.run, missing.focus, missing.rows, missing.choice) == (None, None, (), choice)
     assert focused(scanner.scan().ranks, choice) is None
-    page = {name: Parsed(part) for name, part in sections.rendered(missing).items()}
+    page = {name: Parsed(part) for name, part in rendered(missing).items()}
     assert "No such run (any more)" in page["health"].text
     assert page["runs"].links == ["./?run=jobs%2Fa#health"]
-    assert sections.heading(missing) == f"<bdi>{B}</bdi>"
+    assert heading(missing) == f"<bdi>{B}</bdi>"
     file = started("b", 1.0)
     assert shown(scanner.scan(), choice).run is not None
     file.writer.exit(Exit.FINISHED, 0)

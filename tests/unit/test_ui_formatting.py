@@ -7,11 +7,11 @@ import pytest
 
 from torchobs.catalog import Severity
 from torchobs.diagnosis import quantities
-from torchobs.exporter.ui.charts import alternative, sparkline, stacked
+from torchobs.exporter.ui.charts import BUCKETS, alternative, curve, heights, sparkline, stacked
+from torchobs.exporter.ui.data import KEPT, RecentValues
 from torchobs.exporter.ui.events import KEPT as KEPT_EVENTS
 from torchobs.exporter.ui.events import EventRow, RankEvents, log_of, merged_ranks, of_ring
 from torchobs.exporter.ui.html import Html, exact, joined, named, tag, text
-from torchobs.exporter.ui.sparkline_data import BUCKETS, KEPT, RecentValues, curve, heights
 from torchobs.exporter.ui.urls import choice_of, query_of
 from torchobs.exporter.ui.view_model import Choice
 from torchobs.flight.format.layout import Header

@@ -36,7 +36,7 @@ def serve_if_elected(flight_dir: str, address: str, grace_s: float, load: Callab
     announcement.withdraw(directory_fd)  # left by a killed predecessor: with the lock held it would count as ours
     from torchobs.node import lifetime
 
-    lifetime.hold(flight_dir, address, grace_s, election, directory_fd, load())
+    lifetime.run(flight_dir, address, grace_s, election, directory_fd, load())
 
 
 def _exporter() -> Serve:

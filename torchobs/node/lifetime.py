@@ -80,7 +80,7 @@ class Departure:
         return silent_s >= self._grace_s
 
 
-def hold(flight_dir: str, address: str, grace_s: float, election: Election, directory_fd: int, serve: Serve) -> None:
+def run(flight_dir: str, address: str, grace_s: float, election: Election, directory_fd: int, serve: Serve) -> None:
     """Serve as the elected exporter until no rank is left or it is stopped. ``grace_s``: as for :class:`Departure`."""
     departure = Departure(grace_s)
 

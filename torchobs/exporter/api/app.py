@@ -127,7 +127,7 @@ class Api:
             "ranks": {**dict.fromkeys(catalog.RANK_STATES, 0), **Counter(rank.state for rank in snapshot.ranks)},
             "files": dict(snapshot.files),
             "problems": list(snapshot.problems),
-            "token": self._token.there,
+            "token": self._token.is_configured,
         }
 
     async def _ranks(self, _: Request) -> object:

@@ -49,7 +49,7 @@ class Token:
         self._path = path
 
     @property
-    def there(self) -> bool:
+    def is_configured(self) -> bool:
         """True if a token file is configured, readable or not."""
         return self._path is not None
 
@@ -110,11 +110,11 @@ def _bearer(headers: Mapping[str, str]) -> str | None:
 
 
 def _not_here(token: Token) -> Problem:
-    return _no_token(token) if token.there else Problem(403, "not-here", client_scope.REFUSAL.strip())
+    return _no_token(token) if token.is_configured else Problem(403, "not-here", client_scope.REFUSAL.strip())
 
 
 def _no_token(token: Token) -> Problem:
-    if not token.there:
+    if not token.is_configured:
         return Problem(403, "control-off", _NO_CONTROL)
     detail = (
         "Send the header `Authorization: Bearer TOKEN` (or `Torchobs-Token: TOKEN`) with what is in the exporter's "

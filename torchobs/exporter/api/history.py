@@ -51,27 +51,27 @@ class Dated(NamedTuple):
 
 def position_of(cursor: str) -> Position:
     """Return the position that a cursor encodes. Raises ``Problem``."""
-    found = _CURSOR.fullmatch(cursor)
-    if found is None:
+    match = _CURSOR.fullmatch(cursor)
+    if match is None:
         raise bad("cursor is none that this API gave: take it from `next` of the page before.")
-    return Position(int(found[1]), found[2], int(found[3]))
+    return Position(int(match[1]), match[2], int(match[3]))
 
 
 def events(file: FlightFile, rank: Rank) -> list[Dated]:
     """Return the events in the ring that have a name and a time; spans are left out."""
-    found = []
+    dated = []
     for at, fields in file.events():
         name, when_ns = fields.get("name"), fields.get("t")
         if fields.get("k") != "event" or not isinstance(name, str) or not isinstance(when_ns, int):
             continue
-        found.append(_dated(at, fields, name[:LONGEST_NAME], wall_ns(rank.view.header, when_ns), rank))
-    return found
+        dated.append(_dated(at, fields, name[:LONGEST_NAME], wall_ns(rank.view.header, when_ns), rank))
+    return dated
 
 
-def page(found: Iterable[Dated], before: Position | None, limit: int) -> dict[str, Any]:
+def page(events: Iterable[Dated], before: Position | None, limit: int) -> dict[str, Any]:
     """Return the newest ``limit`` events that are older than ``before``, newest first."""
     older = sorted(
-        (one for one in found if before is None or one.position < before), key=lambda one: one.position, reverse=True
+        (one for one in events if before is None or one.position < before), key=lambda one: one.position, reverse=True
     )
     taken = older[:limit]
     more = len(older) > len(taken)
@@ -114,12 +114,11 @@ def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank)
 
 
 def _step(record: StepRecord, late: Sequence[StepRecord], rank: Rank) -> dict[str, Any]:
-    flags = record.flags
-    loss, norm = (record.loss if flags & StepFlag.LOSS else None), (record.grad_norm if flags & StepFlag.GRAD_NORM else None)
-    for one in late:
-        loss = one.loss if one.flags & StepFlag.LOSS else loss
-        norm = one.grad_norm if one.flags & StepFlag.GRAD_NORM else norm
-        flags |= one.flags
+    parts, flags, loss, norm = [record, *late], 0, None, None
+    for part in parts:
+        loss = part.loss if part.flags & StepFlag.LOSS else loss
+        norm = part.grad_norm if part.flags & StepFlag.GRAD_NORM else norm
+        flags |= part.flags
     return {
         "step": record.step,
         "ended": instant(wall_ns(rank.view.header, record.end_ns)),
@@ -129,8 +128,8 @@ def _step(record: StepRecord, late: Sequence[StepRecord], rank: Rank) -> dict[st
         "gradient_norm": norm,
         "learning_rate": record.learning_rate if flags & StepFlag.LEARNING_RATE else None,
         "phases_s": dict(zip(PHASE_NAMES, record.phase_s, strict=True)),
-        "tokens": record.tokens + sum(one.tokens for one in late),
-        "samples": record.samples + sum(one.samples for one in late),
+        "tokens": sum(part.tokens for part in parts),
+        "samples": sum(part.samples for part in parts),
         "loss_scale": record.norm_scale,
         "skipped": bool(flags & StepFlag.SKIPPED),
     }

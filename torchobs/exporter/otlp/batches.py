@@ -93,7 +93,7 @@ class Metrics:
             source = self._sources[key_of(rank)] = self._new(rank)
         source.reopened(rank.opened)
         self._remember(rank.incarnation)
-        source.add_to(requests, rank.view.points, exporter_metrics.of_rank(rank), at_ns, shown=rank.exemplars, up=rank.up)
+        source.add_to(requests, rank.view.points, exporter_metrics.of_rank(rank), at_ns, recent=rank.exemplars, up=rank.up)
 
     def _new(self, rank: Rank) -> Source:
         header = rank.view.header
@@ -115,7 +115,6 @@ class Traces:
     def __init__(self, rings: SpanReader) -> None:
         self._rings = rings
         self._traces: dict[str, Trace] = {}
-        self._heads: dict[str, int] = {}
 
     @property
     def unread_bytes(self) -> int:
@@ -124,7 +123,8 @@ class Traces:
 
     def written(self, rank: Rank) -> int:
         """Return the bytes written to a rank's ring since it was last read, according to the file's header."""
-        return rank.view.live.event_head - self._heads.get(rank.incarnation, 0)
+        trace = self._traces.get(rank.incarnation)
+        return rank.view.live.event_head - (trace.ring_head if trace else 0)
 
     def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
         """Return the requests for the new spans of ``ranks``."""
@@ -141,14 +141,14 @@ class Traces:
         served = {rank.incarnation for rank in ranks}
         self._rings.keep(served)
         for gone in self._traces.keys() - served:
-            del self._traces[gone], self._heads[gone]
+            del self._traces[gone]
 
     def _add(self, requests: SpanRequests, rank: Rank, wall_ns: int) -> None:
         header, live = rank.view.header, rank.view.live
         if rank.incarnation not in self._traces:
             self._traces[rank.incarnation] = Trace(header)
         trace = self._traces[rank.incarnation]
-        self._heads[rank.incarnation] = live.event_head
+        trace.ring_head = live.event_head
         requests.add(trace, trace.take(self._rings.read(rank, wall_ns)))
         if not rank.up:
             last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns

@@ -50,7 +50,7 @@ class HttpTransport:
         fixed = {"Content-Type": "application/x-protobuf", "User-Agent": f"torchobs-exporter/{__version__}"}
         self._headers = {**fixed, **encoding, **dict(target.headers)}
         self._manager: PoolManager | None = None
-        self._connection: _Breakable | None = None
+        self._connection: _AbortableConnection | None = None
         self._socket: socket.socket | None = None
         self._closed = False
         self._late = Event()
@@ -65,7 +65,7 @@ class HttpTransport:
 
         def give_up() -> None:
             late.set()
-            self._break()
+            self._abort()
 
         # a socket's timeout restarts with every byte: a receiver that answers byte by byte would block the thread for ever
         timer = Timer(self._target.timeout_s, give_up)
@@ -76,23 +76,23 @@ class HttpTransport:
         except _FAILURES as problem:
             if late.is_set() or isinstance(problem, (TimeoutError, HTTPTimeoutError)):
                 return Outcome("retry", words=f"no answer within {self._target.timeout_s:g} s")
-            return Outcome("retry", words=_words(problem))
+            return Outcome("retry", words=_reason(problem))
         finally:
             timer.cancel()
             if self._connection is None or self._connection.is_closed:
-                self._forget()
-        return self._judge(answer, content)
+                self._forget_connection()
+        return self._outcome(answer, content)
 
     def cancel(self) -> None:
         """See :class:`Transport`."""
         self._closed = True
-        self._break()
+        self._abort()
 
     def close(self) -> None:
         """See :class:`Transport`."""
         if self._manager is not None:
             self._manager.clear()
-        self._forget()
+        self._forget_connection()
 
     def _post(self, body: bytes) -> tuple[BaseHTTPResponse, bytes]:
         """Return the response and its body. Raises what urllib3 and :meth:`_check` raise."""
@@ -112,7 +112,7 @@ class HttpTransport:
             raise ConnectionResetError("the receiver ended the connection before it had everything")
         return answer, content
 
-    def _judge(self, answer: BaseHTTPResponse, content: bytes) -> Outcome:
+    def _outcome(self, answer: BaseHTTPResponse, content: bytes) -> Outcome:
         if HTTPStatus.OK <= answer.status < HTTPStatus.MULTIPLE_CHOICES:
             return accepted(self._signal, content)
         moved = answer.headers.get("Location")
@@ -125,45 +125,45 @@ class HttpTransport:
         proxy = _proxy_of(self._target.url)
         manager = ProxyManager(proxy[0], proxy_headers=proxy[1]) if proxy else PoolManager()
         pool: Any = manager.connection_from_url(self._target.url)
-        tls = partial(_BreakableTLS, partial(_context, self._target))
-        pool.ConnectionCls = partial(tls if pool.scheme == "https" else _Breakable, opened=self._opened)
+        tls = partial(_AbortableTLSConnection, partial(_context, self._target))
+        pool.ConnectionCls = partial(tls if pool.scheme == "https" else _AbortableConnection, opened=self._opened)
         return manager
 
-    def _opened(self, connection: _Breakable, sock: socket.socket) -> None:
+    def _opened(self, connection: _AbortableConnection, sock: socket.socket) -> None:
         """Keep a duplicate of a new connection's socket: TLS detaches the original, and so does reading a response."""
-        self._forget()
+        self._forget_connection()
         self._connection, self._socket = connection, sock.dup()
         self._check()
 
     def _check(self) -> None:
         """Raise if the request was cancelled or timed out; call it once there is a socket.
 
-        :meth:`_break` sets its flag before it looks for the socket, so one of the two threads sees the other.
+        :meth:`_abort` sets its flag before it looks for the socket, so one of the two threads sees the other.
         """
         if self._closed:
             raise ConnectionAbortedError("the exporter ends")
         if self._late.is_set():
             raise TimeoutError
 
-    def _break(self) -> None:
+    def _abort(self) -> None:
         """Shut the socket down while another thread uses it: its read or write fails at once."""
         sock = self._socket
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _forget(self) -> None:
+    def _forget_connection(self) -> None:
         sock, self._connection, self._socket = self._socket, None, None
         if sock is not None:
             sock.close()
 
 
-class _Breakable(HTTPConnection):
+class _AbortableConnection(HTTPConnection):
     """urllib3's connection that reports its socket before the handshake, and records whether a request was sent completely."""
 
     is_sent = False
 
-    def __init__(self, opened: Callable[[_Breakable, socket.socket], None], **given: Any) -> None:
+    def __init__(self, opened: Callable[[_AbortableConnection, socket.socket], None], **given: Any) -> None:
         super().__init__(**given)
         self._opened = opened
 
@@ -183,7 +183,7 @@ class _Breakable(HTTPConnection):
         self.is_sent = True
 
 
-class _BreakableTLS(_Breakable, HTTPSConnection):
+class _AbortableTLSConnection(_AbortableConnection, HTTPSConnection):
     def __init__(self, context: Callable[[], ssl.SSLContext], **given: Any) -> None:
         super().__init__(**given)
         self._context = context
@@ -233,12 +233,12 @@ def _text(content: bytes) -> str:
         return content.decode(errors="replace")
 
 
-def _words(problem: BaseException) -> str:
+def _reason(problem: BaseException) -> str:
     """Return the operating system's error message, which urllib3 wraps."""
     wrapped = problem.__cause__ or next((one for one in problem.args if isinstance(one, Exception)), None)
     if wrapped is not None:
         by = "the proxy: " if isinstance(problem, ProxyError) else ""
-        return f"{by}{_words(wrapped)}"
+        return f"{by}{_reason(wrapped)}"
     if isinstance(problem, OSError):
         return printable(problem.strerror or str(problem))
     return printable(f"{type(problem).__name__} {problem}")

@@ -58,7 +58,7 @@ _histogram: Callable[..., HistogramDataPoint] = HistogramDataPoint
 class PushedSeries:
     """One series and the value that was last sent."""
 
-    __slots__ = ("_attributes", "_known", "_previous", "_since_ns", "_size", "key", "scope", "series", "shown", "survives")
+    __slots__ = ("_attributes", "_known", "_previous", "_since_ns", "_size", "is_open", "key", "scope", "series", "survives")
 
     def __init__(
         self, series: Series, scope: InstrumentationScope, attributes: Iterable[tuple[str, object]], *,
@@ -67,7 +67,7 @@ class PushedSeries:
         """``known``: an earlier exporter may have sent what the series counted so far."""
         self.series, self.scope, self.survives = series, scope, survives
         self.key: _Key = (series.name, series.kind, series.unit, series.brief)
-        self.shown = False
+        self.is_open = False
         """whether the last point sent has a value, which receivers keep until a point ends the series"""
         self._attributes = otlp_attributes.cleaned(attributes)
         texts = sum(len(name) + len(str(value)) + _ATTRIBUTE_BYTES for name, value in self._attributes.items())
@@ -77,20 +77,27 @@ class PushedSeries:
         self._known = known
 
     def add_to(
-        self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar] = _NONE
+        self, requests: Requests, value: Value, start_ns: int, at_ns: int, exemplars: Mapping[int, Exemplar] = _NONE
     ) -> None:
-        """Add the point of a value counted since ``start_ns``; ``shown``: exemplars by bucket."""
+        """Add the point of a value counted since ``start_ns``; ``exemplars``: by bucket."""
         if isinstance(value, Distribution) is not (self.series.kind is Kind.HISTOGRAM):
             return
-        if requests.delta and self.series.kind in _SUMS:
-            self._add_delta(requests, value, start_ns, at_ns, shown)
+        # a histogram that has observed negative values has a sum that is not monotonic, and OTLP forbids it then
+        has_sum = not (isinstance(value, Distribution) and value.least is not None and value.least < 0)
+        if not requests.delta or self.series.kind not in _SUMS:
+            self.is_open = True
+            self._add(requests, value, start_ns, at_ns, exemplars, has_sum=has_sum)
             return
-        self._add(requests, value, start_ns, at_ns, shown, signed=_is_signed(value))
-        self.shown = True
+        previous, known = self._previous, self._known
+        since_ns = min(self._since_ns or start_ns, at_ns)  # a wall clock set back must not give a start after the end
+        self._previous, self._since_ns, self._known = value, at_ns, False
+        grown = None if known else _grown(value, previous)
+        if grown is not None:
+            self._add(requests, grown, since_ns, at_ns, exemplars, has_sum=has_sum)
 
     def end(self, requests: Requests, at_ns: int) -> None:
         """Add the point that ends the series (*no recorded value*)."""
-        self.shown = False
+        self.is_open = False
         if self.series.kind is Kind.HISTOGRAM:  # Prometheus ends only the buckets that the point has
             counts = (0,) * (len(self.series.bounds) + 1)
             ended: _Point = _histogram(self._attributes, 0, at_ns, 0, 0.0, counts, self.series.bounds, None, None)
@@ -98,40 +105,27 @@ class PushedSeries:
             ended = NumberDataPoint(self._attributes, 0, at_ns, 0)
         requests.add(self, ended, self._size, ends=True)
 
-    def _add_delta(self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar]) -> None:
-        previous, known = self._previous, self._known
-        since_ns = min(self._since_ns or start_ns, at_ns)  # a wall clock set back must not give a start after the end
-        self._previous, self._since_ns, self._known = value, at_ns, False
-        grown = None if known else _grown(value, previous)
-        if grown is not None:
-            self._add(requests, grown, since_ns, at_ns, shown, signed=_is_signed(value))
-
     def _add(
-        self, requests: Requests, value: Value, start_ns: int, at_ns: int, shown: Mapping[int, Exemplar], *, signed: bool
+        self, requests: Requests, value: Value, start_ns: int, at_ns: int, exemplars: Mapping[int, Exemplar], *, has_sum: bool
     ) -> None:
         if not isinstance(value, Distribution):
             number = value if abs(value) < _INT64 else float(value)  # beyond the range of OTLP's integers
             requests.add(self, NumberDataPoint(self._attributes, start_ns, at_ns, number), self._size)
             return
-        count, exemplars = sum(value.counts), _exemplars(value, shown, start_ns)
+        count, recent = sum(value.counts), _exemplars(value, exemplars, start_ns)
         if count >= _FIXED64:
             return  # only a forged file has such a count
-        total = None if signed else value.sum
-        given = (start_ns, at_ns, count, total, value.counts, self.series.bounds, value.least, value.greatest, exemplars)
+        total = value.sum if has_sum else None
+        given = (start_ns, at_ns, count, total, value.counts, self.series.bounds, value.least, value.greatest, recent)
         point = _histogram(self._attributes, *given)
-        requests.add(self, point, self._size + _EXEMPLAR_BYTES * len(exemplars))
+        requests.add(self, point, self._size + _EXEMPLAR_BYTES * len(recent))
 
 
-def _is_signed(value: Value) -> bool:
-    """Return True if a histogram has observed negative values: its sum is not monotonic then, and OTLP forbids it."""
-    return isinstance(value, Distribution) and value.least is not None and value.least < 0
-
-
-def _exemplars(value: Distribution, shown: Mapping[int, Exemplar], since_ns: int) -> list[SdkExemplar]:
+def _exemplars(value: Distribution, exemplars: Mapping[int, Exemplar], since_ns: int) -> list[SdkExemplar]:
     """Return the exemplars of the buckets that have grown since ``since_ns``."""
     return [
         SdkExemplar({"step": one.step}, one.value, one.at_ns, int(one.span_id, 16), int(one.trace_id, 16))
-        for index, one in shown.items()
+        for index, one in exemplars.items()
         if value.counts[index] and one.at_ns >= since_ns
     ]
 
@@ -212,11 +206,10 @@ class Requests:
             ]
         )
 
-    def _of_scope(self, scope: InstrumentationScope, found: dict[_Key, list[_Point]]) -> ScopeMetrics:
-        metrics = [
-            Metric(name, brief, unit, self._of_kind(kind, points)) for (name, kind, unit, brief), points in found.items()
-        ]
-        return ScopeMetrics(scope, metrics, scope.schema_url or "")
+    def _of_scope(self, scope: InstrumentationScope, metrics: dict[_Key, list[_Point]]) -> ScopeMetrics:
+        parts = metrics.items()
+        encoded = [Metric(name, brief, unit, self._of_kind(kind, points)) for (name, kind, unit, brief), points in parts]
+        return ScopeMetrics(scope, encoded, scope.schema_url or "")
 
     def _of_kind(self, kind: Kind, points: list[Any]) -> Gauge | Histogram | Sum:
         temporality = AggregationTemporality.DELTA if self.delta and kind in _SUMS else AggregationTemporality.CUMULATIVE

@@ -44,7 +44,7 @@ class Source:
         self._resource, self._identity, self._born_ns, self._limit = resource, identity, born_ns, limit
         self._known = known
         self._streams: dict[int, PushedSeries | None] = {}
-        self._said: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
+        self._own_series: dict[tuple[str, tuple[tuple[str, str], ...]], Series] = {}
         self._by_series: dict[Series, PushedSeries] = {}
         self._kept: list[Series] = []
         self._scopes: dict[Scope | None, InstrumentationScope] = {}
@@ -61,9 +61,11 @@ class Source:
 
     def add_to(
         self, requests: Requests, points: Iterable[tuple[Series, Value]], samples: Iterable[Sample], at_ns: int, *,
-        shown: Shown = NONE, up: bool = True,
+        recent: Shown = NONE, up: bool = True,
     ) -> None:  # fmt: skip
         """Add the points of all series that have a value, and end the streams of those that have none any more.
+
+        ``recent``: the rank's exemplars.
 
         A gauge of a rank that has just ended gets both points: its last value, which may not have been sent yet, and its end.
         """
@@ -79,7 +81,7 @@ class Source:
                 continue
             if up or stream.survives:
                 seen.add(stream)
-                stream.add_to(requests, value, self._born_ns, at_ns, exemplars.of(series, shown))
+                stream.add_to(requests, value, self._born_ns, at_ns, exemplars.of(series, recent))
             elif has_just_ended:
                 stream.add_to(requests, value, self._born_ns, at_ns - _BEFORE_NS)
         self.end(requests, at_ns, seen)
@@ -89,16 +91,16 @@ class Source:
         """End all streams except ``seen``."""
         requests.begin(self._resource)
         for stream in self._by_series.values():
-            if stream.shown and stream not in seen:
+            if stream.is_open and stream not in seen:
                 stream.end(requests, at_ns)
 
     def _as_series(self, samples: Iterable[Sample]) -> Iterator[tuple[Series, Value]]:
         for metric, attributes, value in samples:
             key = metric.name, tuple(sorted(attributes.items()))
-            series = self._said.get(key)
+            series = self._own_series.get(key)
             if series is None:
                 series = Series(metric.name, metric.kind, metric.unit, metric.brief, key[1], (), ValueType.FLOAT, -1, -1)
-                self._said[key] = series
+                self._own_series[key] = series
             yield series, int(value) if metric.integer else value
 
     def _stream(self, series: Series) -> PushedSeries | None:

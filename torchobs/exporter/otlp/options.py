@@ -70,14 +70,14 @@ def _url(text: str) -> str:
 
 
 def _headers(text: str) -> tuple[tuple[str, str], ...]:
-    found = []
+    pairs = []
     for item in filter(None, map(str.strip, text.split(","))):
         name, equals, value = item.partition("=")
         pair = unquote(name.strip()), unquote(value.strip())
         if not equals or not _HEADER_NAME.fullmatch(pair[0]) or not _HEADER_VALUE.fullmatch(pair[1]):
             raise ValueError("a header")
-        found.append(pair)
-    return tuple(found)
+        pairs.append(pair)
+    return tuple(pairs)
 
 
 def _milliseconds(text: str) -> float:
@@ -102,67 +102,49 @@ _EXPORTER = ValueKind(
 )
 
 
-def _option(
-    name: str, kind: ValueKind, brief: str, default: str, variable: str, variable_kind: ValueKind, **more: Any
-) -> Option:
-    """Return an option with OpenTelemetry's environment variable for it, which may have another unit."""
-    flag = f"--otlp.{name.replace('_', '-')}"
-    made = Option(f"otlp_{name}", kind, brief, default, also=((variable, variable_kind),), flag=flag, **more)
-    return with_exporter_variable(made)
+_DETAILS: dict[ValueKind, dict[str, str]] = {
+    _URL: {"metavar": "URL", "hidden_if": "@"},
+    _HEADERS: {"metavar": "NAME=VALUE,…", "hidden_if": ""},
+    _SECONDS: {"metavar": "DURATION"},
+    _PATH: {"metavar": "FILE"},
+}
 
+
+def _option(name: str, kind: ValueKind, brief: str, default: str, variable: str = "") -> Option:
+    """Return an option with OpenTelemetry's variable for it: by default ``OTEL_EXPORTER_OTLP_NAME``; in ms if a duration."""
+    variable = variable or f"OTEL_EXPORTER_OTLP_{name.upper()}"
+    also = ((variable, _MILLISECONDS if kind is _SECONDS else kind),)
+    details: dict[str, Any] = _DETAILS.get(kind, {})
+    flag = f"--otlp.{name.replace('_', '-')}"
+    return with_exporter_variable(Option(f"otlp_{name}", kind, brief, default, also=also, flag=flag, **details))
+
+
+_HEADERS_BRIEF = "Headers of every request. Everybody on the machine can read an option: for secrets, prefer the variable."
+_TEMPORALITY_VARIABLE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 OPTIONS = (
+    _option("endpoint", _URL, "Where to push metrics and spans; v1/metrics and v1/traces are added.", "nowhere"),
+    _option("metrics_endpoint", _URL, "Where to push metrics, as it is.", "--otlp.endpoint"),
+    _option("traces_endpoint", _URL, "Where to push spans, as it is.", "--otlp.endpoint"),
+    _option("protocol", _PROTOCOL, "grpc needs the extra otlp-grpc.", "http/protobuf"),
+    _option("headers", _HEADERS, _HEADERS_BRIEF, "none"),
+    _option("compression", _COMPRESSION, "How requests are compressed.", "none"),
+    _option("timeout", _SECONDS, "How long a request may take.", "10s"),
+    _option("certificate", _PATH, "Certificates to trust.", "the system's"),
+    _option("client_certificate", _PATH, "The exporter's own certificate.", "none"),
+    _option("client_key", _PATH, "The key of that certificate.", "none"),
+    _option("metrics", _EXPORTER, "none: push no metrics.", "otlp", "OTEL_METRICS_EXPORTER"),
+    _option("traces", _EXPORTER, "none: push no spans.", "otlp", "OTEL_TRACES_EXPORTER"),
     _option(
-        "endpoint", _URL, "Where to push metrics and spans; v1/metrics and v1/traces are added.",
-        "nowhere", "OTEL_EXPORTER_OTLP_ENDPOINT", _URL, metavar="URL", hidden_if="@",
+        "interval",
+        _SECONDS,
+        "Between two pushes of all metrics; new ranks and ends are pushed at once.",
+        "1m",
+        "OTEL_METRIC_EXPORT_INTERVAL",
     ),
-    _option(
-        "metrics_endpoint", _URL, "Where to push metrics, as it is.",
-        "--otlp.endpoint", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", _URL, metavar="URL", hidden_if="@",
-    ),
-    _option(
-        "traces_endpoint", _URL, "Where to push spans, as it is.",
-        "--otlp.endpoint", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", _URL, metavar="URL", hidden_if="@",
-    ),
-    _option(
-        "protocol", _PROTOCOL, "grpc needs the extra otlp-grpc.", "http/protobuf", "OTEL_EXPORTER_OTLP_PROTOCOL", _PROTOCOL,
-    ),
-    _option(
-        "headers", _HEADERS, "Headers of every request. Everybody on the machine can read an option: for secrets, prefer the "
-        "variable.", "none", "OTEL_EXPORTER_OTLP_HEADERS", _HEADERS, metavar="NAME=VALUE,…", hidden_if="",
-    ),
-    _option(
-        "compression", _COMPRESSION, "How requests are compressed.", "none", "OTEL_EXPORTER_OTLP_COMPRESSION", _COMPRESSION,
-    ),
-    _option(
-        "timeout", _SECONDS, "How long a request may take.",
-        "10s", "OTEL_EXPORTER_OTLP_TIMEOUT", _MILLISECONDS, metavar="DURATION",
-    ),
-    _option(
-        "certificate", _PATH, "Certificates to trust.", "the system's", "OTEL_EXPORTER_OTLP_CERTIFICATE", _PATH, metavar="FILE",
-    ),
-    _option(
-        "client_certificate", _PATH, "The exporter's own certificate.",
-        "none", "OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", _PATH, metavar="FILE",
-    ),
-    _option(
-        "client_key", _PATH, "The key of that certificate.", "none", "OTEL_EXPORTER_OTLP_CLIENT_KEY", _PATH, metavar="FILE",
-    ),
-    _option("metrics", _EXPORTER, "none: push no metrics.", "otlp", "OTEL_METRICS_EXPORTER", _EXPORTER),
-    _option("traces", _EXPORTER, "none: push no spans.", "otlp", "OTEL_TRACES_EXPORTER", _EXPORTER),
-    _option(
-        "interval", _SECONDS, "Between two pushes of all metrics; new ranks and ends are pushed at once.",
-        "1m", "OTEL_METRIC_EXPORT_INTERVAL", _MILLISECONDS, metavar="DURATION",
-    ),
-    _option(
-        "span_delay", _SECONDS, "How long an ended span may wait before it is pushed.",
-        "5s", "OTEL_BSP_SCHEDULE_DELAY", _MILLISECONDS, metavar="DURATION",
-    ),
-    _option(
-        "temporality", _TEMPORALITY, "What counters and histograms count from.",
-        "cumulative", "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", _TEMPORALITY,
-    ),
-)  # fmt: skip
+    _option("span_delay", _SECONDS, "How long an ended span may wait before it is pushed.", "5s", "OTEL_BSP_SCHEDULE_DELAY"),
+    _option("temporality", _TEMPORALITY, "What counters and histograms count from.", "cumulative", _TEMPORALITY_VARIABLE),
+)
 _BY_NAME = {option.name: option for option in OPTIONS}
 _OF_EACH_SIGNAL = frozenset(
     {"protocol", "headers", "compression", "timeout", "certificate", "client_certificate", "client_key"}
@@ -176,28 +158,28 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tup
     ``given``: the options' texts by field. A setting for one signal overrides that for all signals, and an option overrides
     its environment variable.
     """
-    asked = EnvResolver(given, environ)
-    targets: dict[str, Any] = {signal: asked.target(signal) for signal in SIGNALS}
+    resolver = _Resolver(given, environ)
+    targets: dict[str, Any] = {signal: resolver.target(signal) for signal in SIGNALS}
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or not any(targets.values()):
-        return None, asked.problems
-    found = {"interval_s": asked.value("interval"), "span_delay_s": asked.value("span_delay")}
-    chosen: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    delta = asked.value("temporality") in {"delta", "lowmemory"}
-    return PushConfig(**targets, delta=delta, **chosen), asked.problems
+        return None, resolver.problems
+    pauses = {"interval_s": resolver.value("interval"), "span_delay_s": resolver.value("span_delay")}
+    chosen: dict[str, Any] = {name: value for name, value in pauses.items() if value is not None}
+    delta = resolver.value("temporality") in {"delta", "lowmemory"}
+    return PushConfig(**targets, delta=delta, **chosen), resolver.problems
 
 
-class EnvResolver:
+class _Resolver:
     """Resolves options from the command line and the environment, and collects problems."""
 
     def __init__(self, given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
         self._given, self._environ = given, environ
-        self._found: list[SettingsProblem] = []
+        self._problems: list[SettingsProblem] = []
         self._lacking = ""
 
     @property
     def problems(self) -> tuple[str, ...]:
         """All problems, without duplicates: settings for all signals are resolved once per signal."""
-        return tuple(dict.fromkeys([*map(str, self._found), *filter(None, [self._lacking])]))
+        return tuple(dict.fromkeys([*map(str, self._problems), *filter(None, [self._lacking])]))
 
     def target(self, signal: str) -> PushTarget | None:
         """Return a signal's target; ``None`` if the signal is not pushed."""
@@ -220,7 +202,7 @@ class EnvResolver:
         option = _BY_NAME[f"otlp_{name}"]
         ((variable, kind),) = option.also
         own = (variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind) if signal and name in _OF_EACH_SIGNAL else None
-        found = values_of(option, self._given.get(option.name, ()), self._environ, self._found, own)
+        found = values_of(option, self._given.get(option.name, ()), self._environ, self._problems, own)
         return found[-1] if found else None
 
 

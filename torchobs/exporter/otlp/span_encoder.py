@@ -53,6 +53,8 @@ class Trace:
 
     def __init__(self, header: Header) -> None:
         self.resource = otlp_attributes.resource_of(header)
+        self.ring_head = 0
+        """position of the end of the rank's ring when it was last read"""
         self._header = header
         self._run_id = identifiers.run_span_id(header)
         self._run: Frame | None = None

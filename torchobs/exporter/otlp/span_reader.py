@@ -65,7 +65,7 @@ class SpanReader:
             self._forget(rank.incarnation)
             _log.warning("OTLP: spans of %s cannot be read: %s", name, problem)
             return []
-        self._miss(rank, frames)
+        self._count_missed(rank, frames)
         if frames:
             newest = frames[-1][0]
             self._ends[rank.incarnation] = _End(newest, head if newest < head else newest + _LONGEST)
@@ -93,7 +93,7 @@ class SpanReader:
             file.follow(self._directory.fd, name)
         return file
 
-    def _miss(self, rank: Rank, frames: list[tuple[int, Frame]]) -> None:
+    def _count_missed(self, rank: Rank, frames: list[tuple[int, Frame]]) -> None:
         """Count the bytes written since the last read that are no longer in the ring."""
         is_new = rank.view.header.wall_ns >= self._since_ns
         before = self._ends.get(rank.incarnation, _End(-1, 0) if is_new else None)

@@ -1,24 +1,112 @@
-"""Charts as inline SVG with text alternatives. Colours and widths are set in the style sheet."""
+"""Charts: a quantity over many steps reduced to a small curve, and SVG with text alternatives.
+
+Colours and widths are set in the style sheet.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import isfinite, log10
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
 from torchobs.diagnosis import quantities
 from torchobs.exporter.ui.html import EMPTY, Html, joined, tag, unseen
-from torchobs.exporter.ui.sparkline_data import heights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torchobs.exporter.ui.sparkline_data import Curve
+BUCKETS = 120
+"""Points of a curve: one for each two pixels or so."""
+
+LOG_FROM = 30.0
+"""Ratio of the largest to the typical value from which a logarithmic scale is used; a linear one would show only a spike."""
 
 _WIDTH, _HEIGHT = 240.0, 56.0
 _LEAST_NAMED = 0.005
 
 Points = list[tuple[float, float, float, float]]
 """x, and the y (downwards) of the mean, minimum and maximum of each bucket"""
+
+
+class Bucket(NamedTuple):
+    """Mean, minimum and maximum of the finite values of neighbouring steps; ``None`` if there are none."""
+
+    mean: float | None
+    least: float
+    greatest: float
+    nonfinite: int
+
+
+class Curve(NamedTuple):
+    """The data of a chart."""
+
+    first_step: int
+    last_step: int
+    buckets: tuple[Bucket, ...]
+    last: float
+    least: float
+    greatest: float
+    nonfinite: int
+    logarithmic: bool
+
+
+def curve(values: Iterable[tuple[int, float]]) -> Curve | None:
+    """Return the chart's data; ``None`` if no value is finite. Values delivered late by a device are sorted to their step."""
+    ordered = sorted(values)
+    finite = [value for _, value in ordered if isfinite(value)]
+    if not finite:
+        return None
+    groups = (ordered[first:last] for first, last in _edges(len(ordered)))
+    buckets = tuple(_bucket([value for _, value in group]) for group in groups)
+    return Curve(
+        first_step=ordered[0][0],
+        last_step=ordered[-1][0],
+        buckets=buckets,
+        last=finite[-1],
+        least=min(finite),
+        greatest=max(finite),
+        nonfinite=len(ordered) - len(finite),
+        logarithmic=_spreads(finite),
+    )
+
+
+def heights(curve: Curve) -> list[tuple[float, float, float] | None]:
+    """Return each bucket's (mean, minimum, maximum), scaled to 0 (the chart's bottom) to 1."""
+
+    def scaled(value: float) -> float:
+        return log10(value) if curve.logarithmic else value
+
+    low, high = scaled(curve.least), scaled(curve.greatest)
+    room = high - low
+    if not (room > 0 and isfinite(room)):
+        return [(0.5, 0.5, 0.5) if bucket.mean is not None else None for bucket in curve.buckets]
+
+    def height(value: float) -> float:
+        return min(1.0, max(0.0, (scaled(value) - low) / room))
+
+    return [
+        (height(bucket.mean), height(bucket.least), height(bucket.greatest)) if bucket.mean is not None else None
+        for bucket in curve.buckets
+    ]
+
+
+def _edges(count: int) -> Iterable[tuple[int, int]]:
+    buckets = min(count, BUCKETS)
+    return ((index * count // buckets, (index + 1) * count // buckets) for index in range(buckets))
+
+
+def _bucket(values: Sequence[float]) -> Bucket:
+    finite = [value for value in values if isfinite(value)]
+    missing = len(values) - len(finite)
+    if not finite:
+        return Bucket(None, 0.0, 0.0, missing)
+    # divided first: the sum of very large floats is infinite
+    return Bucket(sum(value / len(finite) for value in finite), min(finite), max(finite), missing)
+
+
+def _spreads(finite: Sequence[float]) -> bool:
+    ordered = sorted(finite)
+    return ordered[0] > 0 and ordered[-1] / LOG_FROM > ordered[len(ordered) // 2]
 
 
 def sparkline(curve: Curve | None, what: str, rounded: Callable[[float], str], *, stale: bool = False) -> Html:
@@ -90,9 +178,8 @@ def _rows(curve: Curve) -> list[Points]:
         if point is None:
             rows.append([])
         else:
-            x = float(_x(index, curve))
-            mean, least, greatest = point
-            rows[-1].append((x, _y(mean), _y(least), _y(greatest)))
+            mean, least, greatest = map(_y, point)
+            rows[-1].append((float(_x(index, curve)), mean, least, greatest))
     return [row for row in rows if row]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from types import MappingProxyType
@@ -11,17 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs.diagnosis import scalars
 from torchobs.diagnosis.status import NOTHING_NEW, Newest, newest
 from torchobs.exporter.ui import events
+from torchobs.exporter.ui.charts import Curve, curve
 from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
-from torchobs.exporter.ui.sparkline_data import KEPT, Curve, RankHistory, curve
+from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
 from torchobs.ranks.rank_file import HOSTILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torchobs.diagnosis.scalars import Point
     from torchobs.exporter.snapshot_cache import Scan
+    from torchobs.flight.format.step_record import StepRecord
     from torchobs.flight.reader.reader import FlightFile
     from torchobs.ranks.snapshot import Rank, Snapshot
 
@@ -33,6 +36,8 @@ EVENTS_S = 0.2
 """Time limit per update for event rings, each of which takes up to 5 ms; the remaining rings are read by the next update."""
 
 MOST_HISTORIES = 16
+KEPT = 4096
+"""Values kept of a quantity: as many as the ring has records."""
 
 
 class Curves(NamedTuple):
@@ -62,6 +67,46 @@ Details = Mapping[str, RankDetails]
 """The data by incarnation"""
 
 NO_DETAILS = RankDetails()
+
+
+class RankHistory:
+    """Loss, gradient norm and step time of one rank."""
+
+    def __init__(self) -> None:
+        self.losses, self.norms, self.times = RecentValues(), RecentValues(), RecentValues()
+        self.upto = 0
+        """number of the last record added"""
+
+    def add(self, records: Iterable[StepRecord]) -> None:
+        """Add the records that are new."""
+        for record in records:
+            if record.seq <= self.upto:
+                continue
+            self.upto = record.seq
+            if record.flags & StepFlag.LOSS:
+                self.losses.append(record.step, record.loss)
+            if record.flags & StepFlag.GRAD_NORM:
+                self.norms.append(record.step, record.grad_norm)
+            if record.kind == RecordKind.STEP and not record.flags & StepFlag.UNTIMED:
+                self.times.append(record.step, record.duration_s)
+
+
+class RecentValues:
+    """The last values with their steps, in arrays: 16 bytes each, where a list of tuples takes 120."""
+
+    def __init__(self) -> None:
+        self._steps, self._values = array("d"), array("d")
+
+    def append(self, step: int, value: float) -> None:
+        """Add a value; the oldest are dropped in blocks."""
+        self._steps.append(step)
+        self._values.append(value)
+        if len(self._values) >= 2 * KEPT:
+            del self._steps[:KEPT], self._values[:KEPT]
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        """Yield the last (step, value) pairs in the order of their addition."""
+        return ((int(step), value) for step, value in zip(self._steps[-KEPT:], self._values[-KEPT:], strict=True))
 
 
 _UNREAD = object()

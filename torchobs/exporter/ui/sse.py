@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
-from torchobs.exporter.ui import sections
+from torchobs.exporter.ui import page
 from torchobs.exporter.ui.data import PageData
 from torchobs.exporter.ui.urls import stream_of
 from torchobs.exporter.ui.view_model import Modeller, focused, model
@@ -154,7 +154,7 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
 
 
 def _parts(choice: Choice, model: Model) -> Parts:
-    parts = {**sections.rendered(model), "heading": sections.heading(model), "title": sections.title(model)}
+    parts = {**page.rendered(model), "heading": page.heading(model), "title": page.title(model)}
     if model.run and not choice.run:
         # a page opened before any run: from now on it shows this one
         parts["stream"] = stream_of(choice._replace(run=model.run.key))

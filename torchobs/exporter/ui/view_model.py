@@ -14,9 +14,9 @@ from torchobs.catalog import Severity
 from torchobs.diagnosis.health import Health, health
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_grad_norm, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
+from torchobs.exporter.ui.charts import curve
 from torchobs.exporter.ui.data import NO_DETAILS
 from torchobs.exporter.ui.events import log_of
-from torchobs.exporter.ui.sparkline_data import curve
 from torchobs.flight.metrics.throughput import time_left_s
 from torchobs.ranks import labels
 from torchobs.ranks.incarnations import DIGITS
@@ -25,9 +25,9 @@ from torchobs.ranks.metric_values import Reader
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from torchobs.exporter.ui.charts import Curve
     from torchobs.exporter.ui.data import Curves, Details, RankDetails
     from torchobs.exporter.ui.events import EventLog, EventRow
-    from torchobs.exporter.ui.sparkline_data import Curve
     from torchobs.flight.metrics.throughput import Throughput
     from torchobs.ranks.metric_values import Readings
     from torchobs.ranks.snapshot import Rank, Snapshot
