@@ -94,8 +94,8 @@ def steps(file: FlightFile, rank: Rank, last: int) -> dict[str, Any]:
 
 def logged(file: FlightFile, _: Rank) -> dict[str, Any]:
     """Return the curves of the scalars that the script logs, by name, oldest point first."""
-    found = scalars.curves(fields for _, fields in file.events())
-    return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in found.items()]}
+    curves = scalars.curves(fields for _, fields in file.events())
+    return {"scalars": [{"name": name, "points": [point._asdict() for point in points]} for name, points in curves.items()]}
 
 
 def _dated(at: int, fields: dict[str, Any], name: str, when_ns: int, rank: Rank) -> Dated:

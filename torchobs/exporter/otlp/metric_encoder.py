@@ -151,7 +151,7 @@ def _grown_distribution(value: Distribution, before: Distribution) -> Distributi
 
 
 _Scopes = dict["InstrumentationScope", dict[_Key, list[_Point]]]
-_Found = dict[Resource, _Scopes]
+_Collected = dict[Resource, _Scopes]
 
 
 class Requests:
@@ -163,7 +163,7 @@ class Requests:
         self._resource = Resource({})
         self._scopes: dict[bool, _Scopes] = {}
         """of the current resource, because hashing a resource for every point takes too long"""
-        self._found: tuple[_Found, _Found] = {}, {}
+        self._collected: tuple[_Collected, _Collected] = {}, {}
         """points with values, and points that end a series"""
         self._points = self._bytes = 0
 
@@ -184,25 +184,25 @@ class Requests:
         self._bytes += size
         scopes = self._scopes.get(ends)
         if scopes is None:  # two sources may have one resource: a rank whose label changed
-            scopes = self._scopes[ends] = self._found[ends].setdefault(self._resource, {})
+            scopes = self._scopes[ends] = self._collected[ends].setdefault(self._resource, {})
         scopes.setdefault(stream.scope, {}).setdefault(stream.key, []).append(point)
 
     def _cut(self) -> None:
         if self._points:
-            request, ended = (encode_metrics(self._as_data(found)) for found in self._found)
+            request, ended = (encode_metrics(self._as_data(points)) for points in self._collected)
             for point in _points_of(ended):
                 point.flags = _NO_VALUE
                 if isinstance(point, NumberMessage):
                     point.ClearField("as_int")
             request.MergeFrom(ended)
             self.done.append((request.SerializeToString(), self._points))
-        self._found, self._scopes, self._points, self._bytes = ({}, {}), {}, 0, 0
+        self._collected, self._scopes, self._points, self._bytes = ({}, {}), {}, 0, 0
 
-    def _as_data(self, found: _Found) -> MetricsData:
+    def _as_data(self, collected: _Collected) -> MetricsData:
         return MetricsData(
             [
                 ResourceMetrics(resource, [self._of_scope(scope, metrics) for scope, metrics in scopes.items()], "")
-                for resource, scopes in found.items()
+                for resource, scopes in collected.items()
             ]
         )
 

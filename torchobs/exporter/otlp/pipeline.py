@@ -42,7 +42,7 @@ class PushPipeline:
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
         self._traces = Traces(SpanReader(exporter, born_ns - OLDER_NS))
         self._ended: set[str] = set()
-        self._left: dict[str, Rank] = {}
+        self._replaced_since: dict[str, Rank] = {}
         """ranks replaced by other incarnations since the last snapshot that was processed"""
         self._next_metrics_s = self._next_traces_s = 0.0
         self._changed = Condition()
@@ -60,10 +60,10 @@ class PushPipeline:
     @property
     def counts(self) -> Mapping[str, Counts]:
         """Counts of what was recorded, sent and dropped, by signal."""
-        found = {signal: queue.counts for signal, queue in self._queues.items()}
-        if "traces" in found:
-            found["traces"] = found["traces"]._replace(unread_bytes=self._traces.unread_bytes)
-        return found
+        counts = {signal: queue.counts for signal, queue in self._queues.items()}
+        if "traces" in counts:
+            counts["traces"] = counts["traces"]._replace(unread_bytes=self._traces.unread_bytes)
+        return counts
 
     @property
     def settled(self) -> bool:
@@ -79,7 +79,7 @@ class PushPipeline:
         """Hand over a snapshot to push what is due; ``final``: everything, because the exporter ends. Returns at once."""
         with self._changed:
             self._scrape, self._final = scrape, final or self._final
-            self._left |= {rank.incarnation: rank for rank in scrape.snapshot.left}
+            self._replaced_since |= {rank.incarnation: rank for rank in scrape.snapshot.left}
             self._changed.notify_all()
         if final:
             for queue in self._queues.values():
@@ -112,7 +112,7 @@ class PushPipeline:
             if self._closed or self._scrape is None:
                 return None
             scrape, self._scrape = self._scrape, None
-            left, self._left = self._left, {}
+            left, self._replaced_since = self._replaced_since, {}
             served = {rank.incarnation for rank in scrape.snapshot.ranks}
             left = {incarnation: rank for incarnation, rank in left.items() if incarnation not in served}
             return scrape._replace(snapshot=replace(scrape.snapshot, left=(*left.values(),))), self._final

@@ -59,8 +59,9 @@ def unseen(words: str) -> Html:
 
 
 def definitions(lines: Iterable[tuple[str, str]], class_: str | None = None) -> Html:
-    """Return a list of terms, each with its value."""
-    return tag("dl", *(tag("div", tag("dt", term), tag("dd", value)) for term, value in lines), class_=class_)
+    """Return a list of terms, each with its value; nothing if there are none."""
+    items = [tag("div", tag("dt", term), tag("dd", value)) for term, value in lines]
+    return tag("dl", *items, class_=class_) if items else EMPTY
 
 
 def heading_cell(words: str, class_: str = "", order: str | None = None) -> Html:

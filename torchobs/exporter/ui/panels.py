@@ -73,15 +73,14 @@ def details(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    panels = [("Where the time went", _goodput(focus.readings))]
-    for name, lines in (
-        ("Memory", list(_memory(focus.readings))),
-        ("Mixed precision", list(_amp(focus.readings))),
-        ("torch.compile", list(_compile(focus.readings))),
-        ("Checkpoints and gradients", list(_checkpoints(focus.readings, model.now_s))),
-    ):
-        panels.append((name, definitions(lines) if lines else EMPTY))
-    cards = [tag("div", tag("h3", name), content, class_="card") for name, content in panels if content]
+    panels = {
+        "Where the time went": _goodput(focus.readings),
+        "Memory": definitions(_memory(focus.readings)),
+        "Mixed precision": definitions(_amp(focus.readings)),
+        "torch.compile": definitions(_compile(focus.readings)),
+        "Checkpoints and gradients": definitions(_checkpoints(focus.readings, model.now_s)),
+    }
+    cards = [tag("div", tag("h3", name), content, class_="card") for name, content in panels.items() if content]
     return joined([tag("h2", "Rank ", named(focus.rank), " in detail"), tag("div", *cards, class_="cards")])
 
 
@@ -125,11 +124,8 @@ def _memory(readings: Readings) -> Iterator[Line]:
 
 
 def _of(value: float, limit: float | None) -> Html:
-    if not limit:
-        return exact(quantities.size(value), value)
-    return joined(
-        [charts.meter(value / limit), exact(quantities.size(value), value), " of ", exact(quantities.size(limit), limit)]
-    )
+    used = exact(quantities.size(value), value)
+    return joined([charts.meter(value / limit), used, " of ", exact(quantities.size(limit), limit)]) if limit else used
 
 
 def _amp(readings: Readings) -> Iterator[Line]:
@@ -165,10 +161,8 @@ def _compile(readings: Readings) -> Iterator[Line]:
 def _checkpoints(readings: Readings, now_s: float) -> Iterator[Line]:
     saved, failed = readings.get(catalog.CHECKPOINTS, "saved"), readings.get(catalog.CHECKPOINTS, "failed")
     if saved or failed:
-        yield (
-            "checkpoints",
-            joined([exact(quantities.count(saved), saved), f", {quantities.count(failed)} failed" if failed else ""]),
-        )
+        failures = f", {quantities.count(failed)} failed" if failed else ""
+        yield "checkpoints", joined([exact(quantities.count(saved), saved), failures])
     at_s, size = readings.get(catalog.CHECKPOINT_TIMESTAMP), readings.get(catalog.CHECKPOINT_SIZE)
     if at_s:
         yield "last one", tag("span", f"{quantities.span(now_s - at_s)} ago" + (f", {quantities.size(size)}" if size else ""))

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchobs.exporter.snapshot_cache import DEADLINE_S, FRESH_S
@@ -56,7 +57,7 @@ class Feed:
         self._viewers: dict[object, Choice] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._rest: asyncio.TimerHandle | None = None
-        self.closed = self._done = False
+        self._closed = self._done = False
 
     async def model(self, choice: Choice) -> Model:
         """Return the current view model; without the files' details if reading them takes too long."""
@@ -78,7 +79,7 @@ class Feed:
         try:
             if self._ticker is None or self._ticker.done():
                 self._ticker = asyncio.get_running_loop().create_task(self._tick())
-            while not self.closed and asyncio.get_running_loop().time() < until:
+            while not self._closed and asyncio.get_running_loop().time() < until:
                 update, changed = self._parts, self._changed
                 parts = update.get(choice, {})
                 if new := {name: part for name, part in parts.items() if sent.get(name) != part}:
@@ -88,7 +89,7 @@ class Feed:
                     yield _event("same", {})
                 if self._parts is update:
                     await changed.wait()
-            yield _event("end", {"gone": self.closed} | ({"done": True} if self._done else {}))
+            yield _event("end", {"gone": self._closed} | ({"done": True} if self._done else {}))
         finally:
             del self._viewers[viewer]
 
@@ -99,15 +100,15 @@ class Feed:
 
     def close(self, *, done: bool = False) -> None:
         """End all streams. ``done``: because all ranks have ended, which viewers are informed of."""
-        self.closed, self._done = True, done
+        self._closed, self._done = True, done
         self._wake()
         self._thread.shutdown(wait=False)
 
     async def _tick(self) -> None:
-        while self._viewers and not self.closed:
+        while self._viewers and not self._closed:
             began = time.perf_counter()
             models = await self._models(set(self._viewers.values()), TICK_S / 2)
-            self._parts = await self._in_thread(lambda: {choice: _parts(choice, model) for choice, model in models.items()})  # noqa: B023
+            self._parts = await self._in_thread(partial(_rendered, models))
             self._wake()
             await asyncio.sleep(max(TICK_S, RELAXATION * (time.perf_counter() - began)))
         self._expire()
@@ -151,6 +152,10 @@ async def _in_time(answer: Awaitable[T], otherwise: T) -> T:
         return await asyncio.wait_for(answer, DEADLINE_S)
     except asyncio.TimeoutError:
         return otherwise
+
+
+def _rendered(models: Mapping[Choice, Model]) -> dict[Choice, Parts]:
+    return {choice: _parts(choice, model) for choice, model in models.items()}
 
 
 def _parts(choice: Choice, model: Model) -> Parts:

@@ -249,7 +249,7 @@ def model(
         run=run,
         health=health_beside(run, runs) if run else MISSING if choice.run else NO_RANK,
         focus=focus,
-        rows=tuple(ordered_rows(rows, choice.sort)[first : first + PER_PAGE]),
+        rows=tuple(_ordered_rows(rows, choice.sort)[first : first + PER_PAGE]),
         pages=pages,
         curves=focused.curves,
         scalars={name: curve(points) for name, points in focused.scalars.items()},
@@ -311,17 +311,17 @@ def _chosen(runs: Mapping[str, T], choice: Choice) -> T | None:
     return runs.get(choice.run) if choice.run else next(iter(runs.values()), None)
 
 
-def trouble(status: RankStatus) -> float:
+def _trouble(status: RankStatus) -> float:
     """Return a score of how urgently a rank needs attention; by default the table is sorted by it, worst first."""
     by_state = {"lost": 6.0, "failed": 6.0, "hung": 5.0, "unresponsive": 4.0}.get(status.state, 0.0)
     slow = status.slowness.factor - 1 if status.slowness and status.slowness.factor > 1 else 0.0
     return by_state + 2.0 * bool(status.anomalies) + min(slow, 1.0)
 
 
-def ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
+def _ordered_rows(rows: Sequence[Row], sort: str) -> list[Row]:
     """Return the ranks sorted; where values are equal or missing, by rank number."""
     keys: dict[str, Callable[[Row], float]] = {
-        "worst": lambda row: -round(trouble(row.status), 1),
+        "worst": lambda row: -round(_trouble(row.status), 1),
         "step": lambda row: row.status.steps,
         "time": lambda row: -(row.pace.step_s if row.pace else -1.0),
         "loss": lambda row: _descending(row.status.loss),
