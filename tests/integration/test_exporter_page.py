@@ -307,6 +307,18 @@ def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter
     assert [number(sample) for sample in exporter.samples("torchobs_probe_disabled")] == [0.0]
 
 
+def test_a_quiet_series_is_on_the_pages_of_all_formats_from_then_on(exporter: Exporter, file: File) -> None:
+    """Also where it has its default value again before the other format is asked for."""
+    for at_s, disabled in ((1.0, 0), (2.0, 1), (3.0, 0)):
+        file.set(catalog.PROBE_DISABLED, disabled, probe="loss")
+        file.save()
+        exporter.scan(at_s)
+        found = re.findall(r"^torchobs_probe_disabled{.*} (.*)$", exporter.text(), re.MULTILINE)
+        assert found == ([] if at_s == 1.0 else [f"{disabled}.0"])
+        if at_s != 2.0:
+            assert re.findall(r"^torchobs_probe_disabled{.*} (.*)$", exporter.openmetrics(), re.MULTILINE) == found
+
+
 KILLS = "torchobs_cgroup_memory_oom_kills_total"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, chain, groupby
 from math import isfinite
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.catalog import Kind, cumulative
 from torchobs.exporter.prometheus.name_registry import family_of, sample_name
@@ -93,17 +93,22 @@ def is_gauge(series: Series) -> bool:
 class SeriesLines:
     """The lines of one series in one style."""
 
-    __slots__ = ("_entry", "_style", "prefixes")
+    __slots__ = ("_entry", "_prefixes", "_style")
 
     def __init__(self, entry: LabelledSeries, style: Style) -> None:
-        name = entry.family.name
         self._entry, self._style = entry, style
-        if entry.buckets:
-            parts = [prefix(style, f"{name}_bucket", own) for own in entry.buckets]
-            parts += [prefix(style, f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
-        else:
-            parts = [prefix(style, sample_name(entry.family), entry.labels)]
-        self.prefixes = tuple(parts)
+        self._prefixes: list[str] = []
+
+    @property
+    def prefixes(self) -> Sequence[str]:
+        """The lines up to their numbers; made when they are needed, for most quiet series never are."""
+        entry, style, name = self._entry, self._style, self._entry.family.name
+        if not self._prefixes and entry.buckets:
+            self._prefixes = [prefix(style, f"{name}_bucket", own) for own in entry.buckets]
+            self._prefixes += [prefix(style, f"{name}{suffix}", entry.labels) for suffix in ("_count", "_sum")]
+        elif not self._prefixes:
+            self._prefixes = [prefix(style, sample_name(entry.family), entry.labels)]
+        return self._prefixes
 
     def numbers(self, value: Value | None) -> Sequence[float]:
         """Return the numbers of the first lines; none for values that a page cannot show (not finite, a negative counter)."""
@@ -143,7 +148,7 @@ class _Row(NamedTuple):
 class _Plan(NamedTuple):
     """The lines while the same series have a value. ``starts``: the first line of each row."""
 
-    pick: Callable[[Sequence[Value | None]], tuple[float, ...]]
+    pick: Callable[[Sequence[Value | None]], tuple[Any, ...]]
     template: LineTemplate
     starts: list[int]
     created: dict[int, str]
@@ -154,7 +159,8 @@ class BlockRenderer:
     """Renders a value block in one style and one state of the rank; again only when the block has changed.
 
     Nearly every series is a gauge of floats; their values are picked from the block without a check of each. The other series
-    are rows, with a line for each number of the value; the row of a quiet series may be empty.
+    are rows, with a line for each number of the value. The rows of quiet series are hidden at first, two of three in a plain
+    training; they are not looked at one by one while all of their values stay the same.
     """
 
     def __init__(
@@ -181,6 +187,10 @@ class BlockRenderer:
             for index, entry in in_order
             if entry.family.name in mixed
         ]
+        self._hidden, self._shown = [row for row in self._rows if row.quiet is not None], self._rows
+        self._pick_hidden = _picking(())
+        self._hidden_values: tuple[Value | None, ...] = ()
+        self._revealed = -1
         self._gauges = [
             (index, headings[entry.family.name], prefix(style, entry.family.name, entry.labels))
             for index, entry in in_order
@@ -196,7 +206,9 @@ class BlockRenderer:
 
     def _render(self, block: DecodedBlock, exemplars: Shown) -> list[FamilyLines]:
         values, self.is_holding = block.values, False
-        found = [self._numbers(row, values[row.in_block]) for row in self._rows]
+        if self._pick_hidden(values) != self._hidden_values or self._revealed != self._quiet.revealed:
+            self._reveal(values)
+        found = [self._numbers(row, values[row.in_block]) for row in self._shown]
         shape = () if block.whole else [index for index, _, _ in self._gauges if values[index] is None], [*map(len, found)]
         if shape != self._shape:
             self._plan, self._shape = self._planned(*shape), shape
@@ -204,12 +216,22 @@ class BlockRenderer:
         texts = numbers([*plan.pick(values), *chain.from_iterable(found)])
         if exemplars and self._openmetrics:
             for row, bucket, text in self._exemplar_texts(exemplars):
-                value = values[self._rows[row].in_block]
+                value = values[self._shown[row].in_block]
                 if isinstance(value, Distribution) and value.counts[bucket]:  # a span can precede the fold of its step
                     texts[plan.starts[row] + bucket] += text
         if not plan.created:
             return plan.template.fill(texts)
         return self._with_created(plan, texts)
+
+    def _reveal(self, values: Sequence[Value | None]) -> None:
+        """Show the hidden rows that have, or in another style's page have had, another value than the default."""
+        self._hidden = [row for row in self._hidden if not self._numbers(row, values[row.in_block])]
+        indices = [row.in_block for row in self._hidden]
+        hidden = frozenset(indices)
+        self._shown = [row for row in self._rows if row.in_block not in hidden]
+        self._pick_hidden = _picking(indices)
+        self._hidden_values, self._revealed = self._pick_hidden(values), self._quiet.revealed
+        self._shape, self._exemplars = None, (exemplars_of.NONE, [])
 
     def _numbers(self, row: _Row, value: Value | None) -> Sequence[float]:
         found = row.lines.numbers(value)
@@ -234,7 +256,7 @@ class BlockRenderer:
         gauges = [one for one in self._gauges if one[0] not in hidden]
         headings, prefixes = [family for _, family, _ in gauges], [text for _, _, text in gauges]
         starts, created = list[int](), dict[int, str]()
-        for row, length in zip(self._rows, lengths, strict=True):
+        for row, length in zip(self._shown, lengths, strict=True):
             starts.append(len(prefixes))
             prefixes += row.lines.prefixes[:length]
             headings += [row.heading] * length
@@ -247,13 +269,13 @@ class BlockRenderer:
     def _exemplar_texts(self, exemplars: Shown) -> list[tuple[int, int, str]]:
         """Return the row, the bucket and the text of each exemplar."""
         if exemplars is not self._exemplars[0]:
-            by_row = ((number, row.lines.exemplars(exemplars)) for number, row in enumerate(self._rows))
+            by_row = ((number, row.lines.exemplars(exemplars)) for number, row in enumerate(self._shown))
             self._exemplars = exemplars, [(number, bucket, text) for number, found in by_row for bucket, text in found]
         return self._exemplars[1]
 
 
-def _picking(indices: Sequence[int]) -> Callable[[Sequence[Value | None]], tuple[float, ...]]:
+def _picking(indices: Sequence[int]) -> Callable[[Sequence[Value | None]], tuple[Any, ...]]:
     """Return a function that picks the values at ``indices``."""
     if len(indices) < 2:  # noqa: PLR2004  # an itemgetter of one index returns no tuple
-        return lambda values: tuple(values[index] for index in indices)  # type: ignore[misc]  # all are gauges with a value
+        return lambda values: tuple(values[index] for index in indices)
     return itemgetter(*indices)

@@ -1,4 +1,4 @@
-"""Which series of a rank are on the page: by limits, names and duplicates, decided once; by the rank's state and quiet values."""
+"""Which series of a rank are on the page: by limits, names and duplicates, decided once; by its state and by quiet values."""
 
 from __future__ import annotations
 
@@ -197,6 +197,11 @@ class QuietSeries:
     def begin(self, number: int, acknowledged: int) -> None:
         """Begin the page of a snapshot; every expected scraper has received that of ``acknowledged`` or a newer one."""
         self._number, self._acknowledged = number, acknowledged
+
+    @property
+    def revealed(self) -> int:
+        """Number of series that are on the page."""
+        return len(self._since)
 
     def shown(self, entry: LabelledSeries, values: Sequence[float]) -> Sequence[float]:
         """Return the numbers to show for a series with ``values``: none, zeros, or ``values`` itself."""
