@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support import clean_environment, wait_until
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.daemon import ServiceStatus, serve
+from torchobs.exporter.daemon import serve
+from torchobs.node.lifetime import ExporterStatus
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -85,7 +86,7 @@ class Service(Client):
         super().__init__("")
         self._config = config if config.listen else replace(config, listen=(address_of(listen),))
         self._stop = threading.Event()
-        self.fleets: list[ServiceStatus] = []
+        self.fleets: list[ExporterStatus] = []
         self.announced: list[str] = []
         self.code: int | None = None
         self._thread = threading.Thread(target=self._run)
@@ -109,7 +110,7 @@ class Service(Client):
     def _run(self) -> None:
         self.code = serve(self._config, announce=self.announced.append, finished=self._finished)
 
-    def _finished(self, fleet: ServiceStatus) -> bool:
+    def _finished(self, fleet: ExporterStatus) -> bool:
         self.fleets.append(fleet)
         return self._stop.is_set()
 

@@ -1,8 +1,8 @@
 """Ranks without training, for the benchmarks of the exporter: a few processes write many flight files and keep them alive.
 
 ``python -m tests.bench.fleet DIRECTORY FIRST RANKS LINES STEP_S WORLD HERE QUIET`` makes the files of one node with the real
-writer, says "ready" when they are there, moves heartbeats and takes steps. On the line "change" it gives every series another value and
-says "changed"; it leaves when its input ends, and the files stay.
+writer, says "ready" when they are there, moves heartbeats and takes steps. On the line "change" it gives every series another
+value and says "changed"; it leaves when its input ends, and the files stay.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from torchobs.exporter.prometheus.handler import _deadline_s
 from torchobs.exporter.snapshot_cache import DEADLINE_S
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.writer.writer import FlightWriter
+from torchobs.node.lifetime import ExporterStatus
 
 SCRAPE = {"X_Prometheus_Scrape_Timeout_Seconds": "10", "User_Agent": "Prometheus/3.11"}
 
@@ -234,7 +235,7 @@ def test_every_interface_is_both_families(flight_dir: Path) -> None:
 def test_the_fleet_tells_when_the_duty_is_done(writer: FlightWriter, exporter: Service) -> None:
     """Ranks, who lives, how long ago the last scrape was, and how many last states nobody has got yet."""
     wait_until(lambda: exporter.fleets and exporter.fleets[-1].ranks == 1)
-    assert exporter.fleets[-1] == daemon.ServiceStatus(ranks=1, alive=1, last_scrape_age_s=None, unscraped_final=0)
+    assert exporter.fleets[-1] == ExporterStatus(ranks=1, alive=1, last_scrape_age_s=None, unscraped_final=0)
     exporter.get(**SCRAPE)
     writer.exit(Exit.FINISHED, 0)
     writer.close()

@@ -17,9 +17,10 @@ from tests.exporters import EXPORTER, Client, start_program
 from tests.support import clean_environment, wait_until
 from torchobs.config.option_types import Address
 from torchobs.exporter.config import ExporterConfig, Mode
-from torchobs.exporter.daemon import ServiceStatus, serve
+from torchobs.exporter.daemon import serve
 from torchobs.exporter.http.server import bind
 from torchobs.flight.files import location
+from torchobs.node.lifetime import ExporterStatus
 
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -100,9 +101,9 @@ def test_a_mistake_of_ours_ends_no_sidecar(
     mode: Mode, flight_dir: Path, caplog: pytest.LogCaptureFixture, free_port: Callable[[], int]
 ) -> None:
     """It is logged, and the next look is a new one; a node's exporter ends, for its trainings start another."""
-    asked: list[ServiceStatus] = []
+    asked: list[ExporterStatus] = []
 
-    def finished(fleet: ServiceStatus) -> bool:
+    def finished(fleet: ExporterStatus) -> bool:
         asked.append(fleet)
         if len(asked) == 1:
             raise RuntimeError("a mistake")

@@ -20,7 +20,7 @@ from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import USERS
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.http import systemd
+from torchobs.exporter.http import server
 from torchobs.exporter.http.unix_socket import UnixAddress, bind_unix
 
 STARTER = """
@@ -205,7 +205,7 @@ def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: P
 def test_what_systemd_has_not_given_is_not_taken(environ: dict[str, str]) -> None:
     """The variables of a parent, or none."""
     with pytest.raises(OSError, match=r"systemd has given no socket"):
-        systemd.inherited(environ, 7)
+        server.systemd_sockets(environ, 7)
 
 
 def test_without_systemd_s_socket_no_other_is_opened(flight_dir: Path) -> None:

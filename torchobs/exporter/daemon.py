@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,13 +28,12 @@ from torchobs.exporter.exporter_metrics import Lost
 from torchobs.exporter.http.app import Site
 from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
 from torchobs.exporter.http.connection_limits import Connections
-from torchobs.exporter.http.server import allow_files, bind, bind_near, retire, serve_on
-from torchobs.exporter.http.systemd import inherited
+from torchobs.exporter.http.server import UnixSocketWatch, allow_files, bind, bind_near, retire, serve_on, systemd_sockets
 from torchobs.exporter.http.unix_socket import UnixAddress, UnixSocket, bind_unix
-from torchobs.exporter.http.unix_socket_watch import Named
 from torchobs.exporter.prometheus.page_cache import PageCache
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
+from torchobs.node.lifetime import ExporterStatus
 from torchobs.ranks import memory_budget
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
@@ -57,22 +55,11 @@ RETRY_BIND_S, FLUSH_S = 5.0, 10.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceStatus:
-    """Number and state of the ranks, from which a node's exporter decides when to end (``node.lifetime.ExporterStatus``)."""
-
-    ranks: int
-    alive: int
-    last_scrape_age_s: float | None
-    unscraped_final: int
-    viewers: int = 0
-
-
 def serve(
     config: ExporterConfig,
     *,
     announce: Callable[[str], None] | None = None,
-    finished: Callable[[ServiceStatus], bool] | None = None,
+    finished: Callable[[ExporterStatus], bool] | None = None,
 ) -> int:
     """Serve until SIGTERM, SIGINT, SIGHUP or ``finished``; return the process's exit code.
 
@@ -106,28 +93,28 @@ class Listener(NamedTuple):
 
 class _Service:
     def __init__(
-        self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[ServiceStatus], bool] | None
+        self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[ExporterStatus], bool] | None
     ) -> None:
         self._config, self._announce, self._finished = config, announce, finished
         for_memory = memory_budget.derived(config)
         most = config.series_limit_total or for_memory
-        self._watch = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
+        self._snapshots = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
         self._pages, self._scrapers = PageCache(config, most), ScrapeTracker()
-        self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
-        self._gate = WebConfigMiddleware(config.web_config_file)
-        self._api = Api(config, self._watch, lambda: self._gate.authenticates)
+        self._site = Site(self._snapshots, self._pages, self._scrapers, config.telemetry_path, self._problems)
+        self._web_config = WebConfigMiddleware(config.web_config_file)
+        self._api = Api(config, self._snapshots, lambda: self._web_config.authenticates)
         self._wants_socket = unix_socket_path.is_wanted(config)
         self._site.live.evidence = self._api.evidence
-        self._open = self._site.app(self._api.mounts())
-        self._app = self._gate.guard(self._open)
-        self._doors: list[Listener] = []
-        self._context = self._gate.context
+        self._unguarded = self._site.app(self._api.mounts())
+        self._guarded = self._web_config.guard(self._unguarded)
+        self._listeners: list[Listener] = []
+        self._context = self._web_config.context
         self._bind_problems: tuple[str, ...] = ()
         self._inherit_problems: tuple[str, ...] = ()
         self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
         self._unbound = list(config.addresses)
         self._address, self._unannounced, self._next_bind_s = "", 0, 0.0
-        self._connections, self._named = Connections(), Named()
+        self._connections, self._unix_sockets = Connections(), UnixSocketWatch()
         self._push, self._site.host = _optional(config)
         self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 
@@ -138,14 +125,14 @@ class _Service:
         if self._push is not None:
             self._push.start()
         try:
-            await self._look_at_web_config()
-            self._inherit_problems = await self._take_over()
+            await self._reload_web_config()
+            self._inherit_problems = await self._adopt_systemd_sockets()
             await self._bind()
-            if not self._doors and self._config.mode == "node":
+            if not self._listeners and self._config.mode == "node":
                 return 1
             while not self._leave.is_set():
                 await self._look()
-                await _sleep_until(self._leave, FADED_AFTER_S if self._watch.latest.fading else TICK_S)
+                await _sleep_until(self._leave, FADED_AFTER_S if self._snapshots.latest.fading else TICK_S)
             await self._drain()
             return 0
         finally:
@@ -176,15 +163,15 @@ class _Service:
             _log.error("a look at the ranks failed, and is tried again: %r", problem, exc_info=problem)
 
     async def _tick(self) -> None:
-        await self._look_at_web_config()
-        await self._give_up_lost()
+        await self._reload_web_config()
+        await self._reopen_unnamed()
         if (self._unbound or self._wants_socket) and time.monotonic() >= self._next_bind_s:
             await self._bind()
-        self._tell_address()
-        await self._tell_targets()
-        snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
-        for door in self._doors:
-            await door.server.on_tick(0)
+        self._announce_address()
+        await self._write_targets()
+        snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
+        for listener in self._listeners:
+            await listener.server.on_tick(0)
         self._connections.sweep(time.monotonic())
         await self._api.look(snapshot)
         self._count_losses()
@@ -192,8 +179,8 @@ class _Service:
             self._site.pushed = self._push.counts
             if self._push.due and self._site.host is not None:
                 await self._site.host.look()
-            self._push.look(self._site.facts(snapshot))
-        if self._finished is not None and snapshot.number and self._finished(self._service_status()):
+            self._push.look(self._site.scrape_input(snapshot))
+        if self._finished is not None and snapshot.number and self._finished(self._status()):
             self._done = True
             self._leave.set()
 
@@ -203,43 +190,38 @@ class _Service:
         writes = {"log": lost, "file_sd": targets, "announcement": self._unannounced, "control": failures}
         self._site.lost = Lost(dict(self._connections.dropped), writes)
 
-    async def _look_at_web_config(self) -> None:
-        await self._gate.look()
-        self._tell_problems()
-        if self._gate.context is not self._context:
-            self._context = self._gate.context
+    async def _reload_web_config(self) -> None:
+        await self._web_config.look()
+        if self._web_config.context is not self._context:
+            self._context = self._web_config.context
             # a new TLS context needs a new server; the socket stays open, so that no connection is refused meanwhile
-            old = [door for door in self._doors if not isinstance(door.bound, UnixSocket)]
-            self._doors = [door for door in self._doors if door not in old]
-            for door in old:
-                await self._serve(door.bound.dup(), door.address)
-                retire(door.server)
-                door.bound.close()
+            old = [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]
+            self._listeners = [listener for listener in self._listeners if listener not in old]
+            for listener in old:
+                await self._serve(listener.bound.dup(), listener.address)
+                retire(listener.server)
+                listener.bound.close()
 
-    async def _give_up_lost(self) -> None:
+    async def _reopen_unnamed(self) -> None:
         """Listen again where a Unix socket's file was removed or replaced."""
-        lost = self._named.lost(door.bound for door in self._doors if isinstance(door.bound, UnixSocket))
-        for door in [door for door in self._doors if door.bound in lost]:
-            self._doors.remove(door)
-            if door.commands:
+        lost = self._unix_sockets.lost(listener.bound for listener in self._listeners if isinstance(listener.bound, UnixSocket))
+        for listener in [listener for listener in self._listeners if listener.bound in lost]:
+            self._listeners.remove(listener)
+            if listener.commands:
                 self._wants_socket = True
-            elif door.address is not None:
-                self._unbound.append(door.address)
-            await door.server.shutdown(sockets=[door.bound])
+            elif listener.address is not None:
+                self._unbound.append(listener.address)
+            await listener.server.shutdown(sockets=[listener.bound])
 
-    async def _tell_targets(self) -> None:
+    async def _write_targets(self) -> None:
         if self._targets is not None:
-            addresses = file_sd.listened_on(door.bound for door in self._doors)
+            addresses = file_sd.listened_on(listener.bound for listener in self._listeners)
             target = file_sd.ScrapeTarget(addresses, self._config.telemetry_path, tls=self._context is not None)
-            await asyncio.to_thread(self._targets.tell, target)
-            self._tell_problems()
+            await asyncio.to_thread(self._targets.update, target)
 
-    def _tell_problems(self) -> None:
-        self._site.problems = (
-            *self._inherit_problems,
-            *self._bind_problems,
-            *filter(None, (self._gate.problem, self._targets.problem if self._targets is not None else "")),
-        )
+    def _problems(self) -> tuple[str, ...]:
+        found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
+        return (*self._inherit_problems, *self._bind_problems, *filter(None, found))
 
     async def _bind(self) -> None:
         self._next_bind_s = time.monotonic() + RETRY_BIND_S
@@ -254,10 +236,9 @@ class _Service:
             self._unbound.remove(address)
             await self._serve(bound, address)
             self._listening(bound, address)
-        if self._doors or self._config.mode == "sidecar":  # a node's exporter without a port gives up
+        if self._listeners or self._config.mode == "sidecar":  # a node's exporter without a port gives up
             await self._bind_socket(problems)
         self._bind_problems = tuple(problems)
-        self._tell_problems()
 
     async def _bind_socket(self, problems: list[str]) -> None:
         if not self._wants_socket:
@@ -282,14 +263,14 @@ class _Service:
     async def _serve(
         self, bound: socket.socket, address: Address | UnixAddress | None = None, *, commands: bool = False
     ) -> None:
-        app, context = self._app, self._context
+        app, context = self._guarded, self._context
         if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
-            app, context = self._site.app(self._api.mounts("socket")) if commands else self._open, None
-        self._doors.append(Listener(await serve_on(bound, app, self._connections, context), bound, address, commands))
+            app, context = self._site.app(self._api.mounts("socket")) if commands else self._unguarded, None
+        self._listeners.append(Listener(await serve_on(bound, app, self._connections, context), bound, address, commands))
 
-    async def _take_over(self) -> tuple[str, ...]:
+    async def _adopt_systemd_sockets(self) -> tuple[str, ...]:
         try:
-            for bound in inherited(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
+            for bound in systemd_sockets(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
                 await self._serve(bound)
                 _log.info("listening on %s", bound.getsockname(), extra={"cause": bound.getsockname()})
         except OSError as problem:
@@ -306,9 +287,9 @@ class _Service:
             _log.warning("%s is taken by another program: listening on %s", address, actual)
         _log.info("listening on %s", actual, extra={"cause": actual})
         self._address = self._address or str(actual)
-        self._tell_address()
+        self._announce_address()
 
-    def _tell_address(self) -> None:
+    def _announce_address(self) -> None:
         """Announce the first address; retried until that succeeds."""
         if self._announce is None or not self._address:
             return
@@ -319,10 +300,10 @@ class _Service:
             self._unannounced += 1
             _log.error("the address could not be announced: %s", problem.strerror or problem)
 
-    def _service_status(self) -> ServiceStatus:
-        ranks, last_s = self._watch.latest.ranks, self._scrapers.last_s
+    def _status(self) -> ExporterStatus:
+        ranks, last_s = self._snapshots.latest.ranks, self._scrapers.last_s
         ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
-        return ServiceStatus(
+        return ExporterStatus(
             ranks=len(ranks),
             alive=sum(rank.up for rank in ranks),
             last_scrape_age_s=None if last_s is None else time.monotonic() - last_s,
@@ -337,7 +318,7 @@ class _Service:
         deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
         final = await self._final() if not self._hurry.is_set() else 0
         while not self._hurry.is_set():
-            goal = max([final, *(rank.ended_in or 0 for rank in self._watch.latest.ranks)])
+            goal = max([final, *(rank.ended_in or 0 for rank in self._snapshots.latest.ranks)])
             waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
             if self._push is not None and not self._push.settled:
                 waiting.append("OTLP")
@@ -356,29 +337,29 @@ class _Service:
         When a pod is deleted, SIGTERM comes within milliseconds of the training's end, but a rank that fell silent is known to
         be dead only after ``FADED_AFTER_S``. A rank that only lost its file lock is not waited for any longer.
         """
-        snapshot = await self._watch.after_now()
+        snapshot = await self._snapshots.after_now()
         for _ in range(3):
             if not snapshot.fading or self._hurry.is_set():
                 break
             await _sleep_until(self._hurry, FADED_AFTER_S / 2)
-            snapshot = await self._watch.after_now()
+            snapshot = await self._snapshots.after_now()
         if self._push is not None:
-            self._push.look(self._site.facts(snapshot), final=True)
+            self._push.look(self._site.scrape_input(snapshot), final=True)
         return snapshot.number
 
     async def _close(self) -> None:
         if self._targets is not None:
             self._targets.remove()
-        self._site.live.close(done=self._done and {rank.up for rank in self._watch.latest.ranks} == {False})
+        self._site.live.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
         if self._push is not None:
             self._push.close()
-        for door in self._doors:
-            door.remove_name()
-            await door.server.shutdown(sockets=[door.bound])
+        for listener in self._listeners:
+            listener.remove_name()
+            await listener.server.shutdown(sockets=[listener.bound])
         self._api.close()
-        self._watch.close()
+        self._snapshots.close()
         self._pages.close()
-        self._gate.close()
+        self._web_config.close()
 
 
 def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics | None]:

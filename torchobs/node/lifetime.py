@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchobs.node import announcement, log_file
@@ -21,28 +22,20 @@ VIEWER_WAIT_S = 900.0
 _log = logging.getLogger(__name__)
 
 
-class ExporterStatus(Protocol):
-    """The exporter's view of the ranks: flight files, living ranks, scrapes and viewers."""
+@dataclass(frozen=True, slots=True)
+class ExporterStatus:
+    """The exporter's view of the ranks, from which it is decided when to leave."""
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks served."""
-
-    @property
-    def alive(self) -> int:
-        """Number of ranks with a living process."""
-
-    @property
-    def last_scrape_age_s(self) -> float | None:
-        """Seconds since the last scrape; ``None`` before the first."""
-
-    @property
-    def unscraped_final(self) -> int:
-        """Number of dead ranks with a last state that no scrape has seen yet."""
-
-    @property
-    def viewers(self) -> int:
-        """Browsers with the live page in the foreground."""
+    ranks: int
+    """number of ranks served"""
+    alive: int
+    """number of ranks with a living process"""
+    last_scrape_age_s: float | None
+    """seconds since the last scrape; None before the first"""
+    unscraped_final: int
+    """number of dead ranks with a last state that no scrape has seen yet"""
+    viewers: int = 0
+    """browsers with the live page in the foreground"""
 
 
 class Serve(Protocol):
