@@ -191,7 +191,7 @@ class _Service:
         self._site.lost = Lost(dict(self._connections.dropped), writes)
 
     async def _reload_web_config(self) -> None:
-        await self._web_config.look()
+        await self._web_config.reload()
         if self._web_config.context is not self._context:
             self._context = self._web_config.context
             # a new TLS context needs a new server; the socket stays open, so that no connection is refused meanwhile
