@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -70,21 +71,15 @@ class PageCache:
         chosen = text_format.negotiate(accept)
         pages, key = self._pages, (chosen.content_type, compressed)
         if key not in pages:
-            loop = asyncio.get_running_loop()
-            pages[key] = loop.run_in_executor(self._thread, self._render, scrape, chosen, compressed, acknowledged)
+            render = partial(self._render, scrape, chosen, compressed=compressed, acknowledged=acknowledged)
+            pages[key] = asyncio.get_running_loop().run_in_executor(self._thread, render)
         return await asyncio.shield(pages[key])
 
     def close(self) -> None:
         """Stop the thread."""
         self._thread.shutdown(wait=False)
 
-    def _render(
-        self,
-        scrape: ScrapeInput,
-        chosen: text_format.Format,
-        compressed: bool,  # noqa: FBT001  # run_in_executor takes no keywords
-        acknowledged: int,
-    ) -> Page:
+    def _render(self, scrape: ScrapeInput, chosen: text_format.Format, *, compressed: bool, acknowledged: int) -> Page:
         families = self._exposition.families(scrape, chosen.style, acknowledged)
         pieces = text_format.pieces(chosen.style, chosen.foreign(self._registry), families)
         body = gzipped(pieces) if compressed else b"".join(pieces)
