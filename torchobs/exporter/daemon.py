@@ -131,7 +131,7 @@ class _Service:
             if not self._listeners and self._config.mode == "node":
                 return 1
             while not self._leave.is_set():
-                await self._look()
+                await self._tick_safely()
                 await _sleep_until(self._leave, FADED_AFTER_S if self._snapshots.latest.fading else TICK_S)
             await self._drain()
             return 0
@@ -152,7 +152,7 @@ class _Service:
             self._hurry.set()
         self._leave.set()
 
-    async def _look(self) -> None:
+    async def _tick_safely(self) -> None:
         """Do the periodic work. In a sidecar an exception is logged, not raised: it would become a loop of restarts."""
         if self._config.mode == "node":
             await self._tick()  # may raise: the node's trainings start another exporter
@@ -228,14 +228,14 @@ class _Service:
         problems = []
         for address in list(self._unbound):
             try:
-                bound = self._listener(address)
+                bound = self._bound_to(address)
             except OSError as problem:
                 problems.append(f"cannot listen on {address}: {problem.strerror or problem}")
                 _log.error("cannot listen on %s: %s", address, problem.strerror or problem, extra={"cause": address})
                 continue
             self._unbound.remove(address)
             await self._serve(bound, address)
-            self._listening(bound, address)
+            self._log_address(bound, address)
         if self._listeners or self._config.mode == "sidecar":  # a node's exporter without a port gives up
             await self._bind_socket(problems)
         self._bind_problems = tuple(problems)
@@ -255,7 +255,7 @@ class _Service:
         self._wants_socket = False
         await self._serve(bound, address, commands=True)
 
-    def _listener(self, address: Address | UnixAddress) -> socket.socket:
+    def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
         if isinstance(address, UnixAddress):
             return bind_unix(Path(address.path))
         return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
@@ -278,7 +278,7 @@ class _Service:
             return (f"--web.systemd-socket: {problem.strerror}",)
         return ()
 
-    def _listening(self, bound: socket.socket, address: Address | UnixAddress) -> None:
+    def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
         if isinstance(address, UnixAddress):
             _log.info("listening on %s", address, extra={"cause": address})
             return
@@ -329,7 +329,7 @@ class _Service:
                 break
             _log.info("waiting for the final state to be fetched by: %s", ", ".join(waiting))
             await _sleep_until(self._hurry, 0.2)
-            await self._look()
+            await self._tick_safely()
 
     async def _final(self) -> int:
         """Take the final snapshot, push it, and return its number.

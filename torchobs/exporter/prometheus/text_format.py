@@ -176,11 +176,11 @@ def numbers(values: Sequence[float]) -> list[str]:
     # searching the text takes a tenth of comparing the values: a number below 1e-4 has an exponent or four zeros behind the
     # point, and non-negative numbers are all below 1e6 if their sum is
     if b"e" in encoded or b"-" in encoded or b"0.0000" in encoded or not sum(values) < PLAIN_BELOW:
-        _mend(texts, values)
+        _correct(texts, values)
     return texts
 
 
-def _mend(texts: list[str], values: Sequence[float]) -> None:
+def _correct(texts: list[str], values: Sequence[float]) -> None:
     """Format those numbers again that msgspec formats in another way."""
     for index, value in enumerate(values):
         if PLAIN_FROM <= value < PLAIN_BELOW or not value:

@@ -116,13 +116,13 @@ class WebConfigMiddleware:
                 self._versions |= _versions(watched - {path})
             context = tls.context(config.tls, path.parent) if config.tls is not None else None
         except (OSError, ValueError) as problem:
-            self._complain(path, problem)
+            self._report(path, problem)
             return
         self._active, self.problem = ActiveConfig(config, context), ""
         notes = tls.notes(config.tls) if config.tls is not None else ()
         _log.info("web configuration in force: %s", "; ".join((str(path), *notes)))
 
-    def _complain(self, path: Path, problem: OSError | ValueError) -> None:
+    def _report(self, path: Path, problem: OSError | ValueError) -> None:
         words = f"{problem}" if isinstance(problem, WebConfigError) else getattr(problem, "strerror", None) or "it is no UTF-8"
         kept = "the one before stays in force" if self._active is not None else "nothing is served"
         self.problem = f"--web.config.file {path}: {words}; {kept}"
