@@ -20,7 +20,7 @@ from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import USERS
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.http import server
+from torchobs.exporter.http import listeners, server
 from torchobs.exporter.http.unix_socket import UnixAddress, bind_unix
 
 STARTER = """
@@ -38,7 +38,7 @@ os.execv(sys.executable, [sys.executable, "-m", "torchobs", "exporter", "--web.s
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an exporter ends sooner when its test has, and tries sooner again."""
     monkeypatch.setattr(daemon, "TICK_S", 0.05)
-    monkeypatch.setattr(daemon, "RETRY_BIND_S", 0.1)
+    monkeypatch.setattr(listeners, "RETRY_S", 0.1)
 
 
 @pytest.fixture

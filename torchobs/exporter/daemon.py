@@ -11,25 +11,21 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import signal
 import threading
 import time
-from pathlib import Path
+from functools import partial
 from socket import gethostname
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from torchobs.config import settings
-from torchobs.config.option_types import Address
 from torchobs.exporter import file_sd, gc_tuning, log_format
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.exporter_metrics import Lost
 from torchobs.exporter.http.app import Site
 from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
-from torchobs.exporter.http.connection_limits import Connections
-from torchobs.exporter.http.server import UnixSocketWatch, allow_files, bind, bind_near, retire, serve_on, systemd_sockets
-from torchobs.exporter.http.unix_socket import UnixAddress, UnixSocket, bind_unix
+from torchobs.exporter.http.listeners import ApiSocket, Listeners
+from torchobs.exporter.http.server import allow_files
 from torchobs.exporter.prometheus.page_cache import PageCache
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
@@ -39,18 +35,15 @@ from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
-
-    import uvicorn
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.otlp.pipeline import PushPipeline
 
 TICK_S = 1.0
-RETRY_BIND_S, FLUSH_S = 5.0, 10.0
-"""Pause before listening is retried; and how long a node's exporter that ends waits for the OTLP receiver."""
+FLUSH_S = 10.0
+"""How long a node's exporter that ends waits for the OTLP receiver."""
 
 _log = logging.getLogger(__name__)
 
@@ -76,26 +69,11 @@ def serve(
         return asyncio.run(_Service(config, announce, finished).run())
 
 
-class Listener(NamedTuple):
-    """A server on a socket. ``address``: as configured; ``None`` for a socket of systemd."""
-
-    server: uvicorn.Server
-    bound: socket.socket
-    address: Address | UnixAddress | None
-    commands: bool = False
-    """whether it is the API's own socket, over which commands are allowed"""
-
-    def remove_name(self) -> None:
-        """Remove the socket's file, if it has one; call it while the socket still listens."""
-        if isinstance(self.bound, UnixSocket):
-            self.bound.remove()
-
-
 class _Service:
     def __init__(
         self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[ExporterStatus], bool] | None
     ) -> None:
-        self._config, self._announce, self._finished = config, announce, finished
+        self._config, self._finished = config, finished
         for_memory = memory_budget.derived(config)
         most = config.series_limit_total or for_memory
         self._snapshots = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
@@ -103,18 +81,12 @@ class _Service:
         self._site = Site(self._snapshots, self._pages, self._scrapers, config.telemetry_path, self._problems)
         self._web_config = WebConfigMiddleware(config.web_config_file)
         self._api = Api(config, self._snapshots, lambda: self._web_config.authenticates)
-        self._wants_socket = unix_socket_path.is_wanted(config)
         self._site.live.evidence = self._api.evidence
-        self._unguarded = self._site.app(self._api.mounts())
-        self._guarded = self._web_config.guard(self._unguarded)
-        self._listeners: list[Listener] = []
-        self._context = self._web_config.context
-        self._bind_problems: tuple[str, ...] = ()
-        self._inherit_problems: tuple[str, ...] = ()
+        app, api = self._site.app(self._api.mounts()), None
+        if unix_socket_path.is_wanted(config):
+            api = ApiSocket(self._site.app(self._api.mounts("socket")), partial(unix_socket_path.address, config))
+        self._listeners = Listeners(config, self._web_config, app, api, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
-        self._unbound = list(config.addresses)
-        self._address, self._unannounced, self._next_bind_s = "", 0, 0.0
-        self._connections, self._unix_sockets = Connections(), UnixSocketWatch()
         self._push, self._site.host = _optional(config)
         self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 
@@ -125,10 +97,9 @@ class _Service:
         if self._push is not None:
             self._push.start()
         try:
-            await self._reload_web_config()
-            self._inherit_problems = await self._adopt_systemd_sockets()
-            await self._bind()
-            if not self._listeners and self._config.mode == "node":
+            await self._web_config.reload()
+            await self._listeners.open()
+            if not self._listeners.sockets and self._config.mode == "node":
                 return 1
             while not self._leave.is_set():
                 await self._tick_safely()
@@ -163,16 +134,10 @@ class _Service:
             _log.error("a look at the ranks failed, and is tried again: %r", problem, exc_info=problem)
 
     async def _tick(self) -> None:
-        await self._reload_web_config()
-        await self._reopen_unnamed()
-        if (self._unbound or self._wants_socket) and time.monotonic() >= self._next_bind_s:
-            await self._bind()
-        self._announce_address()
+        await self._web_config.reload()
+        await self._listeners.tick()
         await self._write_targets()
         snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
-        for listener in self._listeners:
-            await listener.server.on_tick(0)
-        self._connections.sweep(time.monotonic())
         await self._api.look(snapshot)
         self._count_losses()
         if self._push is not None:
@@ -187,118 +152,18 @@ class _Service:
     def _count_losses(self) -> None:
         targets = self._targets.failures if self._targets is not None else 0
         lost, failures = log_format.lost(), self._api.failures
-        writes = {"log": lost, "file_sd": targets, "announcement": self._unannounced, "control": failures}
-        self._site.lost = Lost(dict(self._connections.dropped), writes)
-
-    async def _reload_web_config(self) -> None:
-        await self._web_config.reload()
-        if self._web_config.context is not self._context:
-            self._context = self._web_config.context
-            # a new TLS context needs a new server; the socket stays open, so that no connection is refused meanwhile
-            old = [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]
-            self._listeners = [listener for listener in self._listeners if listener not in old]
-            for listener in old:
-                await self._serve(listener.bound.dup(), listener.address)
-                retire(listener.server)
-                listener.bound.close()
-
-    async def _reopen_unnamed(self) -> None:
-        """Listen again where a Unix socket's file was removed or replaced."""
-        lost = self._unix_sockets.lost(listener.bound for listener in self._listeners if isinstance(listener.bound, UnixSocket))
-        for listener in [listener for listener in self._listeners if listener.bound in lost]:
-            self._listeners.remove(listener)
-            if listener.commands:
-                self._wants_socket = True
-            elif listener.address is not None:
-                self._unbound.append(listener.address)
-            await listener.server.shutdown(sockets=[listener.bound])
+        writes = {"log": lost, "file_sd": targets, "announcement": self._listeners.unannounced, "control": failures}
+        self._site.lost = Lost(dict(self._listeners.connections.dropped), writes)
 
     async def _write_targets(self) -> None:
         if self._targets is not None:
-            addresses = file_sd.listened_on(listener.bound for listener in self._listeners)
-            target = file_sd.ScrapeTarget(addresses, self._config.telemetry_path, tls=self._context is not None)
+            addresses, tls = file_sd.listened_on(self._listeners.sockets), self._web_config.context is not None
+            target = file_sd.ScrapeTarget(addresses, self._config.telemetry_path, tls=tls)
             await asyncio.to_thread(self._targets.update, target)
 
     def _problems(self) -> tuple[str, ...]:
         found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
-        return (*self._inherit_problems, *self._bind_problems, *filter(None, found))
-
-    async def _bind(self) -> None:
-        self._next_bind_s = time.monotonic() + RETRY_BIND_S
-        problems = []
-        for address in list(self._unbound):
-            try:
-                bound = self._bound_to(address)
-            except OSError as problem:
-                problems.append(f"cannot listen on {address}: {problem.strerror or problem}")
-                _log.error("cannot listen on %s: %s", address, problem.strerror or problem, extra={"cause": address})
-                continue
-            self._unbound.remove(address)
-            await self._serve(bound, address)
-            self._log_address(bound, address)
-        if self._listeners or self._config.mode == "sidecar":  # a node's exporter without a port gives up
-            await self._bind_socket(problems)
-        self._bind_problems = tuple(problems)
-
-    async def _bind_socket(self, problems: list[str]) -> None:
-        if not self._wants_socket:
-            return
-        try:
-            address = unix_socket_path.address(self._config)
-            if address is None:
-                return
-            bound = bind_unix(Path(address.path))
-        except OSError as problem:
-            problems.append(f"no Unix socket for the API: {problem.strerror or problem}")
-            _log.error("no Unix socket for the API: %s", problem.strerror or problem)
-            return
-        self._wants_socket = False
-        await self._serve(bound, address, commands=True)
-
-    def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
-        if isinstance(address, UnixAddress):
-            return bind_unix(Path(address.path))
-        return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
-
-    async def _serve(
-        self, bound: socket.socket, address: Address | UnixAddress | None = None, *, commands: bool = False
-    ) -> None:
-        app, context = self._guarded, self._context
-        if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
-            app, context = self._site.app(self._api.mounts("socket")) if commands else self._unguarded, None
-        self._listeners.append(Listener(await serve_on(bound, app, self._connections, context), bound, address, commands))
-
-    async def _adopt_systemd_sockets(self) -> tuple[str, ...]:
-        try:
-            for bound in systemd_sockets(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
-                await self._serve(bound)
-                _log.info("listening on %s", bound.getsockname(), extra={"cause": bound.getsockname()})
-        except OSError as problem:
-            _log.error("--web.systemd-socket: %s", problem.strerror)
-            return (f"--web.systemd-socket: {problem.strerror}",)
-        return ()
-
-    def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
-        if isinstance(address, UnixAddress):
-            _log.info("listening on %s", address, extra={"cause": address})
-            return
-        actual = Address(address.host, bound.getsockname()[1])
-        if address.port not in {0, actual.port}:
-            _log.warning("%s is taken by another program: listening on %s", address, actual)
-        _log.info("listening on %s", actual, extra={"cause": actual})
-        self._address = self._address or str(actual)
-        self._announce_address()
-
-    def _announce_address(self) -> None:
-        """Announce the first address; retried until that succeeds."""
-        if self._announce is None or not self._address:
-            return
-        try:
-            self._announce(self._address)
-            self._announce = None
-        except OSError as problem:
-            self._unannounced += 1
-            _log.error("the address could not be announced: %s", problem.strerror or problem)
+        return (*self._listeners.problems, *filter(None, found))
 
     def _status(self) -> ExporterStatus:
         ranks, last_s = self._snapshots.latest.ranks, self._scrapers.last_s
@@ -353,9 +218,7 @@ class _Service:
         self._site.live.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
         if self._push is not None:
             self._push.close()
-        for listener in self._listeners:
-            listener.remove_name()
-            await listener.server.shutdown(sockets=[listener.bound])
+        await self._listeners.close()
         self._api.close()
         self._snapshots.close()
         self._pages.close()
