@@ -5,6 +5,7 @@ process of scrapers that keep their connections open and ask for gzip as Prometh
 
 idle    memory and processor time with 8 ranks, nobody asking and scraped every 15 s
 scrape  8 ranks of 1,250 series, of which every one changes between two scrapes: 1 and 8 scrapers at the same moment
+quiet   what series cost that are in the ranks' files and not on the page, for they have their default value
 curve   10^4, 10^5 and 10^6 series: time and bytes of a page, bytes of memory per series
 memory  where the memory of an exporter with 8 ranks of 1,250 series goes
 peers   the same series from prometheus-client's multiprocess mode, and node_exporter and the Collector where they are on PATH
@@ -17,6 +18,7 @@ docs/exporter-performance.md, and says what it is at on standard error.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
@@ -30,6 +32,8 @@ from tests.bench.scraping import ACCEPT, SETTLED_S, TIMEOUT_S, Scraper, ms, perc
 from tests.exporters import Client, Program
 
 RANKS, LINES, BY_DEFAULT = 8, 1250, 300
+QUIET = (0, 80, 400)
+"""A plain training has 78."""
 IDLE_RSS, IDLE_CPU = 45 * MIB, 0.005
 SCRAPE_P99_S, HUNDRED_THOUSAND_S = 0.020, 0.5
 BYTES_PER_SERIES = 5000
@@ -105,6 +109,29 @@ def scrape(effort: Effort) -> Iterator[str]:
                 p99_s = percentile(found.seconds, 99)
                 times = " | ".join(map(ms, (found.median, p99_s, max(found.seconds), found.cpu_s)))
                 yield f"| {len(formats)}, {name} | {times} | {found.size / 1024:,.0f} KiB | {budget(p99_s <= SCRAPE_P99_S)} |"
+
+
+def quiet(effort: Effort) -> Iterator[str]:
+    """Measure what series cost that are held back until they say something; in turn, for the machine's speed changes."""
+    yield "| series held back, of each rank | processor time of a scrape | 8 ranks' together | each |\n|---|---|---|---|"
+    with contextlib.ExitStack() as held:
+        running: dict[int, tuple[Fleet, Program, Scraper]] = {}
+        for number in QUIET:
+            path = held.enter_context(flight_directory())
+            program = held.enter_context(exporter(path))
+            fleet = held.enter_context(Fleet(Node(path, RANKS, BY_DEFAULT, quiet=number)))
+            running[number] = fleet, program, held.enter_context(Scraper(program.address))
+        time.sleep(2.0)  # until the exporters have found all of them
+        taken: dict[int, list[float]] = {number: [] for number in QUIET}
+        for turn in range(effort.bursts // 5):
+            say(f"quiet: turn {turn + 1} of {effort.bursts // 5}")
+            for number, (fleet, program, scraper) in running.items():
+                taken[number].append(timed(scraper, program.process.pid, ["openmetrics"], 5, fleet.change).cpu_s)
+    without_s = statistics.median(taken[0])
+    for number, each in taken.items():
+        more_s = statistics.median(each) - without_s
+        share = f"{more_s / (RANKS * number) * 1e6:.2f} µs" if number else ""
+        yield f"| {number} | {ms(statistics.median(each))} | {ms(more_s)} | {share} |"
 
 
 def curve(effort: Effort) -> Iterator[str]:
@@ -205,7 +232,7 @@ def peers(effort: Effort) -> Iterator[str]:
 
 
 PARTS: dict[str, Callable[[Effort], Iterator[str]]] = {
-    "idle": idle, "scrape": scrape, "curve": curve, "memory": memory, "peers": peers,
+    "idle": idle, "scrape": scrape, "quiet": quiet, "curve": curve, "memory": memory, "peers": peers,
 }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Ranks without training, for the benchmarks of the exporter: a few processes write many flight files and keep them alive.
 
-``python -m tests.bench.fleet DIRECTORY FIRST RANKS LINES STEP_S WORLD`` makes the files of one node with the real writer, says
-"ready" when they are there, moves heartbeats and takes steps. On the line "change" it gives every series another value and
-says "changed"; it leaves when its input ends, and the files stay.
+``python -m tests.bench.fleet DIRECTORY FIRST RANKS LINES STEP_S WORLD HERE QUIET`` makes the files of one node with the real
+writer, says "ready" when they are there, moves heartbeats and takes steps. On the line "change" it gives every series another
+value and says "changed"; it leaves when its input ends, and the files stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -48,13 +48,19 @@ _METRICS = (catalog.GRAD_LAYER_NORM, catalog.PARAM_LAYER_NORM, catalog.UPDATE_LA
 
 
 class Rank:
-    """One file. ``gauges`` series of layers stand beside what every rank says; together they are its lines on the page."""
+    """One file. ``gauges`` series of layers stand beside what every rank says; together they are its lines on the page.
 
-    def __init__(self, directory: Path, number: int, gauges: int, world: int, here: int) -> None:
+    ``quiet`` series more are in the file, and not on the page: counters that have not counted.
+    """
+
+    def __init__(self, directory: Path, number: int, gauges: int, world: int, here: int, quiet: int = 0) -> None:
         who = {"rank": number, "local_rank": number % here, "world_size": world, "local_world_size": here}
         size = DEFAULT_SIZE if gauges < FIT else MAX_SIZE
         self._writer = open_writer(location.open_place(str(directory), None), {**RESOURCE, **who}, size)
         self._cells = [self._cell(index) for index in range(gauges)]
+        for index in range(quiet):
+            if self._writer.table.cell(catalog.PROBE_ERRORS, {"probe": f"probe {index}"}) is None:
+                sys.exit(f"a flight file has no room for {index + 1} quiet series")
         self._step = self._changes = 0
         self.change()
 
@@ -108,13 +114,17 @@ def flight_directory() -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """The ranks of one directory. ``lines``: series of each as Prometheus counts them; ``world``: ranks of the whole run."""
+    """The ranks of one directory. ``lines``: series of each as Prometheus counts them; ``world``: ranks of the whole run.
+
+    ``quiet``: series of each that are not on the page.
+    """
 
     directory: Path
     ranks: int = 8
     lines: int = 1250
     first: int = 0
     world: int = 8
+    quiet: int = 0
 
 
 class Fleet:
@@ -144,7 +154,7 @@ class Fleet:
         self._wait("changed")
 
     def _start(self, part: Node, here: int) -> subprocess.Popen[str]:
-        arguments = (part.directory, part.first, part.ranks, part.lines, self._step_s, part.world, here)
+        arguments = (part.directory, part.first, part.ranks, part.lines, self._step_s, part.world, here, part.quiet)
         command = [sys.executable, "-m", "tests.bench.fleet", *map(str, arguments)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment())
 
@@ -165,10 +175,7 @@ class Fleet:
 def _parts(node: Node, processes: int) -> list[tuple[Node, int]]:
     share = -(-node.ranks // processes)
     starts = range(0, node.ranks, share)
-    return [
-        (Node(node.directory, min(share, node.ranks - at), node.lines, node.first + at, node.world), node.ranks)
-        for at in starts
-    ]
+    return [(replace(node, ranks=min(share, node.ranks - at), first=node.first + at), node.ranks) for at in starts]
 
 
 def _pipe(stream: IO[str] | None) -> IO[str]:
@@ -206,13 +213,13 @@ def _say(word: str) -> None:
 
 def main() -> None:
     """See the module."""
-    directory, first, count, lines, step_s, world, here = sys.argv[1:]
+    directory, first, count, lines, step_s, world, here, quiet = sys.argv[1:]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     gauges = max(0, int(lines) - bare_lines())
     ranks: list[Rank] = []
     for number in range(int(first), int(first) + int(count)):
-        ranks.append(Rank(Path(directory), number, gauges, int(world), int(here)))
+        ranks.append(Rank(Path(directory), number, gauges, int(world), int(here), int(quiet)))
         for rank in ranks if number % 16 == 0 else ():
             rank.beat()  # making many takes longer than a heartbeat may
     _say("ready")

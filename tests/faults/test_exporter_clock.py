@@ -59,9 +59,8 @@ def ranks(flight_dir: Path) -> Iterator[tuple[File, File]]:
 
 def samples(snapshot: Snapshot) -> dict[tuple[str, str], float]:
     """What a page of it says, by name and labels."""
-    page = text_format.page(
-        Style(openmetrics=False), b"", Exposition(created=True).families(ScrapeInput(snapshot), Style(openmetrics=False))
-    )
+    style = Style(openmetrics=False)
+    page = b"".join(text_format.pieces(style, b"", Exposition(created=True).families(ScrapeInput(snapshot), style)))
     return {
         (sample.name, str(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(page.decode())

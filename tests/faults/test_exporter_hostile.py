@@ -96,9 +96,9 @@ def test_a_page_with_hostile_series_parses(series: list[Series], words: list[int
         plant(file, series, words)
         file.save().hold()
         scanner = scanner_of(home, Clock(0.2))
-        exposition, facts = Exposition(), ScrapeInput(scanner.scan())
+        exposition, scrape = Exposition(), ScrapeInput(scanner.scan())
         page, classic = (
-            text_format.page(Style(is_openmetrics), foreign, exposition.families(facts, Style(is_openmetrics)))
+            b"".join(text_format.pieces(Style(is_openmetrics), foreign, exposition.families(scrape, Style(is_openmetrics))))
             for is_openmetrics, foreign in ((True, text_format.END.encode()), (False, b""))
         )
         families = list(openmetrics_parser.text_string_to_metric_families(page.decode()))  # type: ignore[no-untyped-call]
@@ -141,9 +141,8 @@ def test_exemplars_of_hostile_spans_lie_in_their_buckets(frames: list[tuple[int,
         file.save().hold()
         scanner = scanner_of(home, Clock(0.2))
         style = Style(openmetrics=True)
-        page = text_format.page(
-            style, text_format.END.encode(), Exposition().families(ScrapeInput(scanner.scan()), style)
-        ).decode()
+        texts = Exposition().families(ScrapeInput(scanner.scan()), style)
+        page = b"".join(text_format.pieces(style, text_format.END.encode(), texts)).decode()
         file.release()
         scanner.close()
     families = openmetrics_parser.text_string_to_metric_families(page)  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from tests.support import wait_until
 from torchobs.config.option_types import Address
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.http import server
+from torchobs.exporter.http import listeners, server
 from torchobs.exporter.prometheus.handler import _deadline_s
 from torchobs.exporter.snapshot_cache import DEADLINE_S
 from torchobs.flight.format.layout import Exit
@@ -209,7 +209,7 @@ def test_a_node_s_exporter_without_any_port_gives_up(
 
 def test_a_sidecar_waits_for_its_port(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It serves on the other one meanwhile, says what is wrong, and takes it as soon as it is free."""
-    monkeypatch.setattr(daemon, "RETRY_BIND_S", 0.1)
+    monkeypatch.setattr(listeners, "RETRY_S", 0.1)
     blocker = server.bind(address_of("127.0.0.1:0"))
     port = blocker.getsockname()[1]
     addresses = (address_of(f"127.0.0.1:{port}"), address_of("127.0.0.1:0"))

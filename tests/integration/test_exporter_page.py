@@ -22,8 +22,8 @@ from torchobs.catalog import Kind, Metric
 from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.prometheus.exposition import Exposition
-from torchobs.exporter.prometheus.series_limits import SeriesLimits
-from torchobs.exporter.prometheus.text_format import END, Style, page
+from torchobs.exporter.prometheus.rank_series import SeriesLimits
+from torchobs.exporter.prometheus.text_format import END, Style, pieces
 from torchobs.flight.format.layout import BadFlightFileError, Exit
 from torchobs.flight.format.series import Scope
 from torchobs.ranks.scanner import Scanner
@@ -45,24 +45,24 @@ class Exporter:
         self.clock = Clock()
         self._scanner = Scanner(config, self.clock)
         self._exposition = Exposition(**given)  # type: ignore[arg-type]  # as Exposition takes them
-        self._facts = ScrapeInput(EMPTY)
+        self._scrape = ScrapeInput(EMPTY)
         self.acknowledged = 0
         self.close = self._scanner.close
 
     def scan(self, seconds: float = 1.0) -> None:
         """Take a snapshot at a moment of the clock."""
         self.clock.seconds = seconds
-        self._facts = ScrapeInput(self._scanner.scan())
+        self._scrape = ScrapeInput(self._scanner.scan())
 
     @property
     def number(self) -> int:
         """The snapshot's."""
-        return self._facts.snapshot.number
+        return self._scrape.snapshot.number
 
     @property
     def holding(self) -> bool:
         """Whether the last page has a counter at 0 that has counted."""
-        return self._exposition.holding
+        return self._exposition.is_holding
 
     def openmetrics(self) -> str:
         """The page in OpenMetrics."""
@@ -75,7 +75,7 @@ class Exporter:
     def written(self, style: Style) -> bytes:
         """The page in any style."""
         foreign = END.encode() if style.openmetrics else b""
-        return page(style, foreign, self._exposition.families(self._facts, style, self.acknowledged))
+        return b"".join(pieces(style, foreign, self._exposition.families(self._scrape, style, self.acknowledged)))
 
     def families(self) -> dict[str, Family]:
         """The parsed page; parsing checks what OpenMetrics demands."""
@@ -274,6 +274,22 @@ def test_a_quiet_counter_is_scraped_at_zero_before_it_counts(exporter: Exporter,
         exporter.scan(3.0)
 
 
+def test_a_counter_that_was_shown_is_not_held_at_zero_again(exporter: Exporter, file: File) -> None:
+    """Where the only expected scraper has gone, somebody who once fetched an older page is the measure: not a reset."""
+    file.set(catalog.PROBE_ERRORS, 0, probe="loss")
+    file.save()
+    exporter.scan(1.0)
+    assert exporter.samples(ERRORS) == []
+    file.set(catalog.PROBE_ERRORS, 3, probe="loss")
+    file.save()
+    exporter.scan(2.0)
+    for acknowledged, shown in ((1, 0.0), (2, 3.0), (1, 3.0)):
+        exporter.acknowledged = acknowledged
+        assert [number(sample) for sample in exporter.samples(ERRORS)] == [shown]
+        assert exporter.holding == (shown == 0.0)
+        assert re.findall(rf"^{ERRORS}{{.*}} (.*)$", exporter.text(), re.MULTILINE) == [str(shown)]
+
+
 def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter, file: File) -> None:
     """An exporter that starts again takes nothing back: a counter that steps back is a reset. So does no gauge wait."""
     file.set(catalog.PROBE_ERRORS, 3, probe="loss")
@@ -289,6 +305,18 @@ def test_a_quiet_series_that_counts_already_is_shown_as_it_is(exporter: Exporter
     file.save()
     exporter.scan(3.0)
     assert [number(sample) for sample in exporter.samples("torchobs_probe_disabled")] == [0.0]
+
+
+def test_a_quiet_series_is_on_the_pages_of_all_formats_from_then_on(exporter: Exporter, file: File) -> None:
+    """Also where it has its default value again before the other format is asked for."""
+    for at_s, disabled in ((1.0, 0), (2.0, 1), (3.0, 0)):
+        file.set(catalog.PROBE_DISABLED, disabled, probe="loss")
+        file.save()
+        exporter.scan(at_s)
+        found = re.findall(r"^torchobs_probe_disabled{.*} (.*)$", exporter.text(), re.MULTILINE)
+        assert found == ([] if at_s == 1.0 else [f"{disabled}.0"])
+        if at_s != 2.0:
+            assert re.findall(r"^torchobs_probe_disabled{.*} (.*)$", exporter.openmetrics(), re.MULTILINE) == found
 
 
 KILLS = "torchobs_cgroup_memory_oom_kills_total"
@@ -609,10 +637,10 @@ def test_the_labels_of_a_series_are_made_once(exporter: Exporter, file: File) ->
     file.save()
     exporter.scan()
     exporter.text()
-    before = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.entries()}
+    before = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.series.entries()}
     exporter.scan()
     exporter.text()
-    after = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.entries()}
+    after = {id(entry) for known in exporter._exposition._ranks.values() for entry in known.series.entries()}
     assert before == after
     assert before
 

@@ -20,7 +20,7 @@ from tests.support import clean_environment, free_port, wait_until
 from tests.web_configs import USERS
 from torchobs.exporter import daemon
 from torchobs.exporter.config import ExporterConfig, address_of
-from torchobs.exporter.http import systemd
+from torchobs.exporter.http import listeners, server
 from torchobs.exporter.http.unix_socket import UnixAddress, bind_unix
 
 STARTER = """
@@ -38,7 +38,7 @@ os.execv(sys.executable, [sys.executable, "-m", "torchobs", "exporter", "--web.s
 def _shorter_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that an exporter ends sooner when its test has, and tries sooner again."""
     monkeypatch.setattr(daemon, "TICK_S", 0.05)
-    monkeypatch.setattr(daemon, "RETRY_BIND_S", 0.1)
+    monkeypatch.setattr(listeners, "RETRY_S", 0.1)
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_prometheus_finds_the_exporter_by_its_file(flight_dir: Path, tmp_path: P
 def test_what_systemd_has_not_given_is_not_taken(environ: dict[str, str]) -> None:
     """The variables of a parent, or none."""
     with pytest.raises(OSError, match=r"systemd has given no socket"):
-        systemd.inherited(environ, 7)
+        server.systemd_sockets(environ, 7)
 
 
 def test_without_systemd_s_socket_no_other_is_opened(flight_dir: Path) -> None:

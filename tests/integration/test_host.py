@@ -23,7 +23,7 @@ from torchobs.exporter.config import ExporterConfig, parse
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.host import HostMetrics
 from torchobs.exporter.prometheus.exposition import Exposition
-from torchobs.exporter.prometheus.text_format import END, Style, page
+from torchobs.exporter.prometheus.text_format import END, Style, pieces
 from torchobs.ranks.snapshot import EMPTY
 
 KERNEL_S = tuple(name for name in HOST_COLLECTORS if name != "filesystem")
@@ -69,7 +69,7 @@ class Machine:
     def page(self) -> str:
         """The page, in OpenMetrics; parsed, for what it does not admit is an error."""
         style, facts = Style(openmetrics=True), ScrapeInput(EMPTY, host=self.facts)
-        text = page(style, END.encode(), Exposition(host=True).families(facts, style)).decode()
+        text = b"".join(pieces(style, END.encode(), Exposition(host=True).families(facts, style))).decode()
         assert list(openmetrics_parser.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
         return text
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from isal import isal_zlib
 
-from torchobs.exporter.prometheus import compression
+from torchobs.exporter.prometheus import page_cache
 
 
 def lines(number: int) -> list[bytes]:
@@ -28,8 +28,8 @@ def test_it_is_one_member_with_a_right_checksum(
     page: list[bytes], compressor: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for readers that stop after the first member, and for pages that do not shrink."""
-    monkeypatch.setattr(compression, "compressor", compressor)
-    body, made = b"".join(page), compression.gzipped(page)
+    monkeypatch.setattr(page_cache, "compressor", compressor)
+    body, made = b"".join(page), page_cache.gzipped(page)
     assert gzip.decompress(made) == body
     reader = zlib.decompressobj(wbits=31)
     assert reader.decompress(made) + reader.flush() == body
@@ -40,4 +40,4 @@ def test_it_is_one_member_with_a_right_checksum(
 def test_it_is_no_larger_than_by_zlib() -> None:
     """Faster, and not at the network's cost."""
     page = lines(20_000)
-    assert len(compression.gzipped(page)) < 1.02 * len(zlib.compress(b"".join(page), 1))
+    assert len(page_cache.gzipped(page)) < 1.02 * len(zlib.compress(b"".join(page), 1))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchobs.exporter.http.content_negotiation import accepts_gzip, wishes
+from torchobs.exporter.http.content_negotiation import accept_items, accepts_gzip
 from torchobs.exporter.prometheus.text_format import negotiate
 
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +61,7 @@ def test_nonsense_gets_what_everyone_understands(accept: str) -> None:
 
 def test_a_long_header_is_not_looked_at_for_long() -> None:
     """Whoever sends ten thousand formats is no scraper."""
-    assert len(wishes("text/plain," * 10_000)) == 64
+    assert len(accept_items("text/plain," * 10_000)) == 64
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> TargetFile:
 
 def test_it_says_the_address_that_others_reach(file: TargetFile, path: Path) -> None:
     """Not the one of every interface; readable for whoever Prometheus runs as."""
-    file.tell(EVERYWHERE)
+    file.update(EVERYWHERE)
     labels = {"torchobs_host": "node-1", "__metrics_path__": "/metrics"}
     assert json.loads(path.read_text()) == [{"targets": ["node-1.example:10960"], "labels": labels}]
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
@@ -37,7 +37,7 @@ def test_it_says_the_address_that_others_reach(file: TargetFile, path: Path) -> 
 def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Path) -> None:
     """With brackets where it is IPv6, each once, and with the scheme that TLS has."""
     chosen = (Address("10.0.0.7", 1), Address("fd00::7", 2), Address("0.0.0.0", 3), Address("::", 3))
-    file.tell(ScrapeTarget(chosen, "/telemetry", tls=True))
+    file.update(ScrapeTarget(chosen, "/telemetry", tls=True))
     (group,) = json.loads(path.read_text())
     assert group["targets"] == ["10.0.0.7:1", "[fd00::7]:2", "node-1.example:3"]
     assert group["labels"] == {"torchobs_host": "node-1", "__metrics_path__": "/telemetry", "__scheme__": "https"}
@@ -45,11 +45,11 @@ def test_an_address_that_was_chosen_is_said_as_it_is(file: TargetFile, path: Pat
 
 def test_it_is_written_when_it_changes_and_removed_at_the_end(file: TargetFile, path: Path) -> None:
     """Prometheus reads it again whenever it is touched; an exporter without a port is no target."""
-    file.tell(EVERYWHERE)
+    file.update(EVERYWHERE)
     before = path.stat()
-    file.tell(EVERYWHERE)
+    file.update(EVERYWHERE)
     assert path.stat() == before
-    file.tell(EVERYWHERE._replace(addresses=()))
+    file.update(EVERYWHERE._replace(addresses=()))
     assert json.loads(path.read_text()) == []
     file.remove()
     file.remove()
@@ -58,7 +58,7 @@ def test_it_is_written_when_it_changes_and_removed_at_the_end(file: TargetFile, 
 
 def test_another_s_file_is_not_removed(file: TargetFile, path: Path) -> None:
     """A successor has written its own meanwhile."""
-    file.tell(EVERYWHERE)
+    file.update(EVERYWHERE)
     other = path.with_name("other")
     other.write_text("[]")
     other.replace(path)
@@ -70,10 +70,10 @@ def test_what_cannot_be_written_is_a_problem_until_it_can(tmp_path: Path) -> Non
     """The directory may come later."""
     path = tmp_path / "later" / "x.json"
     file = TargetFile(str(path), "node-1", str)
-    file.tell(EVERYWHERE)
+    file.update(EVERYWHERE)
     assert file.problem == f"--web.file-sd {path}: No such file or directory"
     path.parent.mkdir()
-    file.tell(EVERYWHERE)
+    file.update(EVERYWHERE)
     assert not file.problem
     assert path.exists()
 

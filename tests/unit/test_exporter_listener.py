@@ -29,7 +29,7 @@ def test_the_end_of_a_page_waits_for_no_acknowledgement() -> None:
         with socket.create_connection(bound.getsockname()):
             while not connections:  # noqa: ASYNC110  # nothing else tells
                 await asyncio.sleep(0.01)
-            (connection,) = connections
+            (connection,) = connections._all
             accepted = cast("HttpProtocol", connection).transport.get_extra_info("socket")
             found = int(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             await server.shutdown()

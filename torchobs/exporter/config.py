@@ -260,10 +260,10 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str], mistak
     chosen: dict[str, object] = {}
     for option in OPTIONS:
         texts = given.get(option.name, ())
-        if found := values_of(option, texts, environ, problems):
-            chosen[option.name] = tuple(found) if option.several else found[-1]
+        if values := values_of(option, texts, environ, problems):
+            chosen[option.name] = tuple(values) if option.several else values[-1]
         elif option.name == "web_config_file" and (texts or any(environ.get(name, "").strip() for name in option.variables)):
             chosen[option.name] = ""  # refuse all requests: the page was meant to be protected
     push, push_problems = otlp.parse(given, environ)
-    told = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
-    return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(told))  # type: ignore[arg-type]  # each option's kind has its field's type
+    found = dict.fromkeys([*complaints, *map(str, problems), *push_problems])
+    return ExporterConfig(**chosen, push=push, runtime_dir=environ.get("XDG_RUNTIME_DIR"), problems=tuple(found))  # type: ignore[arg-type]  # each option's kind has its field's type

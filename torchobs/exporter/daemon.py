@@ -11,27 +11,21 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import signal
 import threading
 import time
-from pathlib import Path
+from functools import partial
 from socket import gethostname
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from torchobs.config import settings
-from torchobs.config.option_types import Address
 from torchobs.exporter import file_sd, gc_tuning, log_format
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.api.app import Api
 from torchobs.exporter.exporter_metrics import Lost
 from torchobs.exporter.http.app import Site
 from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
-from torchobs.exporter.http.connection_limits import Connections
-from torchobs.exporter.http.server import allow_files, bind, bind_near, retire, serve_on
-from torchobs.exporter.http.systemd import inherited
-from torchobs.exporter.http.unix_socket import UnixAddress, UnixSocket, bind_unix
-from torchobs.exporter.http.unix_socket_watch import Named
+from torchobs.exporter.http.listeners import ApiSocket, Listeners
+from torchobs.exporter.http.server import allow_files
 from torchobs.exporter.prometheus.page_cache import PageCache
 from torchobs.exporter.prometheus.scrape_tracker import ScrapeTracker
 from torchobs.exporter.snapshot_cache import SnapshotCache
@@ -41,18 +35,15 @@ from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
-
-    import uvicorn
 
     from torchobs.exporter.config import ExporterConfig
     from torchobs.exporter.host import HostMetrics
     from torchobs.exporter.otlp.pipeline import PushPipeline
 
 TICK_S = 1.0
-RETRY_BIND_S, FLUSH_S = 5.0, 10.0
-"""Pause before listening is retried; and how long a node's exporter that ends waits for the OTLP receiver."""
+FLUSH_S = 10.0
+"""How long a node's exporter that ends waits for the OTLP receiver."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,45 +69,24 @@ def serve(
         return asyncio.run(_Service(config, announce, finished).run())
 
 
-class Listener(NamedTuple):
-    """A server on a socket. ``address``: as configured; ``None`` for a socket of systemd."""
-
-    server: uvicorn.Server
-    bound: socket.socket
-    address: Address | UnixAddress | None
-    commands: bool = False
-    """whether it is the API's own socket, over which commands are allowed"""
-
-    def remove_name(self) -> None:
-        """Remove the socket's file, if it has one; call it while the socket still listens."""
-        if isinstance(self.bound, UnixSocket):
-            self.bound.remove()
-
-
 class _Service:
     def __init__(
         self, config: ExporterConfig, announce: Callable[[str], None] | None, finished: Callable[[ServiceStatus], bool] | None
     ) -> None:
-        self._config, self._announce, self._finished = config, announce, finished
+        self._config, self._finished = config, finished
         for_memory = memory_budget.derived(config)
         most = config.series_limit_total or for_memory
-        self._watch = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
+        self._snapshots = SnapshotCache(Scanner(config, series_limit=int(memory_budget.FILES * max(most, for_memory))))
         self._pages, self._scrapers = PageCache(config, most), ScrapeTracker()
-        self._site = Site(self._watch, self._pages, self._scrapers, config.telemetry_path)
-        self._gate = WebConfigMiddleware(config.web_config_file)
-        self._api = Api(config, self._watch, lambda: self._gate.authenticates)
-        self._wants_socket = unix_socket_path.is_wanted(config)
+        self._site = Site(self._snapshots, self._pages, self._scrapers, config.telemetry_path, self._problems)
+        self._web_config = WebConfigMiddleware(config.web_config_file)
+        self._api = Api(config, self._snapshots, lambda: self._web_config.authenticates)
         self._site.live.evidence = self._api.evidence
-        self._open = self._site.app(self._api.mounts())
-        self._app = self._gate.guard(self._open)
-        self._doors: list[Listener] = []
-        self._context = self._gate.context
-        self._bind_problems: tuple[str, ...] = ()
-        self._inherit_problems: tuple[str, ...] = ()
+        app, api = self._site.app(self._api.mounts()), None
+        if unix_socket_path.is_wanted(config):
+            api = ApiSocket(self._site.app(self._api.mounts("socket")), partial(unix_socket_path.address, config))
+        self._listeners = Listeners(config, self._web_config, app, api, announce)
         self._targets = file_sd.TargetFile(config.file_sd, gethostname(), file_sd.reachable) if config.file_sd else None
-        self._unbound = list(config.addresses)
-        self._address, self._unannounced, self._next_bind_s = "", 0, 0.0
-        self._connections, self._named = Connections(), Named()
         self._push, self._site.host = _optional(config)
         self._done, self._leave, self._hurry = False, asyncio.Event(), asyncio.Event()
 
@@ -127,14 +97,13 @@ class _Service:
         if self._push is not None:
             self._push.start()
         try:
-            await self._look_at_web_config()
-            self._inherit_problems = await self._take_over()
-            await self._bind()
-            if not self._doors and self._config.mode == "node":
+            await self._web_config.reload()
+            await self._listeners.open()
+            if not self._listeners.sockets and self._config.mode == "node":
                 return 1
             while not self._leave.is_set():
-                await self._look()
-                await _sleep_until(self._leave, FADED_AFTER_S if self._watch.latest.fading else TICK_S)
+                await self._tick_safely()
+                await _sleep_until(self._leave, FADED_AFTER_S if self._snapshots.latest.fading else TICK_S)
             await self._drain()
             return 0
         finally:
@@ -154,7 +123,7 @@ class _Service:
             self._hurry.set()
         self._leave.set()
 
-    async def _look(self) -> None:
+    async def _tick_safely(self) -> None:
         """Do the periodic work. In a sidecar an exception is logged, not raised: it would become a loop of restarts."""
         if self._config.mode == "node":
             await self._tick()  # may raise: the node's trainings start another exporter
@@ -165,151 +134,39 @@ class _Service:
             _log.error("a look at the ranks failed, and is tried again: %r", problem, exc_info=problem)
 
     async def _tick(self) -> None:
-        await self._look_at_web_config()
-        await self._give_up_lost()
-        if (self._unbound or self._wants_socket) and time.monotonic() >= self._next_bind_s:
-            await self._bind()
-        self._tell_address()
-        await self._tell_targets()
-        snapshot = await self._watch.fresh(max_age_s=FADED_AFTER_S / 2)
-        for door in self._doors:
-            await door.server.on_tick(0)
-        self._connections.sweep(time.monotonic())
+        await self._web_config.reload()
+        await self._listeners.tick()
+        await self._write_targets()
+        snapshot = await self._snapshots.fresh(max_age_s=FADED_AFTER_S / 2)
         await self._api.look(snapshot)
         self._count_losses()
         if self._push is not None:
             self._site.pushed = self._push.counts
             if self._push.due and self._site.host is not None:
                 await self._site.host.look()
-            self._push.look(self._site.facts(snapshot))
-        if self._finished is not None and snapshot.number and self._finished(self._service_status()):
+            self._push.look(self._site.scrape_input(snapshot))
+        if self._finished is not None and snapshot.number and self._finished(self._status()):
             self._done = True
             self._leave.set()
 
     def _count_losses(self) -> None:
         targets = self._targets.failures if self._targets is not None else 0
         lost, failures = log_format.lost(), self._api.failures
-        writes = {"log": lost, "file_sd": targets, "announcement": self._unannounced, "control": failures}
-        self._site.lost = Lost(dict(self._connections.dropped), writes)
+        writes = {"log": lost, "file_sd": targets, "announcement": self._listeners.unannounced, "control": failures}
+        self._site.lost = Lost(dict(self._listeners.connections.dropped), writes)
 
-    async def _look_at_web_config(self) -> None:
-        await self._gate.look()
-        self._tell_problems()
-        if self._gate.context is not self._context:
-            self._context = self._gate.context
-            # a new TLS context needs a new server; the socket stays open, so that no connection is refused meanwhile
-            old = [door for door in self._doors if not isinstance(door.bound, UnixSocket)]
-            self._doors = [door for door in self._doors if door not in old]
-            for door in old:
-                await self._serve(door.bound.dup(), door.address)
-                retire(door.server)
-                door.bound.close()
-
-    async def _give_up_lost(self) -> None:
-        """Listen again where a Unix socket's file was removed or replaced."""
-        lost = self._named.lost(door.bound for door in self._doors if isinstance(door.bound, UnixSocket))
-        for door in [door for door in self._doors if door.bound in lost]:
-            self._doors.remove(door)
-            if door.commands:
-                self._wants_socket = True
-            elif door.address is not None:
-                self._unbound.append(door.address)
-            await door.server.shutdown(sockets=[door.bound])
-
-    async def _tell_targets(self) -> None:
+    async def _write_targets(self) -> None:
         if self._targets is not None:
-            addresses = file_sd.listened_on(door.bound for door in self._doors)
-            target = file_sd.ScrapeTarget(addresses, self._config.telemetry_path, tls=self._context is not None)
-            await asyncio.to_thread(self._targets.tell, target)
-            self._tell_problems()
+            addresses, tls = file_sd.listened_on(self._listeners.sockets), self._web_config.context is not None
+            target = file_sd.ScrapeTarget(addresses, self._config.telemetry_path, tls=tls)
+            await asyncio.to_thread(self._targets.update, target)
 
-    def _tell_problems(self) -> None:
-        self._site.problems = (
-            *self._inherit_problems,
-            *self._bind_problems,
-            *filter(None, (self._gate.problem, self._targets.problem if self._targets is not None else "")),
-        )
+    def _problems(self) -> tuple[str, ...]:
+        found = self._web_config.problem, self._targets.problem if self._targets is not None else ""
+        return (*self._listeners.problems, *filter(None, found))
 
-    async def _bind(self) -> None:
-        self._next_bind_s = time.monotonic() + RETRY_BIND_S
-        problems = []
-        for address in list(self._unbound):
-            try:
-                bound = self._listener(address)
-            except OSError as problem:
-                problems.append(f"cannot listen on {address}: {problem.strerror or problem}")
-                _log.error("cannot listen on %s: %s", address, problem.strerror or problem, extra={"cause": address})
-                continue
-            self._unbound.remove(address)
-            await self._serve(bound, address)
-            self._listening(bound, address)
-        if self._doors or self._config.mode == "sidecar":  # a node's exporter without a port gives up
-            await self._bind_socket(problems)
-        self._bind_problems = tuple(problems)
-        self._tell_problems()
-
-    async def _bind_socket(self, problems: list[str]) -> None:
-        if not self._wants_socket:
-            return
-        try:
-            address = unix_socket_path.address(self._config)
-            if address is None:
-                return
-            bound = bind_unix(Path(address.path))
-        except OSError as problem:
-            problems.append(f"no Unix socket for the API: {problem.strerror or problem}")
-            _log.error("no Unix socket for the API: %s", problem.strerror or problem)
-            return
-        self._wants_socket = False
-        await self._serve(bound, address, commands=True)
-
-    def _listener(self, address: Address | UnixAddress) -> socket.socket:
-        if isinstance(address, UnixAddress):
-            return bind_unix(Path(address.path))
-        return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
-
-    async def _serve(
-        self, bound: socket.socket, address: Address | UnixAddress | None = None, *, commands: bool = False
-    ) -> None:
-        app, context = self._app, self._context
-        if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
-            app, context = self._site.app(self._api.mounts("socket")) if commands else self._open, None
-        self._doors.append(Listener(await serve_on(bound, app, self._connections, context), bound, address, commands))
-
-    async def _take_over(self) -> tuple[str, ...]:
-        try:
-            for bound in inherited(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
-                await self._serve(bound)
-                _log.info("listening on %s", bound.getsockname(), extra={"cause": bound.getsockname()})
-        except OSError as problem:
-            _log.error("--web.systemd-socket: %s", problem.strerror)
-            return (f"--web.systemd-socket: {problem.strerror}",)
-        return ()
-
-    def _listening(self, bound: socket.socket, address: Address | UnixAddress) -> None:
-        if isinstance(address, UnixAddress):
-            _log.info("listening on %s", address, extra={"cause": address})
-            return
-        actual = Address(address.host, bound.getsockname()[1])
-        if address.port not in {0, actual.port}:
-            _log.warning("%s is taken by another program: listening on %s", address, actual)
-        _log.info("listening on %s", actual, extra={"cause": actual})
-        self._address = self._address or str(actual)
-        self._tell_address()
-
-    def _tell_address(self) -> None:
-        """Announce the first address; retried until that succeeds."""
-        if self._announce is None or not self._address:
-            return
-        try:
-            self._announce(self._address)
-            self._announce = None
-        except OSError as problem:
-            self._unannounced += 1
-            _log.error("the address could not be announced: %s", problem.strerror or problem)
-
-    def _service_status(self) -> ServiceStatus:
-        ranks, last_s = self._watch.latest.ranks, self._scrapers.last_s
+    def _status(self) -> ServiceStatus:
+        ranks, last_s = self._snapshots.latest.ranks, self._scrapers.last_s
         ended = [rank.ended_in for rank in ranks if rank.ended_in is not None]
         return ServiceStatus(
             ranks=len(ranks),
@@ -326,7 +183,7 @@ class _Service:
         deadline_s = time.monotonic() + min(self._config.drain_timeout_s, FLUSH_S if self._done else math.inf)
         final = await self._final() if not self._hurry.is_set() else 0
         while not self._hurry.is_set():
-            goal = max([final, *(rank.ended_in or 0 for rank in self._watch.latest.ranks)])
+            goal = max([final, *(rank.ended_in or 0 for rank in self._snapshots.latest.ranks)])
             waiting = [] if self._done else self._scrapers.waiting(goal, time.monotonic())
             if self._push is not None and not self._push.settled:
                 waiting.append("OTLP")
@@ -337,7 +194,7 @@ class _Service:
                 break
             _log.info("waiting for the final state to be fetched by: %s", ", ".join(waiting))
             await _sleep_until(self._hurry, 0.2)
-            await self._look()
+            await self._tick_safely()
 
     async def _final(self) -> int:
         """Take the final snapshot, push it, and return its number.
@@ -345,29 +202,27 @@ class _Service:
         When a pod is deleted, SIGTERM comes within milliseconds of the training's end, but a rank that fell silent is known to
         be dead only after ``FADED_AFTER_S``. A rank that only lost its file lock is not waited for any longer.
         """
-        snapshot = await self._watch.after_now()
+        snapshot = await self._snapshots.after_now()
         for _ in range(3):
             if not snapshot.fading or self._hurry.is_set():
                 break
             await _sleep_until(self._hurry, FADED_AFTER_S / 2)
-            snapshot = await self._watch.after_now()
+            snapshot = await self._snapshots.after_now()
         if self._push is not None:
-            self._push.look(self._site.facts(snapshot), final=True)
+            self._push.look(self._site.scrape_input(snapshot), final=True)
         return snapshot.number
 
     async def _close(self) -> None:
         if self._targets is not None:
             self._targets.remove()
-        self._site.live.close(done=self._done and {rank.up for rank in self._watch.latest.ranks} == {False})
+        self._site.live.close(done=self._done and {rank.up for rank in self._snapshots.latest.ranks} == {False})
         if self._push is not None:
             self._push.close()
-        for door in self._doors:
-            door.remove_name()
-            await door.server.shutdown(sockets=[door.bound])
+        await self._listeners.close()
         self._api.close()
-        self._watch.close()
+        self._snapshots.close()
         self._pages.close()
-        self._gate.close()
+        self._web_config.close()
 
 
 def _optional(config: ExporterConfig) -> tuple[PushPipeline | None, HostMetrics | None]:

@@ -123,26 +123,26 @@ def ending(rank: Rank) -> str:
     return "" if rank.up else rank_state.ending(live.exit_reason, live.exit_code, last_memory(rank.view))[1]
 
 
-def of_exporter(facts: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sample]:
+def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sample]:
     """Yield the exporter's samples of itself; ``dropped``: numbers of series not on the page, by reason."""
-    snapshot = facts.snapshot
+    snapshot = scrape.snapshot
     yield Sample(catalog.BUILD_INFO, _BUILD, 1.0)
     yield from _set(catalog.EXPORTER_FILES, snapshot.files)
-    yield from _set(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": facts.timeouts})
+    yield from _set(catalog.EXPORTER_READ_ERRORS, {**snapshot.errors, "timeout": scrape.timeouts})
     yield Sample(catalog.EXPORTER_SCAN_DURATION, {}, snapshot.duration_s)
-    yield Sample(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not facts.problems))
+    yield Sample(catalog.EXPORTER_CONFIG_OK, {}, float(not snapshot.problems and not scrape.problems))
     yield Sample(catalog.EXPORTER_DUPLICATES, {}, snapshot.duplicates)
     yield from _set(catalog.EXPORTER_SERIES_DROPPED, dropped)
-    yield from _set(catalog.EXPORTER_CONNECTIONS_DROPPED, facts.lost.connections)
-    yield from _set(catalog.EXPORTER_WRITE_ERRORS, facts.lost.writes)
+    yield from _set(catalog.EXPORTER_CONNECTIONS_DROPPED, scrape.lost.connections)
+    yield from _set(catalog.EXPORTER_WRITE_ERRORS, scrape.lost.writes)
     for run in snapshot.runs:
         yield from _of_run(run)
-    for signal, counts in (facts.pushed or {}).items():
+    for signal, counts in (scrape.pushed or {}).items():
         yield from _of_push({"signal": signal}, counts)
         if signal == "traces":
             yield Sample(catalog.OTLP_UNREAD, {}, counts.unread_bytes)
-    if facts.host is not None:
-        yield from facts.host.own
+    if scrape.host is not None:
+        yield from scrape.host.own
 
 
 def _of_push(signal: Mapping[str, str], counts: Counts) -> Iterator[Sample]:

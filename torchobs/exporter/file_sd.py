@@ -47,16 +47,16 @@ class TargetFile:
         self.failures = 0
         """number of failed writes"""
         self._path, self._host, self._outside = Path(path.replace(_HOST, host)), host, outside
-        self._said: ScrapeTarget | None = None
+        self._written: ScrapeTarget | None = None
         self._inode = (0, 0)
 
-    def tell(self, target: ScrapeTarget) -> None:
+    def update(self, target: ScrapeTarget) -> None:
         """Write the file if its content changes. A failed write is a problem, and retried by the next call."""
-        if target == self._said and not self.problem:
+        if target == self._written and not self.problem:
             return
         try:
             self._write(self._text(target))
-            self._said, self.problem = target, ""
+            self._written, self.problem = target, ""
         except OSError as problem:
             self.failures += 1
             self.problem = f"--web.file-sd {self._path}: {problem.strerror or problem}"

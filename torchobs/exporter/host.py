@@ -1,7 +1,8 @@
 """Metrics of the machine, for nodes without node_exporter (``--collect.host``): read by psutil, with OpenTelemetry's names.
 
 They are collected when a page is scraped, so that rates fit the scrape times. Each collector and each file system has a thread
-of its own (``detached_call``): a scrape waits for them briefly, and otherwise shows their last results.
+of its own: a scrape waits for them briefly, and otherwise shows their last results. ``statvfs`` on a network file system with a
+dead server does not return, and no signal ends it; then only that daemon thread hangs, and no second one is started.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import psutil
 
 from torchobs import catalog
-from torchobs.exporter.detached_call import FAILS, DetachedCall
 from torchobs.exporter.exporter_metrics import HostFacts, Sample
 from torchobs.flight.files.location import find_existing
 from torchobs.ranks import labels
@@ -42,6 +42,12 @@ KEEP_S = 60.0
 MOST_PATHS = 32
 MOST_DEVICES = 64
 """Most disks, and most interfaces, with series: a machine may have 1,000 virtual functions."""
+
+STUCK_AFTER_S = 5.0
+"""Seconds after which a collector is reported as stuck: no working one takes so long."""
+
+FAILS = (OSError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError, RuntimeError, Warning)
+"""Exceptions of reading files of an unknown kernel, also by psutil, which warns if it finds less than it expects."""
 
 OWN_PROCFS = "/proc"
 _CPU_FIELDS = {mode: (mode,) for mode in catalog.CPU_MODES} | {"interrupt": ("irq", "softirq")}
@@ -71,7 +77,7 @@ def _procfs(path: str) -> Iterator[None]:
 
 
 def cpu(roots: Roots) -> Iterator[Sample]:
-    """Yield the processors' samples. Raises one of ``detached_call.FAILS``, as all collectors do."""
+    """Yield the processors' samples. Raises one of ``FAILS``, as all collectors do."""
     with _procfs(roots.procfs):
         times = psutil.cpu_times()
     for mode, fields in _CPU_FIELDS.items():
@@ -159,6 +165,55 @@ def mount_of(path: str) -> tuple[str, str]:
     return (best.mountpoint, best.fstype) if best else ("", "")
 
 
+class Answer(NamedTuple):
+    """Result of a call, and when it came, on the caller's clock in seconds."""
+
+    samples: tuple[Sample, ...]
+    failure: BaseException | None
+    at_s: float
+
+
+class DetachedCall:
+    """Repeats a call in a background thread, never twice at a time. To be used by one thread at a time."""
+
+    def __init__(
+        self, call: Callable[[], Iterable[Sample]], clock: Callable[[], float] = time.monotonic, fresh_s: float = 0.0
+    ) -> None:
+        """``fresh_s``: age of a result, in seconds, from which on the call is repeated."""
+        self._call, self._clock, self._fresh_s = call, clock, fresh_s
+        self._thread: threading.Thread | None = None
+        self._began_s = 0.0
+        self._answer: Answer | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if the call has not returned for :data:`STUCK_AFTER_S`."""
+        return self._is_running() and self._clock() - self._began_s >= STUCK_AFTER_S
+
+    def begin(self) -> None:
+        """Start the call, unless the last one is still running or its result is fresh."""
+        now_s, answer = self._clock(), self._answer
+        if not self._is_running() and (answer is None or now_s - answer.at_s >= self._fresh_s):
+            self._began_s = now_s
+            self._thread = threading.Thread(target=self._run, name="detached-call", daemon=True)
+            self._thread.start()
+
+    def wait(self, timeout_s: float) -> Answer | None:
+        """Wait for the call begun last, at most ``timeout_s``, and return the newest result, if any."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, timeout_s))
+        return self._answer
+
+    def _is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._answer = Answer(tuple(self._call()), None, self._clock())
+        except FAILS as failure:
+            self._answer = Answer((), failure, self._clock())
+
+
 @dataclass(slots=True)
 class _Source:
     """A collector, or one file system. ``about``: its name in the log, ``mountpoint``: a file system's on the page."""
@@ -209,12 +264,12 @@ class HostMetrics:
                 source.answered_s = answer.at_s
                 self._errors[source.collector] += answer.failure is not None
                 self._log_once(source, repr(answer.failure) if answer.failure is not None else "")
-                points = (one.attributes.get(catalog.MOUNTPOINT.name, "") for one in answer.said)
+                points = (one.attributes.get(catalog.MOUNTPOINT.name, "") for one in answer.samples)
                 source.mountpoint = next(points, "") or source.mountpoint
             if source.call.is_stuck:
                 self._log_once(source, "no answer for seconds, and it is not asked again until there is one")
             if answer is not None and self._clock() - answer.at_s <= KEEP_S:
-                samples += answer.said
+                samples += answer.samples
         self._looked_s = self._clock()
         self.latest = HostFacts(tuple(_once(samples)), tuple(self._own(self._looked_s - began_s)), self._boot_time_ns())
 

@@ -11,9 +11,9 @@ from typing import TextIO
 from torchobs.node.log_file import OncePerMinute
 
 FORMATS = ("logfmt", "json")
-LEVELS = ("debug", "info", "warn", "error")
 _PLAIN = re.compile(r"[^\s\"=\\\x00-\x1f\x7f]+")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warn": logging.WARNING, "error": logging.ERROR}
+LEVELS = tuple(_LEVELS)
 _QUIET = ("uvicorn", "asyncio", "urllib3")
 
 

@@ -14,7 +14,7 @@ from torchobs.exporter.ui.routes import LivePage
 from torchobs.ranks.snapshot import EMPTY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from starlette.requests import Request
     from starlette.routing import BaseRoute
@@ -29,28 +29,34 @@ if TYPE_CHECKING:
 
 
 class Site:
-    """The handlers. ``problems``: present errors of the configuration."""
+    """The handlers. ``problems`` returns the present errors of the configuration."""
 
-    def __init__(self, watch: SnapshotCache, pages: PageCache, scrapers: ScrapeTracker, telemetry_path: str) -> None:
-        self._watch, self._pages, self._scrapers, self._telemetry_path = watch, pages, scrapers, telemetry_path
-        self.problems: tuple[str, ...] = ()
+    def __init__(
+        self,
+        snapshots: SnapshotCache,
+        pages: PageCache,
+        scrapers: ScrapeTracker,
+        telemetry_path: str,
+        problems: Callable[[], tuple[str, ...]],
+    ) -> None:
+        self._snapshots, self._problems, self._telemetry_path = snapshots, problems, telemetry_path
+        self._metrics = MetricsPage(self._fresh, pages, scrapers)
         self.pushed: Mapping[str, Counts] | None = None
         self.lost = NOTHING_LOST
         self.host: HostMetrics | None = None
         links = ((telemetry_path, "Metrics"), ("/api/v1/openapi.json", "API"), ("/-/healthy", "healthy"), ("/-/ready", "ready"))
-        self.live = LivePage(watch, lambda: self.problems, links)
+        self.live = LivePage(snapshots, problems, links)
 
-    def facts(self, snapshot: Snapshot) -> ScrapeInput:
+    def scrape_input(self, snapshot: Snapshot) -> ScrapeInput:
         """Return the input of a metrics page of that snapshot."""
         host = self.host.latest if self.host is not None else None
-        return ScrapeInput(snapshot, self._watch.timeouts, self.problems, self.pushed, self.lost, host)
+        return ScrapeInput(snapshot, self._snapshots.timeouts, self._problems(), self.pushed, self.lost, host)
 
     def app(self, more: Iterable[BaseRoute] = ()) -> ASGIApp:
         """Return the application; ``more``: additional routes of a listener."""
-        metrics = MetricsPage(self._fresh, self._pages, self._scrapers)
         others = Starlette(
             routes=[
-                Route(self._telemetry_path, metrics),
+                Route(self._telemetry_path, self._metrics),
                 Route("/-/healthy", self._healthy),
                 Route("/-/ready", self._ready),
                 *self.live.routes(),
@@ -61,21 +67,21 @@ class Site:
         async def front(scope: Scope, receive: Receive, send: Send) -> None:
             # bypasses the router, for speed: see ``prometheus.handler``
             is_metrics = scope["type"] == "http" and scope["path"] == self._telemetry_path
-            await (metrics if is_metrics else others)(scope, receive, send)
+            await (self._metrics if is_metrics else others)(scope, receive, send)
 
         return front
 
     async def _fresh(self, deadline_s: float) -> ScrapeInput:
-        snapshot = await self._watch.fresh(deadline_s=deadline_s)
+        snapshot = await self._snapshots.fresh(deadline_s=deadline_s)
         if self.host is not None:
             await self.host.look()
-        return self.facts(snapshot)
+        return self.scrape_input(snapshot)
 
     async def _healthy(self, _: Request) -> Response:
         return PlainTextResponse("torchobs exporter is healthy.\n")
 
     async def _ready(self, _: Request) -> Response:
         # a missing directory or a taken port do not count: Kubernetes' reaction would hold up the training
-        if self._watch.latest is EMPTY:
+        if self._snapshots.latest is EMPTY:
             return PlainTextResponse("torchobs exporter has not looked at the flight files yet.\n", 503)
         return PlainTextResponse("torchobs exporter is ready.\n")

@@ -9,13 +9,10 @@ from __future__ import annotations
 import logging
 import resource
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torchobs import catalog
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HEAD_S = 10.0
 """Time limit of a TLS handshake, and of a request's head, which Prometheus sends in one packet."""
@@ -124,8 +121,8 @@ class Connections:
             known = self._since[connection] = (mark, now_s)
         return busy, not busy and connection.timeout_keep_alive_task is not None, now_s - known[1]
 
-    def __iter__(self) -> Iterator[Connection]:
-        return iter(self._all)
+    def __contains__(self, connection: Connection) -> bool:
+        return connection in self._all
 
     def __len__(self) -> int:
         return len(self._all)

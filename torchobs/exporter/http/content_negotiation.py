@@ -16,28 +16,28 @@ _MOST = 64
 class AcceptItem(NamedTuple):
     """One element of the header: a media type or coding in lower case, its weight, and its other parameters."""
 
-    what: str
+    name: str
     parameters: Mapping[str, str]
     weight: float
 
 
-def wishes(header: str) -> list[AcceptItem]:
+def accept_items(header: str) -> list[AcceptItem]:
     """Return a header's elements, including excluded ones, by descending weight; equal ones in the header's order."""
-    return sorted(map(_wish, header.split(",", _MOST)[:_MOST]), key=lambda one: -one.weight)
+    return sorted(map(_item, header.split(",", _MOST)[:_MOST]), key=lambda one: -one.weight)
 
 
 @lru_cache(64)  # as `text_format.negotiate`
 def accepts_gzip(header: str) -> bool:
     """Return True if ``Accept-Encoding`` accepts gzip, by name or, if it is not named, by ``*``."""
-    weights = {one.what: one.weight for one in wishes(header)}
+    weights = {one.name: one.weight for one in accept_items(header)}
     return max((weights[name] for name in ("gzip", "x-gzip") if name in weights), default=weights.get("*", 0.0)) > 0
 
 
-def _wish(element: str) -> AcceptItem:
-    what, *rest = element.split(";")
+def _item(element: str) -> AcceptItem:
+    name, *rest = element.split(";")
     pairs = (part.partition("=") for part in rest)
     parameters = {name.strip().lower(): value.strip().strip('"') for name, _, value in pairs}
-    return AcceptItem(what.strip().lower(), parameters, _weight(parameters.pop("q", "1")))
+    return AcceptItem(name.strip().lower(), parameters, _weight(parameters.pop("q", "1")))
 
 
 def _weight(text: str) -> float:

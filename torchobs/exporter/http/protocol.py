@@ -68,10 +68,10 @@ class HttpProtocol(H11Protocol):
         self._handshake: asyncio.Task[None] | None = None
         self._early = b""
         self.conn = BoundedConnection(h11.SERVER, MOST_HEAD)
-        self.once = False
+        self.closes_next = False
         """whether the connection is closed after the next response"""
         self._connections = connections
-        self._of: object = None
+        self._body_of: object = None
         self._body = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
@@ -104,7 +104,7 @@ class HttpProtocol(H11Protocol):
             self._connections.discard(self)
             return
         # a connection with a handshake during a change of certificates gets one response, so that no scrape fails
-        self.once = not all(one.is_serving() for one in self._server.servers)
+        self.closes_next = not all(one.is_serving() for one in self._server.servers)
         super().connection_made(secured)
         early, self._early = self._early, b""
         self.data_received(early)
@@ -130,14 +130,14 @@ class HttpProtocol(H11Protocol):
     def finish(self) -> None:
         """Close the connection: at once if idle, else after its current or first response, so that no scrape fails."""
         if cast("RequestResponseCycle | None", self.cycle) is None:
-            self.once = True
+            self.closes_next = True
         else:
             self.shutdown()
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
         super().on_response_complete()
-        if self.once:
+        if self.closes_next:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
@@ -153,8 +153,8 @@ class HttpProtocol(H11Protocol):
 
     def _is_too_much(self, received: int) -> bool:
         """Count the received bytes of a request's body; return True if they exceed the limit."""
-        if self._of is not self.cycle:
-            self._of, self._body = self.cycle, 0
+        if self._body_of is not self.cycle:
+            self._body_of, self._body = self.cycle, 0
         if self.conn.their_state is not h11.SEND_BODY:
             return False
         self._body += received

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import socket
 import time
@@ -16,11 +17,12 @@ from torchobs.exporter.http.protocol import HttpProtocol, chunked_writes
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
     from starlette.types import ASGIApp
 
     from torchobs.exporter.http.connection_limits import Connections
+    from torchobs.exporter.http.unix_socket import UnixSocket
 
 KEEP_ALIVE_S = 75
 """Keep-alive timeout; longer than the usual scrape intervals, so that scrapers reuse their connections."""
@@ -28,6 +30,8 @@ KEEP_ALIVE_S = 75
 NEXT_PORTS = 100
 _BACKLOG = 512
 _FILES = 65_536
+_FIRST_FD = 3
+"""SD_LISTEN_FDS_START"""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
@@ -66,6 +70,45 @@ def bind_near(address: Address) -> socket.socket:
             if problem.errno != errno.EADDRINUSE:
                 raise
     return bind(Address(address.host, last))
+
+
+def systemd_sockets(environ: Mapping[str, str], pid: int) -> tuple[socket.socket, ...]:
+    """Return the sockets that systemd passed to this process, sd_listen_fds(3).
+
+    Raises ``OSError``: there is none, or one is not listening.
+    """
+    count = environ.get("LISTEN_FDS", "")
+    if environ.get("LISTEN_PID") != str(pid) or not count.isdecimal() or not 0 < int(count) < os.sysconf("SC_OPEN_MAX"):
+        raise OSError(errno.ENOENT, "systemd has given no socket: it does so to a service with a .socket unit")
+    return tuple(_systemd_socket(fd) for fd in range(_FIRST_FD, _FIRST_FD + int(count)))
+
+
+def _systemd_socket(fd: int) -> socket.socket:
+    made = socket.socket(fileno=fd)
+    made.set_inheritable(False)
+    if made.type != socket.SOCK_STREAM or not made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        raise OSError(errno.EINVAL, f"the file descriptor {fd} is no socket that listens for streams")
+    return made
+
+
+class UnixSocketWatch:
+    """Detects listening sockets whose file was removed or replaced. To be used in one event loop."""
+
+    def __init__(self) -> None:
+        self._looking: asyncio.Future[list[UnixSocket]] | None = None
+
+    def lost(self, bound: Iterable[UnixSocket]) -> list[UnixSocket]:
+        """Return the sockets without a path as of the last check, and start the next check. Returns at once.
+
+        Checks run in a thread, so that a hanging file system blocks nothing else.
+        """
+        if self._looking is not None and not self._looking.done():
+            return []
+        found = self._looking.result() if self._looking is not None else []
+        sockets = list(bound)
+        loop = asyncio.get_running_loop()
+        self._looking = loop.run_in_executor(None, lambda: [one for one in sockets if not one.is_named])
+        return found
 
 
 async def serve_on(

@@ -1,35 +1,28 @@
-"""Render the page's metric families: from the ranks' files, the exporter's metrics of each rank, and its own metrics."""
+"""The page's text in one pass over a snapshot: its ranks, the series of each, their lines, and the lines of each family."""
 
 from __future__ import annotations
 
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.catalog import Kind
 from torchobs.exporter import exporter_metrics
-from torchobs.exporter.prometheus.block_renderer import BlockRenderer
+from torchobs.exporter.prometheus.line_renderer import BlockRenderer, SampleRenderer
 from torchobs.exporter.prometheus.name_registry import NameRegistry
-from torchobs.exporter.prometheus.quiet_series import QuietSeries
-from torchobs.exporter.prometheus.sample_renderer import SampleRenderer
-from torchobs.exporter.prometheus.series_limits import SeriesLimits
-from torchobs.exporter.prometheus.series_lines import label
-from torchobs.exporter.prometheus.text_format import header
+from torchobs.exporter.prometheus.rank_series import QuietSeries, RankSeries, SeriesLimits
 from torchobs.ranks import labels
 from torchobs.ranks.exemplars import NONE
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torchobs.exporter.exporter_metrics import ScrapeInput
-    from torchobs.exporter.prometheus.line_template import Chunk
-    from torchobs.exporter.prometheus.name_registry import Family
-    from torchobs.exporter.prometheus.series_lines import Labelled
-    from torchobs.exporter.prometheus.text_format import Style
+    from torchobs.exporter.prometheus.line_renderer import FamilyLines
+    from torchobs.exporter.prometheus.text_format import Heading, Style
     from torchobs.flight.format.series import Series
     from torchobs.ranks.snapshot import Rank
 
-_TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
-_OM_UNITS = {"s": "seconds", "By": "bytes"}
+_Key = tuple[int, str]
+"""A rank: the number of its file's opening, and its label"""
 
 
 class Exposition:
@@ -44,190 +37,123 @@ class Exposition:
         """
         self._names = NameRegistry(others, host=host)
         self._limits, self._created = limits or SeriesLimits(), created
-        self._ranks: dict[tuple[int, str], _RankSeries] = {}
+        self._ranks: dict[_Key, _RankLines] = {}
         self._own: dict[Style, SampleRenderer] = {}
-        self._heads: dict[Style, dict[str, _Head]] = {}
-        self.holding = False
-        """whether the last page shows a counter at 0 that has counted already (``quiet_series``)"""
+        self.is_holding = False
+        """whether the last page shows a counter at 0 that has counted already (``QuietSeries``)"""
 
-    def families(self, facts: ScrapeInput, style: Style, acknowledged: int = 0) -> Iterator[str]:
+    def families(self, scrape: ScrapeInput, style: Style, acknowledged: int = 0) -> Iterator[str]:
         """Yield the text of every family, each family once.
 
         ``acknowledged``: number of a snapshot; every expected scraper has received its page or a newer one.
         """
-        served = {(rank.opened, rank.rank): rank for rank in facts.snapshot.ranks}
-        self._forget(served.keys())
-        page = _Page(style, self._heads.setdefault(style, {}))
-        speakers, self.holding = _speakers(served), False
-        for key, rank in served.items():
-            known = self._ranks.get(key)
-            if known is None:
-                known = self._ranks[key] = _RankSeries(rank, self._names, self._limits, created=self._created)
-            page.add(known.exporter_chunks(rank, style))
-            known.quiet.begin(facts.snapshot.number, acknowledged)
-            for chunks in known.chunks(rank, style, shared=key in speakers):
-                page.add(chunks)
-            known.quiet.end()
-            self.holding = self.holding or known.quiet.holding
-        own = self._own.get(style)
-        if own is None:
-            own = self._own[style] = SampleRenderer(style, labels.of_catalog)
-        page.add(
-            own.chunks([*exporter_metrics.of_exporter(facts, self._limits.dropped), *(facts.host.said if facts.host else ())])
-        )
-        return page.families()
+        return _by_family(chain.from_iterable(self._lines(scrape, style, acknowledged)))
 
-    def _forget(self, served: Iterable[tuple[int, str]]) -> None:
-        gone = self._ranks.keys() - set(served)
-        left = [self._ranks.pop(key) for key in gone]
-        if gone:
-            if self._give_back(left):  # place all again: the latest ranks had found no room
-                self._give_back(self._ranks.values())
-                for known in self._ranks.values():
-                    known.clear()
-            self._names.keep({entry.family for known in self._ranks.values() for entry in known.entries()})
-            self._heads.clear()  # which hold names of families that are gone
+    def _lines(self, scrape: ScrapeInput, style: Style, acknowledged: int) -> Iterator[Iterable[FamilyLines]]:
+        """Yield the lines of each rank, then those of the exporter's and the machine's metrics."""
+        number, ranks = scrape.snapshot.number, {(rank.opened, rank.rank): rank for rank in scrape.snapshot.ranks}
+        self._forget_all_but(ranks)
+        sharing, self.is_holding = _first_ranks(ranks), False
+        for key, rank in ranks.items():
+            if key not in self._ranks:
+                series = RankSeries(rank, self._names, self._limits)
+                self._ranks[key] = _RankLines(rank, series, QuietSeries(number), created=self._created)
+            known = self._ranks[key]
+            known.quiet.begin(number, acknowledged)
+            yield known.of_exporter(rank, style)
+            yield from known.of_blocks(rank, style, shared=key in sharing)
+            self.is_holding |= known.is_holding
+        if style not in self._own:
+            self._own[style] = SampleRenderer(style, labels.of_catalog)
+        machine = scrape.host.said if scrape.host else ()
+        yield self._own[style].lines([*exporter_metrics.of_exporter(scrape, self._limits.dropped), *machine])
 
-    def _give_back(self, ranks: Collection[_RankSeries]) -> bool:
-        return self._limits.give_back(sum(known.lines for known in ranks))
+    def _forget_all_but(self, served: Mapping[_Key, Rank]) -> None:
+        gone = [self._ranks.pop(key) for key in self._ranks.keys() - served.keys()]
+        if not gone:
+            return
+        if self._limits.give_back(sum(one.series.lines for one in gone)):  # the latest ranks had found no room: place all again
+            self._limits.give_back(sum(one.series.lines for one in self._ranks.values()))
+            for one in self._ranks.values():
+                one.clear()
+        self._names.keep({entry.family for one in self._ranks.values() for entry in one.series.entries()})
 
 
-def _speakers(served: Mapping[tuple[int, str], Rank]) -> set[tuple[int, str]]:
+def _first_ranks(ranks: Mapping[_Key, Rank]) -> set[_Key]:
     """Return for each run the rank that shows the metrics all ranks share: the first living one, else the first."""
-    first: dict[tuple[str, str], tuple[int, str]] = {}
-    for key, rank in sorted(served.items(), key=lambda one: (not one[1].up, len(one[1].rank), one[1].rank)):
+    first: dict[tuple[str, str], _Key] = {}
+    for key, rank in sorted(ranks.items(), key=lambda one: (not one[1].up, len(one[1].rank), one[1].rank)):
         first.setdefault((rank.job_name, rank.run_id), key)
     return set(first.values())
 
 
-class _Head(NamedTuple):
-    """A family's header lines, and those of its ``_created`` samples if these form a family of their own."""
+class _RankLines:
+    """The lines of one rank, by its renderers for each style."""
 
-    family: Family
-    brief: str
-    text: str
-    created: str
+    def __init__(self, rank: Rank, series: RankSeries, quiet: QuietSeries, *, created: bool) -> None:
+        self.series, self.quiet = series, quiet
+        self._born_s = rank.view.header.wall_ns / 1e9 if created else None
+        self._own: dict[Style, SampleRenderer] = {}
+        self._blocks: dict[tuple[Style, int], _Block] = {}
+        self.is_holding = False
+        """whether the last page shows a counter of the rank at 0 that has counted"""
+
+    def clear(self) -> None:
+        """Decide anew about all series."""
+        self.series.clear()
+        self._blocks.clear()
+
+    def of_exporter(self, rank: Rank, style: Style) -> list[FamilyLines]:
+        """Return the lines of the exporter's own metrics of the rank."""
+        if style not in self._own:
+            self._own[style] = SampleRenderer(style, lambda own: {**own, **self.series.identity})
+        return self._own[style].lines([*exporter_metrics.of_rank(rank)])
+
+    def of_blocks(self, rank: Rank, style: Style, *, shared: bool) -> Iterator[list[FamilyLines]]:
+        """Yield the lines of each value block; ``shared``: include metrics that ranks share."""
+        self.is_holding = False
+        for index, block in enumerate(rank.view.blocks):
+            known = self._blocks.get((style, index))
+            if known is None or known.series is not block.series or (known.up, known.shared) != (rank.up, shared):
+                shown = self.series.select(block.series, up=rank.up, shared=shared)
+                renderer = BlockRenderer(shown, style, self.quiet, born_s=self._born_s)
+                known = self._blocks[style, index] = _Block(block.series, rank.up, shared, renderer)
+            yield known.renderer.lines(block, NONE if index else rank.exemplars)
+            self.is_holding |= known.renderer.is_holding
 
 
-class _Text(NamedTuple):
-    head: _Head
+class _Block(NamedTuple):
+    """A renderer, and the series and the state of the rank that it is for."""
+
+    series: tuple[Series, ...]
+    up: bool
+    shared: bool
+    renderer: BlockRenderer
+
+
+class _FamilyText(NamedTuple):
+    heading: Heading
     lines: list[str]
     created: list[str]
 
 
-class _Page:
-    """The families of one page, in the order of their first sample."""
+def _by_family(found: Iterable[FamilyLines]) -> Iterator[str]:
+    """Yield the text of each family, in the order of their first lines.
 
-    def __init__(self, style: Style, heads: dict[str, _Head]) -> None:
-        """``heads``: cache of header lines, extended here."""
-        self._style, self._heads = style, heads
-        self._families: dict[str, _Text] = {}
-
-    def add(self, chunks: Iterable[Chunk]) -> None:
-        """Add lines to their families."""
-        families = self._families
-        for family, brief, lines, created in chunks:
-            text = families.get(family.name)
-            if text is None:
-                text = families[family.name] = _Text(self._head(family, brief), [], [])
-            text.lines.append(lines)
-            if created:
-                text.created.append(created)
-
-    def families(self) -> Iterator[str]:
-        """Yield the families' texts. In the classic format ``_created`` samples are separate families behind their own."""
-        for text in self._families.values():
-            yield text.head.text
-            yield from text.lines
-            if text.created:
-                yield f"\n{text.head.created}"
-                yield from text.created
-            yield "\n"
-
-    def _head(self, family: Family, brief: str) -> _Head:
-        known = self._heads.get(family.name)
-        if known is None or known.family != family or known.brief != brief:
-            unit = _OM_UNITS.get(family.unit, "")
-            unit = unit if family.name.endswith(f"_{unit}") else ""
-            escaped = labels.text(brief)
-            text = header(self._style, family.name, _TYPES[family.kind], unit, escaped)
-            created = header(self._style, f"{family.name}_created", "gauge", "", escaped)
-            known = self._heads[family.name] = _Head(family, brief, text, created)
-        return known
-
-
-class _RankSeries:
-    """The labelled series of one rank."""
-
-    def __init__(self, rank: Rank, names: NameRegistry, limits: SeriesLimits, *, created: bool) -> None:
-        self.identity = dict(zip(labels.IDENTITY, (rank.job_name, rank.run_id, rank.rank), strict=True))
-        self._names, self._limits = names, limits
-        self._born_s = rank.view.header.wall_ns / 1e9 if created else None
-        self._entries: dict[int, Labelled | None] = {}
-        self._taken: set[tuple[str, ...]] = set()
-        """name and labels of each series on the page, to detect duplicates"""
-        self._texts: dict[tuple[Style, int], BlockRenderer] = {}
-        self._kept: dict[int, Series] = {}
-        self._said: dict[Style, SampleRenderer] = {}
-        self._counted: set[int] = set()
-        self.quiet = QuietSeries()
-        self.lines = 0
-        """number of their lines"""
-
-    @property
-    def size(self) -> int:
-        """Number of series on the page."""
-        return len(self._taken)
-
-    def entries(self) -> Iterator[Labelled]:
-        """Yield the series on the page."""
-        return (entry for entry in self._entries.values() if entry is not None)
-
-    def clear(self) -> None:
-        """Take all series off the page, to be placed again; the count of dropped series stays."""
-        self._counted.update(one for one, entry in self._entries.items() if entry is None)
-        for placed in (self._entries, self._taken, self._texts):
-            placed.clear()
-        self.lines = 0
-
-    def exporter_chunks(self, rank: Rank, style: Style) -> list[Chunk]:
-        """Return the lines of the exporter's own metrics of the rank."""
-        text = self._said.get(style)
+    In the classic format ``_created`` samples are separate families behind their own.
+    """
+    families: dict[str, _FamilyText] = {}
+    for heading, lines, created in found:
+        text = families.get(heading.family)
         if text is None:
-            text = self._said[style] = SampleRenderer(style, lambda own: {**own, **self.identity})
-        return text.chunks([*exporter_metrics.of_rank(rank)])
-
-    def chunks(self, rank: Rank, style: Style, *, shared: bool) -> Iterator[list[Chunk]]:
-        """Yield the lines of every series shown in the rank's state; ``shared``: include metrics that ranks share."""
-        for index, block in enumerate(rank.view.blocks):
-            text = self._texts.get((style, index))
-            if text is None or text.series is not block.series or text.up != rank.up or text.shared != shared:
-                entries = [self._entries[id(one)] if id(one) in self._entries else self._enter(one) for one in block.series]
-                text = self._texts[style, index] = BlockRenderer(
-                    block.series, entries, style, self.quiet, up=rank.up, shared=shared, born_s=self._born_s
-                )
-            yield text.chunks(block, NONE if index else rank.exemplars)
-
-    def _enter(self, series: Series) -> Labelled | None:
-        self._kept[id(series)] = series  # keeps it alive, so that no other object gets its id
-        placed = self._place(series)
-        if isinstance(placed, str) and id(series) not in self._counted:
-            self._limits.dropped[placed] += 1
-        entry = self._entries[id(series)] = None if isinstance(placed, str) else placed
-        return entry
-
-    def _place(self, series: Series) -> Labelled | str:
-        """Return the series with its labels, or the reason why it is not on the page."""
-        if (reason := self._limits.refusal(series, self.size)) is not None:
-            return reason
-        family = self._names.claim(series)
-        if family is not None:
-            entry = label(series, family, self.identity)
-            key = family.name, *chain.from_iterable(sorted(entry.labels.items()))  # one flat tuple: pairs take 240 bytes more
-            if key not in self._taken:
-                if not (lines := self._limits.take(entry)):
-                    return "total_limit"
-                self.lines += lines
-                self._taken.add(key)
-                return entry
-        return "conflict"
+            text = families[heading.family] = _FamilyText(heading, [], [])
+        text.lines.append(lines)
+        if created:
+            text.created.append(created)
+    for heading, all_lines, all_created in families.values():
+        yield heading.text
+        yield from all_lines
+        if all_created:
+            yield f"\n{heading.created}"
+            yield from all_created
+        yield "\n"

@@ -41,10 +41,10 @@ class MetricsPage:
             await _not_allowed(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in reversed(scope["headers"])}  # the first of duplicates wins
-        facts = await self._fresh(_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
+        scrape = await self._fresh(_deadline_s(headers.get(_SCRAPE_TIMEOUT)))
         compressed = accepts_gzip(headers.get(b"accept-encoding", ""))
         acknowledged = self._scrapers.acknowledged(time.monotonic())
-        page = await self._pages.get(facts, headers.get(b"accept", ""), compressed=compressed, acknowledged=acknowledged)
+        page = await self._pages.get(scrape, headers.get(b"accept", ""), compressed=compressed, acknowledged=acknowledged)
         sent = [
             (b"content-type", page.content_type.encode()),
             (b"content-length", str(len(page.body)).encode()),

@@ -89,18 +89,17 @@ class NameRegistry:
         self._common = _samples_of(COMMON_METRICS) if host else {}
         self._claimed: dict[str, Family] = {}
 
-    def claim(self, series: Series) -> Family | None:
-        """Return the family of a series from a flight file, or ``None`` if another family owns the name."""
-        family = family_of(series.name, series.kind, series.unit)
+    def claim(self, series: Series, family: Family) -> bool:
+        """Claim the names of a series from a flight file, of that family; return False if another family owns one."""
         known = BY_NAME.get(series.name)
         if known is not None and (series.scope is None or series.name not in _COMMON_NAMES):
             ours = series.scope is None and (known.kind, known.unit) == (series.kind, series.unit)
-            return family if ours and series.name not in _EXPORTER_S_NAMES else None
+            return ours and series.name not in _EXPORTER_S_NAMES
         samples = _samples(family)
         if any(self._is_taken(sample, family) for sample in samples):
-            return None
+            return False
         self._claimed |= dict.fromkeys(samples, family)
-        return family
+        return True
 
     def _is_taken(self, sample: str, family: Family) -> bool:
         common = self._common.get(sample)

@@ -1,16 +1,20 @@
-"""Prometheus' text formats, byte for byte as prometheus-client writes them, five times as fast: labels are escaped once.
+"""Prometheus' text formats, byte for byte as prometheus-client writes them, five times as fast.
 
 prometheus-client is the tests' reference, and renders its own process metrics. Two formats: OpenMetrics and the classic text
 format 0.0.4, each with one of the escaping schemes that Prometheus 3 negotiates. Our names and labels consist of legacy
 characters only, so that names are never quoted.
+
+Labels are escaped once, and many numbers formatted at a time, for they take most of a page's time: ``repr`` takes 0.8 µs for a
+float of 17 digits, msgspec 0.08 µs. Both write the shortest digits that round-trip, and the same text where neither writes an
+exponent: no difference in 2 million floats, including powers of two, their neighbours and 32-bit floats.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from prometheus_client import openmetrics
+import msgspec
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import (
     ALLOWUTF8,
@@ -22,23 +26,29 @@ from prometheus_client.openmetrics.exposition import (
 )
 from prometheus_client.utils import floatToGoString
 
-from torchobs.exporter.http.content_negotiation import wishes
+from torchobs.catalog import Kind
+from torchobs.exporter.http.content_negotiation import accept_items
+from torchobs.ranks.labels import text as without_surrogates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from prometheus_client.registry import Collector
 
     from torchobs.exporter.http.content_negotiation import AcceptItem
+    from torchobs.exporter.prometheus.name_registry import Family
 
-_SECOND = 1_000_000_000
-PLAIN_BELOW = 1e6
-"""From this value on Go writes an exponent."""
-_PIECE = 64 * 1024
-"""Characters encoded at a time: they stay in the processor's cache until they are compressed."""
+PLAIN_FROM, PLAIN_BELOW = 1e-4, 1e6
+"""Numbers that are written without an exponent: Python writes one below, Go from there on."""
+SMALL_FROM, LARGE_BELOW = 1e-20, 1e16
+"""Numbers beyond these are too rare for a fast path."""
 END = "# EOF\n"
 """The last line of a page in OpenMetrics."""
-
+_PIECE = 64 * 1024
+"""Characters encoded at a time: they stay in the processor's cache until they are compressed."""
+_SECOND = 1_000_000_000
+_TYPES = {Kind.COUNTER: "counter", Kind.GAUGE: "gauge", Kind.UPDOWN: "gauge", Kind.HISTOGRAM: "histogram"}
+_UNITS = {"s": "seconds", "By": "bytes"}
 
 _ESCAPINGS = {ALLOWUTF8, UNDERSCORES, DOTS, VALUES}
 _PLAIN, _OPENMETRICS = "text/plain", "application/openmetrics-text"
@@ -72,18 +82,16 @@ def negotiate(accept: str) -> Format:
 
     Only that format is passed on to prometheus-client, which ignores weights and accepts versions that it does not write.
     """
-    foreign, content_type = choose_encoder(next((known for one in wishes(accept) if (known := _known(one))), ""))
-    given = foreign.keywords if isinstance(foreign, partial) else {}
-    function = foreign.func if isinstance(foreign, partial) else foreign
-    is_openmetrics = function is openmetrics.exposition.generate_latest
-    return Format(Style(is_openmetrics, given.get("escaping", UNDERSCORES)), content_type, foreign)
+    foreign, content_type = choose_encoder(next((known for one in accept_items(accept) if (known := _known(one))), ""))
+    escaping = getattr(foreign, "keywords", {}).get("escaping", UNDERSCORES)
+    return Format(Style(content_type.startswith(_OPENMETRICS), escaping), content_type, foreign)
 
 
-def _known(wish: AcceptItem) -> str:
+def _known(item: AcceptItem) -> str:
     """Return the ``Accept`` element for prometheus-client; empty if the format is not supported or has the weight 0."""
-    versions = _VERSIONS.get(wish.what, {})
-    version, escaping = wish.parameters.get("version", ""), wish.parameters.get("escaping", "")
-    if wish.weight <= 0 or version not in versions:
+    versions = _VERSIONS.get(item.name, {})
+    version, escaping = item.parameters.get("version", ""), item.parameters.get("escaping", "")
+    if item.weight <= 0 or version not in versions:
         return ""
     return f"{versions[version]};escaping={escaping if escaping in _ESCAPINGS else UNDERSCORES}"
 
@@ -92,8 +100,27 @@ _label_name: Callable[[str, str], str] = lru_cache(1024)(escape_label_name)  # f
 _metric_name: Callable[[str, str], str] = lru_cache(1024)(escape_metric_name)
 
 
-def header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
-    """Return a family's header, without the last line break. ``name``: OpenMetrics', a counter's without ``_total``."""
+class Heading(NamedTuple):
+    """A family's header lines, each but the first preceded by its line break."""
+
+    family: str
+    text: str
+    created: str
+    """header of the ``_created`` samples, which are a family of their own in the classic format"""
+
+
+@lru_cache(8192)  # ranks have the same families
+def heading(style: Style, family: Family, brief: str) -> Heading:
+    """Return a family's header."""
+    unit = _UNITS.get(family.unit, "")
+    unit = unit if family.name.endswith(f"_{unit}") else ""
+    brief = without_surrogates(brief)
+    header = _header(style, family.name, _TYPES[family.kind], unit, brief)
+    return Heading(family.name, header, _header(style, f"{family.name}_created", "gauge", "", brief))
+
+
+def _header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
+    """Return header lines. ``name``: OpenMetrics', a counter's without ``_total``."""
     if style.openmetrics:
         escaped = _metric_name(name, style.escaping)
         lines = f"# HELP {escaped} {_text(brief)}\n# TYPE {escaped} {kind}"
@@ -104,19 +131,14 @@ def header(style: Style, name: str, kind: str, unit: str, brief: str) -> str:
 
 
 def prefix(style: Style, name: str, labels: Mapping[str, str]) -> str:
-    """Return a sample's line up to its value."""
+    """Return a sample's line up to its number, preceded by its line break."""
     pairs = ",".join([_pair(style.escaping, label, value) for label, value in sorted(labels.items())])
-    return f"{_metric_name(name, style.escaping)}{{{pairs}}} " if pairs else f"{_metric_name(name, style.escaping)} "
+    return f"\n{_metric_name(name, style.escaping)}{{{pairs}}} " if pairs else f"\n{_metric_name(name, style.escaping)} "
 
 
 @lru_cache(2048)  # all series of a rank share three labels, and each layer has several metrics
 def _pair(escaping: str, label: str, value: str) -> str:
     return f'{_label_name(label, escaping)}="{_text(value)}"'
-
-
-def number(value: float) -> str:
-    """Return a finite value as Go formats it."""
-    return repr(float(value)) if value < PLAIN_BELOW else _go(value)
 
 
 def exemplar(labels: Mapping[str, str], value: float, at_ns: int) -> str:
@@ -128,8 +150,68 @@ def exemplar(labels: Mapping[str, str], value: float, at_ns: int) -> str:
     return f" # {{{pairs}}} {_go(value)} {at_ns // _SECOND}.{at_ns % _SECOND:09d}"
 
 
+def _text(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def number(value: float) -> str:
+    """Return a finite value as Go formats it."""
+    return repr(float(value)) if value < PLAIN_BELOW else _go(value)
+
+
+def _go(value: float) -> str:
+    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # it has no types
+    return text
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def numbers(values: Sequence[float]) -> list[str]:
+    """Return finite floats as :func:`number` formats each. No integers: they would have no decimal point."""
+    if not values:
+        return []
+    encoded = _encode(values)
+    texts = encoded[1:-1].decode().split(",")
+    # searching the text takes a tenth of comparing the values: a number below 1e-4 has an exponent or four zeros behind the
+    # point, and non-negative numbers are all below 1e6 if their sum is
+    if b"e" in encoded or b"-" in encoded or b"0.0000" in encoded or not sum(values) < PLAIN_BELOW:
+        _correct(texts, values)
+    return texts
+
+
+def _correct(texts: list[str], values: Sequence[float]) -> None:
+    """Format those numbers again that msgspec formats in another way."""
+    for index, value in enumerate(values):
+        if PLAIN_FROM <= value < PLAIN_BELOW or not value:
+            continue
+        if SMALL_FROM < value < PLAIN_FROM:
+            texts[index] = _small(texts[index])
+        elif PLAIN_BELOW <= value < LARGE_BELOW:
+            texts[index] = _large(texts[index])
+        else:
+            texts[index] = number(value)
+
+
+def _large(text: str) -> str:
+    """Return a number from 1e6 on as Go formats it; msgspec writes 1500000.0 for 1.5e+06."""
+    whole, _, rest = text.partition(".")
+    mantissa = f"{whole[0]}.{whole[1:]}{rest}".rstrip("0.")
+    return f"{mantissa}e+{len(whole) - 1:02}"
+
+
+def _small(text: str) -> str:
+    """Return a number below 1e-4 as Python formats it; msgspec writes 0.00005 and 5.1e-6 for 5e-05 and 5.1e-06."""
+    mantissa, _, exponent = text.partition("e-")
+    if exponent:
+        return f"{mantissa}e-{exponent:0>2}"
+    digits = mantissa[2:].lstrip("0")
+    rest = f".{digits[1:]}" if len(digits) > 1 else ""
+    return f"{digits[0]}{rest}e-{len(mantissa) - 1 - len(digits):02}"
+
+
 def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[bytes]:
-    """Yield the page in pieces: prometheus-client's output, followed by our families."""
+    """Yield the page in pieces: prometheus-client's output, followed by the texts of our families."""
     yield foreign.removesuffix(END.encode()) if style.openmetrics else foreign
     waiting, size = list[str](), 0
     for text in families:
@@ -139,17 +221,3 @@ def pieces(style: Style, foreign: bytes, families: Iterable[str]) -> Iterator[by
             yield "".join(waiting).encode()
             waiting, size = [], 0
     yield "".join([*waiting, END if style.openmetrics else ""]).encode()
-
-
-def page(style: Style, foreign: bytes, families: Iterable[str]) -> bytes:
-    """Return the page: prometheus-client's output, followed by our families."""
-    return b"".join(pieces(style, foreign, families))
-
-
-def _go(value: float) -> str:
-    text: str = floatToGoString(value)  # type: ignore[no-untyped-call]  # it has no types
-    return text
-
-
-def _text(value: str) -> str:
-    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

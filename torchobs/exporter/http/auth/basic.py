@@ -40,8 +40,8 @@ class Passwords:
 
     def __init__(self) -> None:
         self._key = os.urandom(32)
-        self._right: OrderedDict[bytes, None] = OrderedDict()
-        self._wrong: OrderedDict[bytes, None] = OrderedDict()
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "bcrypt")
         self._waiting = 0
         self.compared = 0
@@ -55,10 +55,10 @@ class Passwords:
         user, password = given
         hashed = users.get(user)
         key = self._digest(user.encode(), (hashed or _NOBODY).encode(), password)
-        known = key in self._right
-        if not known and key not in self._wrong:
+        known = key in self._accepted
+        if not known and key not in self._refused:
             known = await self._compare(password, hashed or _NOBODY) and hashed is not None
-            self._remember(self._right if known else self._wrong, key)
+            self._remember(self._accepted if known else self._refused, key)
         return known
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 HEALTH = ("/-/healthy", "/-/ready")
 """Paths without authentication: kubelet's probes have no password, and the responses reveal nothing."""
 
-_Mark = tuple[int, int, int, int, int] | None
+_Version = tuple[int, int, int, int, int] | None
 _log = logging.getLogger(__name__)
 
 
@@ -50,23 +50,21 @@ class WebConfigMiddleware:
         self.problem = ""
         """the file's error; empty if there is none"""
         self._path = Path(path) if path is not None else None
-        self._force: ActiveConfig | None = None if path is not None else ActiveConfig(WebConfig(), None)
-        self._marks: dict[Path, _Mark] = {}
+        self._active: ActiveConfig | None = None if path is not None else ActiveConfig(WebConfig(), None)
+        self._versions: dict[Path, _Version] = {}
         self._passwords: Passwords | None = None
 
     @property
     def context(self) -> ssl.SSLContext | None:
         """The TLS context for new connections: another object after every change."""
-        return self._force.context if self._force is not None else None
+        return self._active.context if self._active is not None else None
 
     @property
     def authenticates(self) -> bool:
         """True if every request that passes is authenticated, by a password or a client certificate."""
-        config = self._force.config if self._force is not None else WebConfig()
-        verified = config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert"
-        return bool(config.users) or verified
+        return self._active is not None and self._active.config.authenticates
 
-    async def look(self) -> None:
+    async def reload(self) -> None:
         """Reload the file if it, or a certificate file that it names, has changed."""
         if self._path is not None and await asyncio.to_thread(self._changed):
             await asyncio.to_thread(self._load, self._path)
@@ -75,14 +73,14 @@ class WebConfigMiddleware:
         """Return the application with authentication and the configured headers."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            force = self._force
-            if force is None:
+            active = self._active
+            if active is None:
                 refused = "the web configuration is broken, and nothing is served until it is mended: see the log\n"
                 answer = None if scope["path"] in HEALTH else PlainTextResponse(refused, 503)
             else:
-                send = _with_headers(force.config, send)
-                answer = None if scope["path"] in HEALTH else await self._refusal(force.config, scope)
-                scope[LET_IN] = answer is None and _identifies(force.config)
+                send = _with_headers(active.config, send)
+                answer = None if scope["path"] in HEALTH else await self._refusal(active.config, scope)
+                scope[LET_IN] = answer is None and active.config.authenticates
             await (answer or app)(scope, receive, send)
 
         return guarded
@@ -106,41 +104,36 @@ class WebConfigMiddleware:
         return PlainTextResponse("Unauthorized\n", 401, {"WWW-Authenticate": 'Basic realm="torchobs", charset="UTF-8"'})
 
     def _changed(self) -> bool:
-        return not self._marks or self._marks != _marks(self._marks)
+        return not self._versions or self._versions != _versions(self._versions)
 
     def _load(self, path: Path) -> None:
         watched = {path}
-        self._marks = _marks(watched)  # before they are read, so that a change meanwhile is noticed
+        self._versions = _versions(watched)  # before they are read, so that a change meanwhile is noticed
         try:
             config = web_config.parse(path.read_text("utf-8"))
             if config.tls is not None:
                 watched.update(tls.files(config.tls, path.parent))
-                self._marks |= _marks(watched - {path})
+                self._versions |= _versions(watched - {path})
             context = tls.context(config.tls, path.parent) if config.tls is not None else None
         except (OSError, ValueError) as problem:
-            self._complain(path, problem)
+            self._report(path, problem)
             return
-        self._force, self.problem = ActiveConfig(config, context), ""
-        said = tls.notes(config.tls) if config.tls is not None else ()
-        _log.info("web configuration in force: %s", "; ".join((str(path), *said)))
+        self._active, self.problem = ActiveConfig(config, context), ""
+        notes = tls.notes(config.tls) if config.tls is not None else ()
+        _log.info("web configuration in force: %s", "; ".join((str(path), *notes)))
 
-    def _complain(self, path: Path, problem: OSError | ValueError) -> None:
+    def _report(self, path: Path, problem: OSError | ValueError) -> None:
         words = f"{problem}" if isinstance(problem, WebConfigError) else getattr(problem, "strerror", None) or "it is no UTF-8"
-        kept = "the one before stays in force" if self._force is not None else "nothing is served"
+        kept = "the one before stays in force" if self._active is not None else "nothing is served"
         self.problem = f"--web.config.file {path}: {words}; {kept}"
         _log.error("%s", self.problem)
 
 
-def _identifies(config: WebConfig) -> bool:
-    """Return True if the configuration authenticates every request."""
-    return bool(config.users) or (config.tls is not None and config.tls.client_auth_type == "RequireAndVerifyClientCert")
+def _versions(paths: Iterable[Path]) -> dict[Path, _Version]:
+    return {path: _version(path) for path in paths}
 
 
-def _marks(paths: Iterable[Path]) -> dict[Path, _Mark]:
-    return {path: _mark(path) for path in paths}
-
-
-def _mark(path: Path) -> _Mark:
+def _version(path: Path) -> _Version:
     try:
         status = os.stat(path)  # noqa: PTH116  # follows symbolic links: Kubernetes replaces one
     except OSError:

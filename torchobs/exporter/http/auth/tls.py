@@ -47,7 +47,7 @@ def context(tls: Tls, directory: Path) -> ssl.SSLContext:
     except (OSError, ValueError) as problem:  # ssl.SSLError is an OSError
         if isinstance(problem, WebConfigError):
             raise
-        raise WebConfigError(f"tls_server_config: {_words(problem)}") from None
+        raise WebConfigError(f"tls_server_config: {_reason(problem)}") from None
     made.set_alpn_protocols(["http/1.1"])
     return made
 
@@ -68,7 +68,7 @@ def _load(made: ssl.SSLContext, tls: Tls, directory: Path) -> None:
         # the password "" instead of none: OpenSSL would prompt for one on the terminal
         made.load_cert_chain(directory / tls.cert_file, directory / tls.key_file, password="")
     except (OSError, ValueError) as problem:
-        msg = f"tls_server_config: {tls.cert_file} and {tls.key_file} are no certificate and its key: {_words(problem)}"
+        msg = f"tls_server_config: {tls.cert_file} and {tls.key_file} are no certificate and its key: {_reason(problem)}"
         raise WebConfigError(msg) from None
 
 
@@ -101,7 +101,7 @@ def _limit(made: ssl.SSLContext, tls: Tls) -> None:
         made.options &= ~ssl.OP_CIPHER_SERVER_PREFERENCE
 
 
-def _words(problem: OSError | ValueError) -> str:
+def _reason(problem: OSError | ValueError) -> str:
     if isinstance(problem, OSError) and problem.filename is not None:
         return f"{problem.strerror}: {problem.filename}"
     reason = getattr(problem, "reason", None)  # OpenSSL's, such as KEY_VALUES_MISMATCH

@@ -83,6 +83,11 @@ class WebConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {str(user): hashed for user, hashed in (self.basic_auth_users or {}).items()}
 
     @property
+    def authenticates(self) -> bool:
+        """True if every request that passes is authenticated, by a password or a client certificate."""
+        return bool(self.users) or (self.tls is not None and self.tls.client_auth_type == "RequireAndVerifyClientCert")
+
+    @property
     def headers(self) -> Mapping[str, str]:
         """Headers to add to every response."""
         return (self.http_server_config and self.http_server_config.headers) or {}
@@ -93,9 +98,9 @@ def parse(text: str) -> WebConfig:
     if len(text) > _MOST_BYTES:
         raise WebConfigError("the file is larger than 1 MiB")
     try:
-        _refuse_twins(yaml.compose(text, yaml.SafeLoader))
-        said = yaml.safe_load(text)
-        found = msgspec.convert({} if said is None else said, WebConfig, strict=True, str_keys=True)
+        _refuse_duplicate_keys(yaml.compose(text, yaml.SafeLoader))
+        content = yaml.safe_load(text)
+        found = msgspec.convert({} if content is None else content, WebConfig, strict=True, str_keys=True)
     except yaml.YAMLError as problem:
         mark = getattr(problem, "problem_mark", None)  # not the parser's message: it quotes the line, which may contain a hash
         at = f"line {mark.line + 1}: " if mark else ""
@@ -108,16 +113,16 @@ def parse(text: str) -> WebConfig:
     return found
 
 
-def _refuse_twins(node: yaml.Node | None) -> None:
+def _refuse_duplicate_keys(node: yaml.Node | None) -> None:
     """Raise :class:`WebConfigError` for duplicate keys, as the toolkit does; PyYAML lets the last one win."""
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value]
-        if twins := sorted({str(key) for key in keys if keys.count(key) > 1}):
-            raise WebConfigError(f"line {node.start_mark.line + 1}: {', '.join(twins)} is there twice")
+        if duplicates := sorted({str(key) for key in keys if keys.count(key) > 1}):
+            raise WebConfigError(f"line {node.start_mark.line + 1}: {', '.join(duplicates)} is there twice")
     if isinstance(node, yaml.CollectionNode):
         for child in node.value:
             for one in child if isinstance(child, tuple) else (child,):
-                _refuse_twins(one)
+                _refuse_duplicate_keys(one)
 
 
 def _check(found: WebConfig) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.utils import floatToGoString
 
-from torchobs.exporter.prometheus.float_format import PLAIN_FROM, numbers
-from torchobs.exporter.prometheus.text_format import number
+from torchobs.exporter.prometheus.text_format import PLAIN_FROM, number, numbers
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 AROUND = [

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from torchobs.catalog import Kind
-from torchobs.exporter.prometheus.block_renderer import BlockRenderer, is_gauge
+from torchobs.exporter.prometheus.line_renderer import BlockRenderer, is_gauge
 from torchobs.exporter.prometheus.name_registry import family_of
-from torchobs.exporter.prometheus.quiet_series import QuietSeries
-from torchobs.exporter.prometheus.series_lines import label
+from torchobs.exporter.prometheus.rank_series import QuietSeries, label
 from torchobs.exporter.prometheus.text_format import Style
 from torchobs.flight.format.series import Series, ValueType
 from torchobs.flight.reader.decode import DecodedBlock, Distribution, Value
@@ -41,13 +40,13 @@ LINES = {
 def text_of(style: Style = OPENMETRICS, *, born_s: float | None = None) -> BlockRenderer:
     """The text of a block with all of them."""
     entries = [label(series, family_of(series.name, series.kind, ""), {}) for series in ALL]
-    return BlockRenderer(ALL, entries, style, QuietSeries(), up=True, born_s=born_s)
+    return BlockRenderer([*enumerate(entries)], style, QuietSeries(1), born_s=born_s)
 
 
 def lines(text: BlockRenderer, values: list[Value | None]) -> dict[str, list[str]]:
     """What is written of those values, by family."""
     block = DecodedBlock(ALL, values, whole=None not in values)
-    return {chunk.family.name: chunk.lines.split("\n")[1:] for chunk in text.chunks(block, NONE)}
+    return {chunk.heading.family: chunk.lines.split("\n")[1:] for chunk in text.lines(block, NONE)}
 
 
 def test_families_come_in_the_order_of_their_first_series() -> None:
@@ -89,18 +88,18 @@ def test_what_counts_says_since_when_behind_its_lines() -> None:
         **LINES, "c": [*LINES["c"], "c_created 1.5"], "h": [*LINES["h"], "h_created 1.5"],
     }  # fmt: skip
     text = text_of(TEXT, born_s=1.5)
-    assert {chunk.family.name: chunk.created for chunk in text.chunks(DecodedBlock(ALL, FULL), NONE) if chunk.created} == {
+    assert {chunk.heading.family: chunk.created for chunk in text.lines(DecodedBlock(ALL, FULL), NONE) if chunk.created} == {
         "c": "\nc_created 1.5", "h": "\nh_created 1.5",
     }  # fmt: skip
     without: list[Value | None] = [FULL[0], None, *FULL[2:]]
-    assert [chunk.family.name for chunk in text.chunks(DecodedBlock(ALL, without), NONE) if chunk.created] == ["h"]
+    assert [chunk.heading.family for chunk in text.lines(DecodedBlock(ALL, without), NONE) if chunk.created] == ["h"]
 
 
 def test_a_block_that_is_the_same_is_not_written_again() -> None:
     """It costs no more than a look."""
     text, block = text_of(), DecodedBlock(ALL, FULL)
-    assert text.chunks(block, NONE) is text.chunks(block, NONE)
-    assert text.chunks(block, NONE) is not text.chunks(DecodedBlock(ALL, FULL), NONE)
+    assert text.lines(block, NONE) is text.lines(block, NONE)
+    assert text.lines(block, NONE) is not text.lines(DecodedBlock(ALL, FULL), NONE)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ from tests.support import wait_until
 from torchobs import catalog
 from torchobs.exporter import host as host_module
 from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.detached_call import STUCK_AFTER_S, DetachedCall
 from torchobs.exporter.exporter_metrics import Sample
-from torchobs.exporter.host import FILE_SYSTEM_FRESH_S, KEEP_S, HostMetrics
+from torchobs.exporter.host import FILE_SYSTEM_FRESH_S, KEEP_S, STUCK_AFTER_S, DetachedCall, HostMetrics
 
 SAID = Sample(catalog.SYSTEM_FILESYSTEM_LIMIT, {catalog.MOUNTPOINT.name: "/lustre"}, 1.0)
 
@@ -60,7 +59,7 @@ def test_a_call_asks_no_second_time_while_it_waits(server: Server, clock: list[f
     call.begin()
     first = call.wait(10)
     assert first is not None
-    assert first.said == (SAID,)
+    assert first.samples == (SAID,)
     call.begin()
     assert server.asked == 1  # an answer this young is not asked for again
     clock[0] += FILE_SYSTEM_FRESH_S
@@ -88,7 +87,7 @@ def test_what_cannot_be_asked_is_an_answer(clock: list[float]) -> None:
         call.begin()
         answer = call.wait(10)
         assert answer is not None
-        assert (answer.said, type(answer.failure), answer.at_s) == ((), FileNotFoundError, clock[0])
+        assert (answer.samples, type(answer.failure), answer.at_s) == ((), FileNotFoundError, clock[0])
         clock[0] += FILE_SYSTEM_FRESH_S
 
 

@@ -1,0 +1,197 @@
+"""The exporter's listeners: on its addresses, on systemd's sockets, and on the API's own Unix socket.
+
+What cannot be opened is tried again, a Unix socket whose file is gone is opened anew, and new certificates get new servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torchobs.config import settings
+from torchobs.config.option_types import Address
+from torchobs.exporter.http.connection_limits import Connections
+from torchobs.exporter.http.server import UnixSocketWatch, bind, bind_near, retire, serve_on, systemd_sockets
+from torchobs.exporter.http.unix_socket import UnixAddress, UnixSocket, bind_unix
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    import uvicorn
+    from starlette.types import ASGIApp
+
+    from torchobs.exporter.config import ExporterConfig
+    from torchobs.exporter.http.auth.middleware import WebConfigMiddleware
+
+RETRY_S = 5.0
+"""Pause before listening is tried again."""
+
+_log = logging.getLogger(__name__)
+
+
+class ApiSocket(NamedTuple):
+    """The API's own Unix socket, over which commands are allowed."""
+
+    app: ASGIApp
+    address: Callable[[], UnixAddress | None]
+    """returns ``None`` while its directory does not exist; raises ``OSError``"""
+
+
+class _Listener(NamedTuple):
+    """A server on a socket. ``address``: as configured; ``None`` for a socket of systemd, and for the API's own."""
+
+    server: uvicorn.Server
+    bound: socket.socket
+    address: Address | UnixAddress | None
+    is_api: bool
+
+
+class Listeners:
+    """Listens as configured. To be used in one event loop; ``announce`` is called with the first address, ``host:port``."""
+
+    def __init__(
+        self,
+        config: ExporterConfig,
+        web_config: WebConfigMiddleware,
+        app: ASGIApp,
+        api: ApiSocket | None,
+        announce: Callable[[str], None] | None,
+    ) -> None:
+        """``app``: the application without authentication, which ``web_config`` adds where it is reached by the network."""
+        self.connections, self.unannounced = Connections(), 0
+        self._config, self._web_config, self._context = config, web_config, web_config.context
+        self._app, self._guarded, self._api, self._announce = app, web_config.guard(app), api, announce
+        self._listeners: list[_Listener] = []
+        self._unbound, self._wants_api = list(config.addresses), api is not None
+        self._systemd_problems: tuple[str, ...] = ()
+        self._bind_problems: list[str] = []
+        self._unix_sockets = UnixSocketWatch()
+        self._address, self._next_bind_s = "", 0.0
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """The listening sockets."""
+        return [listener.bound for listener in self._listeners]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it does not listen as configured."""
+        return (*self._systemd_problems, *self._bind_problems)
+
+    async def open(self) -> None:
+        """Listen as far as possible, by the web configuration that was loaded meanwhile."""
+        await self._renew()
+        try:
+            for bound in systemd_sockets(settings.environment(), os.getpid()) if self._config.systemd_socket else ():
+                await self._serve(bound)
+                _log.info("listening on %s", bound.getsockname(), extra={"cause": bound.getsockname()})
+        except OSError as problem:
+            self._systemd_problems = (f"--web.systemd-socket: {problem.strerror}",)
+            _log.error("%s", *self._systemd_problems)
+        await self._bind()
+
+    async def tick(self) -> None:
+        """Do the periodic work, once a second."""
+        await self._renew()
+        await self._reopen_unnamed()
+        if (self._unbound or self._wants_api) and time.monotonic() >= self._next_bind_s:
+            await self._bind()
+        self._announce_address()
+        for listener in self._listeners:
+            await listener.server.on_tick(0)
+        self.connections.sweep(time.monotonic())
+
+    async def close(self) -> None:
+        """Remove the sockets' files, and stop."""
+        for listener in self._listeners:
+            if isinstance(listener.bound, UnixSocket):
+                listener.bound.remove()  # while it still listens
+            await listener.server.shutdown(sockets=[listener.bound])
+
+    async def _renew(self) -> None:
+        """Start new servers if the TLS context has changed; their sockets stay open, so that no connection is refused."""
+        if self._web_config.context is self._context:
+            return
+        self._context = self._web_config.context
+        old = [listener for listener in self._listeners if not isinstance(listener.bound, UnixSocket)]
+        self._listeners = [listener for listener in self._listeners if listener not in old]
+        for listener in old:
+            await self._serve(listener.bound.dup(), listener.address)
+            retire(listener.server)
+            listener.bound.close()
+
+    async def _reopen_unnamed(self) -> None:
+        """Listen again where a Unix socket's file was removed or replaced."""
+        lost = self._unix_sockets.lost(bound for bound in self.sockets if isinstance(bound, UnixSocket))
+        for listener in [listener for listener in self._listeners if listener.bound in lost]:
+            self._listeners.remove(listener)
+            self._wants_api = self._wants_api or listener.is_api
+            if listener.address is not None:
+                self._unbound.append(listener.address)
+            await listener.server.shutdown(sockets=[listener.bound])
+
+    async def _bind(self) -> None:
+        self._next_bind_s = time.monotonic() + RETRY_S
+        self._bind_problems = []
+        for address in list(self._unbound):
+            bound = self._open(f"cannot listen on {address}", partial(self._bound_to, address))
+            if bound is not None:
+                self._unbound.remove(address)
+                await self._serve(bound, address)
+                self._log_address(bound, address)
+        if self._wants_api and (self._listeners or self._config.mode == "sidecar"):  # a node's exporter without a port gives up
+            bound = self._open("no Unix socket for the API", self._api_bound)
+            if bound is not None:
+                self._wants_api = False
+                await self._serve(bound, is_api=True)
+
+    def _open(self, failure: str, bind: Callable[[], socket.socket | None]) -> socket.socket | None:
+        """Return a listening socket, or ``None`` after reporting why there is none."""
+        try:
+            return bind()
+        except OSError as problem:
+            self._bind_problems.append(f"{failure}: {problem.strerror or problem}")
+            _log.error("%s: %s", failure, problem.strerror or problem, extra={"cause": failure})
+            return None
+
+    def _bound_to(self, address: Address | UnixAddress) -> socket.socket:
+        if isinstance(address, UnixAddress):
+            return bind_unix(Path(address.path))
+        return bind(address) if self._config.mode == "sidecar" or self._config.listen else bind_near(address)
+
+    def _api_bound(self) -> socket.socket | None:
+        address = self._api.address() if self._api is not None else None
+        return bind_unix(Path(address.path)) if address is not None else None
+
+    async def _serve(self, bound: socket.socket, address: Address | UnixAddress | None = None, *, is_api: bool = False) -> None:
+        app, context = self._guarded, self._context
+        if isinstance(bound, UnixSocket):  # no TLS and no passwords: the file's mode controls access
+            app, context = self._api.app if is_api and self._api is not None else self._app, None
+        self._listeners.append(_Listener(await serve_on(bound, app, self.connections, context), bound, address, is_api))
+
+    def _log_address(self, bound: socket.socket, address: Address | UnixAddress) -> None:
+        if isinstance(address, UnixAddress):
+            _log.info("listening on %s", address, extra={"cause": address})
+            return
+        actual = Address(address.host, bound.getsockname()[1])
+        if address.port not in {0, actual.port}:
+            _log.warning("%s is taken by another program: listening on %s", address, actual)
+        _log.info("listening on %s", actual, extra={"cause": actual})
+        self._address = self._address or str(actual)
+        self._announce_address()
+
+    def _announce_address(self) -> None:
+        """Announce the first address; retried until that succeeds."""
+        if self._announce is None or not self._address:
+            return
+        try:
+            self._announce(self._address)
+            self._announce = None
+        except OSError as problem:
+            self.unannounced += 1
+            _log.error("the address could not be announced: %s", problem.strerror or problem)
