@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torchobs.config.settings import PROBES
 from torchobs.flight.files.control import LEVELS, ControlReader
 from torchobs.runtime.diagnostics import Diagnostics
-from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
@@ -39,11 +38,12 @@ class CommandHandler:
             return
         if command.probes_off is not None:
             self._probes_off = frozenset(name for bit, name in enumerate(PROBES) if command.probes_off >> bit & 1)
-        level, previous = context.level if command.level is None else command.level, context.level
+        previous = context.hooks.level.value
+        level = previous if command.level is None else command.level
         self._set_level(level)
         if level != previous:
-            for probe, changed in list(context.on_level):
-                call(context.breaker(probe), changed, level)
+            for level_changed in list(context.hooks.level.listeners):
+                level_changed(level)
         self._diagnostics.apply(command)
         self._publish_step_recording()
 
@@ -55,7 +55,7 @@ class CommandHandler:
             self._context.writer.steps_since(time.monotonic_ns() if records else None)
 
     def _set_level(self, level: int) -> None:
-        self._context.level = level
+        self._context.hooks.level.value = level
         self._probe_manager.switch_off(PROBES if level == OFF else self._probes_off)
         self._context.writer.level(level)
 

@@ -76,7 +76,7 @@ class Profiles:
         busy = (
             self._requested is not None or self._running is not None or (self._writing is not None and self._writing.is_alive())
         )
-        if busy or context.at_backward is None:
+        if busy:
             self._fail(wanted, "profiler_in_use")
             return
         self._requested = steps, wanted, time.monotonic() + NO_STEP_S
@@ -92,7 +92,7 @@ class Profiles:
     def close(self) -> None:
         """Stop a running profile without a trace (only its own thread can), and wait for a trace that is being written."""
         self._requested = None
-        if self._running is not None and threading.get_ident() == self._context.thread:
+        if self._running is not None and threading.get_ident() == self._context.training.thread:
             self._stop()
         if self._writing is not None:
             self._writing.join(WRITE_TIMEOUT_S)
@@ -100,8 +100,7 @@ class Profiles:
     def _at_backward(self) -> None:
         """Start, continue or end a profile. In the training thread, when a backward pass begins. Cannot raise."""
         if self._context.device.cuda.capturing():  # starting or stopping a profiler synchronizes, which would break the capture
-            if self._context.at_backward is not None:
-                self._context.at_backward(self._at_backward)
+            self._context.at_backward(self._at_backward)
             return
         breaker, requested, run = CircuitBreaker("profile"), self._requested, self._running
         call(breaker, self._advance)
@@ -119,7 +118,7 @@ class Profiles:
                 self._start(*requested[:2])
         elif (reason := self._end_reason(run)) is not None:
             self._end(reason)
-        if self._running is not None and self._context.at_backward is not None:
+        if self._running is not None:
             self._context.at_backward(self._at_backward)
 
     def _end_reason(self, run: _Run) -> str | None:
@@ -150,7 +149,7 @@ class Profiles:
         # both ways to start a profiler call it
         @functools.wraps(original)
         def prepare(profile: Any) -> Any:
-            if self._running is not None and threading.get_ident() == self._context.thread:
+            if self._running is not None and threading.get_ident() == self._context.training.thread:
                 call(CircuitBreaker("profile"), self._end, "interrupted")
             return original(profile)
 

@@ -134,7 +134,7 @@ class CompileRecords:
 
     def _write_span(self, fields: Mapping[str, Any], function: str, location: str, guard: reasons.Guard | None) -> None:
         begun_us, ended_us = fields["start_time_us"], fields["end_time_us"]
-        if begun_us is None or ended_us is None or self._context.span is None:
+        if begun_us is None or ended_us is None:
             return
         cause = "backward" if fields["is_forward"] is False else "recompile" if guard else "first"
         attributes: dict[str, object] = {"function": function, "location": location, "cause": cause}
@@ -143,7 +143,9 @@ class CompileRecords:
             attributes["cached"] = not misses
         offset_ns = time.monotonic_ns() - time.time_ns()
         begun_ns, ended_ns = begun_us * 1000 + offset_ns, ended_us * 1000 + offset_ns
-        self._context.span(catalog.SPAN_COMPILE.name, begun_ns, ended_ns, attributes, failed=fields["fail_type"] is not None)
+        self._context.write_span(
+            catalog.SPAN_COMPILE.name, begun_ns, ended_ns, attributes, failed=fields["fail_type"] is not None
+        )
 
     def _add(self, key: tuple[str, ...], amount: float) -> None:
         cell = self._cells[key]

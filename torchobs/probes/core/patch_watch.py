@@ -26,7 +26,7 @@ class PatchWatch:
                 self._report_lost(patch)
             elif state is not None and state != RESTORED:
                 self._set_disabled(patch.probe, off=self._context.breaker(patch.probe).blown)
-            elif state is not None and self._context.warn_limited is not None:
+            elif state is not None:
                 self._context.warn_limited(
                     f"patch {patch.location}",
                     f"another tool had replaced {patch.location}, so that probe {patch.probe!r} saw nothing of it; "
@@ -38,9 +38,8 @@ class PatchWatch:
         self._set_disabled(patch.probe, off=True)
         attributes = {"probe": patch.probe, "exception.type": "replaced", "location": f"{patch.location} by {by}"}
         context.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes, context.recorder.step)
-        if context.warn_limited is not None:
-            what = f"{patch.location} was replaced by {by}, which does not call what was there before"
-            context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
+        what = f"{patch.location} was replaced by {by}, which does not call what was there before"
+        context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
 
     def _set_disabled(self, probe: str, *, off: bool) -> None:
         cell = self._context.writer.table.cell(catalog.PROBE_DISABLED, {"probe": probe})

@@ -44,18 +44,14 @@ class DataProbe:
         self._starvation.sample()
 
     def _watched_next(self, original: Any) -> Any:
-        breaker, context, recorder, grad_enabled = (
-            self._context.breaker(self.name),
-            self._context,
-            self._context.recorder,
-            self._grad_enabled,
-        )
+        context, recorder, training = self._context, self._context.recorder, self._context.training
+        breaker, grad_enabled = context.breaker(self.name), self._grad_enabled
         trace, note, note_argument = recorder.trace, recorder.trace.append, recorder.arguments.append
         relieve = breaker.guard(recorder.relieve)
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if self._depth or breaker.blown or get_ident() != context.thread:
+            if self._depth or breaker.blown or get_ident() != training.thread:
                 return original(iterator)
             # inline, since a call would cost more than its body; nothing here can raise
             begun_ns = monotonic_ns()

@@ -1,6 +1,6 @@
 """Observe data loaders: iterations, worker start-up time, living workers, ready batches.
 
-``DataLoader.__iter__`` is rare, so other probes are notified of iterations from here (``ProbeContext.iterated``). A loader
+``DataLoader.__iter__`` is rare, so other probes are notified of iterations from here (``Hooks.iterated``). A loader
 iterated inside another one's fetch (an IterableDataset over a loader), or in another thread, is not the training's.
 """
 
@@ -19,7 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.core.boundaries import FETCH, LOADER_STARTS, STEP_ENDS
+from torchobs.probes.core.boundaries import LOADER_STARTS, STEP_ENDS
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.pinned_memory_hint import PinningWatch
 from torchobs.support.after_fork import renew_in_child
@@ -84,12 +84,12 @@ class LoaderProbe:
         self._patches.append(Patch(loader, "__iter__", self._watched, probe=self.name))
 
     def _watched(self, original: Any) -> Any:
-        context, breaker = self._context, self._breaker
-        mark, begun = breaker.guard(context.recorder.mark), breaker.guard(self._begun)
+        training, recorder, breaker = self._context.training, self._context.recorder, self._breaker
+        mark, begun = breaker.guard(recorder.mark), breaker.guard(self._begun)
 
         @functools.wraps(original)
         def watched(loader: Any) -> Any:
-            if breaker.blown or get_ident() != context.thread or _in_fetch(context.recorder.trace):
+            if breaker.blown or get_ident() != training.thread or recorder.in_fetch():
                 return original(loader)
             begun_ns = monotonic_ns()
             mark(LOADER_STARTS, begun_ns)
@@ -110,7 +110,7 @@ class LoaderProbe:
             self._fresh.append(_Pool(weakref.ref(iterator), list(workers)))
             if self._starting is not None:
                 self._starting.add((monotonic_ns() - begun_ns) / 1e9)
-        self._context.notify(self._context.iterated, loader, iterator)
+        self._context.hooks.iterated.notify(loader, iterator)
 
     def sample(self) -> None:
         """Update the number of ready batches; check the workers once a second."""
@@ -198,10 +198,6 @@ def _ready(iterator: Any) -> float | None:
         return float(iterator._data_queue.qsize() + ahead)
     except NotImplementedError:  # macOS cannot return the length of a multiprocessing queue
         return None
-
-
-def _in_fetch(trace: list[int]) -> bool:
-    return bool(trace) and trace[-1] & 15 == FETCH
 
 
 def _signal_name(number: int) -> str:

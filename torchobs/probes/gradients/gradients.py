@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.clipping import Clipping
     from torchobs.probes.gradients.measurement import Measurement
+    from torchobs.probes.precision.loss_scale import LossScaling
 
 _RECOUNT_EVERY = 64
 _ROUNDING = 2.0**-8
@@ -41,7 +42,8 @@ class GradientProbe:
 
     name = "gradients"
 
-    def __init__(self) -> None:
+    def __init__(self, scaling: LossScaling) -> None:
+        self._scaling = scaling
         self._clip: ClipWatch | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._pending = PendingNorms()
@@ -57,24 +59,23 @@ class GradientProbe:
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
         self._publisher = GradientPublisher(context)
         self._updates = UpdateWatch(context, self._publisher.layers)
-        breaker = context.breaker(self.name)
-        context.before_step.append((self.name, breaker.guard(self._before_step)))
-        context.after_closure_backward.append((self.name, breaker.guard(self._after_backward)))
-        context.manual_step_ended = breaker.guard(self._take_clipping)
-        context.watched = breaker.guard(self._publisher.layers.names.watch)
+        breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
+        hooks.before_step.register(breaker, self._before_step)
+        hooks.after_closure_backward.register(breaker, self._after_backward)
+        hooks.manual_step_ended.register(breaker, self._take_clipping)
+        hooks.watched.register(breaker, self._publisher.layers.names.watch)
         self._publisher.layers.names.built_modules.install(context, breaker)
-        context.norm_due = 0
-        self._clip = ClipWatch(context, self._pace, self._measure_clipped, self._devices)
+        self._step_hook.due_at = 0
+        self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         self._clip.install(breaker)
-        context.unscales = breaker.guard(self._clip.unscales)
+        hooks.unscales.register(breaker, self._clip.unscales)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         if self._clip is not None:
             self._clip.remove()
             self._publisher.layers.names.built_modules.remove()
-            self._context.watched, self._context.norm_due = None, sys.maxsize
-            self._context.manual_step_ended = self._context.unscales = None
+            self._step_hook.due_at = sys.maxsize
 
     def sample(self) -> None:
         """Write norms of ended steps that have arrived from a device; publish measurements."""
@@ -90,9 +91,8 @@ class GradientProbe:
         """Report once that gradients were clipped with the loss scale in them."""
         self._misuse_reported, context = True, self._context
         context.writer.event(catalog.EVENT_AMP_CLIPPED_SCALED.name, {"limit": limit, "scale": scale}, context.recorder.step)
-        if context.warn_limited is not None:
-            so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
-            context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
+        so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
+        context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
 
     def observe(self) -> None:
         """Publish all that is known so far, and look for missing names."""
@@ -103,7 +103,7 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Levelled`."""
         self._publisher.set_level(level)
         self._updates.set_level(level)
-        self._context.norm_due = 0
+        self._step_hook.due_at = 0
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
@@ -123,7 +123,8 @@ class GradientProbe:
             self._measure(optimizer, begun_ns, within=False)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
-        context.norm_due, context.norm_step = min(pace.due_at, self._updates.due_at), pace.step
+        hook = self._step_hook
+        hook.due_at, hook.last = min(pace.due_at, self._updates.due_at), pace.step
 
     def _after_backward(self) -> None:
         optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
@@ -131,17 +132,17 @@ class GradientProbe:
         if optimizer is not None and self._pace.is_due(self._context.recorder.step):
             self._measure(optimizer, begun_ns, within=True)
         # last, since another probe may have changed it, and the next optimizer may have no closure
-        self._context.norm_due = min(self._pace.due_at, self._updates.due_at)
+        self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at)
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
         """Take the norm of a manual step from its clipping, which comes after the measurement."""
-        clip, values = self._clip, self._context.recorder.values
+        clip, recorder = self._clip, self._context.recorder
         clipping = clip.take(parameters, lambda *_: count) if clip is not None else None
         if clip is not None:
             clip.forget()
         if clipping is not None and isinstance(clipping.total, float):
-            values.norm_squared = 0.0
-            self._context.recorder.add_norm(clipping.total, 1.0, within_step=False)
+            recorder.leave_norm_out()
+            recorder.add_norm(clipping.total, 1.0, within_step=False)
 
     def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
         """Return its number of gradients, counted now and then: parameters are seldom frozen or thawed."""

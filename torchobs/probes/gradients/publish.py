@@ -41,7 +41,7 @@ class GradientPublisher:
         self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
         self._elements = table.cell(catalog.GRAD_NONFINITE_ELEMENTS, {})
         self._gauges: dict[str, tuple[Cell | None, float]] = {}
-        self.set_level(context.level)
+        self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
         """See :class:`~torchobs.probes.core.context.Levelled`."""

@@ -108,9 +108,8 @@ class StuckLayersWatch:
             "at": at,
         }  # fmt: skip
         self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
-        if self._context.warn_limited is not None:
-            why = f"only zeros come into {at}" if found.unfed else f"the gradient has all but vanished in {at}"
-            self._context.warn_limited("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
+        why = f"only zeros come into {at}" if found.unfed else f"the gradient has all but vanished in {at}"
+        self._context.warn_limited("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:

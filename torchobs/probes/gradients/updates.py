@@ -49,7 +49,7 @@ class UpdateWatch:
         self._turn = 0
         self._compared: deque[tuple[TrackedLayer, Measurement, Measurement]] = deque(maxlen=64)
         self.level = 0
-        self.set_level(context.level)
+        self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
         """See :class:`~torchobs.probes.core.context.Levelled`."""

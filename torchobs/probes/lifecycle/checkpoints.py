@@ -25,7 +25,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.boundaries import FETCH, PIN, UNPIN
+from torchobs.probes.core.boundaries import PIN, UNPIN
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import CHECKPOINT
@@ -35,7 +35,6 @@ from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from importlib.abc import MetaPathFinder
 
     from torchobs.probes.core.context import ProbeContext
@@ -138,21 +137,15 @@ class CheckpointProbe:
         return save
 
     def _loader(self, kind: str, original: Any) -> Any:
-        breaker, context = self._breaker, self._context
+        breaker, recorder, training = self._breaker, self._context.recorder, self._context.training
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
-            started_ns, inner = monotonic_ns(), _calls_from_distributed() or _fetching(context)
+            started_ns, inner = monotonic_ns(), _calls_from_distributed() or recorder.in_fetch()
             result = original(*args, **kwargs)
-            if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == context.thread:
-                call(
-                    breaker,
-                    self._span,
-                    catalog.SPAN_RESTORE,
-                    started_ns,
-                    {"format": kind, "step": context.recorder.logged_step()},
-                    failed=False,
-                )
+            if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == training.thread:
+                attributes = {"format": kind, "step": recorder.logged_step()}
+                call(breaker, self._span, catalog.SPAN_RESTORE, started_ns, attributes, failed=False)
             return result
 
         return load
@@ -177,9 +170,7 @@ class CheckpointProbe:
 
     def _in_step(self) -> bool:
         recorder = self._context.recorder
-        return threading.get_ident() == self._context.thread and bool(
-            recorder.step or recorder.trace or recorder.timeline.started
-        )
+        return threading.get_ident() == self._context.training.thread and (bool(recorder.step) or recorder.has_begun())
 
     def _end(self, saving: _Saving, result: Any, error: type[BaseException] | None) -> None:
         now_ns, recorder = monotonic_ns(), self._context.recorder
@@ -241,19 +232,12 @@ class CheckpointProbe:
             cell.add(1)
 
     def _span(self, span: catalog.Span, started_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
-        write: Callable[..., None] | None = self._context.span
-        if write is not None:
-            write(span.name, started_ns, monotonic_ns(), attributes, failed=failed)
+        self._context.write_span(span.name, started_ns, monotonic_ns(), attributes, failed=failed)
 
 
 def _calls_from_distributed() -> bool:
     """Return True if the wrapper was called by ``torch.distributed.checkpoint``: for a shard, or by an upload's own save."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{DISTRIBUTED}.")
-
-
-def _fetching(context: ProbeContext) -> bool:
-    trace = context.recorder.trace
-    return bool(trace) and trace[-1] & 15 == FETCH
 
 
 def _is_file(target: Any) -> bool:

@@ -77,7 +77,6 @@ class GrowthGauges:
         if near and not self._reported:
             attributes = {**self._attributes, "per_step": per_step, "time_to_limit": seconds}
             self._context.writer.event(catalog.EVENT_MEMORY_GROWTH.name, attributes, self._context.recorder.step)
-            if self._context.warn_limited is not None:
-                what = f"{self._attributes['space']} memory grows by {per_step / 2**20:.3g} MiB a step"
-                self._context.warn_limited("memory growth", f"{what}, and would reach its limit in {seconds:.0f} s", own=True)
+            what = f"{self._attributes['space']} memory grows by {per_step / 2**20:.3g} MiB a step"
+            self._context.warn_limited("memory growth", f"{what}, and would reach its limit in {seconds:.0f} s", own=True)
         self._reported = near

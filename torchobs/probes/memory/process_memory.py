@@ -118,7 +118,7 @@ class MemoryProbe:
         self._gauges.show([GrowthVerdict(fast or self._own_trends[0], (*self._limit_trends, fast), self._limits.left)])
 
     def _show_pss(self) -> None:
-        shows, self._shows_pss = self._shows_pss, self._context.level >= _ADVANCED
+        shows, self._shows_pss = self._shows_pss, self._context.hooks.level.value >= _ADVANCED
         if self._shows_pss or shows:
             self._show(catalog.MEMORY_HOST_PSS, self._process.proportional() if self._shows_pss else nan)
 

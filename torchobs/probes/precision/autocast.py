@@ -101,5 +101,4 @@ class AutocastWatch:
         self._reported = True
         context = self._context
         context.writer.event(catalog.EVENT_AMP_UNSCALED.name, {"steps": context.recorder.step}, context.recorder.step)
-        if context.warn_limited is not None:
-            context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")
+        context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")

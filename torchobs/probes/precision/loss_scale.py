@@ -20,6 +20,20 @@ COLLAPSED = 1.0
 """Below this a scale shrinks gradients; the documentation of ``GradScaler.update`` calls that "something is likely wrong"."""
 
 
+class LossScaling:
+    """What loss scalers are doing. Written by the AMP probe; read by clipping and by manual steps, in the training thread."""
+
+    __slots__ = ("losses", "scale", "waits_for_unscale")
+
+    def __init__(self) -> None:
+        self.losses = 0
+        """Number of losses that were scaled"""
+        self.scale: Any = None
+        """The scale that was last used, a tensor"""
+        self.waits_for_unscale = False
+        """Whether a loss was scaled since gradients were last unscaled"""
+
+
 class _Scaler:
     """State of one scaler. ``due``: copy its values at the next update."""
 
@@ -89,8 +103,7 @@ class LossScales:
         context = self._context
         attributes = {"scaler": str(state.index), "scale": state.scale}
         context.writer.event(catalog.EVENT_AMP_SCALE_COLLAPSED.name, attributes, context.recorder.step)
-        if context.warn_limited is not None:
-            finds = "the gradients are not finite at any scale, and steps are skipped"
-            context.warn_limited(
-                "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"
-            )
+        finds = "the gradients are not finite at any scale, and steps are skipped"
+        context.warn_limited(
+            "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"
+        )

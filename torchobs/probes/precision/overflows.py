@@ -73,7 +73,7 @@ class Overflows:
     def skipped(self, optimizer: object) -> None:
         """Note that the optimizer did not step; mark the step in progress."""
         recorder = self._context.recorder
-        recorder.values.flags |= StepFlag.SKIPPED
+        recorder.flag(StepFlag.SKIPPED)
         for other in self._pending:
             other.marked = other.marked or other.step == recorder.step + 1
         state = self._optimizers.of(optimizer)

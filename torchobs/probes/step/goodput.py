@@ -26,7 +26,7 @@ class OpenTime:
     """Credits the step in progress. In the sampler thread; a part of :class:`~torchobs.probes.step.phases.PhaseProbe`."""
 
     def __init__(self, context: ProbeContext) -> None:
-        self._context, self._timeline = context, context.recorder.timeline
+        self._context, self._restarts = context, context.recorder.restarts
         self._ended, self._rounds = False, 0
         self.evaluating_since_ns = 0
         """When the evaluation in progress began; 0 if there is none, or none for long"""
@@ -34,8 +34,8 @@ class OpenTime:
     def sample(self, *, last: bool = False) -> None:
         """Update the credit. ``last``: the rank ends, and the step in progress with it."""
         recorder, core, now_ns = self._context.recorder, self._context.writer.table.core, monotonic_ns()
-        if recorder.timeline is not self._timeline:
-            self._timeline = recorder.timeline
+        if recorder.restarts != self._restarts:
+            self._restarts = recorder.restarts
             core.change(clear_credit)  # hooks were off for a while
         if now_ns - recorder.open_since() < _LONG_NS and not last:
             self.evaluating_since_ns = 0
@@ -59,5 +59,5 @@ class OpenTime:
         if last:
             core.publish()
             if not self._ended:
-                self._timeline.evaluations.extend(timeline.evaluations)
+                recorder.evaluations.extend(timeline.evaluations)
             self._ended = True

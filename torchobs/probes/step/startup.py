@@ -49,8 +49,7 @@ class Startup:
             self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - known_s - self._begun_s)
 
     def _steps_begun(self) -> bool:
-        recorder = self._context.recorder
-        return recorder.timeline.started or any(stamp & 15 not in {EVAL, TRAIN} for stamp in recorder.trace[:8])
+        return self._context.recorder.has_begun(besides={EVAL, TRAIN})
 
     def _show(self, seconds: float) -> None:
         if self._cell is not None and seconds > self._shown_s:
