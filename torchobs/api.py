@@ -158,7 +158,7 @@ def _watch(context: ProbeContext, model: Any) -> None:
     }
     for watch_names in context.hooks.watched.listeners:
         watch_names(model)
-    context.writer.event(catalog.EVENT_MODEL.name, attributes, context.recorder.step)
+    context.event(catalog.EVENT_MODEL, attributes)
 
 
 def _phase_begins(context: ProbeContext, name: str, now_ns: int) -> None:

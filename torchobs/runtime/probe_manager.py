@@ -40,10 +40,9 @@ class ProbeManager:
     def install(self, probe: Probe) -> None:
         """Install a probe and register its callbacks."""
         context, name = self._context, probe.name
-        for metric in (catalog.PROBE_ERRORS, catalog.PROBE_DISABLED, catalog.OVERHEAD):
-            cell = context.writer.table.cell(metric, {"probe": name})
-            if cell is not None and metric.kind is catalog.Kind.GAUGE:
-                cell.set(0.0)
+        context.count(catalog.PROBE_ERRORS, 0, {"probe": name})
+        context.set_gauge(catalog.PROBE_DISABLED, 0.0, {"probe": name})
+        context.count(catalog.OVERHEAD, 0, {"probe": name})
         self._probes[name] = probe
         call(context.breaker(name), probe.install, context)
         for method, callbacks in self._callbacks:

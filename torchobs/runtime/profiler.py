@@ -141,7 +141,7 @@ class Profiles:
         first, deadline_s = self._context.recorder.ended, time.monotonic() + MAX_DURATION_S
         self._running = _Run(profile, patch, steps, wanted, first, deadline_s, _resident())
         attributes = {"steps": steps, "evidence": wanted.id}
-        self._context.writer.event(catalog.EVENT_PROFILE_START.name, attributes, self._context.recorder.step)
+        self._context.event(catalog.EVENT_PROFILE_START, attributes)
 
     def _end_before_other_profiler(self, original: Any) -> Any:
         """Return a ``_prepare_trace`` that ends our profile first: two profilers at once raise in the application."""
@@ -181,7 +181,7 @@ class Profiles:
         call(CircuitBreaker("profile"), _free_trace, run.profiler)
         os.close(place.fd)
         if isinstance(done, int):
-            self._context.writer.event(catalog.EVENT_PROFILE_END.name, {**attributes, "size": done})
+            self._context.event(catalog.EVENT_PROFILE_END, {**attributes, "size": done})
         elif done is not None:
             self._fail(run.wanted, **done)
         else:
@@ -190,7 +190,7 @@ class Profiles:
     def _fail(self, wanted: ArtifactName, reason: str, detail: str = "", exception: str = "") -> None:
         given = {"reason": reason, "detail": detail, "exception.type": exception, "evidence": wanted.id}
         attributes = {name: text for name, text in given.items() if text}
-        self._context.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes, self._context.recorder.step)
+        self._context.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes)
 
 
 def _free_trace(profile: Any) -> None:

@@ -94,7 +94,7 @@ class Sampler:
     def start(self) -> None:
         """Start. Drop counters exist at 0 from here on: ``increase()`` misses the first value of a series that starts at 1."""
         for what in ("series", "event"):
-            self._context.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
+            self._context.count(catalog.FLIGHT_DROPPED, 0, {"what": what})
         self._context.breakers[self._breaker.probe] = self._breaker
         self._thread.start()
 
@@ -160,7 +160,7 @@ class Sampler:
     def _write_scalars(self, *, last: bool) -> None:
         points = self._context.scalars.points(time.monotonic(), last=last)
         if points is not None:
-            self._context.writer.event(catalog.EVENT_SCALARS.name, points, self._context.recorder.step)
+            self._context.event(catalog.EVENT_SCALARS, points)
 
     def _report_anomalies(self) -> None:
         writer = self._context.writer
@@ -186,12 +186,9 @@ class Sampler:
         for breaker in list(context.breakers.values()):
             while breaker.trips:
                 trip = breaker.trips.pop(0)
-                for metric, value in ((catalog.PROBE_ERRORS, 1), (catalog.PROBE_DISABLED, 0)):
-                    cell = context.writer.table.cell(metric, {"probe": trip.probe})
-                    if cell is not None and value:
-                        cell.add(value)
-                    elif cell is not None:
-                        cell.set(float(breaker is not self._breaker))  # not ``blown``, which is reset for the last round
+                context.count(catalog.PROBE_ERRORS, 1, {"probe": trip.probe})
+                off = breaker is not self._breaker  # not ``blown``, which is reset for the last round
+                context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": trip.probe})
                 attributes = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
                 context.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes)
                 what = f"probe {trip.probe!r} failed with {trip.exception} at {trip.location}"
@@ -201,17 +198,13 @@ class Sampler:
         context = self._context
         for probe, spent in list(context.spent_ns.items()):
             fresh = spent - self._published.get(probe, 0)
-            cell = context.writer.table.cell(catalog.OVERHEAD, {"probe": probe})
-            if cell is not None and fresh > 0:
-                cell.add(fresh / 1e9)
+            if fresh > 0 and context.count(catalog.OVERHEAD, fresh / 1e9, {"probe": probe}):
                 self._published[probe] = spent
         for what, dropped in (("series", context.writer.table.dropped), ("event", context.writer.events.dropped)):
             fresh = dropped - self._published.get(what, 0)
             if fresh > 0:
                 self._published[what] = dropped
-                cell = context.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
-                if cell is not None:
-                    cell.add(fresh)
+                context.count(catalog.FLIGHT_DROPPED, fresh, {"what": what})
 
     def _check_name(self) -> None:
         try:

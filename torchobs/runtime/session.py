@@ -241,7 +241,7 @@ class Session:
             self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:
             self._commands.close()
-        context.writer.event(catalog.EVENT_RUN_END.name, {"reason": _EXIT_REASONS[reason], "code": code}, context.recorder.step)
+        context.event(catalog.EVENT_RUN_END, {"reason": _EXIT_REASONS[reason], "code": code})
         context.writer.exit(reason, code)
         context.writer.close()
 

@@ -11,6 +11,7 @@ from torchobs.support.error_guard import CircuitBreaker
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torchobs.catalog import Event, Metric
     from torchobs.config.settings import Settings
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues
@@ -93,6 +94,27 @@ class ProbeContext:
     def breaker(self, probe: str) -> CircuitBreaker:
         """Return the circuit breaker of that probe."""
         return self.breakers.setdefault(probe, CircuitBreaker(probe))
+
+    def event(self, event: Event, attributes: Mapping[str, object]) -> None:
+        """Record an event, with the number of the last step that has ended."""
+        self.writer.event(event.name, attributes, self.recorder.step)
+
+    def set_gauge(self, metric: Metric, value: float | None, attributes: Mapping[str, str] | None = None) -> bool:
+        """Set a gauge; return True if there is room for its series. ``None`` leaves it as it is; NaN makes it absent."""
+        cell = self.writer.table.cell(metric, attributes or {}) if value is not None else None
+        if cell is None or value is None:
+            return False
+        cell.set(float(value))
+        return True
+
+    def count(self, metric: Metric, amount: float, attributes: Mapping[str, str] | None = None) -> bool:
+        """Add to a counter; return True if there is room for its series. 0 makes it exist before anything is counted."""
+        cell = self.writer.table.cell(metric, attributes or {})
+        if cell is None:
+            return False
+        if amount:
+            cell.add(amount)
+        return True
 
     def record_overhead(self, probe: str, ns: int) -> None:
         """Add our own time in a metered step, one in ``METER_EVERY``, times ``METER_EVERY``."""

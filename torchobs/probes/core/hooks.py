@@ -84,9 +84,8 @@ class TakesLoss(HookList[[Any, Any, bool]]):
         self._update()
 
     def _update(self) -> None:
-        super()._update()
-        if self._instead is not None:
-            self.listeners[:] = [self._instead]
+        registered = [listener for _, listener in self._by_probe]
+        self.listeners[:] = registered if self._instead is None else [self._instead]
 
 
 class DebugLevel(HookList[[int]]):

@@ -63,11 +63,8 @@ class EpochProbe:
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context = context
-        self._count = context.writer.table.cell(catalog.EPOCHS, {})
-        total = context.settings.total_steps
-        cell = context.writer.table.cell(catalog.STEPS_PLANNED, {}) if total is not None else None
-        if cell is not None and total is not None:
-            cell.set(total)
+        context.count(catalog.EPOCHS, 0)
+        context.set_gauge(catalog.STEPS_PLANNED, context.settings.total_steps)
         context.hooks.iterated.register(context.breaker(self.name), self._begun)
 
     def remove(self) -> None:
@@ -114,8 +111,7 @@ class EpochProbe:
             self._end(latest.begun_ns, latest.step)
             self._epoch = latest
             self._epochs.begun += 1
-            if self._count is not None:
-                self._count.add(1)
+            self._context.count(catalog.EPOCHS, 1)
 
     def _end(self, now_ns: int, step: int) -> None:
         epoch, self._epoch = self._epoch, None

@@ -18,9 +18,8 @@ from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
-from torchobs.probes.gradients.measurement import Devices, measure, scaled
+from torchobs.probes.gradients.measurement import Devices, PendingNorms, measure, scaled
 from torchobs.probes.gradients.norms import largest
-from torchobs.probes.gradients.pending_norms import PendingNorms
 from torchobs.probes.gradients.publish import GradientPublisher
 from torchobs.probes.gradients.updates import UpdateWatch
 
@@ -90,7 +89,7 @@ class GradientProbe:
     def _report_misuse(self, limit: float, scale: float) -> None:
         """Report once that gradients were clipped with the loss scale in them."""
         self._misuse_reported, context = True, self._context
-        context.writer.event(catalog.EVENT_AMP_CLIPPED_SCALED.name, {"limit": limit, "scale": scale}, context.recorder.step)
+        context.event(catalog.EVENT_AMP_CLIPPED_SCALED, {"limit": limit, "scale": scale})
         so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
         context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
 

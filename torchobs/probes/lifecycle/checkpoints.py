@@ -84,8 +84,8 @@ class CheckpointProbe:
         import torch
 
         self._context, self._breaker = context, context.breaker(self.name)
-        table = context.writer.table
-        self._saves = {result: table.cell(catalog.CHECKPOINTS, {"result": result}) for result in catalog.SAVE_RESULTS}
+        for result in catalog.SAVE_RESULTS:
+            context.count(catalog.CHECKPOINTS, 0, {"result": result})
         self._replace("save", partial(self._saver, "torch", 1, "f"), torch, torch.serialization)
         self._replace("load", partial(self._loader, "torch"), torch, torch.serialization)
         self._imports = [after_import(SAFETENSORS, self._watch_safetensors), after_import(DISTRIBUTED, self._watch_distributed)]
@@ -138,6 +138,7 @@ class CheckpointProbe:
 
     def _loader(self, kind: str, original: Any) -> Any:
         breaker, recorder, training = self._breaker, self._context.recorder, self._context.training
+        write_span = self._context.write_span
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,7 @@ class CheckpointProbe:
             result = original(*args, **kwargs)
             if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == training.thread:
                 attributes = {"format": kind, "step": recorder.logged_step()}
-                call(breaker, self._span, catalog.SPAN_RESTORE, started_ns, attributes, failed=False)
+                call(breaker, write_span, catalog.SPAN_RESTORE.name, started_ns, monotonic_ns(), attributes, failed=False)
             return result
 
         return load
@@ -204,35 +205,27 @@ class CheckpointProbe:
         attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
         if error is not None:
             attributes["exception.type"] = f"{error.__module__}.{error.__qualname__}"
-            self._add("failed")
+            self._context.count(catalog.CHECKPOINTS, 1, {"result": "failed"})
             self._context.writer.event(catalog.EVENT_CHECKPOINT_FAILED.name, attributes, saving.step)
         else:
             self._show(saving, now_ns - saving.started_ns, size or 0)
         if size is not None:
             attributes["size"] = size
         if now_ns - saving.started_ns >= LONG_NS or self._span_limiter.take(now_ns):
-            self._span(catalog.SPAN_CHECKPOINT, saving.started_ns, attributes, failed=error is not None)
+            self._context.write_span(
+                catalog.SPAN_CHECKPOINT.name, saving.started_ns, monotonic_ns(), attributes, failed=error is not None
+            )
 
     def _show(self, saving: _Saving, length_ns: int, size: int) -> None:
         with self._lock:  # held briefly by an upload's thread and the training thread
             if saving.step != self._step:
                 self._step, self._seconds, self._bytes = saving.step, 0.0, 0
-                self._add("saved")
+                self._context.count(catalog.CHECKPOINTS, 1, {"result": "saved"})
             self._seconds += length_ns / 1e9
             self._bytes += size
-            values = ((catalog.CHECKPOINT_TIMESTAMP, time.time()), (catalog.CHECKPOINT_DURATION, self._seconds))
-            for metric, value in (*values, (catalog.CHECKPOINT_SIZE, self._bytes or None)):
-                cell = self._context.writer.table.cell(metric, {}) if value is not None else None
-                if cell is not None and value is not None:
-                    cell.set(float(value))
-
-    def _add(self, result: str) -> None:
-        cell = self._saves[result]
-        if cell is not None:
-            cell.add(1)
-
-    def _span(self, span: catalog.Span, started_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
-        self._context.write_span(span.name, started_ns, monotonic_ns(), attributes, failed=failed)
+            self._context.set_gauge(catalog.CHECKPOINT_TIMESTAMP, time.time())
+            self._context.set_gauge(catalog.CHECKPOINT_DURATION, self._seconds)
+            self._context.set_gauge(catalog.CHECKPOINT_SIZE, self._bytes or None)
 
 
 def _calls_from_distributed() -> bool:

@@ -147,9 +147,7 @@ class DistributedProbe:
         self._describe(catalog.DDP_INFO, _setup(max(data, key=lambda one: int(one.get("total_parameter_size_bytes", 0)))))
 
     def _set(self, metric: Metric, value: float, **attributes: str) -> None:
-        cell = self._context.writer.table.cell(metric, attributes)
-        if cell is not None:
-            cell.set(value)
+        self._context.set_gauge(metric, value, attributes)
 
     def _describe(self, metric: Metric, attributes: dict[str, str]) -> None:
         """Set an info metric to 1 with these labels, and remove it with the previous ones."""

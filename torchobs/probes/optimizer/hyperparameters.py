@@ -205,9 +205,7 @@ class OptimizerProbe:
         gone = dict.fromkeys(self._shown.keys() - found.keys(), nan)  # its optimizer was deleted
         for (metric, index), value in {**found, **gone}.items():
             if self._shown.get((metric, index)) != value:
-                cell = self._context.writer.table.cell(metric, {"group": str(index)})
-                if cell is not None:
-                    cell.set(value)
+                self._context.set_gauge(metric, value, {"group": str(index)})
         self._shown = dict(found)
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.data.epochs import EpochCount
 
@@ -79,7 +78,8 @@ class SchedulerProbe:
         self._known: dict[int, _Scheduler] = {}
         self._gone: list[_Scheduler] = []
         self._misuses: list[tuple[str, _Scheduler]] = []
-        self._steps_cell: Cell | None = None
+        self._counts = False
+        """Whether the counters exist"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -193,11 +193,11 @@ class SchedulerProbe:
 
     def _enter(self, scheduler: Any) -> _Scheduler | None:
         """Register a scheduler. The counters exist at 0 before its first step."""
-        if self._steps_cell is None:
-            table = self._context.writer.table
-            self._steps_cell = table.cell(catalog.SCHEDULER_STEPS, {})
+        if not self._counts:
+            self._counts = True
+            self._context.count(catalog.SCHEDULER_STEPS, 0)
             for kind in catalog.SCHEDULER_MISUSES:
-                table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
+                self._context.count(catalog.SCHEDULER_MISUSE, 0, {"kind": kind})
         if len(self._known) >= MAX_KNOWN:
             return None
         state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._epochs.begun, self._optimizer_calls)
@@ -236,8 +236,7 @@ class SchedulerProbe:
     def sample(self) -> None:
         """Update the counters and report misuse."""
         fresh = self._steps - self._shown
-        if fresh and self._steps_cell is not None:
-            self._steps_cell.add(fresh)
+        if fresh and self._context.count(catalog.SCHEDULER_STEPS, fresh):
             self._shown += fresh
         while self._misuses:
             self._report(*self._misuses.pop(0))
@@ -273,12 +272,8 @@ class SchedulerProbe:
 
     def _report(self, kind: str, state: _Scheduler) -> None:
         context = self._context
-        cell = context.writer.table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
-        if cell is not None:
-            cell.add(1)
-        context.writer.event(
-            catalog.EVENT_SCHEDULER_MISUSED.name, {"kind": kind, "scheduler": state.name}, context.recorder.step
-        )
+        context.count(catalog.SCHEDULER_MISUSE, 1, {"kind": kind})
+        context.event(catalog.EVENT_SCHEDULER_MISUSED, {"kind": kind, "scheduler": state.name})
         context.warn_limited(f"scheduler {kind}", f"the scheduler {state.name} {_MEANING[kind]}")
 
 

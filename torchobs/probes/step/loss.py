@@ -178,7 +178,7 @@ class LossProbe:
         """Report once why there is no loss and no norm: reading them would synchronise with the device in every step."""
         self._reported.add(kind)
         context = self._context
-        context.writer.event(catalog.EVENT_DEVICE_UNREAD.name, {"device_type": kind}, context.recorder.step)
+        context.event(catalog.EVENT_DEVICE_UNREAD, {"device_type": kind})
         why = "values can be read without waiting from CUDA devices only"
         context.warn_limited(
             f"unread {kind}", f"loss and gradient norm are not recorded on {kind}: {why}; torchobs.log(loss=...) is"

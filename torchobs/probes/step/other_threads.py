@@ -61,7 +61,7 @@ class OtherThreads:
         if self.steps and not self._reported:
             self._reported = True
             context, name = self._context, self._name
-            context.writer.event(catalog.EVENT_OTHER_THREAD.name, {"thread": name}, context.recorder.step)
+            context.event(catalog.EVENT_OTHER_THREAD, {"thread": name})
             context.warn_limited(
                 "threads", f"thread {name} steps an optimizer beside the training thread: its steps are not recorded"
             )

@@ -16,8 +16,7 @@ from torchobs.probes.core.boundaries import EVAL, TRAIN
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import FORWARD, OTHER
-from torchobs.probes.step.goodput import OpenTime
-from torchobs.probes.step.startup import Startup
+from torchobs.probes.step.goodput import OpenTime, Startup
 from torchobs.support.graph_safe import outside_of_graphs
 
 if TYPE_CHECKING:
