@@ -73,10 +73,8 @@ class Profiles:
     def request(self, steps: int, number: int) -> None:
         """Profile that many steps, unless a profile is in progress."""
         context, wanted = self._context, named(self._context.writer.name, PROFILE, number)
-        busy = (
-            self._requested is not None or self._running is not None or (self._writing is not None and self._writing.is_alive())
-        )
-        if busy:
+        writes = self._writing is not None and self._writing.is_alive()
+        if self._requested is not None or self._running is not None or writes:
             self._fail(wanted, "profiler_in_use")
             return
         self._requested = steps, wanted, time.monotonic() + NO_STEP_S

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 class Probe(Protocol):
-    """One signal. If ``install`` raises, this probe alone is disabled, and the reason is recorded."""
+    """One signal. If ``install`` raises, this probe alone is disabled, and the reason is recorded.
+
+    The sampler thread also calls, where a probe has them: ``sample()`` ten times a second, to process quickly what the training
+    thread has recorded; ``observe()`` one second after its start, every ten seconds and when the rank ends, for what is slower;
+    ``level_changed(level)`` when the debug level has changed (``hooks.DebugLevel``).
+    """
 
     name: str
 
@@ -31,27 +36,6 @@ class Probe(Protocol):
 
     def remove(self) -> None:
         """Remove all hooks; listeners in hook lists are removed by the probe manager. Idempotent."""
-
-
-class Sampled(Protocol):
-    """A probe that the sampler thread also calls ten times a second."""
-
-    def sample(self) -> None:
-        """Process what the training thread has recorded. Must be quick."""
-
-
-class Observed(Protocol):
-    """A probe that the sampler thread calls one second after its start, every ten seconds, and when the rank ends."""
-
-    def observe(self) -> None:
-        """Do what is too slow for :meth:`Sampled.sample`."""
-
-
-class Levelled(Protocol):
-    """A probe that does more or less depending on the debug level. Called by the sampler thread when the level changes."""
-
-    def level_changed(self, level: int) -> None:
-        """Adapt to ``level``, an index into ``flight.files.control.LEVELS``: 0 off, 1 basic, 2 advanced, 3 extreme."""
 
 
 class SpanWriter(Protocol):

@@ -256,11 +256,8 @@ class ClipWatch:
         self._context.hooks.before_step.due_at = 0
 
     def _watched_clip(self, original: Any) -> Any:
-        breaker, note, intercept = (
-            self._breaker,
-            self._breaker.guard(self._note_clip),
-            self._breaker.guard(self._intercept_clamp),
-        )
+        breaker = self._breaker
+        note, intercept = breaker.guard(self._note_clip), breaker.guard(self._intercept_clamp)
 
         @functools.wraps(original)
         def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:

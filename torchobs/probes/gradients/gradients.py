@@ -43,7 +43,6 @@ class GradientProbe:
 
     def __init__(self, scaling: LossScaling) -> None:
         self._scaling = scaling
-        self._clip: ClipWatch | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._pending = PendingNorms()
         self._misuse_reported = False
@@ -58,6 +57,7 @@ class GradientProbe:
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
         self._publisher = GradientPublisher(context)
         self._updates = UpdateWatch(context, self._publisher.layers)
+        self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
         hooks.before_step.register(breaker, self._before_step)
         hooks.after_closure_backward.register(breaker, self._after_backward)
@@ -65,16 +65,14 @@ class GradientProbe:
         hooks.watched.register(breaker, self._publisher.layers.names.watch)
         self._publisher.layers.names.built_modules.install(context, breaker)
         self._step_hook.due_at = 0
-        self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
         self._clip.install(breaker)
         hooks.unscales.register(breaker, self._clip.unscales)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        if self._clip is not None:
-            self._clip.remove()
-            self._publisher.layers.names.built_modules.remove()
-            self._step_hook.due_at = sys.maxsize
+        self._clip.remove()
+        self._publisher.layers.names.built_modules.remove()
+        self._step_hook.due_at = sys.maxsize
 
     def sample(self) -> None:
         """Write norms of ended steps that have arrived from a device; publish measurements."""
@@ -83,7 +81,7 @@ class GradientProbe:
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
         self._publisher.show(self._pace, self._clip)
         self._updates.show()
-        if self._clip is not None and self._clip.misused is not None and not self._misuse_reported:
+        if self._clip.misused is not None and not self._misuse_reported:
             self._report_misuse(*self._clip.misused)
 
     def _report_misuse(self, limit: float, scale: float) -> None:
@@ -99,7 +97,7 @@ class GradientProbe:
         self._updates.show()
 
     def level_changed(self, level: int) -> None:
-        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        """See :class:`~torchobs.probes.core.context.Probe`."""
         self._publisher.set_level(level)
         self._updates.set_level(level)
         self._step_hook.due_at = 0
@@ -109,16 +107,15 @@ class GradientProbe:
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         if closure:
             self._optimizer = weakref.ref(optimizer)
-            if self._clip is not None:
-                self._clip.forget()
+            self._clip.forget()
             return
         context, pace, begun_ns = self._context, self._pace, monotonic_ns()
-        clipping = self._clip.take(optimizer, self._grads_of) if self._clip is not None else None
+        clipping = self._clip.take(optimizer, self._grads_of)
         pace.spend_later(self._devices.take_ns())
         due = pace.is_due(context.recorder.step)
         if clipping is not None:
             self._use_clipping_norm(clipping, optimizer, due=due)
-        elif due and not (self._clip is not None and self._clip.has_noted(context.recorder.step)):
+        elif due and not self._clip.has_noted(context.recorder.step):
             self._measure(optimizer, begun_ns, within=False)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
@@ -135,10 +132,8 @@ class GradientProbe:
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
         """Take the norm of a manual step from its clipping, which comes after the measurement."""
-        clip, recorder = self._clip, self._context.recorder
-        clipping = clip.take(parameters, lambda *_: count) if clip is not None else None
-        if clip is not None:
-            clip.forget()
+        recorder, clipping = self._context.recorder, self._clip.take(parameters, lambda *_: count)
+        self._clip.forget()
         if clipping is not None and isinstance(clipping.total, float):
             recorder.leave_norm_out()
             recorder.add_norm(clipping.total, 1.0, within_step=False)
@@ -156,10 +151,8 @@ class GradientProbe:
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
         scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
-        suspects = self._publisher.suspects
-        made = (
-            measure(self._torch, list(map(id, parameters)), gradients, scale, suspects, self._devices) if parameters else None
-        )
+        keys, suspects = list(map(id, parameters)), self._publisher.suspects
+        made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
         if made is not None:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)
@@ -173,7 +166,7 @@ class GradientProbe:
     def _use_clipping_norm(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
         """Use the norm that clipping has computed in this step."""
         scale = getattr(optimizer, "grad_scale", None)
-        if self._clip is not None and clipping.scale is None and isinstance(scale, self._torch.Tensor):
+        if clipping.scale is None and isinstance(scale, self._torch.Tensor):
             self._clip.mark_scaled(clipping, scale)  # a fused optimizer unscales in its step
         total, each = clipping.total, clipping.each
         if clipping.scale is not None:
@@ -225,7 +218,7 @@ class GradientProbe:
     def _look_for_clamping(self, gradients: list[Any]) -> None:
         """Flag the step if gradients have reached the limit of clipping by value."""
         clip = self._clip
-        if clip is not None and clip.take_clamped() and clip.value is not None:
+        if clip.take_clamped() and clip.value is not None:
             limit = clip.value * (1.0 - _ROUNDING)
             with self._torch.no_grad():
                 clip.decide(largest(gradients), lambda value: value >= limit)

@@ -43,7 +43,7 @@ class GradientPublisher:
         self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
-        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        """See :class:`~torchobs.probes.core.context.Probe`."""
         self.layers.room = self._context.settings.layers * (WIDER if level >= ADVANCED else 1)
 
     def add(self, step: int, made: Measurement, *, anew: bool) -> None:
@@ -56,7 +56,7 @@ class GradientPublisher:
             parts[:] = [part for part in parts if part.optimizer is None or part.optimizer() is not made.optimizer()]
         parts.append(made)
 
-    def show(self, pace: SamplingInterval, clip: ClipWatch | None, *, now: bool = False) -> None:
+    def show(self, pace: SamplingInterval, clip: ClipWatch, *, now: bool = False) -> None:
         """Process measurements of ended steps; once a second, or ``now``, update the series from the last one."""
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
         self._receive()
@@ -71,9 +71,7 @@ class GradientPublisher:
         self._stuck_layers.check(parts, step, now=now)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
-        for metric, limit in (
-            ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)) if clip else ()
-        ):
+        for metric, limit in ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)):
             if limit is not None:
                 self._set(metric, limit)
 

@@ -52,7 +52,7 @@ class UpdateWatch:
         self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
-        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        """See :class:`~torchobs.probes.core.context.Probe`."""
         self.level = level if level >= ADVANCED else 0
         if not self.level:
             self._copied = None

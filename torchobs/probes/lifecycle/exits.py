@@ -137,9 +137,8 @@ class ExitProbe:
         if self._fatal is not None:
             return self._fatal
         # the step pending at sys.exit is counted only now
-        exit_called = (
-            self._sys_exit if self._context is not None and self._context.recorder.step - self._sys_exit_step <= 1 else None
-        )
+        recent = self._context is not None and self._context.recorder.step - self._sys_exit_step <= 1
+        exit_called = self._sys_exit if recent else None
         if noted is not None and (exit_called is None or exit_called[1] != noted[1]):
             return noted
         return exit_called or (Exit.FINISHED, 0)

@@ -48,13 +48,9 @@ class CudaGraphs:
         import torch  # torch is optional until training begins
 
         graph: Any = getattr(torch.cuda, "CUDAGraph", None)
-        guard = self._breaker.guard
-        begins, ends, before, after = (
-            guard(self._capture_begins),
-            guard(self._capture_ends),
-            guard(self._before_replay),
-            guard(self._after_replay),
-        )
+        guard, recorder = self._breaker.guard, self._context.recorder
+        begins, ends = guard(self._capture_begins), guard(self._capture_ends)
+        shorten_trace, after = guard(recorder.relieve), guard(self._after_replay)
         if not all(hasattr(graph, name) for name in ("capture_begin", "capture_end", "replay")):
             return
 
@@ -82,7 +78,7 @@ class CudaGraphs:
                 if id(graph) not in self._captured or get_ident() != self._training.thread:
                     return replay(graph, *args, **kwargs)
                 begun_ns = monotonic_ns()
-                before()
+                shorten_trace()
                 result = replay(graph, *args, **kwargs)
                 after(graph, begun_ns)
                 return result
@@ -141,10 +137,6 @@ class CudaGraphs:
     def _forget(self, key: int) -> None:
         self._captured.pop(key, None)
         self._losses_of.pop(key, None)
-
-    def _before_replay(self) -> None:
-        """Begin a replay: shorten a long trace first."""
-        self._context.recorder.relieve()
 
     def _after_replay(self, graph: object, begun_ns: int) -> None:
         """Record the steps of a replayed graph; the device may still be computing them."""

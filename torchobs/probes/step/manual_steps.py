@@ -86,10 +86,8 @@ class ManualSteps:
         """Boundaries at which a backward pass ended that left its gradients to the caller, and none in parameters"""
         breaker = context.breakers.setdefault("by hand", CircuitBreaker("step"))  # optimizer steps are recorded without it
         self.begins, self.ends = breaker.guard(self._begins), breaker.guard(self._ends)
-        self.second_backward, self.optimizer_stepped = (
-            breaker.guard(self._second_backward),
-            breaker.guard(self._optimizer_stepped),
-        )
+        self.second_backward = breaker.guard(self._second_backward)
+        self.optimizer_stepped = breaker.guard(self._optimizer_stepped)
         self._parameter: ref[torch.Tensor] | None = None
         self._node_limit = _NEAR_NODES
         self._last: _GradientState | None = None

@@ -71,10 +71,8 @@ class StepProbe:
         self._before_step, self._steps_within = context.hooks.before_step, context.hooks.steps_within.listeners
         breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._number_safely = context.breaker(OptimizerProbe.name).guard(number_of)
-        self._changes, self._relieve = (
-            ModelChanges(context.recorder.models, context.writer),
-            breaker.guard(self._recorder.relieve),
-        )
+        self._changes = ModelChanges(context.recorder.models, context.writer)
+        self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
         self._manual_steps = ManualSteps(context, self._scaling)
         self._backward = BackwardWatch(context, breaker, self._manual_steps)
