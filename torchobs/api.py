@@ -98,13 +98,13 @@ def _call(name: str, function: Callable[..., None], *args: Any) -> None:
     """Call ``function`` with the session's context under that breaker; do nothing without a session or at level ``off``."""
     session = current()
     context = session.context if session is not None else None
-    if context is not None and context.level:
+    if context is not None and context.hooks.level.value:
         call(context.breaker(name), function, context, *args)
 
 
 def _step(context: ProbeContext) -> None:
     if context.recorder.metered or not context.recorder.step:
-        context.loop.note()
+        context.training.loop.note()
     context.recorder.end(time.monotonic_ns())
 
 
@@ -121,9 +121,8 @@ def _log(context: ProbeContext, loss: Any, tokens: int, samples: int, total_step
 def _log_step(context: ProbeContext, loss: Any, tokens: int, samples: int) -> None:
     recorder = context.recorder
     if loss is not None and _is_on_device(loss):
-        ended_step = recorder.logged_step()
-        context.device.take(loss, lambda value: recorder.late(ended_step, StepFlag.LOSS, value, 0.0))
-        recorder.log_wins, loss = True, None
+        logged_step, loss_on_device, loss = recorder.expect_loss(), loss, None
+        context.device.take(loss_on_device, lambda value: recorder.late(logged_step, StepFlag.LOSS, value, 0.0))
     recorder.log(None if loss is None else _number(loss), tokens, samples)
 
 
@@ -157,9 +156,9 @@ def _watch(context: ProbeContext, model: Any) -> None:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     }
-    if context.watched is not None:
-        context.watched(model)
-    context.writer.event(catalog.EVENT_MODEL.name, attributes, context.recorder.step)
+    for watch_names in context.hooks.watched.listeners:
+        watch_names(model)
+    context.event(catalog.EVENT_MODEL, attributes)
 
 
 def _phase_begins(context: ProbeContext, name: str, now_ns: int) -> None:
@@ -170,6 +169,6 @@ def _phase_begins(context: ProbeContext, name: str, now_ns: int) -> None:
 def _phase_ends(context: ProbeContext, name: str, started_ns: int, now_ns: int, failed: bool) -> None:  # noqa: FBT001  # one call hands on all
     if name in _PHASES:
         context.recorder.mark(UNPIN, now_ns)
-    if now_ns - started_ns >= MIN_SPAN_NS and context.span is not None:
+    if now_ns - started_ns >= MIN_SPAN_NS:
         attributes = {"phase": name, "step": context.recorder.step}
-        context.span(catalog.SPAN_PHASE.name, started_ns, now_ns, attributes, failed=failed)
+        context.write_span(catalog.SPAN_PHASE.name, started_ns, now_ns, attributes, failed=failed)

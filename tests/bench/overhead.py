@@ -179,7 +179,7 @@ def tight_loop(directory: Path) -> float:
     session = torchobs.init(flight_dir=directory)
     assert session.writer is not None
     recorder, optimizer = StepRecorder(session.writer), torch.optim.SGD([torch.zeros(1)], lr=0.1)
-    recorder.timed = True  # as with the probe of phases, which is on by default
+    recorder.record_phases(enabled=True)  # as with the probe of phases, which is on by default
     lengths = []
     for index in range(4000):
         now = (index + 1) * 1_000_000

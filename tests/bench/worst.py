@@ -22,7 +22,7 @@ import torchobs
 from tests.bench import meter
 from tests.bench.workloads import WORKLOADS
 from torchobs.probes.core.patch import Patch
-from torchobs.runtime.sampler import Sampler
+from torchobs.runtime.sampler import SamplerPauses
 
 QUANTILES = (0.5, 0.99, 0.999, 1.0)
 
@@ -33,18 +33,18 @@ class Stretches:
     def __init__(self) -> None:
         self.found: list[tuple[int, str]] = []
         self._begun_ns = 0
-        original = Sampler.yield_gil
+        original = SamplerPauses.yield_gil
 
-        def yield_gil(sampler: Sampler) -> None:
-            before_ns, last = thread_time_ns(), sampler.yielded
-            original(sampler)
-            if sampler.yielded != last:
+        def yield_gil(pauses: SamplerPauses) -> None:
+            before_ns, last = thread_time_ns(), pauses.yielded
+            original(pauses)
+            if pauses.yielded != last:
                 caller = sys._getframe(1)
                 where = caller.f_locals.get("probe") or caller.f_code.co_name
                 self.found.append((before_ns - self._begun_ns, f"{where}, line {caller.f_lineno}"))
                 self._begun_ns = thread_time_ns()
 
-        self._patch = Patch(Sampler, "yield_gil", lambda _: yield_gil)
+        self._patch = Patch(SamplerPauses, "yield_gil", lambda _: yield_gil)
 
     def remove(self) -> None:
         """Restore what was wrapped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import time
@@ -234,7 +235,7 @@ def test_what_fused_optimizers_found_on_a_device_marks_its_step_once(run: Record
     context = run.session.context
     assert context is not None
     device: Any = SlowDevice()
-    context.device = device
+    context = dataclasses.replace(context, device=device)
     found_inf = torch.zeros((), device="meta")
     models = [mlp(seed) for seed in range(3)]
     plain, *fused = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -267,7 +268,7 @@ def test_a_scale_on_a_device_is_copied_once_a_look(run: Recording) -> None:
     context = run.session.context
     assert context is not None
     device: Any = SlowDevice()
-    context.device = device
+    context = dataclasses.replace(context, device=device)
     scaler = GradScaler("cpu")
     scaler._scale, scaler._growth_tracker = torch.ones((), device="meta"), torch.zeros((), device="meta")
     scales = LossScales(context)

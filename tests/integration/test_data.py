@@ -17,8 +17,8 @@ from tests import support
 from tests.training import Recording, mlp, recording
 from torchobs.flight.format.step_record import PHASE_NAMES
 from torchobs.probes.core.boundaries import LONG_TRACE
+from torchobs.probes.data.fetches import StarvationWatch
 from torchobs.probes.data.pinned_memory_hint import PinningWatch, pageable_bytes
-from torchobs.probes.data.starvation import StarvationWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -367,7 +367,7 @@ def norm_of_weights(layer: nn.Module) -> float:
 def test_the_level_decides_while_training_runs(run: Recording) -> None:
     """Four times as many layers at advanced, and back."""
     assert run.session.context is not None
-    (changed,) = [changed for probe, changed in run.session.context.on_level if probe == "gradients"]
+    (changed,) = run.session.context.hooks.level.listeners
     model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for level, series in (("basic", 17), ("advanced", 22)):

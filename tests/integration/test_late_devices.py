@@ -6,6 +6,7 @@ wants them to land.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from torchobs.probes.gradients import clipping
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.precision import amp
 from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.precision.loss_scale import LossScaling
 from torchobs.probes.step import backward, steps
 from torchobs.probes.step.loss import LossProbe
 from torchobs.runtime.profiler import Profiles
@@ -42,9 +44,9 @@ class Late:
         assert context is not None
         assert sampler is not None
         sampler.stop()
-        self.run, self.context, self.device = run, context, SlowDevice()
-        context.device = DeviceValues(self.device)
-        self.gradients, self.loss, self.amp = GradientProbe(), LossProbe(), AmpProbe()
+        self.run, self.device, scaling = run, SlowDevice(), LossScaling()
+        self.context = context = dataclasses.replace(context, device=DeviceValues(self.device))
+        self.gradients, self.loss, self.amp = GradientProbe(scaling), LossProbe(), AmpProbe(scaling)
         self.probes = (self.gradients, self.loss, self.amp)
         for probe in self.probes:
             probe.install(context)
@@ -225,12 +227,12 @@ def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list
     ours for a step.
     """
     optimizer = OPTIMIZERS["foreach"](parameters)
-    late.context.notify(late.context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+    late.context.hooks.before_step.notify(optimizer, False)  # noqa: FBT003  # a listener
     late.context.recorder.optimizer_ends(optimizer, 1)
     late.context.recorder.flush()
     late.device.land_as([1.0] * TENSORS)
     late.gradients.observe()
-    late.context.notify(late.context.before_step, optimizer, False)  # noqa: FBT003  # as above
+    late.context.hooks.before_step.notify(optimizer, False)  # noqa: FBT003  # as above
     assert late.gradients._updates._copied is not None
     loss, found_inf = torch.empty((), device="cuda"), torch.empty((), device="cuda")
     late.device.is_capturing = True
@@ -238,7 +240,7 @@ def test_nothing_of_ours_gets_into_a_captured_graph(late: Late, parameters: list
         late.loss._take_later(loss, within=False)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         its_own = len(seen.names)
-        late.context.notify(late.context.before_step, optimizer, False)  # noqa: FBT003  # as above
+        late.context.hooks.before_step.notify(optimizer, False)  # noqa: FBT003  # as above
         late.amp._overflows.fused(optimizer, found_inf)
         assert len(seen.names) == its_own
     late.device.is_capturing = False

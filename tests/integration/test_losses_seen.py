@@ -100,9 +100,10 @@ def test_the_loss_of_a_tensor_subclass_is_read_without_its_code(run: Recording, 
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     context, expected, calls = run.session.context, [], []
     assert context is not None
-    take = context.takes_loss
+    listeners = context.hooks.takes_loss.listeners
+    take = list(listeners)
     for watched in (True, True, False, True):
-        context.takes_loss = take if watched else None
+        listeners[:] = take if watched else []
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(inputs.as_subclass(Annotated)), targets)
         assert type(loss) is Annotated
@@ -122,10 +123,10 @@ def test_a_tensor_without_numbers_is_not_looked_at(run: Recording) -> None:
     """A wrapper with a dispatch of its own: a DTensor's value would need a collective, a fake tensor has none."""
     context = run.session.context
     assert context is not None
-    assert context.takes_loss is not None
+    (take,) = context.hooks.takes_loss.listeners
     made = torch.Tensor._make_wrapper_subclass(Empty, (), requires_grad=True)
-    context.takes_loss(made, None, True)  # noqa: FBT003  # as the hook calls it
-    context.takes_loss((made, torch.ones(())), None, True)  # noqa: FBT003
+    take(made, None, True)  # noqa: FBT003  # as the hook calls it
+    take((made, torch.ones(())), None, True)  # noqa: FBT003
     assert context.recorder.values.losses == 0
 
 
@@ -229,4 +230,4 @@ def test_an_error_in_the_engine_is_the_user_s(run: Recording) -> None:
     optimizer.step()
     assert len(run.steps()) == 1
     assert run.session.context is not None
-    assert run.session.context.backwards == 0
+    assert run.session.context.training.backwards == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isclose
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -138,8 +138,9 @@ def test_an_optimizer_of_torch_s_has_the_last_word(run: Recording) -> None:
             model.zero_grad()
         descend(loss_of(model, number))
         optimizer.step()
-    assert run.session.context is not None
-    assert run.session.context.manual_steps is None
+    assert run.session._probe_manager is not None
+    step_probe: Any = run.session._probe_manager._probes["step"]
+    assert not step_probe._manual_steps.active
     assert len(run.steps()) == 5 + 6
 
 

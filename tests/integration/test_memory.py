@@ -129,13 +129,13 @@ def test_the_proportional_set_is_for_the_advanced_level(watched: Watched) -> Non
     assert context is not None
     watched.probe.observe()
     assert watched.value(catalog.MEMORY_HOST_PSS) is None
-    context.level = 2
+    context.hooks.level.value = 2
     watched.probe.observe()
     share, all_of_it = watched.value(catalog.MEMORY_HOST_PSS), watched.value(catalog.MEMORY_HOST_RSS)
     assert share is not None
     assert all_of_it is not None
     assert 0 < share <= all_of_it * 1.02
-    context.level = 1
+    context.hooks.level.value = 1
     watched.probe.observe()
     assert watched.value(catalog.MEMORY_HOST_PSS) is None
 

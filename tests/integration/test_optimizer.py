@@ -267,7 +267,7 @@ def test_a_rate_on_its_way_from_a_device_belongs_to_its_step(run: Recording) -> 
     assert context is not None
     model = mlp()
     train(model, torch.optim.Adagrad(model.parameters(), lr=0.5))
-    watching = probe.OptimizerProbe()
+    watching = probe.OptimizerProbe(probe.RateSource())
     watching.install(context)
     watching._write_first(2, 0.125)
     late = [record for record in run.records() if record.kind == RecordKind.LATE]

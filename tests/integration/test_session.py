@@ -145,7 +145,7 @@ def test_a_probe_that_raises_is_off_and_said_once(flight_dir: Path, caplog: pyte
 
     with caplog.at_level(logging.WARNING, "torchobs"), torchobs.init(flight_dir=flight_dir) as session:
         assert session.context is not None
-        session.context.takes_loss = session.context.breaker("loss").guard(fail)
+        session.context.hooks.takes_loss.register(session.context.breaker("loss"), fail)
         train(3)
         run = Recording(session)
         support.wait_until(lambda: run.values().get(("torchobs.probe.errors", "loss")) == 1)

@@ -86,7 +86,8 @@ def test_a_norm_that_a_device_delivers_late_is_told(flight_dir: Path) -> None:
         for step, norm in ((early, 2.5), (later, 3.5), (other, 4.5), (early, math.inf)):
             context.recorder.late(step, StepFlag.GRAD_NORM, 0.0, norm)
         run.look()
-        context.anomalous.append(later)
+        assert run.session.run is not None
+        run.session.run.anomalous.append(later)
         run.look()
         file = reader.open_path(context.writer.path)
         late = [fields for _, fields in file.events() if fields["k"] == "late"]

@@ -67,7 +67,7 @@ def plain_records(steps: int) -> tuple[list[StepRecord], list[bytes]]:
     """Steps whose boundaries the record holds."""
     writer, memory = recorded()
     cycle, optimizer, at = StepRecorder(writer), Optimizer(), 10**12
-    cycle.timed = True
+    cycle.record_phases(enabled=True)
     for _ in range(steps):
         lengths = ((FETCH, FORWARD), (FETCHED, FETCHING), (BACKWARD_BEGINS, BETWEEN), (BACKWARD_ENDS, BACKWARD))
         for code, length in lengths:

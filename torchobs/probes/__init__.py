@@ -1,34 +1,63 @@
-"""What watches training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``)."""
+"""What watches training: one signal per file, one class each with ``install`` and ``remove`` (``context.Probe``).
+
+What probes tell each other while training runs goes through ``core.hooks``; what one needs to know of another is an object that
+:func:`factories` gives to both.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torchobs.probes.compile.compile import CompileProbe
-from torchobs.probes.data.epochs import EpochProbe
+from torchobs.probes.data.epochs import EpochCount, EpochProbe
 from torchobs.probes.data.fetches import DataProbe
 from torchobs.probes.data.loaders import LoaderProbe
 from torchobs.probes.gpu import GpuProbe
 from torchobs.probes.gradients.gradients import GradientProbe
 from torchobs.probes.lifecycle.checkpoints import CheckpointProbe
 from torchobs.probes.lifecycle.distributed import DistributedProbe
-from torchobs.probes.lifecycle.exits import ExitProbe
 from torchobs.probes.memory.cgroup import CgroupProbe
 from torchobs.probes.memory.device_memory import DeviceMemoryProbe
 from torchobs.probes.memory.process_memory import MemoryProbe
-from torchobs.probes.optimizer.hyperparameters import OptimizerProbe
+from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, RateSource
 from torchobs.probes.optimizer.schedulers import SchedulerProbe
 from torchobs.probes.precision.amp import AmpProbe
+from torchobs.probes.precision.loss_scale import LossScaling
 from torchobs.probes.step.loss import LossProbe
 from torchobs.probes.step.phases import PhaseProbe
 from torchobs.probes.step.steps import StepProbe
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchobs.probes.core.context import Probe
 
-PROBES: tuple[type[Probe], ...] = (
-    ExitProbe, StepProbe, PhaseProbe, DataProbe, LoaderProbe, EpochProbe, CheckpointProbe, LossProbe, AmpProbe, GradientProbe,
-    OptimizerProbe, SchedulerProbe, GpuProbe, MemoryProbe, CgroupProbe, DeviceMemoryProbe, DistributedProbe,
-    CompileProbe,
-)  # fmt: skip
-"""In the order of installation; all but the first need torch."""
+    ProbeFactories = dict[str, Callable[[], Probe]]
+
+
+def factories() -> ProbeFactories:
+    """Return what makes each probe that needs torch, by name, in the order of installation; for one session.
+
+    A probe that is switched off and on again is made anew, with the same objects.
+    """
+    scaling, rates, epochs = LossScaling(), RateSource(), EpochCount()
+    return {
+        StepProbe.name: partial(StepProbe, scaling, rates),
+        PhaseProbe.name: PhaseProbe,
+        DataProbe.name: DataProbe,
+        LoaderProbe.name: LoaderProbe,
+        EpochProbe.name: partial(EpochProbe, epochs),
+        CheckpointProbe.name: CheckpointProbe,
+        LossProbe.name: LossProbe,
+        AmpProbe.name: partial(AmpProbe, scaling),
+        GradientProbe.name: partial(GradientProbe, scaling),
+        OptimizerProbe.name: partial(OptimizerProbe, rates),
+        SchedulerProbe.name: partial(SchedulerProbe, epochs),
+        GpuProbe.name: GpuProbe,
+        MemoryProbe.name: MemoryProbe,
+        CgroupProbe.name: CgroupProbe,
+        DeviceMemoryProbe.name: DeviceMemoryProbe,
+        DistributedProbe.name: DistributedProbe,
+        CompileProbe.name: CompileProbe,
+    }

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from torchobs.config.settings import PROBES
 from torchobs.flight.files.control import LEVELS, ControlReader
-from torchobs.runtime.diagnostics import Diagnostics
-from torchobs.support.error_guard import call
+from torchobs.runtime.profiler import Profiles
+from torchobs.runtime.stack_dump import write_stacks
+from torchobs.runtime.watchdog import Watchdog
+from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
+    from torchobs.flight.files.control import Command
     from torchobs.probes.core.context import ProbeContext
     from torchobs.runtime.probe_manager import ProbeManager
 
@@ -39,11 +42,12 @@ class CommandHandler:
             return
         if command.probes_off is not None:
             self._probes_off = frozenset(name for bit, name in enumerate(PROBES) if command.probes_off >> bit & 1)
-        level, previous = context.level if command.level is None else command.level, context.level
+        previous = context.hooks.level.value
+        level = previous if command.level is None else command.level
         self._set_level(level)
         if level != previous:
-            for probe, changed in list(context.on_level):
-                call(context.breaker(probe), changed, level)
+            for level_changed in list(context.hooks.level.listeners):
+                level_changed(level)
         self._diagnostics.apply(command)
         self._publish_step_recording()
 
@@ -55,7 +59,7 @@ class CommandHandler:
             self._context.writer.steps_since(time.monotonic_ns() if records else None)
 
     def _set_level(self, level: int) -> None:
-        self._context.level = level
+        self._context.hooks.level.value = level
         self._probe_manager.switch_off(PROBES if level == OFF else self._probes_off)
         self._context.writer.level(level)
 
@@ -63,3 +67,38 @@ class CommandHandler:
         """Release the directory, the timer and the signal. Idempotent."""
         self._diagnostics.close()
         self._reader.close()
+
+
+class Diagnostics:
+    """Diagnostics of a rank, on request or when it is stuck: stack dumps, profiles, the watchdog. For the sampler thread."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._profiles = Profiles(context)
+        self._watchdog = Watchdog(context.writer) if context.settings.watchdog else None
+
+    def apply(self, command: Command) -> None:
+        """Carry out the command's requests; a failure of one does not affect the others."""
+        if command.stacks:
+            self._write_stacks("stacks", command)
+        if command.profile_steps:
+            self._profiles.request(command.profile_steps, command.profile_seq)
+
+    def sample(self) -> None:
+        """Advance profiles and reset the watchdog. Called ten times a second."""
+        self._profiles.sample()
+        if self._watchdog is not None:
+            call(self._context.breaker("watchdog"), self._watchdog.sample)
+
+    def close(self) -> None:
+        """Stop. Called at the session's end, from any thread."""
+        call(CircuitBreaker("profile"), self._profiles.close)
+        if self._watchdog is not None:
+            call(CircuitBreaker("watchdog"), self._watchdog.close)
+
+    def _write_stacks(self, what: str, command: Command) -> None:
+        breaker = CircuitBreaker(what)
+        call(breaker, write_stacks, self._context, command.stacks_seq)
+        if breaker.trips:
+            reason = f"{breaker.trips[0].exception} at {breaker.trips[0].location}"
+            self._context.warn_limited(what, f"{what} could not be written: {reason}", own=True)

@@ -7,21 +7,19 @@ and installed in the training thread, at its next backward pass (:mod:`torchobs.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.probes import PROBES
-from torchobs.probes.core.safe_point import SafePoint
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
+    from torchobs.probes import ProbeFactories
     from torchobs.probes.core.context import Probe, ProbeContext
+    from torchobs.probes.core.safe_point import SafePoint
 
 Callbacks = list[tuple[str, "Callable[[], None]"]]
-
-
 _STEP_PROBES = frozenset({"step", "phases", "data"})
 """Probes whose change makes the step in progress incomplete"""
 
@@ -29,30 +27,30 @@ _STEP_PROBES = frozenset({"step", "phases", "data"})
 class ProbeManager:
     """One per session. Probes' own functions are added to ``samples`` and ``slow``, the sampler's lists."""
 
-    def __init__(self, context: ProbeContext, samples: Callbacks, slow: Callbacks) -> None:
-        self._context = context
-        self._callbacks: tuple[tuple[str, list[tuple[str, Any]]], ...] = (
-            ("sample", samples), ("observe", slow), ("level_changed", context.on_level),
-        )  # fmt: skip
+    def __init__(
+        self, context: ProbeContext, factories: ProbeFactories, safe_point: SafePoint, samples: Callbacks, slow: Callbacks
+    ) -> None:
+        self._context, self._factories, self._safe_point = context, factories, safe_point
+        self._callbacks = (("sample", samples), ("observe", slow))
         self._probes: dict[str, Probe] = {}
         self._off: frozenset[str] = frozenset()
         self._pid = os.getpid()
         self._started = False
-        self._safe_point = SafePoint(context)
-        context.at_backward = self._safe_point.arm
 
     def install(self, probe: Probe) -> None:
         """Install a probe and register its callbacks."""
         context, name = self._context, probe.name
-        for metric in (catalog.PROBE_ERRORS, catalog.PROBE_DISABLED, catalog.OVERHEAD):
-            cell = context.writer.table.cell(metric, {"probe": name})
-            if cell is not None and metric.kind is catalog.Kind.GAUGE:
-                cell.set(0.0)
+        context.count(catalog.PROBE_ERRORS, 0, {"probe": name})
+        context.set_gauge(catalog.PROBE_DISABLED, 0.0, {"probe": name})
+        context.count(catalog.OVERHEAD, 0, {"probe": name})
         self._probes[name] = probe
         call(context.breaker(name), probe.install, context)
         for method, callbacks in self._callbacks:
             if hasattr(probe, method):
                 callbacks.append((name, getattr(probe, method)))
+        changed: Callable[[int], None] | None = getattr(probe, "level_changed", None)
+        if changed is not None:
+            context.hooks.level.register(context.breaker(name), changed)
 
     def begin(self) -> None:
         """Install the probes that need torch. Called in the training thread, once torch is imported."""
@@ -60,8 +58,8 @@ class ProbeManager:
         self._apply_changes()
 
     def switch_off(self, names: Collection[str]) -> None:
-        """Disable these probes and enable all others; the exit probe always stays on. From any thread."""
-        context, self._off = self._context, frozenset(names) - {PROBES[0].name}
+        """Disable these probes and enable all others; what needs no torch (the exit probe) stays on. From any thread."""
+        context, self._off = self._context, frozenset(names) & self._factories.keys()
         for name in self._off & self._probes.keys():
             context.breaker(name).blown = True
         if self._started and self._has_changes():
@@ -75,10 +73,10 @@ class ProbeManager:
         """Remove every hook of every probe, for good. Idempotent. The sampler still calls their callbacks in its last round."""
         self._safe_point.disarm()
         for name in reversed(list(self._probes)):
-            call(CircuitBreaker(name), self._probes.pop(name).remove)
+            self._remove(name)
 
     def _has_changes(self) -> bool:
-        return any((name in self._off) == (name in self._probes) for name in (probe_class.name for probe_class in PROBES[1:]))
+        return any((name in self._off) == (name in self._probes) for name in self._factories)
 
     def _apply_changes(self) -> None:
         """Remove and install probes so that they match the requested set."""
@@ -87,23 +85,15 @@ class ProbeManager:
         context, before = self._context, self._probes.keys() & _STEP_PROBES
         for name in [name for name in reversed(list(self._probes)) if name in self._off]:
             self._remove(name)
-        for probe_class in PROBES[1:]:
-            if probe_class.name not in self._off and probe_class.name not in self._probes:
-                context.breakers[probe_class.name] = CircuitBreaker(
-                    probe_class.name
-                )  # hooks that could not be removed stay inert
-                self.install(probe_class())
+            for _, callbacks in self._callbacks:
+                callbacks[:] = [entry for entry in callbacks if entry[0] != name]
+        for name, make in self._factories.items():
+            if name not in self._off and name not in self._probes:
+                context.breakers[name] = CircuitBreaker(name)  # hooks that could not be removed stay inert
+                self.install(make())
         if self._probes.keys() & _STEP_PROBES != before:
             call(CircuitBreaker("switches"), context.recorder.restart)
 
     def _remove(self, name: str) -> None:
-        probe = self._probes.pop(name)
-        call(CircuitBreaker(name), probe.remove)
-        context = self._context
-        for callbacks in (
-            *(callbacks for _, callbacks in self._callbacks),
-            context.before_step,
-            context.after_closure_backward,
-            context.iterated,
-        ):
-            callbacks[:] = [entry for entry in callbacks if entry[0] != name]
+        call(CircuitBreaker(name), self._probes.pop(name).remove)
+        self._context.hooks.unregister(name)

@@ -73,10 +73,8 @@ class Profiles:
     def request(self, steps: int, number: int) -> None:
         """Profile that many steps, unless a profile is in progress."""
         context, wanted = self._context, named(self._context.writer.name, PROFILE, number)
-        busy = (
-            self._requested is not None or self._running is not None or (self._writing is not None and self._writing.is_alive())
-        )
-        if busy or context.at_backward is None:
+        writes = self._writing is not None and self._writing.is_alive()
+        if self._requested is not None or self._running is not None or writes:
             self._fail(wanted, "profiler_in_use")
             return
         self._requested = steps, wanted, time.monotonic() + NO_STEP_S
@@ -92,7 +90,7 @@ class Profiles:
     def close(self) -> None:
         """Stop a running profile without a trace (only its own thread can), and wait for a trace that is being written."""
         self._requested = None
-        if self._running is not None and threading.get_ident() == self._context.thread:
+        if self._running is not None and threading.get_ident() == self._context.training.thread:
             self._stop()
         if self._writing is not None:
             self._writing.join(WRITE_TIMEOUT_S)
@@ -100,8 +98,7 @@ class Profiles:
     def _at_backward(self) -> None:
         """Start, continue or end a profile. In the training thread, when a backward pass begins. Cannot raise."""
         if self._context.device.cuda.capturing():  # starting or stopping a profiler synchronizes, which would break the capture
-            if self._context.at_backward is not None:
-                self._context.at_backward(self._at_backward)
+            self._context.at_backward(self._at_backward)
             return
         breaker, requested, run = CircuitBreaker("profile"), self._requested, self._running
         call(breaker, self._advance)
@@ -119,7 +116,7 @@ class Profiles:
                 self._start(*requested[:2])
         elif (reason := self._end_reason(run)) is not None:
             self._end(reason)
-        if self._running is not None and self._context.at_backward is not None:
+        if self._running is not None:
             self._context.at_backward(self._at_backward)
 
     def _end_reason(self, run: _Run) -> str | None:
@@ -142,7 +139,7 @@ class Profiles:
         first, deadline_s = self._context.recorder.ended, time.monotonic() + MAX_DURATION_S
         self._running = _Run(profile, patch, steps, wanted, first, deadline_s, _resident())
         attributes = {"steps": steps, "evidence": wanted.id}
-        self._context.writer.event(catalog.EVENT_PROFILE_START.name, attributes, self._context.recorder.step)
+        self._context.event(catalog.EVENT_PROFILE_START, attributes)
 
     def _end_before_other_profiler(self, original: Any) -> Any:
         """Return a ``_prepare_trace`` that ends our profile first: two profilers at once raise in the application."""
@@ -150,7 +147,7 @@ class Profiles:
         # both ways to start a profiler call it
         @functools.wraps(original)
         def prepare(profile: Any) -> Any:
-            if self._running is not None and threading.get_ident() == self._context.thread:
+            if self._running is not None and threading.get_ident() == self._context.training.thread:
                 call(CircuitBreaker("profile"), self._end, "interrupted")
             return original(profile)
 
@@ -182,7 +179,7 @@ class Profiles:
         call(CircuitBreaker("profile"), _free_trace, run.profiler)
         os.close(place.fd)
         if isinstance(done, int):
-            self._context.writer.event(catalog.EVENT_PROFILE_END.name, {**attributes, "size": done})
+            self._context.event(catalog.EVENT_PROFILE_END, {**attributes, "size": done})
         elif done is not None:
             self._fail(run.wanted, **done)
         else:
@@ -191,7 +188,7 @@ class Profiles:
     def _fail(self, wanted: ArtifactName, reason: str, detail: str = "", exception: str = "") -> None:
         given = {"reason": reason, "detail": detail, "exception.type": exception, "evidence": wanted.id}
         attributes = {name: text for name, text in given.items() if text}
-        self._context.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes, self._context.recorder.step)
+        self._context.writer.event(catalog.EVENT_PROFILE_FAILED.name, attributes)
 
 
 def _free_trace(profile: Any) -> None:

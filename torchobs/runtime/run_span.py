@@ -7,6 +7,7 @@ its parent.
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
@@ -15,7 +16,7 @@ from torchobs.runtime.step_spans import StepSpans
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from importlib.abc import MetaPathFinder
 
     from opentelemetry.trace import SpanContext
@@ -38,6 +39,8 @@ class RunSpan:
         self._flags = int(parent[3], 16) if self._remote else 1
         self._span_id = span_ids.run_span_id(writer.header)
         self._steps: StepSpans | None = None
+        self.anomalous: deque[int] = deque(maxlen=100)
+        """Anomalous steps that the sampler has found, for their spans"""
 
     def begin(self) -> None:
         """Write the span's start, and install our providers when the application imports OpenTelemetry."""
@@ -49,7 +52,7 @@ class RunSpan:
     def watch(self, context: ProbeContext) -> None:
         """Record steps as spans too, unless the launcher's trace is not sampled."""
         if self._flags & 1:
-            self._steps = StepSpans(context, self.write, self._span_id)
+            self._steps = StepSpans(context, self.write, self._span_id, self.anomalous)
 
     def sample_steps(self) -> None:
         """Write the spans of steps that were selected."""
@@ -88,7 +91,7 @@ class RunSpan:
             otel.observe(timeout_s)
 
     def write(
-        self, name: str, started_ns: int, ended_ns: int, attributes: dict[str, object], *,
+        self, name: str, started_ns: int, ended_ns: int, attributes: Mapping[str, object], *,
         failed: bool, span_id: str | None = None, parent: str | None = None,
     ) -> None:  # fmt: skip
         """Write a child span of this one, or of ``parent``; times on CLOCK_MONOTONIC."""

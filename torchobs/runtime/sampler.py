@@ -23,9 +23,10 @@ from torchobs.support.rank_log import OWN
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections import deque
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.runtime.probe_manager import Callbacks
 
 INTERVAL_S = 0.1
 OVERHEAD_INTERVAL_S = 1.0
@@ -44,20 +45,48 @@ _EVALUATION_PHASES = frozenset({DATA, FORWARD, OTHER})
 logger = logging.getLogger("torchobs")
 
 
+class SamplerPauses:
+    """Releases the GIL during long work of the sampler thread, and ends its sleep between two rounds."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        renew_in_child(self, stop=threading.Event)
+        self.yielded = time.monotonic()
+
+    def yield_gil(self) -> None:
+        """Release the GIL for the training thread if this thread may have held it for a while; not once it is to stop."""
+        if time.monotonic() - self.yielded >= MAX_HOLD_S and not self.stop.is_set():
+            time.sleep(YIELD_S)
+            self.yielded = time.monotonic()
+
+
+class LimitedLog:
+    """Logs warnings of a session, at most one a minute for each cause."""
+
+    def __init__(self) -> None:
+        self._limiter = RateLimiter(WARNING_INTERVAL_S)
+
+    def warn(self, cause: str, message: str, *, own: bool = False) -> None:
+        """Log a warning. ``own``: it concerns this rank alone, not all ranks of a node."""
+        if self._limiter.take(time.monotonic(), cause):
+            logger.warning("torchobs: %s", message, extra=OWN if own else None)
+
+
 class Sampler:
-    """One daemon thread per session. ``samples`` run every round, ``slow`` after one second and then every ten."""
+    """One daemon thread per session. ``samples`` run every round, ``slow`` after one second and then every ten.
+
+    ``anomalous`` is given the numbers of the steps that the fold finds anomalous.
+    """
 
     def __init__(
-        self, context: ProbeContext, samples: list[tuple[str, Callable[[], None]]], slow: list[tuple[str, Callable[[], None]]]
+        self, context: ProbeContext, pauses: SamplerPauses, anomalous: deque[int], samples: Callbacks, slow: Callbacks
     ) -> None:
-        self._context, self._samples, self._slow = context, samples, slow
-        context.warn_limited, context.yield_gil = self.warn_limited, self.yield_gil
-        self._stop, self._busy = threading.Event(), threading.Lock()
-        renew_in_child(self, _stop=threading.Event, _busy=threading.Lock)
+        self._context, self._pauses, self._anomalous, self._samples, self._slow = context, pauses, anomalous, samples, slow
+        self._busy = threading.Lock()
+        renew_in_child(self, _busy=threading.Lock)
         self._breaker, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
         self._published: dict[str, int] = {}
-        self._warnings = RateLimiter(WARNING_INTERVAL_S)
-        now = self.yielded = time.monotonic()
+        now = time.monotonic()
         self._name_checked = self._overhead_published = now
         self._observed = now - OBSERVE_INTERVAL_S + FIRST_OBSERVE_S
         self._thread = threading.Thread(target=self._run, name="torchobs-sampler", daemon=True)
@@ -65,22 +94,22 @@ class Sampler:
     def start(self) -> None:
         """Start. Drop counters exist at 0 from here on: ``increase()`` misses the first value of a series that starts at 1."""
         for what in ("series", "event"):
-            self._context.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
+            self._context.count(catalog.FLIGHT_DROPPED, 0, {"what": what})
         self._context.breakers[self._breaker.probe] = self._breaker
         self._thread.start()
 
     def stop(self) -> None:
         """Stop, waiting at most a second for the current round."""
-        self._stop.set()
+        self._pauses.stop.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
     def _run(self) -> None:
         survive_limits()
-        while not self._stop.wait(INTERVAL_S):
+        while not self._pauses.stop.wait(INTERVAL_S):
             self._context.writer.heartbeat()
             with self._busy:
-                if not self._stop.is_set():
+                if not self._pauses.stop.is_set():
                     call(self._breaker, self.round)
                     self._context.spent_ns["sampler"] = time.thread_time_ns()  # here: ``end`` is called by another thread
             self._breaker.blown = False  # the heartbeat must go on; the error is counted all the same
@@ -96,22 +125,22 @@ class Sampler:
 
     def round(self, *, last: bool = False) -> None:
         """Run one round. Expensive work that changes little runs once a second, and in the ``last`` round."""
-        context, writer = self._context, self._context.writer
+        context, writer, yield_gil = self._context, self._context.writer, self._context.yield_gil
         context.device.poll()
         context.scalars.set_left()
         self._write_scalars(last=last)
         phase, since_ns = context.recorder.phase()
-        if phase in _EVALUATION_PHASES and context.evaluating_since_ns:
-            phase, since_ns = EVALUATION, context.evaluating_since_ns
-        elif context.idle:
+        if phase in _EVALUATION_PHASES and context.training.evaluating_since_ns:
+            phase, since_ns = EVALUATION, context.training.evaluating_since_ns
+        elif context.training.idle:
             phase = LIVE_PHASES.index("idle")
         writer.phase(1 + phase, since_ns)
         for probe, sample in self._samples:
             call(context.breaker(probe), sample)
-            self.yield_gil()
+            yield_gil()
         for _ in range(writer.unfolded // RECORDS_PER_FOLD + 1):
             writer.fold(RECORDS_PER_FOLD)
-            self.yield_gil()
+            yield_gil()
         self._report_anomalies()
         self._report_failures()
         now = time.monotonic()
@@ -125,19 +154,13 @@ class Sampler:
             self._observed = now
             for probe, sample in self._slow:
                 call(context.breaker(probe), sample)
-                self.yield_gil()
+                yield_gil()
         writer.publish()
-
-    def yield_gil(self) -> None:
-        """Release the GIL for the training thread if this thread may have held it for a while; not once it is to stop."""
-        if time.monotonic() - self.yielded >= MAX_HOLD_S and not self._stop.is_set():
-            time.sleep(YIELD_S)
-            self.yielded = time.monotonic()
 
     def _write_scalars(self, *, last: bool) -> None:
         points = self._context.scalars.points(time.monotonic(), last=last)
         if points is not None:
-            self._context.writer.event(catalog.EVENT_SCALARS.name, points, self._context.recorder.step)
+            self._context.event(catalog.EVENT_SCALARS, points)
 
     def _report_anomalies(self) -> None:
         writer = self._context.writer
@@ -149,10 +172,10 @@ class Sampler:
                 more = {"left_out": omitted} if omitted else {}
                 attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline} | more
                 writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
-        self._context.anomalous.extend(anomaly.step for anomaly in found[:100])
+        self._anomalous.extend(anomaly.step for anomaly in found[:100])
         if found:
             first = found[0]
-            self.warn_limited(
+            self._context.warn_limited(
                 f"anomaly {first.kind}",
                 f"{first.kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}, usual is {first.baseline:.6g}",
                 own="loss" in first.kind,  # each rank has its own batches; the gradients are reduced
@@ -163,43 +186,33 @@ class Sampler:
         for breaker in list(context.breakers.values()):
             while breaker.trips:
                 trip = breaker.trips.pop(0)
-                for metric, value in ((catalog.PROBE_ERRORS, 1), (catalog.PROBE_DISABLED, 0)):
-                    cell = context.writer.table.cell(metric, {"probe": trip.probe})
-                    if cell is not None and value:
-                        cell.add(value)
-                    elif cell is not None:
-                        cell.set(float(breaker is not self._breaker))  # not ``blown``, which is reset for the last round
+                context.count(catalog.PROBE_ERRORS, 1, {"probe": trip.probe})
+                off = breaker is not self._breaker  # not ``blown``, which is reset for the last round
+                context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": trip.probe})
                 attributes = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
                 context.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes)
                 what = f"probe {trip.probe!r} failed with {trip.exception} at {trip.location}"
-                self.warn_limited(f"probe {trip.probe}", f"{what} and is off; training is not affected")
+                self._context.warn_limited(f"probe {trip.probe}", f"{what} and is off; training is not affected")
 
     def _publish_overhead(self) -> None:
         context = self._context
         for probe, spent in list(context.spent_ns.items()):
             fresh = spent - self._published.get(probe, 0)
-            cell = context.writer.table.cell(catalog.OVERHEAD, {"probe": probe})
-            if cell is not None and fresh > 0:
-                cell.add(fresh / 1e9)
+            if fresh > 0 and context.count(catalog.OVERHEAD, fresh / 1e9, {"probe": probe}):
                 self._published[probe] = spent
         for what, dropped in (("series", context.writer.table.dropped), ("event", context.writer.events.dropped)):
             fresh = dropped - self._published.get(what, 0)
             if fresh > 0:
                 self._published[what] = dropped
-                cell = context.writer.table.cell(catalog.FLIGHT_DROPPED, {"what": what})
-                if cell is not None:
-                    cell.add(fresh)
+                context.count(catalog.FLIGHT_DROPPED, fresh, {"what": what})
 
     def _check_name(self) -> None:
         try:
             if self._context.writer.check_name():
-                self.warn_limited("name", "the flight file was deleted; it has been made anew with all it held", own=True)
+                self._context.warn_limited(
+                    "name", "the flight file was deleted; it has been made anew with all it held", own=True
+                )
         except OSError as error:
             why = f"{error.strerror or error}; {remedy(error)}"
             what = f"the flight file was deleted and cannot be made anew at {self._context.writer.path}"
-            self.warn_limited("name", f"{what}: {why}", own=True)
-
-    def warn_limited(self, cause: str, message: str, *, own: bool = False) -> None:
-        """Log a warning, at most one a minute per cause. ``own``: it concerns this rank alone, not all ranks of a node."""
-        if self._warnings.take(time.monotonic(), cause):
-            logger.warning("torchobs: %s", message, extra=OWN if own else None)
+            self._context.warn_limited("name", f"{what}: {why}", own=True)

@@ -23,17 +23,22 @@ from torchobs.flight.files.location import NoPlaceError, control_directory, open
 from torchobs.flight.format.layout import Exit
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.identity import identity, process
+from torchobs.probes import factories
 from torchobs.probes.compile.dynamo_rules import DynamoRules
 from torchobs.probes.core.context import ProbeContext
 from torchobs.probes.core.device_scalars import DeviceValues
+from torchobs.probes.core.hooks import Hooks
 from torchobs.probes.core.patch_watch import PatchWatch
+from torchobs.probes.core.safe_point import SafePoint
 from torchobs.probes.core.step_recorder import StepRecorder
+from torchobs.probes.core.training_state import TrainingState
+from torchobs.probes.core.user_scalars import Scalars
 from torchobs.probes.lifecycle.exits import ExitProbe
 from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
 from torchobs.runtime.probe_manager import ProbeManager
 from torchobs.runtime.run_span import RunSpan, trace_attributes
-from torchobs.runtime.sampler import Sampler
+from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
 from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
 from torchobs.support import graph_safe
 from torchobs.support.after_fork import renew_in_child
@@ -118,13 +123,18 @@ class Session:
             os.close(place.fd)
             what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
             raise NoPlaceError(what, of_one_rank=True) from error
-        context = self.context = ProbeContext(chosen, writer, StepRecorder(writer), DeviceValues())
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": found_identity.launcher, "restart": found_identity.restart})
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
+        training, pauses, spent_ns = TrainingState(), SamplerPauses(), dict[str, int]()
+        safe_point = SafePoint(training)
+        context = self.context = ProbeContext(
+            settings=chosen, writer=writer, recorder=StepRecorder(writer), device=DeviceValues(), training=training,
+            hooks=Hooks(spent_ns), scalars=Scalars(writer.table), write_span=self.run.write, warn_limited=LimitedLog().warn,
+            yield_gil=pauses.yield_gil, at_backward=safe_point.arm, spent_ns=spent_ns,
+        )  # fmt: skip
         self.run.watch(context)
-        context.span = self.run.write
-        self._probe_manager = ProbeManager(context, self._samples, self._slow)
+        self._probe_manager = ProbeManager(context, factories(), safe_point, self._samples, self._slow)
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
         self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
@@ -136,7 +146,7 @@ class Session:
         ]
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
-        self._sampler = Sampler(context, self._samples, self._slow)
+        self._sampler = Sampler(context, pauses, self.run.anomalous, self._samples, self._slow)
         self._watch_child()
         if self._exits.name not in chosen.disable_probes:
             self._probe_manager.install(self._exits)
@@ -173,7 +183,7 @@ class Session:
         """Install the probes that need torch, now or when torch has been imported."""
         if self.context is None or self._probe_manager is None:
             return
-        self.context.thread = threading.get_ident()
+        self.context.training.thread = threading.get_ident()
         self._probe_manager.begin()
         self._dynamo.install(self.context.breaker("dynamo"))
         graph_safe.use_torch()
@@ -231,7 +241,7 @@ class Session:
             self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:
             self._commands.close()
-        context.writer.event(catalog.EVENT_RUN_END.name, {"reason": _EXIT_REASONS[reason], "code": code}, context.recorder.step)
+        context.event(catalog.EVENT_RUN_END, {"reason": _EXIT_REASONS[reason], "code": code})
         context.writer.exit(reason, code)
         context.writer.close()
 

@@ -31,7 +31,7 @@ def write_stacks(context: ProbeContext, number: int) -> None:
     refused = _write(context, place, done)
     event = catalog.EVENT_STACKS if refused is None else catalog.EVENT_STACKS_FAILED
     writer.event(event.name, {"cause": "asked", **(refused or {}), "evidence": done.id}, context.recorder.step)
-    if refused is not None and context.warn_limited is not None:
+    if refused is not None:
         context.warn_limited("stacks", f"stacks could not be written to {place.path}: {refused['detail']}", own=True)
 
 

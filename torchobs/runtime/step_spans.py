@@ -34,10 +34,10 @@ SAMPLED, SLOW, ANOMALOUS, USER = "sampled", "slow", "anomalous", "user"
 
 
 class StepSpans:
-    """One per session. ``write`` is ``RunSpan.write``; ``run`` the id of the run's span."""
+    """One per session. ``write`` is ``RunSpan.write``; ``run`` the id of the run's span; ``anomalous`` gets anomalous steps."""
 
-    def __init__(self, context: ProbeContext, write: Callable[..., None], run: str) -> None:
-        self._context, self._write, self._run = context, write, run
+    def __init__(self, context: ProbeContext, write: Callable[..., None], run: str, anomalous: deque[int]) -> None:
+        self._context, self._write, self._run, self._anomalous = context, write, run, anomalous
         self._interval = context.settings.trace_steps
         self._waiting: deque[tuple[StepRecord, bytes]] = deque(maxlen=_WAITING)
         self._kept: deque[tuple[StepRecord, bytes]] = deque(maxlen=_KEPT)
@@ -54,7 +54,7 @@ class StepSpans:
     def parent_span(self) -> str | None:
         """Return the current step's span id for application spans; ``None`` outside of steps or beyond the limit."""
         context, step = self._context, self._context.recorder.ended + 1
-        if get_ident() != context.thread or not (context.recorder.trace or context.recorder.timeline.started):
+        if get_ident() != context.training.thread or not context.recorder.has_begun():
             return None
         if step != self._parent_step:
             if not self._user_limiter.take(monotonic_ns()):
@@ -67,7 +67,7 @@ class StepSpans:
         """Write the spans selected from the steps that have ended."""
         taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
         self._take_late([record for record, _ in taken if record.kind == RecordKind.LATE and record.flags & StepFlag.GRAD_NORM])
-        anomalous = {self._context.anomalous.popleft() for _ in range(len(self._context.anomalous))}
+        anomalous = {self._anomalous.popleft() for _ in range(len(self._anomalous))}
         for record, raw in [entry for entry in self._kept if entry[0].step in anomalous]:
             self._consider(record, raw, ANOMALOUS)  # its loss came late from a device, or was not folded yet
         fresh = [entry for entry in taken if entry[0].kind == RecordKind.STEP]

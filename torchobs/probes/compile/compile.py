@@ -165,9 +165,9 @@ class CompileProbe:
 
     def _concerns_training(self, args: tuple[Any, ...]) -> bool:
         """Return True in the training thread, and in the autograd engine's thread that it waits for in a backward pass."""
-        if get_ident() == self._context.thread:
+        if get_ident() == self._context.training.thread:
             return True
-        return bool(self._context.backwards) and any(getattr(each, "name", "") == "LAZY_BACKWARD" for each in args)
+        return bool(self._context.training.backwards) and any(getattr(each, "name", "") == "LAZY_BACKWARD" for each in args)
 
     def _end(self, started: _Started) -> None:
         self._running.remove(started)

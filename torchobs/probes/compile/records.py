@@ -99,7 +99,7 @@ class CompileRecords:
         location = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "unknown"
         if (location, message) not in self._reported_breaks and len(self._reported_breaks) < _MAX_LOCATIONS:
             self._reported_breaks.add((location, message))
-            self._event(catalog.EVENT_GRAPH_BREAK, {"location": location, "reason": kind, "message": message})
+            self._context.event(catalog.EVENT_GRAPH_BREAK, {"location": location, "reason": kind, "message": message})
 
     def _place(self, fields: Mapping[str, Any]) -> tuple[str, str]:
         """Return the function's name and location, remembered for records without them (backward, recompile limit)."""
@@ -113,10 +113,10 @@ class CompileRecords:
     def _note_recompile(self, function: str, location: str, guard: reasons.Guard) -> None:
         self._add((catalog.COMPILE_RECOMPILES.name, guard.kind), 1)
         attributes: dict[str, object] = {"location": location, "guard": guard.kind, "expression": guard.expression}
-        self._event(catalog.EVENT_RECOMPILE, attributes)
+        self._context.event(catalog.EVENT_RECOMPILE, attributes)
         times = self._recompiles.note(location, time.monotonic())
         if times:
-            self._event(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
+            self._context.event(catalog.EVENT_RECOMPILE_STORM, {**attributes, "recompiles": times})
             self._warn_limited(f"torch.compile has recompiled {function} ({location}) {times} times within ten minutes", guard)
 
     def _note_failure(self, fields: Mapping[str, Any], location: str, guard: reasons.Guard | None) -> None:
@@ -126,7 +126,7 @@ class CompileRecords:
         kind = reasons.read_failure(str(fields["fail_type"]), reason)
         self._add((catalog.COMPILE_FAILURES.name, kind), 1)
         attributes = {"location": location, "reason": kind, "exception.type": str(fields["fail_type"])}
-        self._event(catalog.EVENT_COMPILE_FAILED, attributes)
+        self._context.event(catalog.EVENT_COMPILE_FAILED, attributes)
         if kind == "recompile_limit" and guard is not None:
             self._warn_limited(
                 f"torch.compile has given up {location} at its recompile limit, and more of its calls run uncompiled", guard
@@ -134,7 +134,7 @@ class CompileRecords:
 
     def _write_span(self, fields: Mapping[str, Any], function: str, location: str, guard: reasons.Guard | None) -> None:
         begun_us, ended_us = fields["start_time_us"], fields["end_time_us"]
-        if begun_us is None or ended_us is None or self._context.span is None:
+        if begun_us is None or ended_us is None:
             return
         cause = "backward" if fields["is_forward"] is False else "recompile" if guard else "first"
         attributes: dict[str, object] = {"function": function, "location": location, "cause": cause}
@@ -143,15 +143,14 @@ class CompileRecords:
             attributes["cached"] = not misses
         offset_ns = time.monotonic_ns() - time.time_ns()
         begun_ns, ended_ns = begun_us * 1000 + offset_ns, ended_us * 1000 + offset_ns
-        self._context.span(catalog.SPAN_COMPILE.name, begun_ns, ended_ns, attributes, failed=fields["fail_type"] is not None)
+        self._context.write_span(
+            catalog.SPAN_COMPILE.name, begun_ns, ended_ns, attributes, failed=fields["fail_type"] is not None
+        )
 
     def _add(self, key: tuple[str, ...], amount: float) -> None:
         cell = self._cells[key]
         if cell is not None and amount:
             cell.add(amount)
-
-    def _event(self, event: catalog.Event, attributes: Mapping[str, object]) -> None:
-        self._context.writer.event(event.name, attributes, self._context.recorder.step)
 
     def _warn_limited(self, what: str, guard: reasons.Guard) -> None:
         """Log at most once a minute; the events have every occurrence."""

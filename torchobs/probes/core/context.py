@@ -1,30 +1,33 @@
-"""State that probes share: the step recorder, circuit breakers, overhead accounting, asynchronous device reads."""
+"""What every probe is given: where to record, services of the runtime, circuit breakers, overhead accounting."""
 
 from __future__ import annotations
 
-import sys
-from collections import deque
 from dataclasses import dataclass, field
-from threading import get_ident
-from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torchobs.probes.core.step_recorder import METER_EVERY
-from torchobs.probes.core.training_loop import TrainingLoop
-from torchobs.probes.core.user_scalars import Scalars
+from torchobs.probes.core.open_step import METER_EVERY
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from torchobs.catalog import Event, Metric
     from torchobs.config.settings import Settings
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues
+    from torchobs.probes.core.hooks import Hooks
     from torchobs.probes.core.step_recorder import StepRecorder
+    from torchobs.probes.core.training_state import TrainingState
+    from torchobs.probes.core.user_scalars import Scalars
 
 
 class Probe(Protocol):
-    """One signal. If ``install`` raises, this probe alone is disabled, and the reason is recorded."""
+    """One signal. If ``install`` raises, this probe alone is disabled, and the reason is recorded.
+
+    The sampler thread also calls, where a probe has them: ``sample()`` ten times a second, to process quickly what the training
+    thread has recorded; ``observe()`` one second after its start, every ten seconds and when the rank ends, for what is slower;
+    ``level_changed(level)`` when the debug level has changed (``hooks.DebugLevel``).
+    """
 
     name: str
 
@@ -32,134 +35,71 @@ class Probe(Protocol):
         """Put the hooks in place."""
 
     def remove(self) -> None:
-        """Remove all hooks. Idempotent."""
+        """Remove all hooks; listeners in hook lists are removed by the probe manager. Idempotent."""
 
 
-class Sampled(Protocol):
-    """A probe that the sampler thread also calls ten times a second."""
+class SpanWriter(Protocol):
+    """``RunSpan.write``: records a child span of the run's span; times on CLOCK_MONOTONIC."""
 
-    def sample(self) -> None:
-        """Process what the training thread has recorded. Must be quick."""
-
-
-class Observed(Protocol):
-    """A probe that the sampler thread calls one second after its start, every ten seconds, and when the rank ends."""
-
-    def observe(self) -> None:
-        """Do what is too slow for :meth:`Sampled.sample`."""
+    def __call__(self, name: str, started_ns: int, ended_ns: int, attributes: Mapping[str, object], *, failed: bool) -> None:
+        """Record the span."""
 
 
-class Levelled(Protocol):
-    """A probe that does more or less depending on the debug level. Called by the sampler thread when the level changes."""
+class LimitedWarning(Protocol):
+    """Logs a warning, at most one a minute for each cause; for the sampler thread."""
 
-    def level_changed(self, level: int) -> None:
-        """Adapt to ``level``, an index into ``flight.files.control.LEVELS``: 0 off, 1 basic, 2 advanced, 3 extreme."""
-
-
-class ManualSteps(Protocol):
-    """Detector of steps without an optimizer; called with the arguments of each outermost backward when it begins and ends."""
-
-    begins: Callable[..., None]
-    ends: Callable[..., None]
-    optimizer_stepped: Callable[..., None]
+    def __call__(self, cause: str, message: str, *, own: bool = False) -> None:
+        """Log it. ``own``: it concerns this rank alone, not all ranks of a node."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ProbeContext:
-    """Made by the session, passed to every probe."""
+    """Made by the session, passed to every probe. What probes need of each other: see ``probes``."""
 
     settings: Settings
     writer: FlightWriter
     recorder: StepRecorder
     device: DeviceValues
-    level: int = 1
-    """The debug level in force, as an index into ``flight.files.control.LEVELS``"""
-    span: Callable[..., None] | None = None
-    """``RunSpan.write``: records a child span of the run's span; times on CLOCK_MONOTONIC"""
-    warn_limited: Callable[..., None] | None = None
-    """``Sampler.warn_limited``: logs a warning, at most one a minute for each cause; for the sampler thread.
-
-    ``own=True``: it concerns this rank alone"""
-    yield_gil: Callable[[], None] = lambda: None
-    """``Sampler.yield_gil``: called regularly by long work in the sampler thread"""
-    breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
-    spent_ns: dict[str, int] = field(default_factory=dict)
-    """torchobs' own time in the training thread, by probe"""
-    on_level: list[tuple[str, Callable[[int], None]]] = field(default_factory=list)
-    """Listeners by probe, called by the sampler thread when the level has changed"""
-    epochs: int = 0
-    """Passes over the training loader begun so far"""
-    scalars: Scalars = field(init=False)
+    """Asynchronous reads from devices"""
+    training: TrainingState
+    hooks: Hooks
+    scalars: Scalars
     """Values given to ``torchobs.log``"""
-    thread: int = field(default_factory=get_ident)
-    """The training thread: the one that steps optimizers"""
-    loop: TrainingLoop = field(default_factory=TrainingLoop)
-    """The loops of the training on that thread's stack"""
-    idle: bool = False
-    """Whether the training thread has left those loops"""
-    evaluating_since_ns: int = 0
-    """When a long evaluation in progress began; 0 if none is in progress"""
-    backwards: int = 0
-    """1 while a backward pass runs in the training thread"""
-    in_closure: bool = False
-    """Whether an optimizer is evaluating its closure"""
-    reads_rate: bool = False
-    """Whether the step hook reads the learning rate"""
-    steps_within: Callable[[int, Any], object] | None = None
-    """Called when an optimizer begins to step within another one's step, with the id of the outer one and the inner one"""
-    norm_due: int = sys.maxsize
-    """Number of the ended step after which ``before_step`` is called next"""
-    norm_step: int = -1
-    """The same of its last call: it is called for all optimizers of a step, or for none"""
-    before_step: list[tuple[str, Callable[[Any, bool], None]]] = field(default_factory=list)
-    """Listeners by probe, called before an outermost optimizer step with the optimizer and whether it was given a closure"""
-    after_closure_backward: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
-    """Listeners by probe, called when the outermost backward inside a closure has returned"""
-    anomalous: deque[int] = field(default_factory=lambda: deque(maxlen=100))
-    """Anomalous steps that the fold has found, for their spans"""
-    iterated: list[tuple[str, Callable[[Any, Any], None]]] = field(default_factory=list)
-    """Listeners by probe, called in the training thread with a data loader and the iterator that it has returned"""
-    at_backward: Callable[[Callable[[], object]], None] | None = None
+    write_span: SpanWriter
+    warn_limited: LimitedWarning
+    yield_gil: Callable[[], None]
+    """Called regularly by long work in the sampler thread"""
+    at_backward: Callable[[Callable[[], object]], None]
     """``SafePoint.arm``: runs a task that cannot raise once in the training thread, when its next backward begins"""
-    manual_steps: ManualSteps | None = None
-    """Called around outermost backward passes while manual steps are possible"""
-    find_manual_steps: Callable[[], ManualSteps | None] | None = None
-    """Called when a possible second backward since a step begins; returns the detector that watches it, or ``None``"""
-    returned: set[int] = field(default_factory=set)
-    """Boundaries at which a backward pass ended that left its gradients to the caller, and none in parameters"""
-    takes_loss: Callable[[Any, Any, bool], None] | None = None
-    """Called with the tensors and the given gradients of the outermost backward, and whether it accumulates its gradients"""
-    manual_step_ended: Callable[[Any, int], object] | None = None
-    """Called at the end of a manual step with its ``OptimizerStandIn`` and the number of its gradients"""
-    watched: Callable[[Any], object] | None = None
-    """Called with a module that was given to ``torchobs.watch``"""
-    loss_scaled: Callable[[object, object, Any], object] | None = None
-    """Called with the outputs, the scaled outputs and the scale after a loss scaler has scaled"""
-    scalings: int = 0
-    """Number of losses that loss scalers have scaled"""
-    scaled: bool = False
-    """Whether a loss was scaled since gradients were last unscaled"""
-    unscales: Callable[[Any, Any], object] | None = None
-    """Called with an optimizer and the scale, a tensor, before a loss scaler divides the gradients by it"""
-    loss_scale: Any = None
-    """The scale that was last used, a tensor"""
-
-    def __post_init__(self) -> None:
-        self.scalars = Scalars(self.writer.table)
+    spent_ns: dict[str, int]
+    """torchobs' own time in the training thread, by probe"""
+    breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
 
     def breaker(self, probe: str) -> CircuitBreaker:
         """Return the circuit breaker of that probe."""
         return self.breakers.setdefault(probe, CircuitBreaker(probe))
 
+    def event(self, event: Event, attributes: Mapping[str, object]) -> None:
+        """Record an event, with the number of the last step that has ended."""
+        self.writer.event(event.name, attributes, self.recorder.step)
+
+    def set_gauge(self, metric: Metric, value: float | None, attributes: Mapping[str, str] | None = None) -> bool:
+        """Set a gauge; return True if there is room for its series. ``None`` leaves it as it is; NaN makes it absent."""
+        cell = self.writer.table.cell(metric, attributes or {}) if value is not None else None
+        if cell is None or value is None:
+            return False
+        cell.set(float(value))
+        return True
+
+    def count(self, metric: Metric, amount: float, attributes: Mapping[str, str] | None = None) -> bool:
+        """Add to a counter; return True if there is room for its series. 0 makes it exist before anything is counted."""
+        cell = self.writer.table.cell(metric, attributes or {})
+        if cell is None:
+            return False
+        if amount:
+            cell.add(amount)
+        return True
+
     def record_overhead(self, probe: str, ns: int) -> None:
         """Add our own time in a metered step, one in ``METER_EVERY``, times ``METER_EVERY``."""
         self.spent_ns[probe] = self.spent_ns.get(probe, 0) + ns * METER_EVERY
-
-    def notify(self, listeners: list[tuple[str, Callable[..., None]]], *args: Any) -> None:
-        """Call the listeners; each one's time counts as its probe's overhead."""
-        now_ns = monotonic_ns()
-        spent = self.spent_ns
-        for probe, listener in listeners:
-            listener(*args)
-            then_ns, now_ns = now_ns, monotonic_ns()
-            spent[probe] = spent.get(probe, 0) + now_ns - then_ns

@@ -4,41 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import time
+from math import sqrt
 from typing import TYPE_CHECKING
 
 from torchobs.flight.format.step_record import RecordKind, StepFlag
-from torchobs.probes.core.boundaries import BACKWARD_BEGINS, CLOSURE_BEGINS, FETCH, PHASE_OF, PIN, STEP_BEGINS, UNPIN, replay
+from torchobs.probes.core.boundaries import (
+    BACKWARD_BEGINS,
+    CLOSURE_BEGINS,
+    FETCH,
+    PHASE_OF,
+    PIN,
+    STEP_BEGINS,
+    UNPIN,
+    exhausted,
+    replay,
+)
 from torchobs.probes.core.step_values import StepValues
 from torchobs.probes.core.timeline import COMPILE, OTHER, PhaseTimeline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections import deque
+    from collections.abc import Collection, Sequence
 
     from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.probes.core.step_values import StepEnd
+    from torchobs.probes.core.step_values import OpenPart, StepEnd
 
 _GOING_ON = frozenset({FETCH, BACKWARD_BEGINS, CLOSURE_BEGINS})
 _TRAINING = _GOING_ON | {STEP_BEGINS}
+METER_EVERY = 32
+"""One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
+U32 = (1 << 32) - 1
+_UNTIMED = (0.0,) * 8
 
 
 class OpenStep:
-    """Values and boundaries of the step in progress. ``StepRecorder`` decides where it ends."""
+    """Values and boundaries of the step in progress, and its record. ``StepRecorder`` decides where it ends."""
 
     __slots__ = (
         "_append",
         "_begun_ns",
         "_clean",
         "_compiling_ns",
+        "_last_bare",
         "_merged_backward",
         "_relieved",
+        "_timed",
+        "_timeline",
         "arguments",
         "log_wins",
+        "metered",
         "step",
-        "timed",
-        "timeline",
         "trace",
         "values",
-    )  # fmt: skip
+    )
 
     def __init__(self, writer: FlightWriter) -> None:
         self.step = 0
@@ -46,14 +64,37 @@ class OpenStep:
         self.trace: list[int] = []
         """Boundaries since the last end; hooks append to it"""
         self.arguments: list[int] = []
+        """Those of the boundaries that have one (``boundaries.ARGUED``)"""
         self.values = StepValues()
-        self.timeline = PhaseTimeline()
-        self.timed = False
-        """Whether phases are recorded."""
+        """Replaced at each end that is not a plain step's"""
         self.log_wins = False
+        """Whether the script logs the loss, so that no other counts"""
+        self.metered = False
+        """Whether this step's hooks measure their own time"""
+        self._timeline = PhaseTimeline()
+        self._timed = False
+        self._last_bare = 0
+        """The last step without a backward"""
         self._append = writer.append
         self._begun_ns = self._compiling_ns = 0
         self._clean = self._merged_backward = self._relieved = False
+
+    def record_phases(self, *, enabled: bool) -> None:
+        """Record phases from now on, or no longer."""
+        self._timed = enabled
+
+    def flag(self, flag: int) -> None:
+        """Set a flag (``StepFlag``) of the step in progress."""
+        self.values.flags |= flag
+
+    def set_rate(self, rate: float | None) -> None:
+        """Set the learning rate of the step in progress; ``None`` for none."""
+        values = self.values
+        if rate is None:
+            values.flags &= ~StepFlag.LEARNING_RATE
+        else:
+            values.learning_rate = rate
+            values.flags |= StepFlag.LEARNING_RATE
 
     def add_loss(self, value: float, *, within_step: bool) -> None:
         """Add the scalar that a backward pass began from. ``within_step``: in a closure; its first evaluation counts."""
@@ -73,6 +114,14 @@ class OpenStep:
         values.norm_scale = scale
         values.flags |= StepFlag.GRAD_NORM
 
+    def leave_norm_out(self) -> None:
+        """Drop the norm, also that of other optimizers: it is measured again."""
+        self.values.leave_norm_out()
+
+    def take_norm_back(self) -> None:
+        """Undo :meth:`add_norm` with ``within_step``."""
+        self.values.norm_squared = self.values.norm_base
+
     def begin_closure(self) -> None:
         """Note that an optimizer was given a closure.
 
@@ -81,6 +130,28 @@ class OpenStep:
         values = self.values
         values.norm_base, values.evaluated = values.norm_squared, False
         values.flags |= StepFlag.CLOSURE
+
+    def has_begun(self, besides: Collection[int] = ()) -> bool:
+        """Return True if anything was recorded since the last end, ``besides`` those boundaries. From any thread."""
+        return self._timeline.started or any(stamp & 15 not in besides for stamp in self.trace[:8])
+
+    def in_fetch(self) -> bool:
+        """Return True if the training thread is fetching a batch."""
+        return bool(self.trace) and self.trace[-1] & 15 == FETCH
+
+    def exhausted(self, since_ns: int) -> set[int]:
+        """Return the arguments of this step's fetches since then that found their loader exhausted."""
+        return exhausted(self.trace, self.arguments, since_ns)
+
+    @property
+    def evaluations(self) -> deque[tuple[int, int]]:
+        """Begin and end of finished evaluations, in ns; for the sampler thread, which removes them."""
+        return self._timeline.evaluations
+
+    def end_capture(self, aside: OpenPart) -> None:
+        """Continue that step, without what was recorded since."""
+        del self.trace[aside.traced :], self.arguments[aside.arguments :]
+        self.values = aside.values
 
     def _touched(self) -> bool:
         """Return True if training has gone on since the last end."""
@@ -116,7 +187,7 @@ class OpenStep:
         ``None`` if the training thread has ended a step meanwhile. Each copy is consistent, since the GIL makes it atomic.
         """
         step, ends, trace, arguments = self.step, self.unwritten(), self.trace.copy(), self.arguments.copy()
-        timeline = self.timeline.snapshot()
+        timeline = self._timeline.snapshot()
         if self._clean:
             timeline.restart(self._begun_ns)
         for ended in ends:
@@ -133,11 +204,11 @@ class OpenStep:
 
     def _replay(self) -> None:
         if self._clean:
-            self.timeline.restart(self._begun_ns)
+            self._timeline.restart(self._begun_ns)
             self._clean = False
-        if not self.step and not self.timeline.started and self.trace and self._begins_late():
+        if not self.step and not self._timeline.started and self.trace and self._begins_late():
             self.values.flags |= StepFlag.UNTIMED  # nothing before it was seen
-        replay(self.timeline, self.trace, self.arguments)
+        replay(self._timeline, self.trace, self.arguments)
         self.trace.clear()
         self.arguments.clear()
 
@@ -149,8 +220,8 @@ class OpenStep:
     def _times(self, now_ns: int) -> Sequence[int]:
         """End the timeline of the step and return the ns in each phase."""
         self._replay()
-        spent = self.timeline.close(now_ns)
-        self._clean, self._begun_ns = self.timeline.clean, now_ns
+        spent = self._timeline.close(now_ns)
+        self._clean, self._begun_ns = self._timeline.clean, now_ns
         return spent
 
     def _goes_on(self) -> bool:
@@ -159,3 +230,21 @@ class OpenStep:
 
     def _has_backward(self) -> bool:
         return self._merged_backward or any(stamp & 15 == BACKWARD_BEGINS for stamp in self.trace)
+
+    def _write_all(self, parts: list[StepEnd]) -> None:
+        for part in parts:
+            self._write(part)
+        parts.clear()
+
+    def _write(self, ended: StepEnd) -> None:
+        now_ns, spent, values = ended.now_ns, ended.spent_ns, ended.values
+        values.step = step = self.step + 1
+        self.step, self.metered = step, not step % METER_EVERY
+        if not ended.backward:
+            self._last_bare = step
+        norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
+        phases = tuple([length / 1e9 for length in spent]) if self._timed else _UNTIMED
+        self._append(
+            step, now_ns, RecordKind.STEP, values.flags, values.losses & U32, sum(spent[:5]) / 1e9, values.loss_sum, norm,
+            values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
+        )  # fmt: skip

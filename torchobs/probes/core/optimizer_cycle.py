@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
+MOST_WITHOUT = 256
+"""Optimizer steps without a new backward that continue the same step: one for each parameter group (DeepSpeed's ZeRO). An
+optimizer that makes more gets its gradients in another way, and each is a step"""
 _MOST_BESIDE = 8
 """Longest run of updates that may belong to the next step of the others: delayed actors make about two"""
 

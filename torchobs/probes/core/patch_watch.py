@@ -25,8 +25,9 @@ class PatchWatch:
             if state == LOST:
                 self._report_lost(patch)
             elif state is not None and state != RESTORED:
-                self._set_disabled(patch.probe, off=self._context.breaker(patch.probe).blown)
-            elif state is not None and self._context.warn_limited is not None:
+                blown = self._context.breaker(patch.probe).blown
+                self._context.set_gauge(catalog.PROBE_DISABLED, blown, {"probe": patch.probe})
+            elif state is not None:
                 self._context.warn_limited(
                     f"patch {patch.location}",
                     f"another tool had replaced {patch.location}, so that probe {patch.probe!r} saw nothing of it; "
@@ -35,17 +36,11 @@ class PatchWatch:
 
     def _report_lost(self, patch: Patch) -> None:
         context, by = self._context, _name(vars(patch.owner).get(patch.attribute))
-        self._set_disabled(patch.probe, off=True)
+        context.set_gauge(catalog.PROBE_DISABLED, 1.0, {"probe": patch.probe})
         attributes = {"probe": patch.probe, "exception.type": "replaced", "location": f"{patch.location} by {by}"}
-        context.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes, context.recorder.step)
-        if context.warn_limited is not None:
-            what = f"{patch.location} was replaced by {by}, which does not call what was there before"
-            context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
-
-    def _set_disabled(self, probe: str, *, off: bool) -> None:
-        cell = self._context.writer.table.cell(catalog.PROBE_DISABLED, {"probe": probe})
-        if cell is not None:
-            cell.set(float(off))
+        context.event(catalog.EVENT_PROBE_DISABLED, attributes)
+        what = f"{patch.location} was replaced by {by}, which does not call what was there before"
+        context.warn_limited(f"patch {patch.location}", f"{what}: probe {patch.probe!r} sees nothing of it")
 
 
 def _name(replaced_by: Any) -> str:

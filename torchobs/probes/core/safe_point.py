@@ -19,14 +19,14 @@ from torchobs.support.after_fork import renew_in_child
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.core.training_state import TrainingState
 
 
 class SafePoint:
     """Queue of tasks for the next backward. One per session, since two patches would have to be undone in order."""
 
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
         self._tasks: deque[Callable[[], object]] = deque()
         self._patch: Patch | None = None
         self._arming = Lock()
@@ -47,7 +47,7 @@ class SafePoint:
     def _watched(self, original: Any) -> Any:
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if not self._context.backwards and get_ident() == self._context.thread and self._patch is not None:
+            if not self._training.backwards and get_ident() == self._training.thread and self._patch is not None:
                 for due in self._take():
                     due()
             return original(*args, **kwargs)

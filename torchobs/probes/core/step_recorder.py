@@ -12,45 +12,43 @@ import weakref
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.boundaries import (
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
-    CLOSURE_BEGINS,
     FETCH,
     FETCHED,
     LONG_TRACE,
     PIN,
     STEP_BEGINS,
     STEP_ENDS,
-)  # fmt: skip
+)
 from torchobs.probes.core.model_tracker import Models
-from torchobs.probes.core.open_step import OpenStep
-from torchobs.probes.core.optimizer_cycle import OptimizerCycle, first_gradient
-from torchobs.probes.core.step_values import GONE, StepEnd, StepValues
+from torchobs.probes.core.open_step import METER_EVERY, U32, OpenStep
+from torchobs.probes.core.optimizer_cycle import MOST_WITHOUT, OptimizerCycle, first_gradient
+from torchobs.probes.core.step_values import GONE, OpenPart, StepEnd, StepValues
 from torchobs.probes.core.timeline import COMPILE, PhaseTimeline
 
 if TYPE_CHECKING:
     from torchobs.flight.writer.writer import FlightWriter
 
-_U64, _U32 = (1 << 64) - 1, (1 << 32) - 1
-_GOING_ON = frozenset({FETCH, BACKWARD_BEGINS, CLOSURE_BEGINS})
-_TRAINING = _GOING_ON | {STEP_BEGINS}
+_U64 = (1 << 64) - 1
+_GRAD_NORM = StepFlag.GRAD_NORM
 MOST_PERTURBATIONS = 2
 """Manual parameter changes after a backward within one step: sharpness-aware minimisation makes one, its variants two"""
-MOST_WITHOUT = 256
-"""Optimizer steps without a new backward that continue the same step: one for each parameter group (DeepSpeed's ZeRO). An
-optimizer that makes more gets its gradients in another way, and each is a step"""
-METER_EVERY = 32
-"""One step in 32 is metered, and counts for all of them: reading the clock twice per hook would be a third of its cost."""
 
 
 class StepRecorder(OpenStep):
-    """Ends and writes steps. In the training thread (or, for optimizers in backward, an autograd thread)."""
+    """Ends and writes steps. In the training thread (or, for optimizers in backward, an autograd thread).
+
+    Other probes read ``step``, ``ended``, ``metered`` and ``models`` and call methods. The hooks that divide the training into
+    steps also use ``trace``, ``arguments``, ``values``, ``pending``, ``sole``, ``direct`` and ``likely_end`` directly, where a
+    call would cost more than what it does.
+    """
 
     __slots__ = (
-        "_alive", "_append_plain", "_deferred", "_extra", "_gradient", "_last_bare", "_manual", "_perturbed", "_provisional",
-        "_without", "cycle", "direct", "likely_end", "metered", "models", "rated", "sole",
+        "_alive", "_append_plain", "_cycle", "_deferred", "_extra", "_gradient", "_manual", "_perturbed", "_provisional",
+        "_without", "direct", "likely_end", "models", "restarts", "sole",
     )  # fmt: skip
 
     def __init__(self, writer: FlightWriter) -> None:
@@ -58,23 +56,21 @@ class StepRecorder(OpenStep):
         self.direct = False
         """Whether the user marks the boundaries by ``torchobs.step()``."""
         self.likely_end: tuple[int, int] | None = None
-        """Where a manual step (``manual_steps``) has probably ended: lengths of its part of the trace and of the arguments"""
-        self.metered = False
-        """Whether this step's hooks measure their own time."""
+        """Where a manual step has probably ended, set by ``ManualSteps``: lengths of its part of trace and arguments"""
+        self.restarts = 0
+        """How often the hooks were off for a while"""
         self.models, self.sole = Models(), 0
         """id of the only optimizer, each step of which is a training step; 0 while unknown or if there are several"""
-        self.rated = 0
-        """id of the optimizer that the record's learning rate is read from, 0 if none"""
         self._append_plain = writer.append_plain
-        self.cycle = OptimizerCycle()
+        self._cycle = OptimizerCycle()
         self._deferred: list[StepEnd] = []
         """Ends of optimizers that may belong to the next step of the others"""
         self._perturbed: list[StepEnd] = []
         """Manual ends, which may be parts of an optimizer's step"""
         self._manual = self._extra = False
         self._gradient: tuple[int, int, int] | None = None
-        self._last_bare = self._without = 0
-        """The last step without a backward, and how many optimizer steps have continued a step since the last backward"""
+        self._without = 0
+        """How many optimizer steps have continued a step since the last backward"""
         self._alive: dict[int, weakref.ref[object]] = {}
         self._provisional: StepEnd | None = None
 
@@ -83,20 +79,33 @@ class StepRecorder(OpenStep):
         """Number of the last step that has ended, a provisional end included."""
         return self.step + (self._provisional is not None)
 
-    # -- values ------------------------------------------------------------------------------------------------------------
+    @property
+    def last_complete(self) -> int:
+        """The same with a manual step that has probably ended: what the rank's end would write."""
+        return self.ended + (self.likely_end is not None and not self.direct)
+
+    @property
+    def pending(self) -> set[int]:
+        """Optimizers, by id, yet to step in this cycle, if they step within the backward pass: always the same set."""
+        return self._cycle.pending
 
     def log(self, loss: float | None, tokens: int, samples: int) -> None:
         """Record values of ``torchobs.log``, for the step in progress or the one that the hooks have just seen end."""
         self.log_wins = self.log_wins or loss is not None
-        tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, _U32))
+        tokens, samples = max(0, min(tokens, _U64)), max(0, min(samples, U32))
         if self.logged_step() == self.step:
             self.late(self.step, StepFlag.LOSS if loss is not None else 0, loss or 0.0, 0.0, tokens, samples)
             return
         values = self.values if self._provisional is None or self._touched() else self._provisional.values
-        values.tokens, values.samples = min(values.tokens + tokens, _U64), min(values.samples + samples, _U32)
+        values.tokens, values.samples = min(values.tokens + tokens, _U64), min(values.samples + samples, U32)
         if loss is not None:
             values.loss_sum, values.losses = loss, 1
             values.flags |= StepFlag.LOSS
+
+    def expect_loss(self) -> int:
+        """Let no other loss count than the script's, which a device has yet to deliver; return the number of its step."""
+        self.log_wins = True
+        return self.logged_step()
 
     def logged_step(self) -> int:
         """Return the number of the step that :meth:`log` would apply to."""
@@ -109,8 +118,6 @@ class StepRecorder(OpenStep):
         ``step_values.resolve_step`` turns the values into the number later. For values that a device delivers asynchronously.
         """
         return self.values if self._provisional is not None or self._deferred or self._perturbed else self.step + 1
-
-    # -- boundaries --------------------------------------------------------------------------------------------------------
 
     def mark(self, code: int, now_ns: int, argument: int | None = None) -> None:
         """Record a boundary; hooks in the hot path append to the trace directly."""
@@ -142,7 +149,7 @@ class StepRecorder(OpenStep):
 
         ``evaluates``: its closure does the backward. Return True if it has never stepped.
         """
-        key, cycle = id(optimizer), self.cycle
+        key, cycle = id(optimizer), self._cycle
         if self.likely_end is not None or self._perturbed:
             for values in (self.values, *(part.values for part in self._perturbed)):
                 values.leave_norm_out()  # measured for a manual step; it is measured again for this one
@@ -168,7 +175,7 @@ class StepRecorder(OpenStep):
 
     def _settle_repeat(self, *, gets_gradients: bool) -> None:
         """Decide what the provisional end was, now that one of its optimizers steps again."""
-        ended, cycle = self._provisional, self.cycle
+        ended, cycle = self._provisional, self._cycle
         goes_on = gets_gradients or self._goes_on() or self._without >= MOST_WITHOUT
         if ended is not None and ended.backward and not goes_on:
             self._without += 1
@@ -183,13 +190,13 @@ class StepRecorder(OpenStep):
     def _end_stage(self) -> None:
         """End the cycle: learn the optimizers that have stepped, and write what is provisional."""
         self._write_all(self._deferred)
-        self.cycle.learn(self.step)
+        self._cycle.learn(self.step)
         self._commit()
-        self.cycle.pending.clear()
+        self._cycle.pending.clear()
 
     def _is_more_of_the_last(self, key: int) -> bool:
         """Return True if the step written last continues: it had a backward, and there was none since."""
-        known = key in self.cycle.expected and not self.direct and self._without < MOST_WITHOUT
+        known = key in self._cycle.expected and not self.direct and self._without < MOST_WITHOUT
         return known and self.step not in {0, self._last_bare} and not (self._perturbed or self._goes_on())
 
     def _has_new_gradient(self, optimizer: object) -> bool:
@@ -197,12 +204,17 @@ class StepRecorder(OpenStep):
         known, now = self._gradient, first_gradient(optimizer) if self._without else None
         return known is not None and now is not None and known[0] == now[0] and known != now
 
-    def optimizer_ends(self, optimizer: object, now_ns: int) -> None:
-        """Note that an optimizer has stepped, or that the loss scaler skipped its step."""
-        key, cycle = id(optimizer), self.cycle
+    def note_nested(self) -> None:
+        """Note that an optimizer's step has called another's."""
+        self._cycle.is_nested = True
+
+    def optimizer_ends(self, optimizer: object, now_ns: int, *, within_backward: bool = False) -> None:
+        """Note that an optimizer has stepped, perhaps ``within_backward``, or that the loss scaler skipped its step."""
+        key, cycle = id(optimizer), self._cycle
         if key == self.sole:
             self.end_plainly(now_ns)
             return
+        cycle.within_backward = within_backward
         if self._without:
             self._gradient = first_gradient(optimizer)
         if self.direct or self._extra:
@@ -219,7 +231,7 @@ class StepRecorder(OpenStep):
 
     def end_pass(self) -> None:
         """End the step if another backward begins after one in which only some of the optimizers have stepped."""
-        if self.cycle.catch_up() and self.trace and not self.direct:
+        if self._cycle.catch_up() and self.trace and not self.direct:
             self._close(self.trace[-1] >> 4)
 
     def end_plainly(self, now_ns: int) -> None:
@@ -232,7 +244,7 @@ class StepRecorder(OpenStep):
             trace[:0] = _NO_FETCH
         fetch, fetched, backward, backward_ends, optimizer = trace if len(trace) == 5 else _NOT_PLAIN  # noqa: PLR2004  # its boundaries
         codes = (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15)
-        if codes != _PLAIN or not self._clean or not self.timed:
+        if codes != _PLAIN or not self._clean or not self._timed:
             del trace[: 2 * (fetched == FETCHED)]
             self.values, backward = StepValues(), self._has_backward()
             self._relieved = self._merged_backward = False
@@ -246,7 +258,7 @@ class StepRecorder(OpenStep):
         flags = values.flags
         self._append_plain(
             step, now_ns, flags, values.losses, fetch, fetched, backward, backward_ends, optimizer, values.loss_sum,
-            sqrt(values.norm_squared) if flags & 2 else 0.0, values.learning_rate, values.tokens, values.samples,
+            sqrt(values.norm_squared) if flags & _GRAD_NORM else 0.0, values.learning_rate, values.tokens, values.samples,
             values.norm_scale, self._begun_ns,
         )  # fmt: skip
         self._begun_ns = now_ns
@@ -254,7 +266,7 @@ class StepRecorder(OpenStep):
         values.loss_sum = values.norm_squared = 0.0
 
     def _close(self, now_ns: int) -> None:
-        backward, occasional = self._has_backward(), self.cycle.are_occasional()
+        backward, occasional = self._has_backward(), self._cycle.are_occasional()
         self._provisional = StepEnd(now_ns, self._times(now_ns), self.values, backward, occasional)
         self.values, self._merged_backward, self._relieved = StepValues(), False, False
         self.sole = 0
@@ -265,7 +277,7 @@ class StepRecorder(OpenStep):
 
     def _forget(self, key: int) -> None:
         self._alive.pop(key, None)
-        self.cycle.forget(key)
+        self._cycle.forget(key)
         self.sole = 0 if self.sole == key else self.sole
 
     def alive(self, key: int) -> Any:
@@ -280,7 +292,7 @@ class StepRecorder(OpenStep):
 
     def _merge(self, ended: StepEnd) -> None:
         self._replay()
-        self.timeline.add(ended.spent_ns)
+        self._timeline.add(ended.spent_ns)
         self.values.merge(ended.values)
         self._merged_backward = self._merged_backward or ended.backward
 
@@ -319,11 +331,18 @@ class StepRecorder(OpenStep):
         self.flush()
         self.trace.clear()
         self.arguments.clear()
-        self.timeline, self._clean = PhaseTimeline(), False
+        self._timeline, self._clean, self.restarts = PhaseTimeline(), False, self.restarts + 1
         self.values.step = GONE
         self.values = StepValues()
         self.values.flags = StepFlag.UNTIMED
         self._relieved = True
+
+    def begin_capture(self) -> OpenPart:
+        """Set the step in progress aside for the capture of a CUDA graph, which is none; return it for :meth:`end_capture`."""
+        self.sole = 0  # so that the hooks do not take the fast path
+        self.pending.clear()
+        aside, self.values = OpenPart(len(self.trace), len(self.arguments), self.values), StepValues()
+        return aside
 
     def flush(self) -> None:
         """Write complete steps when the rank ends."""
@@ -367,31 +386,12 @@ class StepRecorder(OpenStep):
 
     def _commit(self) -> None:
         ended, self._provisional = self._provisional, None
-        self.sole = 0 if self.direct else self.cycle.begin()  # the next may be plain
+        self.sole = 0 if self.direct else self._cycle.begin()  # the next may be plain
         if ended is not None:
             self._without = 0 if ended.backward else self._without
             self._write(ended)
 
-    def _write_all(self, parts: list[StepEnd]) -> None:
-        for part in parts:
-            self._write(part)
-        parts.clear()
 
-    def _write(self, ended: StepEnd) -> None:
-        now_ns, spent, values = ended.now_ns, ended.spent_ns, ended.values
-        values.step = step = self.step + 1
-        self.step, self.metered = step, not step % METER_EVERY
-        if not ended.backward:
-            self._last_bare = step
-        norm = sqrt(values.norm_squared) if values.flags & StepFlag.GRAD_NORM else 0.0
-        phases = tuple([length / 1e9 for length in spent]) if self.timed else _UNTIMED
-        self._append(
-            step, now_ns, RecordKind.STEP, values.flags, values.losses & _U32, sum(spent[:5]) / 1e9, values.loss_sum, norm,
-            values.learning_rate, phases, values.tokens, values.samples, values.norm_scale,
-        )  # fmt: skip
-
-
-_UNTIMED = (0.0,) * 8
 _PLAIN = (FETCH, FETCHED, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
 _NO_FETCH = (FETCH, FETCHED)
 """Boundaries at 0 ns for a step without a fetch"""

@@ -68,6 +68,14 @@ class StepEnd(NamedTuple):
     """Whether the parameters were changed manually after it"""
 
 
+class OpenPart(NamedTuple):
+    """A step in progress that is set aside: the lengths of its trace and arguments, its values."""
+
+    traced: int
+    arguments: int
+    values: StepValues
+
+
 def resolve_step(pending_step: StepValues | int) -> int:
     """Return the step number for a result of ``StepRecorder.pending_step``, 0 while it is not known."""
     while isinstance(pending_step, StepValues) and pending_step.part_of is not None:

@@ -350,11 +350,8 @@ class PhaseTimeline:
 
     def detached(self) -> PhaseTimeline:
         """Copy the mutable state that this shallow copy shares with its original."""
-        self.spent_ns, self._pinned, self._fetched_together = (
-            self.spent_ns.copy(),
-            self._pinned.copy(),
-            self._fetched_together.copy(),
-        )
+        self.spent_ns, self._pinned = self.spent_ns.copy(), self._pinned.copy()
+        self._fetched_together = self._fetched_together.copy()
         self._undecided, self.evaluations = self._undecided.copy(), deque()
         return self
 

@@ -16,7 +16,6 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.boundaries import exhausted
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.support.after_fork import renew_in_child
 
@@ -37,12 +36,22 @@ class _Iteration:
     """The same when the iterator was deleted, or when the next one began after it was exhausted"""
 
 
+class EpochCount:
+    """Number of passes over the training loader begun so far. Written by the epoch probe, read by the scheduler probe."""
+
+    __slots__ = ("begun",)
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+
 class EpochProbe:
     """Counts epochs, and writes a span for each."""
 
     name = "epochs"
 
-    def __init__(self) -> None:
+    def __init__(self, count: EpochCount) -> None:
+        self._epochs = count
         self._budget = span_limiter()
         self._lock = RLock()  # held for microseconds; a signal handler may iterate a loader, too
         renew_in_child(self, _lock=RLock)
@@ -50,17 +59,13 @@ class EpochProbe:
         self._enclosing: _Iteration | None = None
         """An iteration still in progress when the latest began, without a step yet: an evaluation may come first"""
         self._epoch: _Iteration | None = None
-        self._number = 0
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context = context
-        self._count = context.writer.table.cell(catalog.EPOCHS, {})
-        total = context.settings.total_steps
-        cell = context.writer.table.cell(catalog.STEPS_PLANNED, {}) if total is not None else None
-        if cell is not None and total is not None:
-            cell.set(total)
-        context.iterated.append((self.name, context.breaker(self.name).guard(self._begun)))
+        context.count(catalog.EPOCHS, 0)
+        context.set_gauge(catalog.STEPS_PLANNED, context.settings.total_steps)
+        context.hooks.iterated.register(context.breaker(self.name), self._begun)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`: the last epoch ends with the run."""
@@ -81,9 +86,9 @@ class EpochProbe:
 
     def _is_exhausted(self, iteration: _Iteration) -> bool:
         """Return True if its iterator still exists and was exhausted in the step in progress."""
-        iterator, recorder = iteration.iterator(), self._context.recorder
+        iterator = iteration.iterator()
         sampler = id(getattr(iterator, "_index_sampler", None))  # the id that the data probe records for fetches
-        return iterator is not None and sampler in exhausted(recorder.trace, recorder.arguments, iteration.begun_ns)
+        return iterator is not None and sampler in self._context.recorder.exhausted(iteration.begun_ns)
 
     def sample(self) -> None:
         """Decide whether the latest iteration trains."""
@@ -104,15 +109,14 @@ class EpochProbe:
         known = epoch is not None and loader is not None and epoch.loader() is loader
         if epoch is None or known or (epoch.gone and epoch.gone[0] <= latest.step):
             self._end(latest.begun_ns, latest.step)
-            self._epoch, self._number = latest, self._number + 1
-            self._context.epochs = self._number
-            if self._count is not None:
-                self._count.add(1)
+            self._epoch = latest
+            self._epochs.begun += 1
+            self._context.count(catalog.EPOCHS, 1)
 
     def _end(self, now_ns: int, step: int) -> None:
         epoch, self._epoch = self._epoch, None
-        if epoch is None or self._context.span is None:
+        if epoch is None:
             return
         if now_ns - epoch.begun_ns >= LONG_NS or self._budget.take(now_ns):
-            attributes = {"epoch": self._number, "steps": step - epoch.step}
-            self._context.span(catalog.SPAN_EPOCH.name, epoch.begun_ns, now_ns, attributes, failed=False)
+            attributes = {"epoch": self._epochs.begun, "steps": step - epoch.step}
+            self._context.write_span(catalog.SPAN_EPOCH.name, epoch.begun_ns, now_ns, attributes, failed=False)

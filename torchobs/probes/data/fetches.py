@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import functools
 from threading import get_ident
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from torchobs import catalog
+from torchobs.detect.starvation import DataCounters, Starvation
+from torchobs.flight.metrics.totals import Word
 from torchobs.probes.core.boundaries import EXHAUSTED, FETCH, FETCHED, LONG_TRACE
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.data.starvation import StarvationWatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchobs.probes.core.context import ProbeContext
+
+
+_PHASES = slice(Word.PHASE_TIME, Word.PHASE_TIME + len(catalog.PHASES))
+_DATA = Word.PHASE_TIME + catalog.PHASES.index("data")
 
 
 class DataProbe:
@@ -44,18 +52,14 @@ class DataProbe:
         self._starvation.sample()
 
     def _watched_next(self, original: Any) -> Any:
-        breaker, context, recorder, grad_enabled = (
-            self._context.breaker(self.name),
-            self._context,
-            self._context.recorder,
-            self._grad_enabled,
-        )
+        context, recorder, training = self._context, self._context.recorder, self._context.training
+        breaker, grad_enabled = context.breaker(self.name), self._grad_enabled
         trace, note, note_argument = recorder.trace, recorder.trace.append, recorder.arguments.append
         relieve = breaker.guard(recorder.relieve)
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if self._depth or breaker.blown or get_ident() != context.thread:
+            if self._depth or breaker.blown or get_ident() != training.thread:
                 return original(iterator)
             # inline, since a call would cost more than its body; nothing here can raise
             begun_ns = monotonic_ns()
@@ -78,3 +82,21 @@ class DataProbe:
             return batch
 
         return watched
+
+
+class StarvationWatch:
+    """Reports training that waits for its data, from the fold's phase times. In the sampler thread; a part of ``DataProbe``."""
+
+    def __init__(self, context: ProbeContext, clock: Callable[[], float] = monotonic) -> None:
+        self._context, self._clock, self._judge = context, clock, Starvation()
+        context.set_gauge(catalog.DATA_STARVED, 0.0)
+
+    def sample(self) -> None:
+        """Judge the counters; record a changed verdict."""
+        totals, before = self._context.writer.table.core.totals, self._judge.starved
+        seen = DataCounters(self._clock(), totals.ints[Word.STEPS], totals.floats[_DATA], sum(totals.floats[_PHASES]))
+        if not self._judge.judge(seen):
+            return
+        self._context.set_gauge(catalog.DATA_STARVED, self._judge.starved)
+        if self._judge.starved and not before:
+            self._context.event(catalog.EVENT_STARVED, {"share": round(self._judge.share, 3)})

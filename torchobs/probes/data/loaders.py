@@ -1,6 +1,6 @@
 """Observe data loaders: iterations, worker start-up time, living workers, ready batches.
 
-``DataLoader.__iter__`` is rare, so other probes are notified of iterations from here (``ProbeContext.iterated``). A loader
+``DataLoader.__iter__`` is rare, so other probes are notified of iterations from here (``Hooks.iterated``). A loader
 iterated inside another one's fetch (an IterableDataset over a loader), or in another thread, is not the training's.
 """
 
@@ -19,7 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.probes.core.boundaries import FETCH, LOADER_STARTS, STEP_ENDS
+from torchobs.probes.core.boundaries import LOADER_STARTS, STEP_ENDS
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.data.pinned_memory_hint import PinningWatch
 from torchobs.support.after_fork import renew_in_child
@@ -63,8 +63,8 @@ class LoaderProbe:
         from torch.utils.data import DataLoader
 
         self._context, self._breaker = context, context.breaker(self.name)
-        self._starting = context.writer.table.cell(catalog.DATA_WORKER_START_TIME, {})
-        self._died = context.writer.table.cell(catalog.DATA_WORKERS_DIED, {})
+        for metric in (catalog.DATA_WORKER_START_TIME, catalog.DATA_WORKERS_DIED):
+            context.count(metric, 0)
         self._pinning.install(context, self._breaker)
         self._watch(DataLoader)
         # it overrides __iter__ without calling DataLoader's
@@ -84,12 +84,12 @@ class LoaderProbe:
         self._patches.append(Patch(loader, "__iter__", self._watched, probe=self.name))
 
     def _watched(self, original: Any) -> Any:
-        context, breaker = self._context, self._breaker
-        mark, begun = breaker.guard(context.recorder.mark), breaker.guard(self._begun)
+        training, recorder, breaker = self._context.training, self._context.recorder, self._breaker
+        mark, begun = breaker.guard(recorder.mark), breaker.guard(self._begun)
 
         @functools.wraps(original)
         def watched(loader: Any) -> Any:
-            if breaker.blown or get_ident() != context.thread or _in_fetch(context.recorder.trace):
+            if breaker.blown or get_ident() != training.thread or recorder.in_fetch():
                 return original(loader)
             begun_ns = monotonic_ns()
             mark(LOADER_STARTS, begun_ns)
@@ -108,9 +108,8 @@ class LoaderProbe:
         if workers and iterator not in self._started:  # persistent workers are started once
             self._started.add(iterator)
             self._fresh.append(_Pool(weakref.ref(iterator), list(workers)))
-            if self._starting is not None:
-                self._starting.add((monotonic_ns() - begun_ns) / 1e9)
-        self._context.notify(self._context.iterated, loader, iterator)
+            self._context.count(catalog.DATA_WORKER_START_TIME, (monotonic_ns() - begun_ns) / 1e9)
+        self._context.hooks.iterated.notify(loader, iterator)
 
     def sample(self) -> None:
         """Update the number of ready batches; check the workers once a second."""
@@ -119,7 +118,7 @@ class LoaderProbe:
         if not self._pools:
             return
         ready = next((count for pool in reversed(self._pools) if (count := _ready(pool.iterator())) is not None), nan)
-        self._set(catalog.DATA_BATCHES_READY, {}, ready)
+        self._context.set_gauge(catalog.DATA_BATCHES_READY, ready)
         self._rounds += 1
         if not self._rounds % _ROUNDS:
             self._check_workers()
@@ -146,8 +145,8 @@ class LoaderProbe:
                 alive += len(pool.workers)
                 configured += iterator._num_workers
         self._pools = [pool for pool in self._pools if pool.workers or pool.iterator() is not None]
-        self._set(catalog.DATA_WORKERS, {"state": "configured"}, configured)
-        self._set(catalog.DATA_WORKERS, {"state": "alive"}, alive)
+        self._context.set_gauge(catalog.DATA_WORKERS, configured, {"state": "configured"})
+        self._context.set_gauge(catalog.DATA_WORKERS, alive, {"state": "alive"})
 
     def _remove_exited(self, pool: _Pool, *, leaving: bool) -> None:
         for worker in list(pool.workers):
@@ -160,17 +159,11 @@ class LoaderProbe:
         """Record a worker's failure. A loader that shuts down terminates slow workers; other signals are not its own."""
         if code == 0 or (leaving and code == -signal.SIGTERM):
             return
-        if self._died is not None:
-            self._died.add(1)
+        self._context.count(catalog.DATA_WORKERS_DIED, 1)
         attributes: dict[str, object] = {"pid": pid, "code": max(code, 0)}
         if code < 0:
             attributes["signal"] = _signal_name(-code)
-        self._context.writer.event(catalog.EVENT_WORKER_DIED.name, attributes, self._context.recorder.step)
-
-    def _set(self, metric: catalog.Metric, attributes: dict[str, str], value: float) -> None:
-        cell = self._context.writer.table.cell(metric, attributes)
-        if cell is not None:
-            cell.set(value)
+        self._context.event(catalog.EVENT_WORKER_DIED, attributes)
 
 
 def exit_code(worker: Any) -> int | None:
@@ -198,10 +191,6 @@ def _ready(iterator: Any) -> float | None:
         return float(iterator._data_queue.qsize() + ahead)
     except NotImplementedError:  # macOS cannot return the length of a multiprocessing queue
         return None
-
-
-def _in_fetch(trace: list[int]) -> bool:
-    return bool(trace) and trace[-1] & 15 == FETCH
 
 
 def _signal_name(number: int) -> str:

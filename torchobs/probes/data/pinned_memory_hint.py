@@ -73,14 +73,11 @@ class PinningWatch:
         iterator._next_data = inspect_batch
 
     def _inspect(self, batch: Any) -> None:
-        cell = self._context.writer.table.cell(catalog.DATA_UNPINNED_BATCHES, {})
         size = pageable_bytes(batch)
-        if size <= LEAST_BYTES or cell is None:
-            return
-        cell.add(1)
-        if not self._reported:
+        self._context.count(catalog.DATA_UNPINNED_BATCHES, size > LEAST_BYTES)
+        if size > LEAST_BYTES and not self._reported:
             self._reported = True
-            self._context.writer.event(catalog.EVENT_UNPINNED.name, {"size": size}, self._context.recorder.step)
+            self._context.event(catalog.EVENT_UNPINNED, {"size": size})
 
 
 def pageable_bytes(batch: Any) -> int:

@@ -75,29 +75,23 @@ def _power(api: Any, handle: Any) -> Iterator[Reading]:
         yield Reading(catalog.HW_POWER, milliwatts / 1e3, (_TYPE,))
 
 
-def _power_limit(api: Any, handle: Any) -> Iterator[Reading]:
-    yield Reading(catalog.GPU_POWER_LIMIT, api.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
+def _single(metric: Metric, read: Callable[[Any, Any], float], *attributes: tuple[str, str]) -> Sensor:
+    """Return a sensor of one value, which ``read`` returns for NVML and a device."""
+    return lambda api, handle: [Reading(metric, read(api, handle), attributes)]
 
 
-def _energy(api: Any, handle: Any) -> Iterator[Reading]:
-    yield Reading(catalog.HW_ENERGY, api.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, (_TYPE,))
-
-
-def _temperature(api: Any, handle: Any) -> Iterator[Reading]:
-    yield Reading(catalog.HW_TEMPERATURE, api.nvmlDeviceGetTemperature(handle, 0), (("hw.sensor_location", "gpu"),))
+_POWER_LIMIT = _single(catalog.GPU_POWER_LIMIT, lambda api, handle: api.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3)
+_ENERGY = _single(catalog.HW_ENERGY, lambda api, handle: api.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, _TYPE)
+_TEMPERATURE = _single(
+    catalog.HW_TEMPERATURE, lambda api, handle: api.nvmlDeviceGetTemperature(handle, 0), ("hw.sensor_location", "gpu")
+)
+_CLOCK = _single(catalog.GPU_CLOCK_FREQUENCY, lambda api, handle: api.nvmlDeviceGetClockInfo(handle, _SM) * 1e6)
+_CLOCK_LIMIT = _single(catalog.GPU_CLOCK_LIMIT, lambda api, handle: api.nvmlDeviceGetMaxClockInfo(handle, _SM) * 1e6)
 
 
 def _memory_temperature(api: Any, handle: Any) -> Iterator[Reading]:
     (degrees,) = _fields(api, handle, [_FIELD_MEMORY_TEMPERATURE])
     yield Reading(catalog.HW_TEMPERATURE, degrees, (("hw.sensor_location", "memory"),))
-
-
-def _clock(api: Any, handle: Any) -> Iterator[Reading]:
-    yield Reading(catalog.GPU_CLOCK_FREQUENCY, api.nvmlDeviceGetClockInfo(handle, _SM) * 1e6)
-
-
-def _clock_limit(api: Any, handle: Any) -> Iterator[Reading]:
-    yield Reading(catalog.GPU_CLOCK_LIMIT, api.nvmlDeviceGetMaxClockInfo(handle, _SM) * 1e6)
 
 
 def _throttled(api: Any, handle: Any) -> Iterator[Reading]:
@@ -177,8 +171,8 @@ _UNION = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
 def _gpu_sensors() -> list[list[Sensor]]:
     """Return the sensors of a physical GPU; of each list the first supported one is used."""
     return [
-        [_utilization], [_memory, _memory_before_510], [_power], [_power_limit], [_energy], [_temperature],
-        [_memory_temperature], [_clock], [_clock_limit], [_throttled, _Throttling()], [_ecc], [_pcie_replays], [_nvlink],
+        [_utilization], [_memory, _memory_before_510], [_power], [_POWER_LIMIT], [_ENERGY], [_TEMPERATURE],
+        [_memory_temperature], [_CLOCK], [_CLOCK_LIMIT], [_throttled, _Throttling()], [_ecc], [_pcie_replays], [_nvlink],
         [_nvlink_io], [_nvlink_errors],
     ]  # fmt: skip
 
@@ -228,20 +222,18 @@ class Sensors:
 
     def _row_remapping(self, library: Library) -> tuple[bool, bool]:
         """Return whether a row remapping is pending until a reset, and whether one has failed."""
-        try:
-            _, _, pending, failed = library.api.nvmlDeviceGetRemappedRows(self.gpu.handle)
-        except library.error as error:
-            if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
-                raise
-            return False, False
+        _, _, pending, failed = self._ask(library, library.api.nvmlDeviceGetRemappedRows, (0, 0, False, False))
         return bool(pending), bool(failed)
 
     def _wants_recovery(self, library: Library) -> bool:
         """Return True if the driver asks for a reset of the GPU or node (since R550)."""
+        return any(self._ask(library, lambda handle: _fields(library.api, handle, [_FIELD_RECOVERY_ACTION]), (0,)))
+
+    def _ask(self, library: Library, question: Callable[[Any], Any], unknown: Any) -> Any:
+        """Return the driver's answer about the device, or ``unknown``. Raises ``NVMLError`` as :meth:`read` does."""
         try:
-            (action,) = _fields(library.api, self.gpu.handle, [_FIELD_RECOVERY_ACTION])
+            return question(self.gpu.handle)
         except library.error as error:
             if fault_of(error) in {NvmlFault.LOST, NvmlFault.CLOSED}:
                 raise
-            return False
-        return bool(action)
+            return unknown

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
     from torchobs.probes.gradients.measurement import Devices
+    from torchobs.probes.precision.loss_scale import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
     Measure = Callable[[list[int], list[Any]], Measurement | None]
@@ -64,8 +65,10 @@ class Clipping:
 class ClipWatch:
     """Wraps clipping functions. ``measure`` gets the gradients' ids and the gradients before clipping, in due steps."""
 
-    def __init__(self, context: ProbeContext, pace: SamplingInterval, measure: Measure, devices: Devices) -> None:
-        self._context, self._pace, self._measure, self._devices = context, pace, measure, devices
+    def __init__(
+        self, context: ProbeContext, scaling: LossScaling, pace: SamplingInterval, measure: Measure, devices: Devices
+    ) -> None:
+        self._context, self._scaling, self._pace, self._measure, self._devices = context, scaling, pace, measure, devices
         self._seen: list[Clipping] = []
         self._patches: list[Patch] = []
         self._fsdp: MetaPathFinder | None = None
@@ -136,7 +139,7 @@ class ClipWatch:
 
     def unscales(self, optimizer: Any, scale: Any) -> None:
         """Mark clippings of scaled gradients, when the optimizer's gradients are about to be divided by the scale."""
-        seen = [each for each in self._seen if each.scale is None and each.scaling == self._context.scalings]
+        seen = [each for each in self._seen if each.scale is None and each.scaling == self._scaling.losses]
         if not seen:
             return  # correct use: they were unscaled first
         gradients = {id(parameter.grad) for group in optimizer.param_groups for parameter in group["params"]}
@@ -232,13 +235,13 @@ class ClipWatch:
         self._keep(made)
 
     def _clipping(self, gradients: list[Any]) -> Clipping:
-        return Clipping(len(gradients), first=id(gradients[0]), scaling=self._context.scalings)
+        return Clipping(len(gradients), first=id(gradients[0]), scaling=self._scaling.losses)
 
     def _is_trusted(self, made: Clipping) -> bool:
         """Return True if this is certainly the norm of all gradients that the only optimizer is about to use."""
         recorder, (optimizer, grads, until) = self._context.recorder, self._covered
-        fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until and not self._context.scaled
-        return fits and not self._seen and _SUSPICIOUS < made.total < inf
+        fits = optimizer == recorder.sole != 0 and grads == made.grads and recorder.step < until
+        return fits and not self._scaling.waits_for_unscale and not self._seen and _SUSPICIOUS < made.total < inf
 
     def _measure_shards(self, tensors: list[Any], made: Clipping) -> None:
         if self._pace.would_be_due(self._context.recorder.step):
@@ -247,16 +250,14 @@ class ClipWatch:
     def _keep(self, made: Clipping) -> None:
         recorder = self._context.recorder
         if self._noted_in == recorder.step:  # clipped again in the same step: the hook will add the later norm
-            recorder.values.norm_squared, self._noted_in = recorder.values.norm_base, -1
+            recorder.take_norm_back()
+            self._noted_in = -1
         self._seen, self._noted = [*self._seen[1 - _KEPT :], made], None
-        self._context.norm_due = 0
+        self._context.hooks.before_step.due_at = 0
 
     def _watched_clip(self, original: Any) -> Any:
-        breaker, note, intercept = (
-            self._breaker,
-            self._breaker.guard(self._note_clip),
-            self._breaker.guard(self._intercept_clamp),
-        )
+        breaker = self._breaker
+        note, intercept = breaker.guard(self._note_clip), breaker.guard(self._intercept_clamp)
 
         @functools.wraps(original)
         def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +289,7 @@ class ClipWatch:
         noted, self._noted = self._noted, None
         if noted is not None:
             if limit < noted:
-                self._context.recorder.values.flags |= StepFlag.CLIPPED
+                self._context.recorder.values.flags |= StepFlag.CLIPPED  # inline: in nearly every step
             return
         last = self._seen[-1] if self._seen else None
         if last is not None and last.total is not None and last.limit == inf:
@@ -309,7 +310,7 @@ class ClipWatch:
             late = recorder.late
             self._context.device.take(value, lambda number: late(step, StepFlag.CLIPPED, 0.0, 0.0) if clipped(number) else None)
         elif clipped(float(value)):
-            recorder.values.flags |= StepFlag.CLIPPED
+            recorder.flag(StepFlag.CLIPPED)
 
     # -- the others --------------------------------------------------------------------------------------------------------
 

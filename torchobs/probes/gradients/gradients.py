@@ -18,9 +18,8 @@ from torchobs import catalog
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.sampling_interval import SamplingInterval
 from torchobs.probes.gradients.clipping import ClipWatch
-from torchobs.probes.gradients.measurement import Devices, measure, scaled
+from torchobs.probes.gradients.measurement import Devices, PendingNorms, measure, scaled
 from torchobs.probes.gradients.norms import largest
-from torchobs.probes.gradients.pending_norms import PendingNorms
 from torchobs.probes.gradients.publish import GradientPublisher
 from torchobs.probes.gradients.updates import UpdateWatch
 
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.gradients.clipping import Clipping
     from torchobs.probes.gradients.measurement import Measurement
+    from torchobs.probes.precision.loss_scale import LossScaling
 
 _RECOUNT_EVERY = 64
 _ROUNDING = 2.0**-8
@@ -41,8 +41,8 @@ class GradientProbe:
 
     name = "gradients"
 
-    def __init__(self) -> None:
-        self._clip: ClipWatch | None = None
+    def __init__(self, scaling: LossScaling) -> None:
+        self._scaling = scaling
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._pending = PendingNorms()
         self._misuse_reported = False
@@ -57,24 +57,22 @@ class GradientProbe:
         self._pace = SamplingInterval(context.settings.overhead_budget / 2, fixed if isinstance(fixed, int) else None)
         self._publisher = GradientPublisher(context)
         self._updates = UpdateWatch(context, self._publisher.layers)
-        breaker = context.breaker(self.name)
-        context.before_step.append((self.name, breaker.guard(self._before_step)))
-        context.after_closure_backward.append((self.name, breaker.guard(self._after_backward)))
-        context.manual_step_ended = breaker.guard(self._take_clipping)
-        context.watched = breaker.guard(self._publisher.layers.names.watch)
+        self._clip = ClipWatch(context, self._scaling, self._pace, self._measure_clipped, self._devices)
+        breaker, hooks, self._step_hook = context.breaker(self.name), context.hooks, context.hooks.before_step
+        hooks.before_step.register(breaker, self._before_step)
+        hooks.after_closure_backward.register(breaker, self._after_backward)
+        hooks.manual_step_ended.register(breaker, self._take_clipping)
+        hooks.watched.register(breaker, self._publisher.layers.names.watch)
         self._publisher.layers.names.built_modules.install(context, breaker)
-        context.norm_due = 0
-        self._clip = ClipWatch(context, self._pace, self._measure_clipped, self._devices)
+        self._step_hook.due_at = 0
         self._clip.install(breaker)
-        context.unscales = breaker.guard(self._clip.unscales)
+        hooks.unscales.register(breaker, self._clip.unscales)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        if self._clip is not None:
-            self._clip.remove()
-            self._publisher.layers.names.built_modules.remove()
-            self._context.watched, self._context.norm_due = None, sys.maxsize
-            self._context.manual_step_ended = self._context.unscales = None
+        self._clip.remove()
+        self._publisher.layers.names.built_modules.remove()
+        self._step_hook.due_at = sys.maxsize
 
     def sample(self) -> None:
         """Write norms of ended steps that have arrived from a device; publish measurements."""
@@ -83,16 +81,15 @@ class GradientProbe:
             recorder.late(step, StepFlag.GRAD_NORM | (StepFlag.CLIPPED if clipped else 0), 0.0, norm)
         self._publisher.show(self._pace, self._clip)
         self._updates.show()
-        if self._clip is not None and self._clip.misused is not None and not self._misuse_reported:
+        if self._clip.misused is not None and not self._misuse_reported:
             self._report_misuse(*self._clip.misused)
 
     def _report_misuse(self, limit: float, scale: float) -> None:
         """Report once that gradients were clipped with the loss scale in them."""
         self._misuse_reported, context = True, self._context
-        context.writer.event(catalog.EVENT_AMP_CLIPPED_SCALED.name, {"limit": limit, "scale": scale}, context.recorder.step)
-        if context.warn_limited is not None:
-            so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
-            context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
+        context.event(catalog.EVENT_AMP_CLIPPED_SCALED, {"limit": limit, "scale": scale})
+        so = f"they were clipped to {limit / scale:.3g} (the limit {limit:g} over the loss scale {scale:g})"
+        context.warn_limited("clipped scaled", f"gradients are clipped by norm before scaler.unscale_(optimizer): {so}")
 
     def observe(self) -> None:
         """Publish all that is known so far, and look for missing names."""
@@ -100,30 +97,30 @@ class GradientProbe:
         self._updates.show()
 
     def level_changed(self, level: int) -> None:
-        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        """See :class:`~torchobs.probes.core.context.Probe`."""
         self._publisher.set_level(level)
         self._updates.set_level(level)
-        self._context.norm_due = 0
+        self._step_hook.due_at = 0
 
     # -- in the training thread --------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         if closure:
             self._optimizer = weakref.ref(optimizer)
-            if self._clip is not None:
-                self._clip.forget()
+            self._clip.forget()
             return
         context, pace, begun_ns = self._context, self._pace, monotonic_ns()
-        clipping = self._clip.take(optimizer, self._grads_of) if self._clip is not None else None
+        clipping = self._clip.take(optimizer, self._grads_of)
         pace.spend_later(self._devices.take_ns())
         due = pace.is_due(context.recorder.step)
         if clipping is not None:
             self._use_clipping_norm(clipping, optimizer, due=due)
-        elif due and not (self._clip is not None and self._clip.has_noted(context.recorder.step)):
+        elif due and not self._clip.has_noted(context.recorder.step):
             self._measure(optimizer, begun_ns, within=False)
         if self._updates.level:
             self._updates.before_step(optimizer, monotonic_ns() if due else begun_ns)
-        context.norm_due, context.norm_step = min(pace.due_at, self._updates.due_at), pace.step
+        hook = self._step_hook
+        hook.due_at, hook.last = min(pace.due_at, self._updates.due_at), pace.step
 
     def _after_backward(self) -> None:
         optimizer, begun_ns = self._optimizer() if self._optimizer is not None else None, monotonic_ns()
@@ -131,17 +128,15 @@ class GradientProbe:
         if optimizer is not None and self._pace.is_due(self._context.recorder.step):
             self._measure(optimizer, begun_ns, within=True)
         # last, since another probe may have changed it, and the next optimizer may have no closure
-        self._context.norm_due = min(self._pace.due_at, self._updates.due_at)
+        self._step_hook.due_at = min(self._pace.due_at, self._updates.due_at)
 
     def _take_clipping(self, parameters: Any, count: int) -> None:
         """Take the norm of a manual step from its clipping, which comes after the measurement."""
-        clip, values = self._clip, self._context.recorder.values
-        clipping = clip.take(parameters, lambda *_: count) if clip is not None else None
-        if clip is not None:
-            clip.forget()
+        recorder, clipping = self._context.recorder, self._clip.take(parameters, lambda *_: count)
+        self._clip.forget()
         if clipping is not None and isinstance(clipping.total, float):
-            values.norm_squared = 0.0
-            self._context.recorder.add_norm(clipping.total, 1.0, within_step=False)
+            recorder.leave_norm_out()
+            recorder.add_norm(clipping.total, 1.0, within_step=False)
 
     def _grads_of(self, optimizer: torch.optim.Optimizer, expected: int) -> int:
         """Return its number of gradients, counted now and then: parameters are seldom frozen or thawed."""
@@ -156,10 +151,8 @@ class GradientProbe:
         gradients = [parameter.grad for parameter in parameters]
         scale = getattr(optimizer, "grad_scale", None)
         scale = scale if isinstance(scale, self._torch.Tensor) else None  # other libraries use the name for something else
-        suspects = self._publisher.suspects
-        made = (
-            measure(self._torch, list(map(id, parameters)), gradients, scale, suspects, self._devices) if parameters else None
-        )
+        keys, suspects = list(map(id, parameters)), self._publisher.suspects
+        made = measure(self._torch, keys, gradients, scale, suspects, self._devices) if parameters else None
         if made is not None:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)
@@ -173,7 +166,7 @@ class GradientProbe:
     def _use_clipping_norm(self, clipping: Clipping, optimizer: torch.optim.Optimizer, *, due: bool) -> None:
         """Use the norm that clipping has computed in this step."""
         scale = getattr(optimizer, "grad_scale", None)
-        if self._clip is not None and clipping.scale is None and isinstance(scale, self._torch.Tensor):
+        if clipping.scale is None and isinstance(scale, self._torch.Tensor):
             self._clip.mark_scaled(clipping, scale)  # a fused optimizer unscales in its step
         total, each = clipping.total, clipping.each
         if clipping.scale is not None:
@@ -225,7 +218,7 @@ class GradientProbe:
     def _look_for_clamping(self, gradients: list[Any]) -> None:
         """Flag the step if gradients have reached the limit of clipping by value."""
         clip = self._clip
-        if clip is not None and clip.take_clamped() and clip.value is not None:
+        if clip.take_clamped() and clip.value is not None:
             limit = clip.value * (1.0 - _ROUNDING)
             with self._torch.no_grad():
                 clip.decide(largest(gradients), lambda value: value >= limit)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import hypot, isfinite
+from math import hypot, inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs.probes.core.pinned_buffers import PendingCopies
 from torchobs.probes.gradients.norms import count_nonfinite, count_on_device, device_norms, host_norms, local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from weakref import ref
 
     from torchobs.probes.core.pinned_buffers import Device, DeviceEvent, PendingCopy
+
+    Part = tuple[Callable[[], float | None], float]
 
 _MOST_TIMED = 64
 """Pending device timings that are kept; of a device that is further behind, the last ones"""
@@ -205,3 +207,33 @@ def scaled(made: Measurement, scale: Any, devices: Devices) -> Measurement | Non
             return None
         made.arriving.append(Arriving(devices.copies.send(scale.reshape(1)), [], [], scaled=True))
     return made
+
+
+class PendingNorms:
+    """Total norms pending on devices, by step; written as late values when all parts have arrived.
+
+    A part is a function that returns its norm (``None`` until it has arrived), and the clipping threshold. The training thread
+    adds, the sampler thread takes.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, list[Part]] = {}
+
+    def add(self, step: int, ask: Callable[[], float | None], limit: float = inf, *, anew: bool = False) -> None:
+        """Add a part of that step's norm. ``anew``: replace earlier parts (a closure's last evaluation counts)."""
+        parts = self._steps.setdefault(step, [])
+        if anew:
+            parts.clear()
+        parts.append((ask, limit))
+
+    def take(self, last: int) -> Iterator[tuple[int, float, bool]]:
+        """Yield step, norm and whether it was clipped, for steps up to ``last``, in order."""
+        for step in sorted(self._steps):
+            if step > last:
+                return
+            norms = [(ask(), limit) for ask, limit in self._steps[step]]
+            known = [(norm, limit) for norm, limit in norms if norm is not None]
+            if len(known) < len(norms):
+                return
+            del self._steps[step]
+            yield step, hypot(*(norm for norm, _ in known)), any(limit < norm < inf for norm, limit in known)

@@ -13,7 +13,6 @@ from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
     from torchobs.probes.gradients.clipping import ClipWatch
@@ -30,8 +29,8 @@ class GradientPublisher:
     """Queues the measurements of steps and publishes them."""
 
     def __init__(self, context: ProbeContext) -> None:
-        self._context, table = context, context.writer.table
-        self.layers = Layers(table, 0, context.yield_gil)
+        self._context = context
+        self.layers = Layers(context.writer.table, 0, context.yield_gil)
         self._stuck_layers, self._model = StuckLayersWatch(context, self.layers), context.recorder.models.changes
         self.suspects: frozenset[int] = frozenset()
         """Parameters with a non-finite gradient lately; their elements are counted on a device"""
@@ -39,12 +38,12 @@ class GradientPublisher:
         self._steps: dict[int, list[Measurement]] = {}
         self._latest: tuple[int, list[Measurement]] | None = None
         self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
-        self._elements = table.cell(catalog.GRAD_NONFINITE_ELEMENTS, {})
-        self._gauges: dict[str, tuple[Cell | None, float]] = {}
-        self.set_level(context.level)
+        context.count(catalog.GRAD_NONFINITE_ELEMENTS, 0)
+        self._gauges: dict[str, float] = {}
+        self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
-        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        """See :class:`~torchobs.probes.core.context.Probe`."""
         self.layers.room = self._context.settings.layers * (WIDER if level >= ADVANCED else 1)
 
     def add(self, step: int, made: Measurement, *, anew: bool) -> None:
@@ -57,7 +56,7 @@ class GradientPublisher:
             parts[:] = [part for part in parts if part.optimizer is None or part.optimizer() is not made.optimizer()]
         parts.append(made)
 
-    def show(self, pace: SamplingInterval, clip: ClipWatch | None, *, now: bool = False) -> None:
+    def show(self, pace: SamplingInterval, clip: ClipWatch, *, now: bool = False) -> None:
         """Process measurements of ended steps; once a second, or ``now``, update the series from the last one."""
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
         self._receive()
@@ -72,9 +71,7 @@ class GradientPublisher:
         self._stuck_layers.check(parts, step, now=now)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
-        for metric, limit in (
-            ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)) if clip else ()
-        ):
+        for metric, limit in ((catalog.GRAD_CLIP_MAX_NORM, clip.limit), (catalog.GRAD_CLIP_MAX_VALUE, clip.value)):
             if limit is not None:
                 self._set(metric, limit)
 
@@ -104,8 +101,7 @@ class GradientPublisher:
         """Count non-finite elements and report their layers: at once, then at most once a minute."""
         faults = [fault for part in parts for fault in part.faults]
         elements = sum(fault.nans + fault.infinities for fault in faults)
-        if self._elements is not None:
-            self._elements.add(elements)
+        self._context.count(catalog.GRAD_NONFINITE_ELEMENTS, elements)
         self.suspects, self._suspected = frozenset(fault.key for fault in faults), _SUSPECTED
         layers = [layer.name for part in parts for layer in self.layers.note_faults(part, step)]
         if not self._events.take(monotonic()):
@@ -125,10 +121,5 @@ class GradientPublisher:
         return max(part.ranks for part in parts)
 
     def _set(self, metric: catalog.Metric, value: float) -> None:
-        cell, shown = self._gauges.get(metric.name, (None, None))
-        if value == shown:
-            return
-        cell = cell or self._context.writer.table.cell(metric, {})
-        if cell is not None:
-            cell.set(value)
-            self._gauges[metric.name] = (cell, value)
+        if value != self._gauges.get(metric.name) and self._context.set_gauge(metric, value):
+            self._gauges[metric.name] = value

@@ -55,11 +55,9 @@ class StuckLayersWatch:
     def __init__(self, context: ProbeContext, layers: Layers) -> None:
         self._context, self._layers, self._judge = context, layers, StuckLayerDetector()
         self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
-        self._cell = context.writer.table.cell(catalog.GRAD_UNMOVED_LAYERS, {})
         self._reported: frozenset[str] = frozenset()
         self._reported_s = self._due_s = -inf
-        if self._cell is not None:
-            self._cell.set(0.0)
+        context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, 0.0)
 
     def begin(self) -> None:
         """Reset for another model."""
@@ -85,8 +83,7 @@ class StuckLayersWatch:
                 _layer_samples(self._plan(measurement, groups), measurement.weighted(), _update_scales(optimizer, groups))
             )
         found = self._judge.judge(step, seen)
-        if self._cell is not None:
-            self._cell.set(float(len(found.all)))
+        self._context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, len(found.all))
         if set(found.all) - self._reported and monotonic() - self._reported_s >= _QUIET_S:
             self._report(found, step, len(seen))
 
@@ -108,9 +105,8 @@ class StuckLayersWatch:
             "at": at,
         }  # fmt: skip
         self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
-        if self._context.warn_limited is not None:
-            why = f"only zeros come into {at}" if found.unfed else f"the gradient has all but vanished in {at}"
-            self._context.warn_limited("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
+        why = f"only zeros come into {at}" if found.unfed else f"the gradient has all but vanished in {at}"
+        self._context.warn_limited("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
 
 
 def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:

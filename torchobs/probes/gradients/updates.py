@@ -49,10 +49,10 @@ class UpdateWatch:
         self._turn = 0
         self._compared: deque[tuple[TrackedLayer, Measurement, Measurement]] = deque(maxlen=64)
         self.level = 0
-        self.set_level(context.level)
+        self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
-        """See :class:`~torchobs.probes.core.context.Levelled`."""
+        """See :class:`~torchobs.probes.core.context.Probe`."""
         self.level = level if level >= ADVANCED else 0
         if not self.level:
             self._copied = None

@@ -25,7 +25,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
-from torchobs.probes.core.boundaries import FETCH, PIN, UNPIN
+from torchobs.probes.core.boundaries import PIN, UNPIN
 from torchobs.probes.core.patch import Patch, once
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
 from torchobs.probes.core.timeline import CHECKPOINT
@@ -35,7 +35,6 @@ from torchobs.support.error_guard import call
 from torchobs.support.import_hooks import after_import, cancel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from importlib.abc import MetaPathFinder
 
     from torchobs.probes.core.context import ProbeContext
@@ -85,8 +84,8 @@ class CheckpointProbe:
         import torch
 
         self._context, self._breaker = context, context.breaker(self.name)
-        table = context.writer.table
-        self._saves = {result: table.cell(catalog.CHECKPOINTS, {"result": result}) for result in catalog.SAVE_RESULTS}
+        for result in catalog.SAVE_RESULTS:
+            context.count(catalog.CHECKPOINTS, 0, {"result": result})
         self._replace("save", partial(self._saver, "torch", 1, "f"), torch, torch.serialization)
         self._replace("load", partial(self._loader, "torch"), torch, torch.serialization)
         self._imports = [after_import(SAFETENSORS, self._watch_safetensors), after_import(DISTRIBUTED, self._watch_distributed)]
@@ -138,21 +137,16 @@ class CheckpointProbe:
         return save
 
     def _loader(self, kind: str, original: Any) -> Any:
-        breaker, context = self._breaker, self._context
+        breaker, recorder, training = self._breaker, self._context.recorder, self._context.training
+        write_span = self._context.write_span
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
-            started_ns, inner = monotonic_ns(), _calls_from_distributed() or _fetching(context)
+            started_ns, inner = monotonic_ns(), _calls_from_distributed() or recorder.in_fetch()
             result = original(*args, **kwargs)
-            if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == context.thread:
-                call(
-                    breaker,
-                    self._span,
-                    catalog.SPAN_RESTORE,
-                    started_ns,
-                    {"format": kind, "step": context.recorder.logged_step()},
-                    failed=False,
-                )
+            if not inner and monotonic_ns() - started_ns >= LONG_NS and threading.get_ident() == training.thread:
+                attributes = {"format": kind, "step": recorder.logged_step()}
+                call(breaker, write_span, catalog.SPAN_RESTORE.name, started_ns, monotonic_ns(), attributes, failed=False)
             return result
 
         return load
@@ -177,9 +171,7 @@ class CheckpointProbe:
 
     def _in_step(self) -> bool:
         recorder = self._context.recorder
-        return threading.get_ident() == self._context.thread and bool(
-            recorder.step or recorder.trace or recorder.timeline.started
-        )
+        return threading.get_ident() == self._context.training.thread and (bool(recorder.step) or recorder.has_begun())
 
     def _end(self, saving: _Saving, result: Any, error: type[BaseException] | None) -> None:
         now_ns, recorder = monotonic_ns(), self._context.recorder
@@ -213,47 +205,32 @@ class CheckpointProbe:
         attributes: dict[str, object] = {"format": saving.format, "step": saving.step, **more}
         if error is not None:
             attributes["exception.type"] = f"{error.__module__}.{error.__qualname__}"
-            self._add("failed")
+            self._context.count(catalog.CHECKPOINTS, 1, {"result": "failed"})
             self._context.writer.event(catalog.EVENT_CHECKPOINT_FAILED.name, attributes, saving.step)
         else:
             self._show(saving, now_ns - saving.started_ns, size or 0)
         if size is not None:
             attributes["size"] = size
         if now_ns - saving.started_ns >= LONG_NS or self._span_limiter.take(now_ns):
-            self._span(catalog.SPAN_CHECKPOINT, saving.started_ns, attributes, failed=error is not None)
+            self._context.write_span(
+                catalog.SPAN_CHECKPOINT.name, saving.started_ns, monotonic_ns(), attributes, failed=error is not None
+            )
 
     def _show(self, saving: _Saving, length_ns: int, size: int) -> None:
         with self._lock:  # held briefly by an upload's thread and the training thread
             if saving.step != self._step:
                 self._step, self._seconds, self._bytes = saving.step, 0.0, 0
-                self._add("saved")
+                self._context.count(catalog.CHECKPOINTS, 1, {"result": "saved"})
             self._seconds += length_ns / 1e9
             self._bytes += size
-            values = ((catalog.CHECKPOINT_TIMESTAMP, time.time()), (catalog.CHECKPOINT_DURATION, self._seconds))
-            for metric, value in (*values, (catalog.CHECKPOINT_SIZE, self._bytes or None)):
-                cell = self._context.writer.table.cell(metric, {}) if value is not None else None
-                if cell is not None and value is not None:
-                    cell.set(float(value))
-
-    def _add(self, result: str) -> None:
-        cell = self._saves[result]
-        if cell is not None:
-            cell.add(1)
-
-    def _span(self, span: catalog.Span, started_ns: int, attributes: dict[str, object], *, failed: bool) -> None:
-        write: Callable[..., None] | None = self._context.span
-        if write is not None:
-            write(span.name, started_ns, monotonic_ns(), attributes, failed=failed)
+            self._context.set_gauge(catalog.CHECKPOINT_TIMESTAMP, time.time())
+            self._context.set_gauge(catalog.CHECKPOINT_DURATION, self._seconds)
+            self._context.set_gauge(catalog.CHECKPOINT_SIZE, self._bytes or None)
 
 
 def _calls_from_distributed() -> bool:
     """Return True if the wrapper was called by ``torch.distributed.checkpoint``: for a shard, or by an upload's own save."""
     return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(f"{DISTRIBUTED}.")
-
-
-def _fetching(context: ProbeContext) -> bool:
-    trace = context.recorder.trace
-    return bool(trace) and trace[-1] & 15 == FETCH
 
 
 def _is_file(target: Any) -> bool:

@@ -66,7 +66,7 @@ class DistributedProbe:
         if patch is None:
             return
         patch.undo()
-        if not self._context.backwards:
+        if not self._context.training.backwards:
             self._read_group()
             self._read()
 
@@ -85,7 +85,7 @@ class DistributedProbe:
         if self._patch is None:
             return
         self._read_group()
-        if self._living() and self._context.at_backward is not None:
+        if self._living():
             self._context.at_backward(self._read)
 
     def _watched(self, note: Callable[[Any], None], original: Any) -> Any:
@@ -135,7 +135,7 @@ class DistributedProbe:
             self._set(catalog.DDP_TIME, sum(one.get(key, 0) for one in timed) / 1e9, part=part)
         if not data:
             return
-        if not any(one.get("iteration", 0) for one in data) and self._context.at_backward is not None:
+        if not any(one.get("iteration", 0) for one in data):
             self._context.at_backward(self._read)  # the first backward: DDP has timed nothing yet, and the next asking is far
         buckets = [int(size) for one in data for size in _list(one.get("bucket_sizes", ""))]
         if buckets:
@@ -147,9 +147,7 @@ class DistributedProbe:
         self._describe(catalog.DDP_INFO, _setup(max(data, key=lambda one: int(one.get("total_parameter_size_bytes", 0)))))
 
     def _set(self, metric: Metric, value: float, **attributes: str) -> None:
-        cell = self._context.writer.table.cell(metric, attributes)
-        if cell is not None:
-            cell.set(value)
+        self._context.set_gauge(metric, value, attributes)
 
     def _describe(self, metric: Metric, attributes: dict[str, str]) -> None:
         """Set an info metric to 1 with these labels, and remove it with the previous ones."""

@@ -106,7 +106,7 @@ class ExitProbe:
         if id(error) != self._recorded:
             self._recorded = id(error)
             attributes = describe(error) | ({"thread": thread} if thread else {})
-            context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, _last_step(context))
+            context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.last_complete)
         if fatal:
             self._fatal = (Exit.INTERRUPTED, INTERRUPTED) if isinstance(error, KeyboardInterrupt) else (Exit.EXCEPTION, 1)
             context.writer.exit(*self._fatal)
@@ -137,15 +137,8 @@ class ExitProbe:
         if self._fatal is not None:
             return self._fatal
         # the step pending at sys.exit is counted only now
-        exit_called = (
-            self._sys_exit if self._context is not None and self._context.recorder.step - self._sys_exit_step <= 1 else None
-        )
+        recent = self._context is not None and self._context.recorder.step - self._sys_exit_step <= 1
+        exit_called = self._sys_exit if recent else None
         if noted is not None and (exit_called is None or exit_called[1] != noted[1]):
             return noted
         return exit_called or (Exit.FINISHED, 0)
-
-
-def _last_step(context: ProbeContext) -> int:
-    """Return the last complete step, including a pending one that is written at the rank's end."""
-    recorder = context.recorder
-    return recorder.ended + (recorder.likely_end is not None and not recorder.direct)

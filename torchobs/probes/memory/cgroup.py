@@ -58,15 +58,15 @@ class CgroupProbe:
         self._cgroup.find()
         memory = self._cgroup.memory
         if memory is not None:
-            self._set(catalog.CGROUP_MEMORY_WORKING_SET, memory.working_set)
-            self._set(catalog.CGROUP_MEMORY_LIMIT, memory.limit)
-            self._set(catalog.CGROUP_MEMORY_PEAK, memory.peak)
-            self._set(catalog.CGROUP_MEMORY_SWAP, memory.swap)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_WORKING_SET, memory.working_set)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_LIMIT, memory.limit)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_PEAK, memory.peak)
+            self._context.set_gauge(catalog.CGROUP_MEMORY_SWAP, memory.swap)
 
     def _show_cpu(self) -> None:
         cpu = cpu_of(self._cpu, self._root) if self._cpu else None
         if cpu is not None:
-            self._set(catalog.CGROUP_CPU_LIMIT, cpu.limit)
+            self._context.set_gauge(catalog.CGROUP_CPU_LIMIT, cpu.limit)
             self._count(catalog.CGROUP_CPU_PERIODS, cpu.periods)
             self._count(catalog.CGROUP_CPU_THROTTLED_PERIODS, cpu.throttled)
             self._count(catalog.CGROUP_CPU_THROTTLED_TIME, cpu.throttled_s)
@@ -80,15 +80,8 @@ class CgroupProbe:
                 if waiting in catalog.WAITING.values:
                     self._count(catalog.CGROUP_PRESSURE_TIME, seconds, resource=resource, waiting=waiting)
 
-    def _set(self, metric: Metric, value: float | None) -> None:
-        cell = self._context.writer.table.cell(metric, {}) if value is not None else None
-        if cell is not None and value is not None:
-            cell.set(float(value))
-
     def _count(self, metric: Metric, total: float, **attributes: str) -> None:
         """Add the growth of a kernel total; it may restart where another group has become the tightest."""
         key = (metric.name, *attributes.values())
         grown, self._totals[key] = total - self._totals.get(key, total), total
-        cell = self._context.writer.table.cell(metric, attributes)
-        if cell is not None and grown > 0:
-            cell.add(grown)
+        self._context.count(metric, max(grown, 0), attributes)

@@ -70,14 +70,11 @@ class GrowthGauges:
             return
         seconds = min((found for one in verdicts if (found := one.time_to_limit_s()) is not None), default=None)
         for metric, value in ((catalog.MEMORY_GROWTH_PER_STEP, per_step), (catalog.MEMORY_TIME_TO_LIMIT, seconds)):
-            cell = self._context.writer.table.cell(metric, self._attributes)
-            if cell is not None:
-                cell.set(nan if value is None else value)  # NaN: absent
+            self._context.set_gauge(metric, nan if value is None else value, self._attributes)
         near = seconds is not None and seconds <= EVENT_WITHIN_S
         if near and not self._reported:
             attributes = {**self._attributes, "per_step": per_step, "time_to_limit": seconds}
-            self._context.writer.event(catalog.EVENT_MEMORY_GROWTH.name, attributes, self._context.recorder.step)
-            if self._context.warn_limited is not None:
-                what = f"{self._attributes['space']} memory grows by {per_step / 2**20:.3g} MiB a step"
-                self._context.warn_limited("memory growth", f"{what}, and would reach its limit in {seconds:.0f} s", own=True)
+            self._context.event(catalog.EVENT_MEMORY_GROWTH, attributes)
+            what = f"{self._attributes['space']} memory grows by {per_step / 2**20:.3g} MiB a step"
+            self._context.warn_limited("memory growth", f"{what}, and would reach its limit in {seconds:.0f} s", own=True)
         self._reported = near

@@ -67,7 +67,7 @@ class OomObserver:
         if self._has_history():
             package = os.path.dirname(self._torch.__file__)
             attributes["largest"] = largest_allocations(self._torch.cuda.memory._snapshot(), device, package)
-        self._context.writer.event(catalog.EVENT_OUT_OF_MEMORY.name, attributes, self._context.recorder.step)
+        self._context.event(catalog.EVENT_OUT_OF_MEMORY, attributes)
 
     def _has_history(self) -> bool:
         """Return True if torch records where each block was allocated."""

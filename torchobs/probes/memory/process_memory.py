@@ -22,7 +22,6 @@ from torchobs.probes.memory.process_stats import ProcessStats
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torchobs.catalog import Metric
     from torchobs.detect.growth import Growth
     from torchobs.probes.core.context import ProbeContext
 
@@ -69,16 +68,16 @@ class MemoryProbe:
         """Read and publish all series."""
         process = self._process
         self._read(thorough=True)
-        self._show(catalog.MEMORY_HOST_RSS, process.resident().all)
+        self._context.set_gauge(catalog.MEMORY_HOST_RSS, process.resident().all)
         self._show_pss()
         self._context.yield_gil()
         machine, children, files = process.machine(), process.children(), process.files()
-        self._show(catalog.MEMORY_HOST_AVAILABLE, machine.available if machine else None)
-        self._show(catalog.MEMORY_HOST_CHILDREN_RSS, children.rss if children else None)
-        self._show(catalog.PROCESS_CHILDREN, children.processes if children else None)
-        self._show(catalog.PROCESS_THREADS, process.threads())
-        self._show(catalog.PROCESS_OPEN_FILES, files.open)
-        self._show(catalog.PROCESS_MAX_FILES, files.limit)
+        self._context.set_gauge(catalog.MEMORY_HOST_AVAILABLE, machine.available if machine else None)
+        self._context.set_gauge(catalog.MEMORY_HOST_CHILDREN_RSS, children.rss if children else None)
+        self._context.set_gauge(catalog.PROCESS_CHILDREN, children.processes if children else None)
+        self._context.set_gauge(catalog.PROCESS_THREADS, process.threads())
+        self._context.set_gauge(catalog.PROCESS_OPEN_FILES, files.open)
+        self._context.set_gauge(catalog.PROCESS_MAX_FILES, files.limit)
         self._context.yield_gil()
         self._evaluate_growth()
 
@@ -118,25 +117,18 @@ class MemoryProbe:
         self._gauges.show([GrowthVerdict(fast or self._own_trends[0], (*self._limit_trends, fast), self._limits.left)])
 
     def _show_pss(self) -> None:
-        shows, self._shows_pss = self._shows_pss, self._context.level >= _ADVANCED
+        shows, self._shows_pss = self._shows_pss, self._context.hooks.level.value >= _ADVANCED
         if self._shows_pss or shows:
-            self._show(catalog.MEMORY_HOST_PSS, self._process.proportional() if self._shows_pss else nan)
+            self._context.set_gauge(catalog.MEMORY_HOST_PSS, self._process.proportional() if self._shows_pss else nan)
 
     def _read_shared(self, *, show: bool) -> None:
         """Check /dev/shm: a container has 64 MiB by default, and DataLoader workers that find it full die of a bus error."""
         usage = os.statvfs(self._shared)
         size, used = usage.f_blocks * usage.f_frsize, (usage.f_blocks - usage.f_bfree) * usage.f_frsize
         if show and size:
-            self._show(catalog.MEMORY_SHARED_SIZE, size)
-            self._show(catalog.MEMORY_SHARED_USED, used)
+            self._context.set_gauge(catalog.MEMORY_SHARED_SIZE, size)
+            self._context.set_gauge(catalog.MEMORY_SHARED_USED, used)
         if used >= FULL * size > 0 and not self._full:
             self._full = True
-            self._context.writer.event(
-                catalog.EVENT_SHARED_MEMORY_FULL.name, {"used": used, "size": size}, self._context.recorder.step
-            )
+            self._context.event(catalog.EVENT_SHARED_MEMORY_FULL, {"used": used, "size": size})
         self._full = self._full and used >= REARM_BELOW * size
-
-    def _show(self, metric: Metric, value: float | None) -> None:
-        cell = self._context.writer.table.cell(metric, {}) if value is not None else None
-        if cell is not None and value is not None:
-            cell.set(float(value))

@@ -70,10 +70,25 @@ class _Container:
         return living if outer is not None and held.issuperset(_parameters(outer)) else []
 
 
+class RateSource:
+    """Where the step hook reads the learning rate of a step's record. Written by the optimizer probe."""
+
+    __slots__ = ("key", "wanted")
+
+    def __init__(self) -> None:
+        self.key = 0
+        """id of the optimizer, 0 if none"""
+        self.wanted = False
+        """Whether the optimizer probe is on: then it is called before an optimizer's first step"""
+
+
 class OptimizerProbe:
     """Reads ``param_groups``."""
 
     name = "optimizer"
+
+    def __init__(self, rates: RateSource) -> None:
+        self._rates = rates
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -85,29 +100,29 @@ class OptimizerProbe:
         self._arrived: dict[int, float] = {}
         self._device_due_ns = 0
         self._containers: dict[int, _Container] = {}
-        context.reads_rate = True
-        context.steps_within = context.breaker(self.name).guard(self._note_within)
-        context.before_step.append((self.name, context.breaker(self.name).guard(self._take)))
-        context.norm_due = 0
+        self._rates.wanted = True
+        breaker, self._step_hook = context.breaker(self.name), context.hooks.before_step
+        context.hooks.steps_within.register(breaker, self._note_within)
+        self._step_hook.register(breaker, self._take)
+        self._step_hook.due_at = 0
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.core.context.Probe`: the host's lists go with the host."""
-        self._context.reads_rate, self._context.recorder.rated, self._context.steps_within = False, 0, None
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._rates.wanted, self._rates.key = False, 0
 
     def _take(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:  # noqa: FBT001  # a listener
         del closure
-        context, recorder = self._context, self._context.recorder
+        recorder, hook = self._context.recorder, self._step_hook
         if self._first() is not optimizer or recorder.models.changes != self._changes:
             self._order_optimizers(optimizer)
         rate = optimizer.param_groups[0].get("lr")
         number = number_of(rate)
-        if number is not None and id(optimizer) == recorder.rated and not recorder.values.flags & StepFlag.LEARNING_RATE:
-            recorder.values.learning_rate = number
-            recorder.values.flags |= StepFlag.LEARNING_RATE
+        if number is not None and id(optimizer) == self._rates.key and not recorder.values.flags & StepFlag.LEARNING_RATE:
+            recorder.set_rate(number)
         if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
             self._take_from_device()
-        if context.norm_due <= recorder.step:  # the gradient probe, which is called first, has not set it
-            context.norm_due, context.norm_step = recorder.step + LOOK_STEPS, recorder.step
+        if hook.due_at <= recorder.step:  # the gradient probe, which is called first, has not set it
+            hook.due_at, hook.last = recorder.step + LOOK_STEPS, recorder.step
 
     def _note_within(self, outer: int, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer steps within the step of the one with this id."""
@@ -120,17 +135,14 @@ class OptimizerProbe:
             container = self._containers[outer] = _Container(known)
         if id(optimizer) != outer and not container.knows(optimizer):
             container.add(optimizer)
-        if outer == self._context.recorder.rated and container.first is not None and container.first() is optimizer:
+        if outer == self._rates.key and container.first is not None and container.first() is optimizer:
             self._replace_rate(optimizer.param_groups[0].get("lr"))
 
     def _replace_rate(self, rate: Any) -> None:
         """Replace the rate of the step in progress."""
-        number, values = number_of(rate), self._context.recorder.values
-        values.flags &= ~StepFlag.LEARNING_RATE
-        if number is not None:
-            values.learning_rate = number
-            values.flags |= StepFlag.LEARNING_RATE
-        elif rate is not None and monotonic_ns() >= self._device_due_ns:
+        number = number_of(rate)
+        self._context.recorder.set_rate(number)
+        if number is None and rate is not None and monotonic_ns() >= self._device_due_ns:
             self._take_from_device()
 
     def _order_optimizers(self, optimizer: torch.optim.Optimizer) -> None:
@@ -144,7 +156,7 @@ class OptimizerProbe:
             for one in living:
                 ordered.of(one)
             self._optimizers = ordered
-        self._first, self._context.recorder.rated = ref(living[0]), id(living[0])
+        self._first, self._rates.key = ref(living[0]), id(living[0])
 
     def _take_from_device(self) -> None:
         self._device_due_ns = monotonic_ns() + DEVICE_NS
@@ -193,9 +205,7 @@ class OptimizerProbe:
         gone = dict.fromkeys(self._shown.keys() - found.keys(), nan)  # its optimizer was deleted
         for (metric, index), value in {**found, **gone}.items():
             if self._shown.get((metric, index)) != value:
-                cell = self._context.writer.table.cell(metric, {"group": str(index)})
-                if cell is not None:
-                    cell.set(value)
+                self._context.set_gauge(metric, value, {"group": str(index)})
         self._shown = dict(found)
 
 

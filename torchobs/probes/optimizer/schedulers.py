@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.data.epochs import EpochCount
 
 MAX_KNOWN = 64
 IDLE_STEPS = 100
@@ -66,7 +66,8 @@ class SchedulerProbe:
 
     name = "schedulers"
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: EpochCount) -> None:
+        self._epochs = epochs
         self._patches: list[Patch] = []
         self._patched: set[type] = set()
         self._within = _OUTSIDE
@@ -77,7 +78,8 @@ class SchedulerProbe:
         self._known: dict[int, _Scheduler] = {}
         self._gone: list[_Scheduler] = []
         self._misuses: list[tuple[str, _Scheduler]] = []
-        self._steps_cell: Cell | None = None
+        self._counts = False
+        """Whether the counters exist"""
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -94,7 +96,7 @@ class SchedulerProbe:
             self._watch(getattr(lr_scheduler, name), "__init__", self._watched_init)
         for owner in (lr_scheduler.ReduceLROnPlateau, *_family(self._base)):
             self._patch_steps(owner)
-        context.before_step.append((self.name, breaker.guard(self._before_step)))
+        context.hooks.before_step.register(breaker, self._before_step)
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
@@ -161,7 +163,7 @@ class SchedulerProbe:
             state = self._state_of(part)
             if state is not None:
                 state.inner = True
-        self._context.norm_due = 0  # so that its optimizer's first step is noted
+        self._context.hooks.before_step.due_at = 0  # so that its optimizer's first step is noted
 
     def _note_step(self, scheduler: Any) -> None:
         if self._within == _MAKING:
@@ -191,14 +193,14 @@ class SchedulerProbe:
 
     def _enter(self, scheduler: Any) -> _Scheduler | None:
         """Register a scheduler. The counters exist at 0 before its first step."""
-        if self._steps_cell is None:
-            table = self._context.writer.table
-            self._steps_cell = table.cell(catalog.SCHEDULER_STEPS, {})
+        if not self._counts:
+            self._counts = True
+            self._context.count(catalog.SCHEDULER_STEPS, 0)
             for kind in catalog.SCHEDULER_MISUSES:
-                table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
+                self._context.count(catalog.SCHEDULER_MISUSE, 0, {"kind": kind})
         if len(self._known) >= MAX_KNOWN:
             return None
-        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._context.epochs, self._optimizer_calls)
+        state = _Scheduler(type(scheduler).__name__, self._context.recorder.step, self._epochs.begun, self._optimizer_calls)
         key, optimizer = id(scheduler), getattr(scheduler, "optimizer", None)
         state.ref = weakref.ref(scheduler, lambda _: self._forget(key, state))
         if optimizer is not None:
@@ -234,8 +236,7 @@ class SchedulerProbe:
     def sample(self) -> None:
         """Update the counters and report misuse."""
         fresh = self._steps - self._shown
-        if fresh and self._steps_cell is not None:
-            self._steps_cell.add(fresh)
+        if fresh and self._context.count(catalog.SCHEDULER_STEPS, fresh):
             self._shown += fresh
         while self._misuses:
             self._report(*self._misuses.pop(0))
@@ -264,21 +265,16 @@ class SchedulerProbe:
 
     def _is_late(self, state: _Scheduler, *, over: bool) -> bool:
         """Return True if it should have been stepped by now. An epoch in progress does not count."""
-        done, begun = self._context.recorder.step - state.made_at, self._context.epochs - state.epoch
+        done, begun = self._context.recorder.step - state.made_at, self._epochs.begun - state.epoch
         if over:
             return done >= UNUSED_RUN_STEPS or begun > UNUSED_RUN_EPOCHS
         return done >= UNUSED_STEPS or begun > UNUSED_EPOCHS
 
     def _report(self, kind: str, state: _Scheduler) -> None:
         context = self._context
-        cell = context.writer.table.cell(catalog.SCHEDULER_MISUSE, {"kind": kind})
-        if cell is not None:
-            cell.add(1)
-        context.writer.event(
-            catalog.EVENT_SCHEDULER_MISUSED.name, {"kind": kind, "scheduler": state.name}, context.recorder.step
-        )
-        if context.warn_limited is not None:
-            context.warn_limited(f"scheduler {kind}", f"the scheduler {state.name} {_MEANING[kind]}")
+        context.count(catalog.SCHEDULER_MISUSE, 1, {"kind": kind})
+        context.event(catalog.EVENT_SCHEDULER_MISUSED, {"kind": kind, "scheduler": state.name})
+        context.warn_limited(f"scheduler {kind}", f"the scheduler {state.name} {_MEANING[kind]}")
 
 
 _MEANING = {

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.precision.loss_scale import LossScaling
 
 SHARDED = "torch.distributed.fsdp.sharded_grad_scaler"
 
@@ -35,7 +36,8 @@ class AmpProbe:
 
     name = "amp"
 
-    def __init__(self) -> None:
+    def __init__(self, scaling: LossScaling) -> None:
+        self._scaling = scaling
         self._patches: list[Patch] = []
         self._patched: set[type] = set()
         self._handle: MetaPathFinder | None = None
@@ -48,6 +50,7 @@ class AmpProbe:
         from torch.amp import grad_scaler  # torch is optional until training begins
 
         self._context, self._scaler = context, grad_scaler.GradScaler
+        self._loss_scaled, self._unscales = context.hooks.loss_scaled.listeners, context.hooks.unscales.listeners
         self._overflows, self._scales = Overflows(context), LossScales(context)
         self._breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._after_step_safely = self._breaker.guard(self._after_step)
@@ -179,17 +182,19 @@ class AmpProbe:
     def _after_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
         if not scaler._enabled:
             return
-        self._context.loss_scale = scaler._scale  # get_scale() would synchronise
-        self._context.scalings, self._context.scaled = self._context.scalings + 1, True
-        if self._context.loss_scaled is not None:
-            self._context.loss_scaled(outputs, scaled, scaler._scale)
+        scaling = self._scaling
+        scaling.scale = scaler._scale  # get_scale() would synchronise
+        scaling.losses, scaling.waits_for_unscale = scaling.losses + 1, True
+        for note_scaled in self._loss_scaled:
+            note_scaled(outputs, scaled, scaler._scale)
 
     def _before_unscale(self, scaler: Any, optimizer: Any) -> None:
         if not scaler._enabled:
             return
-        self._context.scaled = False
-        if self._context.unscales is not None and scaler._scale is not None:
-            self._context.unscales(optimizer, scaler._scale)
+        self._scaling.waits_for_unscale = False
+        if scaler._scale is not None:
+            for note_unscaled in self._unscales:
+                note_unscaled(optimizer, scaler._scale)
 
     def _after_update(self, scaler: Any) -> None:
         if scaler._enabled:

@@ -93,13 +93,10 @@ class AutocastWatch:
         if (device, dtype) in self._shown or len(self._shown) >= MAX_SHOWN:
             return
         self._shown.add((device, dtype))
-        cell = self._context.writer.table.cell(catalog.AMP_AUTOCAST, {"device_type": device, "dtype": dtype})
-        if cell is not None:
-            cell.set(1.0)
+        self._context.set_gauge(catalog.AMP_AUTOCAST, 1.0, {"device_type": device, "dtype": dtype})
 
     def _report_unscaled(self) -> None:
         self._reported = True
         context = self._context
-        context.writer.event(catalog.EVENT_AMP_UNSCALED.name, {"steps": context.recorder.step}, context.recorder.step)
-        if context.warn_limited is not None:
-            context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")
+        context.event(catalog.EVENT_AMP_UNSCALED, {"steps": context.recorder.step})
+        context.warn_limited("amp unscaled", "float16 autocast is in use without a GradScaler: small gradients become zero")

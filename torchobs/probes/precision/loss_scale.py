@@ -13,20 +13,33 @@ from torchobs import catalog
 from torchobs.probes.core.object_index import ObjectIndex
 
 if TYPE_CHECKING:
-    from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
 
 COLLAPSED = 1.0
 """Below this a scale shrinks gradients; the documentation of ``GradScaler.update`` calls that "something is likely wrong"."""
 
 
+class LossScaling:
+    """What loss scalers are doing. Written by the AMP probe; read by clipping and by manual steps, in the training thread."""
+
+    __slots__ = ("losses", "scale", "waits_for_unscale")
+
+    def __init__(self) -> None:
+        self.losses = 0
+        """Number of losses that were scaled"""
+        self.scale: Any = None
+        """The scale that was last used, a tensor"""
+        self.waits_for_unscale = False
+        """Whether a loss was scaled since gradients were last unscaled"""
+
+
 class _Scaler:
     """State of one scaler. ``due``: copy its values at the next update."""
 
-    __slots__ = ("collapsed", "due", "index", "scale", "scale_cell", "shown", "tracker", "tracker_cell")
+    __slots__ = ("collapsed", "due", "index", "scale", "shown", "tracker")
 
-    def __init__(self, index: int, scale_cell: Cell | None, tracker_cell: Cell | None) -> None:
-        self.index, self.scale_cell, self.tracker_cell = index, scale_cell, tracker_cell
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.due, self.collapsed = True, False
         self.scale = self.tracker = nan
         self.shown = (nan, nan)
@@ -45,12 +58,7 @@ class LossScales:
         self._context = context
         self.seen = False
         """True once an enabled scaler was used; the scaler itself may be gone by now."""
-        self._scalers = ObjectIndex(len(catalog.SCALER.values), self._make)
-
-    def _make(self, index: int) -> _Scaler:
-        table, attributes = self._context.writer.table, {"scaler": str(index)}
-        cells = [table.cell(metric, attributes) for metric in (catalog.AMP_SCALE, catalog.AMP_GROWTH_TRACKER)]
-        return _Scaler(index, *cells)
+        self._scalers = ObjectIndex(len(catalog.SCALER.values), _Scaler)
 
     def updated(self, scaler: Any) -> None:
         """Note that an enabled scaler was updated; copy its values if they are due."""
@@ -77,9 +85,8 @@ class LossScales:
 
     def _show(self, state: _Scaler) -> None:
         state.shown = (state.scale, state.tracker)
-        for cell, value in ((state.scale_cell, state.scale), (state.tracker_cell, state.tracker)):
-            if cell is not None:
-                cell.set(value)
+        for metric, value in ((catalog.AMP_SCALE, state.scale), (catalog.AMP_GROWTH_TRACKER, state.tracker)):
+            self._context.set_gauge(metric, value, {"scaler": str(state.index)})
         collapsed = (state.scale if isfinite(state.scale) else inf) < COLLAPSED
         if collapsed and not state.collapsed:
             self._report_collapse(state)
@@ -88,9 +95,8 @@ class LossScales:
     def _report_collapse(self, state: _Scaler) -> None:
         context = self._context
         attributes = {"scaler": str(state.index), "scale": state.scale}
-        context.writer.event(catalog.EVENT_AMP_SCALE_COLLAPSED.name, attributes, context.recorder.step)
-        if context.warn_limited is not None:
-            finds = "the gradients are not finite at any scale, and steps are skipped"
-            context.warn_limited(
-                "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"
-            )
+        context.event(catalog.EVENT_AMP_SCALE_COLLAPSED, attributes)
+        finds = "the gradients are not finite at any scale, and steps are skipped"
+        context.warn_limited(
+            "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"
+        )

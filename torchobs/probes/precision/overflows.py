@@ -14,17 +14,16 @@ from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.object_index import ObjectIndex
 
 if TYPE_CHECKING:
-    from torchobs.flight.writer.series_table import Cell
     from torchobs.probes.core.context import ProbeContext
 
 
 class _Optimizer:
     """State of one optimizer under a loss scaler."""
 
-    __slots__ = ("cell", "overflows", "shown", "streak")
+    __slots__ = ("index", "overflows", "shown", "streak")
 
-    def __init__(self, cell: Cell | None) -> None:
-        self.cell = cell
+    def __init__(self, index: int) -> None:
+        self.index = index
         self.overflows = self.shown = self.streak = 0
 
     def note(self, *, overflow: bool) -> None:
@@ -52,17 +51,16 @@ class Overflows:
         self._optimizers = ObjectIndex(len(catalog.OPTIMIZER.values), self._make)
         self._pending: deque[_PendingFlag] = deque()
         self._late_step = 0
-        self._streak_cell: Cell | None = None
-        self._shown_streak = 0
+        self._shown_streak: int | None = None
+        """``None`` before the first optimizer"""
 
     def _make(self, index: int) -> _Optimizer:
         """Return a new optimizer's state. Its counter exists, at 0, before anything is counted."""
-        table = self._context.writer.table
-        if self._streak_cell is None:
-            self._streak_cell = table.cell(catalog.AMP_SKIP_STREAK, {})
-            if self._streak_cell is not None:
-                self._streak_cell.set(0.0)
-        return _Optimizer(table.cell(catalog.AMP_OVERFLOWS, {"optimizer": str(index)}))
+        if self._shown_streak is None:
+            self._shown_streak = 0
+            self._context.set_gauge(catalog.AMP_SKIP_STREAK, 0.0)
+        self._context.count(catalog.AMP_OVERFLOWS, 0, {"optimizer": str(index)})
+        return _Optimizer(index)
 
     def stepped(self, optimizer: object) -> None:
         """Note that the optimizer found all gradients finite."""
@@ -73,7 +71,7 @@ class Overflows:
     def skipped(self, optimizer: object) -> None:
         """Note that the optimizer did not step; mark the step in progress."""
         recorder = self._context.recorder
-        recorder.values.flags |= StepFlag.SKIPPED
+        recorder.flag(StepFlag.SKIPPED)
         for other in self._pending:
             other.marked = other.marked or other.step == recorder.step + 1
         state = self._optimizers.of(optimizer)
@@ -109,10 +107,8 @@ class Overflows:
         states = [state for _, state in self._optimizers.living()]
         for state in states:
             fresh = state.overflows - state.shown
-            if fresh and state.cell is not None:
-                state.cell.add(fresh)
+            if fresh and self._context.count(catalog.AMP_OVERFLOWS, fresh, {"optimizer": str(state.index)}):
                 state.shown += fresh
         streak = max((state.streak for state in states), default=0)
-        if streak != self._shown_streak and self._streak_cell is not None:
-            self._streak_cell.set(float(streak))
+        if streak != (self._shown_streak or 0) and self._context.set_gauge(catalog.AMP_SKIP_STREAK, streak):
             self._shown_streak = streak

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.step.manual_steps import ManualSteps
     from torchobs.support.error_guard import CircuitBreaker
 
 _ACCUMULATE, _CREATE_GRAPH, _INPUTS = 6, 3, 4
@@ -32,114 +33,112 @@ _MOST_RETURNED = 1024
 class BackwardWatch:
     """Records where a backward pass begins and ends. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, manual_steps: ManualSteps) -> None:
+        self._context, self._training, self._breaker, self._manual_steps = context, context.training, breaker, manual_steps
         self._patches: list[Patch] = []
 
-    def install(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
+    def install(self) -> None:
         """Wrap ``torch.autograd.backward`` and the engine."""
         import torch
 
-        self._context, self._breaker = context, breaker
+        breaker = self._breaker
         variable, kind = torch.autograd.Variable, getattr(torch._C, "_ImperativeEngine", None)
         self._patches = [Patch(torch.autograd, "backward", self._watched, probe=breaker.probe, nests=True)]
         if kind is not None and type(variable._execution_engine) is kind:  # another tool's stand-in is left alone
-            self._patches.append(
-                Patch(variable, "_execution_engine", lambda engine: _watched(engine, context, breaker), probe=breaker.probe)
-            )
+            self._patches.append(Patch(variable, "_execution_engine", self._watched_engine, probe=breaker.probe))
 
     def _watched(self, original: Any) -> Any:
-        context, breaker = self._context, self._breaker
-        trace, note = context.recorder.trace, context.recorder.trace.append
-        notify, is_made = breaker.guard(context.notify), graph_being_made()
+        training, breaker, manual_steps, hooks = self._training, self._breaker, self._manual_steps, self._context.hooks
+        trace, note = self._context.recorder.trace, self._context.recorder.trace.append
+        takes_loss, is_made = hooks.takes_loss.listeners, graph_being_made()
+        notify = breaker.guard(hooks.after_closure_backward.notify)
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if context.backwards or breaker.blown or get_ident() != context.thread or is_made():
+            if training.backwards or breaker.blown or get_ident() != training.thread or is_made():
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             # inline, since a call would cost more; nothing here can raise
-            manual_steps = context.manual_steps
-            if manual_steps is None and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
-                manual_steps = context.find_manual_steps() if context.find_manual_steps is not None else None
+            manual: bool | None = manual_steps.active
+            if not manual and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
+                manual = manual_steps.second_backward()
             note(monotonic_ns() << 4 | BACKWARD_BEGINS)
-            if manual_steps is not None:
+            if manual:
                 manual_steps.begins(args, kwargs)
-            if context.takes_loss is not None:
+            for take_loss in takes_loss:
                 gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors") if kwargs else None
-                context.takes_loss(args[0] if args else kwargs.get("tensors"), gradients, True)  # noqa: FBT003  # a listener
-            context.backwards = 1
+                take_loss(args[0] if args else kwargs.get("tensors"), gradients, True)  # noqa: FBT003  # a listener
+            training.backwards = 1
             try:
                 return original(*args, **kwargs)
             finally:
-                context.backwards = 0
-                if context.in_closure:
+                training.backwards = 0
+                if training.in_closure:
                     note(monotonic_ns() << 4 | CLOSURE_GOES_ON)
-                    notify(context.after_closure_backward)
+                    notify()
                 else:
                     note(monotonic_ns() << 4 | BACKWARD_ENDS)
-                    if manual_steps is not None:
+                    if manual:
                         manual_steps.ends(args, kwargs)
 
         return backward
+
+    def _watched_engine(self, engine: Any) -> Any:
+        """Return a stand-in for the engine, of which there is one in a process, with our ``run_backward``.
+
+        Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
+        """
+        training, breaker, plain = self._training, self._breaker, engine.run_backward
+        run_backward, is_made = self._watched_run(plain), graph_being_made()
+
+        def found(_: object) -> Callable[..., Any]:
+            bypass = training.backwards or breaker.blown or get_ident() != training.thread or is_made()
+            original: Callable[..., Any] = plain
+            return original if bypass else run_backward
+
+        kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
+        return kind()
+
+    def _watched_run(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the engine's ``run_backward``, recording calls that did not come through ``torch.autograd.backward``."""
+        training, breaker, manual_steps, hooks = self._training, self._breaker, self._manual_steps, self._context.hooks
+        trace, note = self._context.recorder.trace, self._context.recorder.trace.append
+        takes_loss, trains, returned = hooks.takes_loss.listeners, breaker.guard(_trains), manual_steps.returned
+        notify = breaker.guard(hooks.after_closure_backward.notify)
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            # autograd.grad gives it by name
+            accumulates = args[_ACCUMULATE] if len(args) > _ACCUMULATE else kwargs.get("accumulate_grad", False)
+            if not accumulates and ((len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]) or not trains(args, kwargs)):
+                return plain(*args, **kwargs)
+            tensors = args[0] if args else kwargs.get("tensors")
+            manual = accumulates and (manual_steps.active or (trace and manual_steps.second_backward()))
+            note(monotonic_ns() << 4 | BACKWARD_BEGINS)
+            if manual:
+                manual_steps.begins((tensors,), {})
+            for take_loss in takes_loss:
+                take_loss(tensors, args[1] if len(args) > 1 else kwargs.get("grad_tensors"), bool(accumulates))
+            training.backwards = 1
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                training.backwards = 0
+                ended = monotonic_ns() << 4 | (CLOSURE_GOES_ON if training.in_closure else BACKWARD_ENDS)
+                note(ended)
+                if not accumulates:
+                    if len(returned) >= _MOST_RETURNED:
+                        returned.clear()
+                    returned.add(ended)
+                if accumulates and training.in_closure:
+                    notify()
+                elif manual:
+                    manual_steps.ends((tensors,), {})
+
+        return run_backward
 
     def remove(self) -> None:
         """Restore them."""
         for patch in reversed(self._patches):
             patch.undo()
-
-
-def _watched(engine: Any, context: ProbeContext, breaker: CircuitBreaker) -> Any:
-    """Return a stand-in for the engine, of which there is one in a process, with our ``run_backward``.
-
-    Within a backward pass that is recorded already it returns the original, so that no frame of ours is between torch's.
-    """
-    plain = engine.run_backward
-    run_backward, is_made = _watched_run(plain, context, breaker), graph_being_made()
-
-    def found(_: object) -> Callable[..., Any]:
-        bypass = context.backwards or breaker.blown or get_ident() != context.thread or is_made()
-        original: Callable[..., Any] = plain
-        return original if bypass else run_backward
-
-    kind = type("_ImperativeEngine", (type(engine),), {"__slots__": (), "run_backward": property(found)})
-    return kind()
-
-
-def _watched_run(plain: Callable[..., Any], context: ProbeContext, breaker: CircuitBreaker) -> Callable[..., Any]:
-    """Return the engine's ``run_backward``, recording calls that did not come through ``torch.autograd.backward``."""
-    trace, note = context.recorder.trace, context.recorder.trace.append
-    notify, trains = breaker.guard(context.notify), breaker.guard(_trains)
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        # autograd.grad gives it by name
-        accumulates = args[_ACCUMULATE] if len(args) > _ACCUMULATE else kwargs.get("accumulate_grad", False)
-        if not accumulates and ((len(args) > _CREATE_GRAPH and args[_CREATE_GRAPH]) or not trains(args, kwargs)):
-            return plain(*args, **kwargs)
-        tensors = args[0] if args else kwargs.get("tensors")
-        manual_steps = context.manual_steps if accumulates else None
-        if accumulates and manual_steps is None and trace and context.find_manual_steps is not None:
-            manual_steps = context.find_manual_steps()
-        note(monotonic_ns() << 4 | BACKWARD_BEGINS)
-        if manual_steps is not None:
-            manual_steps.begins((tensors,), {})
-        if context.takes_loss is not None:
-            context.takes_loss(tensors, args[1] if len(args) > 1 else kwargs.get("grad_tensors"), bool(accumulates))
-        context.backwards = 1
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            context.backwards = 0
-            ended = monotonic_ns() << 4 | (CLOSURE_GOES_ON if context.in_closure else BACKWARD_ENDS)
-            note(ended)
-            if not accumulates:
-                if len(context.returned) >= _MOST_RETURNED:
-                    context.returned.clear()
-                context.returned.add(ended)
-            if accumulates and context.in_closure:
-                notify(context.after_closure_backward)
-            elif manual_steps is not None:
-                manual_steps.ends((tensors,), {})
-
-    return run_backward
 
 
 def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

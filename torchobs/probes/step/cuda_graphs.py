@@ -15,32 +15,29 @@ from weakref import ref
 
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.core.step_values import StepValues
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.core.step_values import OpenPart
+    from torchobs.probes.optimizer.hyperparameters import RateSource
     from torchobs.support.error_guard import CircuitBreaker
 
 
-class _CaptureStart(NamedTuple):
-    """The recorder's state when a capture began."""
+class _Capture(NamedTuple):
+    """A capture in progress: the graph's id, and the step that it interrupts."""
 
     graph: int
-    traced: int
-    arguments: int
-    values: StepValues
-    takes_loss: Callable[..., None] | None
+    interrupted: OpenPart
 
 
 class CudaGraphs:
     """Patches ``torch.cuda.CUDAGraph``. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
 
-    def __init__(self, context: ProbeContext, breaker: CircuitBreaker) -> None:
-        self._context, self._breaker = context, breaker
+    def __init__(self, context: ProbeContext, breaker: CircuitBreaker, rates: RateSource) -> None:
+        self._context, self._training, self._breaker, self._rates = context, context.training, breaker, rates
+        self._takes_loss = context.hooks.takes_loss
         self._patches: list[Patch] = []
-        self._capture: _CaptureStart | None = None
+        self._capture: _Capture | None = None
         self._noted: list[ref[Any] | None] = []
         self._captured: dict[int, tuple[ref[Any], list[ref[Any] | None]]] = {}
         self._losses: list[ref[Any]] = []
@@ -51,13 +48,9 @@ class CudaGraphs:
         import torch  # torch is optional until training begins
 
         graph: Any = getattr(torch.cuda, "CUDAGraph", None)
-        guard = self._breaker.guard
-        begins, ends, before, after = (
-            guard(self._capture_begins),
-            guard(self._capture_ends),
-            guard(self._before_replay),
-            guard(self._after_replay),
-        )
+        guard, recorder = self._breaker.guard, self._context.recorder
+        begins, ends = guard(self._capture_begins), guard(self._capture_ends)
+        shorten_trace, after = guard(recorder.relieve), guard(self._after_replay)
         if not all(hasattr(graph, name) for name in ("capture_begin", "capture_end", "replay")):
             return
 
@@ -82,10 +75,10 @@ class CudaGraphs:
         def replayed(replay: Any) -> Any:
             @functools.wraps(replay)
             def watched(graph: Any, *args: Any, **kwargs: Any) -> Any:
-                if id(graph) not in self._captured or get_ident() != self._context.thread:
+                if id(graph) not in self._captured or get_ident() != self._training.thread:
                     return replay(graph, *args, **kwargs)
                 begun_ns = monotonic_ns()
-                before()
+                shorten_trace()
                 result = replay(graph, *args, **kwargs)
                 after(graph, begun_ns)
                 return result
@@ -113,34 +106,29 @@ class CudaGraphs:
     def _note_backward(self) -> None:
         """Record a backward that was captured since the last step."""
         begun, trace = self._capture, self._context.recorder.trace
-        if begun is not None and any(stamp & 15 == BACKWARD_BEGINS for stamp in trace[begun.traced :]):
+        if begun is not None and any(stamp & 15 == BACKWARD_BEGINS for stamp in trace[begun.interrupted.traced :]):
             self._noted.append(None)
-            del trace[begun.traced :]
+            del trace[begun.interrupted.traced :]
 
     def _note_loss(self, loss: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         if gradients is None and accumulates and getattr(loss, "numel", lambda: 0)() == 1:
             self._losses.append(ref(loss))
 
     def _capture_begins(self, graph: object) -> None:
-        context, recorder = self._context, self._context.recorder
-        if get_ident() != context.thread or context.backwards:
+        if get_ident() != self._training.thread or self._training.backwards:
             return
-        recorder.sole = 0  # so that the hooks do not take the fast path
-        recorder.cycle.pending.clear()
-        self._capture = _CaptureStart(
-            id(graph), len(recorder.trace), len(recorder.arguments), recorder.values, context.takes_loss
-        )
-        self._noted, self._losses, recorder.values = [], [], StepValues()
-        context.takes_loss = self._breaker.guard(self._note_loss)
+        self._capture = _Capture(id(graph), self._context.recorder.begin_capture())
+        self._noted, self._losses = [], []
+        self._takes_loss.divert(self._breaker.guard(self._note_loss))
 
     def _capture_ends(self, graph: object) -> None:
-        begun, recorder = self._capture, self._context.recorder
+        begun = self._capture
         if begun is None or begun.graph != id(graph):
             return
         self._note_backward()
         self._capture = None
-        del recorder.trace[begun.traced :], recorder.arguments[begun.arguments :]
-        recorder.values, self._context.takes_loss = begun.values, begun.takes_loss
+        self._context.recorder.end_capture(begun.interrupted)
+        self._takes_loss.divert(None)
         if self._noted:
             key = id(graph)
             self._captured[key] = ref(graph, lambda _: self._forget(key)), self._noted
@@ -150,21 +138,18 @@ class CudaGraphs:
         self._captured.pop(key, None)
         self._losses_of.pop(key, None)
 
-    def _before_replay(self) -> None:
-        """Begin a replay: shorten a long trace first."""
-        self._context.recorder.relieve()
-
     def _after_replay(self, graph: object, begun_ns: int) -> None:
         """Record the steps of a replayed graph; the device may still be computing them."""
-        context, recorder, now_ns = self._context, self._context.recorder, monotonic_ns()
+        recorder, now_ns = self._context.recorder, monotonic_ns()
         losses = iter(self._losses_of[id(graph)])
         for noted in self._captured[id(graph)][1]:
             optimizer = noted() if noted is not None else None
             if noted is None:
                 recorder.trace.append(begun_ns << 4 | BACKWARD_BEGINS)
-                loss = next(losses, None)
-                if context.takes_loss is not None and loss is not None and loss() is not None:
-                    context.takes_loss(loss(), None, True)  # noqa: FBT003  # a listener
+                known = next(losses, None)
+                loss = known() if known is not None else None
+                for take_loss in self._takes_loss.listeners if loss is not None else ():
+                    take_loss(loss, None, True)  # noqa: FBT003  # a listener
                 recorder.trace.append(now_ns << 4 | BACKWARD_ENDS)
             elif optimizer is not None:
                 self._step(optimizer, now_ns)
@@ -175,8 +160,7 @@ class CudaGraphs:
         if id(optimizer) != recorder.sole:
             recorder.optimizer_begins(optimizer)
         recorder.trace.append(now_ns << 4 | STEP_BEGINS)
-        rate = optimizer.param_groups[0].get("lr") if id(optimizer) == recorder.rated else None
+        rate = optimizer.param_groups[0].get("lr") if id(optimizer) == self._rates.key else None
         if type(rate) is float:
-            recorder.values.learning_rate = rate
-            recorder.values.flags |= 4
+            recorder.set_rate(rate)
         recorder.optimizer_ends(optimizer, now_ns)

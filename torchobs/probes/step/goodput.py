@@ -1,17 +1,22 @@
-"""Update goodput during long steps and after the last step, ahead of the step's record (``flight.metrics.goodput``).
+"""Update goodput before the first step, during long steps and after the last one, ahead of the step's record.
 
-A step of up to a second is credited when it ends. In a longer one, evaluations, checkpoints, compilations, waiting for data and
-idle time are credited as they go on. At the end the rest is credited, so that the states add up to the rank's lifetime.
+The fold credits steps when they end (``flight.metrics.goodput``), one of up to a second only then. In a longer one,
+evaluations, checkpoints, compilations, waiting for data and idle time are credited as they go on. At the end the rest is
+credited, so that the states add up to the rank's lifetime.
 """
 
 from __future__ import annotations
 
+import sys
 from time import monotonic_ns
 from typing import TYPE_CHECKING
 
+from torchobs import catalog
 from torchobs.detect.idle import idle_from
-from torchobs.flight.metrics.goodput import clear_credit, credit
-from torchobs.flight.metrics.totals import DURATION_SUM
+from torchobs.flight.metrics.goodput import clear_credit, credit, credited
+from torchobs.flight.metrics.totals import DURATION_SUM, Word
+from torchobs.identity import process
+from torchobs.probes.core.boundaries import EVAL, TRAIN
 from torchobs.probes.core.timeline import CHECKPOINT, COMPILE, DATA, EVALUATION, FORWARD, OTHER
 
 if TYPE_CHECKING:
@@ -20,13 +25,14 @@ if TYPE_CHECKING:
 _LONG_NS = 500_000_000
 _LONG_TRACE, _ROUNDS = 256, 10
 """A boundary takes a microsecond to replay: with more of them, credit once a second"""
+_STARTUP_ROUNDS = 10
 
 
 class OpenTime:
     """Credits the step in progress. In the sampler thread; a part of :class:`~torchobs.probes.step.phases.PhaseProbe`."""
 
     def __init__(self, context: ProbeContext) -> None:
-        self._context, self._timeline = context, context.recorder.timeline
+        self._context, self._restarts = context, context.recorder.restarts
         self._ended, self._rounds = False, 0
         self.evaluating_since_ns = 0
         """When the evaluation in progress began; 0 if there is none, or none for long"""
@@ -34,8 +40,8 @@ class OpenTime:
     def sample(self, *, last: bool = False) -> None:
         """Update the credit. ``last``: the rank ends, and the step in progress with it."""
         recorder, core, now_ns = self._context.recorder, self._context.writer.table.core, monotonic_ns()
-        if recorder.timeline is not self._timeline:
-            self._timeline = recorder.timeline
+        if recorder.restarts != self._restarts:
+            self._restarts = recorder.restarts
             core.change(clear_credit)  # hooks were off for a while
         if now_ns - recorder.open_since() < _LONG_NS and not last:
             self.evaluating_since_ns = 0
@@ -59,5 +65,45 @@ class OpenTime:
         if last:
             core.publish()
             if not self._ended:
-                self._timeline.evaluations.extend(timeline.evaluations)
+                recorder.evaluations.extend(timeline.evaluations)
             self._ended = True
+
+
+class Startup:
+    """Measures the time before the first step: imports, model construction, checkpoint restore; the cost of every restart.
+
+    From the process's start, or from ``init()`` in an interactive interpreter, which may have been idle for hours. Updated once
+    a second, and once exactly when the first step has ended. In the sampler thread; a part of ``PhaseProbe``.
+    """
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context, self._rounds = context, 0
+        self._cell = context.writer.table.cell(catalog.GOODPUT_TIME, {"state": catalog.STARTUP})
+        header = context.writer.header
+        interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+        self._begun_s = (header.wall_ns if interactive else min(process.this_process().start_ns, header.wall_ns)) / 1e9
+        self._shown_s = 0.0
+        self._done = context.recorder.step > 0
+
+    def sample(self, *, last: bool = False) -> None:
+        """Update the time. ``last``: the rank ends, with or without a step."""
+        if self._done:
+            return
+        self._rounds += 1
+        totals = self._context.writer.table.core.totals
+        # goodput counts from the first step on
+        known_s = sum(totals.floats[Word.GOODPUT : Word.GOODPUT + len(catalog.GOODPUT_STATES)])
+        if totals.ints[Word.STEPS]:
+            self._show(totals.floats[Word.LAST_STEP_TIMESTAMP] - (known_s - sum(credited(totals))) - self._begun_s)
+            self._done = True
+        elif last or (not self._rounds % _STARTUP_ROUNDS and not self._steps_begun()):
+            header = self._context.writer.header
+            self._show((header.wall_ns - header.monotonic_ns + monotonic_ns()) / 1e9 - known_s - self._begun_s)
+
+    def _steps_begun(self) -> bool:
+        return self._context.recorder.has_begun(besides={EVAL, TRAIN})
+
+    def _show(self, seconds: float) -> None:
+        if self._cell is not None and seconds > self._shown_s:
+            self._shown_s = seconds
+            self._cell.set(seconds)

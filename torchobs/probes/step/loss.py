@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from torchobs.probes.core.step_values import StepValues
 
 
+_LOSS = StepFlag.LOSS
+
+
 class _PendingLoss(NamedTuple):
     """Losses of one step, or of a possible part of one; each list is empty until the value has arrived."""
 
@@ -56,13 +59,12 @@ class LossProbe:
         import torch  # torch is optional until training begins
 
         self._context, self._tensor, self._undisturbed = context, torch.Tensor, torch._C.DisableTorchFunctionSubclass
-        breaker = context.breaker(self.name)
-        context.takes_loss = breaker.guard(self._take)
-        context.loss_scaled = breaker.guard(self._note_scaled)
+        breaker, self._training = context.breaker(self.name), context.training
+        context.hooks.takes_loss.register(breaker, self._take)
+        context.hooks.loss_scaled.register(breaker, self._note_scaled)
 
     def remove(self) -> None:
-        """See :class:`~torchobs.probes.core.context.Probe`."""
-        self._context.takes_loss = self._context.loss_scaled = None
+        """See :class:`~torchobs.probes.core.context.Probe`: there is nothing but listeners."""
 
     def _note_scaled(self, outputs: object, scaled: object, scale: torch.Tensor | None) -> None:
         """Remember the unscaled loss of a ``GradScaler.scale`` call."""
@@ -88,8 +90,7 @@ class LossProbe:
 
     def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
         """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
-        context = self._context
-        recorder = context.recorder
+        recorder, in_closure = self._context.recorder, self._training.in_closure
         begun_ns = monotonic_ns() if recorder.metered else 0
         if recorder.log_wins:
             return
@@ -105,18 +106,18 @@ class LossProbe:
             return
         value = loss if self._scaled is None else self._plain(whole, loss)
         if not value.is_cpu:
-            self._take_later(value.detach(), within=context.in_closure, accumulates=accumulates)
-        elif context.in_closure:
+            self._take_later(value.detach(), within=in_closure, accumulates=accumulates)
+        elif in_closure:
             recorder.add_loss(value.item(), within_step=True)
         elif accumulates and self._autograd_grad_only is None:
             values = recorder.values
             values.loss_sum += value.item()
             values.losses += 1
-            values.flags |= 1
+            values.flags |= _LOSS
         else:
             self._add_from_autograd_grad(value.item(), accumulates=accumulates)
         if begun_ns:
-            context.record_overhead(self.name, monotonic_ns() - begun_ns)
+            self._context.record_overhead(self.name, monotonic_ns() - begun_ns)
 
     def _add_from_autograd_grad(self, value: float, *, accumulates: bool) -> None:
         """Add a loss of ``torch.autograd.grad``, or the first one after such: only one kind counts."""
@@ -177,12 +178,11 @@ class LossProbe:
         """Report once why there is no loss and no norm: reading them would synchronise with the device in every step."""
         self._reported.add(kind)
         context = self._context
-        context.writer.event(catalog.EVENT_DEVICE_UNREAD.name, {"device_type": kind}, context.recorder.step)
-        if context.warn_limited is not None:
-            why = "values can be read without waiting from CUDA devices only"
-            context.warn_limited(
-                f"unread {kind}", f"loss and gradient norm are not recorded on {kind}: {why}; torchobs.log(loss=...) is"
-            )
+        context.event(catalog.EVENT_DEVICE_UNREAD, {"device_type": kind})
+        why = "values can be read without waiting from CUDA devices only"
+        context.warn_limited(
+            f"unread {kind}", f"loss and gradient norm are not recorded on {kind}: {why}; torchobs.log(loss=...) is"
+        )
 
     def sample(self) -> None:
         """Write the losses of ended steps whose values have arrived."""

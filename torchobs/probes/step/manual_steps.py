@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.step_recorder import StepRecorder
+    from torchobs.probes.precision.loss_scale import LossScaling
 
 _SAMPLED = 64
 """Elements of a parameter that are compared"""
@@ -70,16 +71,23 @@ class OptimizerStandIn:
 
 
 class ManualSteps:
-    """Watches one parameter from backward to backward. A part of :class:`~torchobs.probes.step.steps.StepProbe`."""
+    """Watches one parameter from backward to backward. A part of :class:`~torchobs.probes.step.steps.StepProbe`.
 
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
+    Its other parts call ``begins`` and ``ends`` with the arguments of each outermost backward, and ``optimizer_stepped``, while
+    this is ``active``; ``second_backward`` when a possible second backward since a step begins.
+    """
+
+    def __init__(self, context: ProbeContext, scaling: LossScaling) -> None:
+        self._context, self._training, self._scaling = context, context.training, scaling
+        self._before_step, self._step_ended = context.hooks.before_step, context.hooks.manual_step_ended.listeners
+        self.active = True
+        """Whether manual steps are possible"""
+        self.returned: set[int] = set()
+        """Boundaries at which a backward pass ended that left its gradients to the caller, and none in parameters"""
         breaker = context.breakers.setdefault("by hand", CircuitBreaker("step"))  # optimizer steps are recorded without it
         self.begins, self.ends = breaker.guard(self._begins), breaker.guard(self._ends)
-        self.second_backward, self.optimizer_stepped = (
-            breaker.guard(self._second_backward),
-            breaker.guard(self._optimizer_stepped),
-        )
+        self.second_backward = breaker.guard(self._second_backward)
+        self.optimizer_stepped = breaker.guard(self._optimizer_stepped)
         self._parameter: ref[torch.Tensor] | None = None
         self._node_limit = _NEAR_NODES
         self._last: _GradientState | None = None
@@ -95,24 +103,23 @@ class ManualSteps:
 
     # -- beside optimizers of torch's --------------------------------------------------------------------------------------
 
-    def _second_backward(self) -> ManualSteps | None:
-        """Return self if the backward that begins, without an optimizer step since another one, is to be watched.
+    def _second_backward(self) -> bool:
+        """Return True if the backward that begins, without an optimizer step since another one, is to be watched.
 
         It is not if the step before had as many without any finding: an accumulation.
         """
-        recorder = self._context.recorder
-        returned = self._context.returned
+        recorder, returned = self._context.recorder, self.returned
         if not any(stamp & 15 == BACKWARD_ENDS and stamp not in returned for stamp in reversed(recorder.trace)):
-            return None
+            return False
         recorder.end_pass()
-        if recorder.direct or self._context.in_closure:
-            return None
+        if recorder.direct or self._training.in_closure:
+            return False
         self._count_more(recorder)
         if self._more <= self._usual:
-            return None
+            return False
         self._watch_until = recorder.ended + _WATCHED
-        self._context.manual_steps, self._last, self._parameter = self, None, None
-        return self
+        self.active, self._last, self._parameter = True, None, None
+        return True
 
     def _count_more(self, recorder: StepRecorder) -> None:
         if self._step != recorder.ended:
@@ -125,19 +132,19 @@ class ManualSteps:
         self._last, self._changed = None, False
         lately = recorder.ended <= max(self._watch_until, self._perturbed_in + _WATCHED)
         if self._is_harmless or not lately:
-            self._context.manual_steps, self._usual = None, self._more
+            self.active, self._usual = False, self._more
         self._is_harmless = False
 
     # -- around a backward -------------------------------------------------------------------------------------------------
 
     def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Judge the time since the last backward when another one begins."""
-        context, recorder = self._context, self._context.recorder
+        recorder = self._context.recorder
         if recorder.direct:
-            recorder.likely_end = context.manual_steps = None
+            recorder.likely_end, self.active = None, False
             return
         loss = args[0] if args else kwargs.get("tensors")
-        if context.in_closure:
+        if self._training.in_closure:
             self._judge_in_closure(loss)
             return
         self._judge(loss)
@@ -164,8 +171,8 @@ class ManualSteps:
             recorder.likely_end = self._found_end()
         if recorder.likely_end is not None:
             self._perturbed_in, self._is_harmless = recorder.ended, False
-            if self._all is not None and self._context.manual_step_ended is not None:
-                self._context.manual_step_ended(self._all, self._count)
+            for take_end in self._step_ended if self._all is not None else ():
+                take_end(self._all, self._count)
         recorder.end_where_likely()
 
     def _judge_in_closure(self, loss: object) -> None:
@@ -196,7 +203,7 @@ class ManualSteps:
     def _end_before(self, recorder: StepRecorder) -> None:
         """End the step at an unwatched backward if its gradient is gone."""
         for index in range(len(recorder.trace) - 2, -1, -1):
-            if recorder.trace[index] & 15 == BACKWARD_ENDS and recorder.trace[index] not in self._context.returned:
+            if recorder.trace[index] & 15 == BACKWARD_ENDS and recorder.trace[index] not in self.returned:
                 named = sum(stamp & 15 in ARGUED for stamp in recorder.trace[: index + 1])
                 recorder.likely_end = index + 1, named
                 recorder.end_where_likely(perturbed=False)
@@ -220,7 +227,7 @@ class ManualSteps:
 
     def _ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the state of the watched parameter when a backward has ended."""
-        context, recorder, loss = self._context, self._context.recorder, args[0] if args else kwargs.get("tensors")
+        before_step, recorder, loss = self._before_step, self._context.recorder, args[0] if args else kwargs.get("tensors")
         parameter = self._watched()
         found = _gradient(parameter) if parameter is not None else None
         if found is None or found == self._before:  # it was another model's backward
@@ -233,10 +240,10 @@ class ManualSteps:
             self._learn_parameters(parameter, loss)
         if self._all is not None and recorder.step >= self._recount:
             self._count, self._recount = self._all.gradients(), recorder.step + _RECOUNT_EVERY
-        if self._all is not None and (recorder.step >= context.norm_due or recorder.step == context.norm_step):
+        if self._all is not None and (recorder.step >= before_step.due_at or recorder.step == before_step.last):
             recorder.values.norm_squared = 0.0  # of an accumulation only the last norm counts
-            self._all.grad_scale = context.loss_scale
-            context.notify(context.before_step, self._all, False)  # noqa: FBT003  # a listener
+            self._all.grad_scale = self._scaling.scale
+            before_step.notify(self._all, False)  # noqa: FBT003  # a listener
         elements = self._sample(parameter) if not self._changed else None
         self._last = _GradientState(*found, parameter._version, None if elements is None else elements.clone())
         self._end, self._stamp = (len(recorder.trace), len(recorder.arguments)), recorder.trace[-1]
@@ -260,7 +267,8 @@ class ManualSteps:
         self._all = OptimizerStandIn(_leaves(loss, _NODES))
         self._known = [*((known, model) for known, model in self._known if known() is not None), (ref(parameter), self._all)]
         del self._known[:-_MOST_KNOWN]
-        recorder.values.flags |= StepFlag.NEW_MODEL if recorder.models.begins(self._all, recorder.step) else 0
+        if recorder.models.begins(self._all, recorder.step):
+            recorder.flag(StepFlag.NEW_MODEL)
 
     def _sample(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return some of its elements; ``None`` during graph capture."""

@@ -24,7 +24,7 @@ class OtherThreads:
     """Detects them. ``is_other`` is for threads that step optimizers, ``sample`` for the sampler; a part of ``StepProbe``."""
 
     def __init__(self, context: ProbeContext) -> None:
-        self._context = context
+        self._context, self._training = context, context.training
         self.has_begun = False
         """Whether the training thread has made a step"""
         self.steps = 0
@@ -36,9 +36,8 @@ class OtherThreads:
 
     def is_other(self, optimizer: object) -> bool:
         """Return True if the current thread, not the training thread, is about to make a step that is not recorded."""
-        context, ident = self._context, get_ident()
-        recorder = context.recorder
-        if context.backwards and not _is_of_python(ident):
+        recorder, ident = self._context.recorder, get_ident()
+        if self._training.backwards and not _is_of_python(ident):
             return False  # an optimizer within the backward pass, which runs in a device's own thread
         if not self.has_begun or recorder.alive(id(optimizer)) is optimizer or self._has_ended(ident):
             self._seen_at.clear()
@@ -49,24 +48,23 @@ class OtherThreads:
 
     def _has_ended(self, ident: int) -> bool:
         """Return True if the training thread no longer trains."""
-        context = self._context
-        if context.thread not in sys._current_frames() or context.loop.left(context.thread):
+        training, ended = self._training, self._context.recorder.ended
+        if training.thread not in sys._current_frames() or training.loop.left(training.thread):
             return True
         step, without = self._seen_at.get(ident, (-1, 0))
-        without = without + 1 if step == context.recorder.ended else 0
-        self._seen_at[ident] = context.recorder.ended, without
-        return without >= _PATIENCE and not context.loop.is_known
+        without = without + 1 if step == ended else 0
+        self._seen_at[ident] = ended, without
+        return without >= _PATIENCE and not training.loop.is_known
 
     def sample(self) -> None:
         """Report once that another thread trains."""
         if self.steps and not self._reported:
             self._reported = True
             context, name = self._context, self._name
-            context.writer.event(catalog.EVENT_OTHER_THREAD.name, {"thread": name}, context.recorder.step)
-            if context.warn_limited is not None:
-                context.warn_limited(
-                    "threads", f"thread {name} steps an optimizer beside the training thread: its steps are not recorded"
-                )
+            context.event(catalog.EVENT_OTHER_THREAD, {"thread": name})
+            context.warn_limited(
+                "threads", f"thread {name} steps an optimizer beside the training thread: its steps are not recorded"
+            )
 
 
 def _is_of_python(ident: int) -> bool:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.optimizer.hyperparameters import RateSource
+    from torchobs.probes.precision.loss_scale import LossScaling
     from torchobs.support.error_guard import CircuitBreaker
 
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
@@ -49,7 +51,8 @@ class StepProbe:
 
     name = "step"
 
-    def __init__(self) -> None:
+    def __init__(self, scaling: LossScaling, rates: RateSource) -> None:
+        self._scaling, self._rates = scaling, rates
         self._handles: list[RemovableHandle] = []
         self._depth = self._outer = 0
         """Nesting depth of running steps, and the id of the outermost optimizer"""
@@ -59,24 +62,22 @@ class StepProbe:
         """Whether none of the optimizer's closures has done a backward"""
         self._evaluations: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Evaluations in its last closure step"""
-        self._backward = BackwardWatch()
 
     def install(self, context: ProbeContext) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self._context, self._recorder = context, context.recorder
+        self._context, self._recorder, self._training = context, context.recorder, context.training
+        self._before_step, self._steps_within = context.hooks.before_step, context.hooks.steps_within.listeners
         breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
         self._number_safely = context.breaker(OptimizerProbe.name).guard(number_of)
-        self._changes, self._relieve = (
-            ModelChanges(context.recorder.models, context.writer),
-            breaker.guard(self._recorder.relieve),
-        )
-        self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker)
-        self._backward.install(context, breaker)
+        self._changes = ModelChanges(context.recorder.models, context.writer)
+        self._relieve = breaker.guard(self._recorder.relieve)
+        self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
+        self._manual_steps = ManualSteps(context, self._scaling)
+        self._backward = BackwardWatch(context, breaker, self._manual_steps)
+        self._backward.install()
         self._graphs.install()
-        context.manual_steps = manual_steps = ManualSteps(context)
-        context.find_manual_steps = manual_steps.second_backward
         self._handles = [
             register_optimizer_step_pre_hook(self._plain_before(breaker)),
             register_optimizer_step_post_hook(self._plain_after(breaker)),
@@ -89,7 +90,6 @@ class StepProbe:
         self._handles = []
         self._backward.remove()
         self._graphs.remove()
-        self._context.manual_steps = self._context.find_manual_steps = None
 
     def sample(self) -> None:
         """Report model changes and other training threads; have a long trace replayed.
@@ -98,7 +98,7 @@ class StepProbe:
         """
         self._changes.sample()
         self._others.sample()
-        if len(self._recorder.trace) > LONG_TRACE and self._context.at_backward is not None:
+        if len(self._recorder.trace) > LONG_TRACE:
             self._context.at_backward(self._relieve)
 
     def _plain_before(self, breaker: CircuitBreaker) -> Callable[..., Any]:  # noqa: C901  # inline: a call costs 1 µs there
@@ -106,20 +106,21 @@ class StepProbe:
 
         It touches half of what ``_before`` does: 4 µs instead of 10 between real steps, where every object is a cache miss.
         """
-        context, recorder, note = self._context, self._context.recorder, self._context.recorder.trace.append
-        before, notify, pending = breaker.guard(self._before), breaker.guard(context.notify), recorder.cycle.pending
-        number_safely, is_made = self._number_safely, self._graph_being_made
+        recorder, rates, before_step, trace = self._recorder, self._rates, self._before_step, self._recorder.trace
+        before, notify = breaker.guard(self._before), breaker.guard(before_step.notify)
+        note, pending = trace.append, recorder.pending
+        number_safely, is_made, learning_rate = self._number_safely, self._graph_being_made, StepFlag.LEARNING_RATE
 
         def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             key = id(optimizer)
             if key != recorder.sole and key in pending and len(pending) > 1:  # one of hundreds within the backward pass
                 pending.discard(key)
-                if recorder.step >= context.norm_due or recorder.step == context.norm_step:
-                    notify(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                if recorder.step >= before_step.due_at or recorder.step == before_step.last:
+                    notify(optimizer, False)  # noqa: FBT003  # a listener
                 return None
             if is_made():
                 return None
-            now_ns, trace = monotonic_ns(), recorder.trace
+            now_ns = monotonic_ns()
             # metered steps take the full path, which also detects a change of thread
             if key != recorder.sole or self._depth or recorder.metered or len(args) > 1 or kwargs or breaker.blown:
                 return before(now_ns, optimizer, args, kwargs)
@@ -127,7 +128,7 @@ class StepProbe:
                 return before(now_ns, optimizer, args, kwargs)
             self._depth, self._outer = 1, key
             note(now_ns << 4 | STEP_BEGINS)
-            if key == recorder.rated:
+            if key == rates.key:
                 groups = optimizer.param_groups
                 rate = groups[0].get("lr") if groups else None
                 if type(rate) is not float:
@@ -135,16 +136,16 @@ class StepProbe:
                 if rate is not None:
                     values = recorder.values
                     values.learning_rate = rate
-                    values.flags |= 4
-            if recorder.step >= context.norm_due:
-                notify(context.before_step, optimizer, False)  # noqa: FBT003  # a listener
+                    values.flags |= learning_rate
+            if recorder.step >= before_step.due_at:
+                notify(optimizer, False)  # noqa: FBT003  # a listener
             return None
 
         return plain_before
 
     def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
         """Return the post hook; a step that the pre hook took on the fast path of an optimizer-in-backward needs nothing."""
-        after, pending, is_made = breaker.guard(self._after), self._recorder.cycle.pending, self._graph_being_made
+        after, pending, is_made = breaker.guard(self._after), self._recorder.pending, self._graph_being_made
 
         def plain_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             del args, kwargs
@@ -154,44 +155,40 @@ class StepProbe:
         return plain_after
 
     def _before(self, now_ns: int, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        context, recorder, ident = self._context, self._recorder, get_ident()
-        if self._graphs.capturing and ident == context.thread:
+        training, recorder, ident = self._training, self._recorder, get_ident()
+        if self._graphs.capturing and ident == training.thread:
             self._leave_out(ident)
             if self._others.running[ident] == 1:
                 self._graphs.note_step(optimizer)
             return None
-        if ident != context.thread and (self._is_inside(ident) or self._others.is_other(optimizer)):
+        if ident != training.thread and (self._is_inside(ident) or self._others.is_other(optimizer)):
             self._leave_out(ident)
             return None
         self._others.has_begun = True
         if self._depth and _steps_running() > 1:
             self._depth += 1
-            recorder.cycle.is_nested = True
-            if context.steps_within is not None:
-                context.steps_within(self._outer, optimizer)
+            recorder.note_nested()
+            for note_within in self._steps_within:
+                note_within(self._outer, optimizer)
             return None
         self._depth, self._outer = 1, id(optimizer)
         closure = (len(args) > 1 and args[1] is not None) or (bool(kwargs) and kwargs.get("closure") is not None)
         evaluates = closure and not self._no_backward.get(optimizer)
         is_not_sole = id(optimizer) != recorder.sole or not recorder.trace
         fresh = is_not_sole and recorder.optimizer_begins(optimizer, evaluates=evaluates)
-        self._given = closure and not context.backwards
+        self._given = closure and not training.backwards
         if evaluates:
             recorder.begin_closure()
-        if not context.backwards:
-            context.thread, context.in_closure = ident, evaluates
+        if not training.backwards:
+            training.thread, training.in_closure = ident, evaluates
             recorder.trace.append(now_ns << 4 | (CLOSURE_BEGINS if evaluates else STEP_BEGINS))
         self._note_rate(optimizer)
         if recorder.metered or not recorder.step:
-            context.loop.note()
-            context.record_overhead(self.name, monotonic_ns() - now_ns)
-        if (
-            recorder.step >= context.norm_due
-            or recorder.step == context.norm_step
-            or evaluates
-            or (fresh and context.reads_rate)
-        ):
-            context.notify(context.before_step, optimizer, evaluates)
+            training.loop.note()
+            self._context.record_overhead(self.name, monotonic_ns() - now_ns)
+        hook, step = self._before_step, recorder.step
+        if step >= hook.due_at or step == hook.last or evaluates or (fresh and self._rates.wanted):
+            hook.notify(optimizer, evaluates)
         return self._watched(optimizer, args, kwargs) if evaluates and self._given else None
 
     def _is_inside(self, ident: int) -> bool:
@@ -206,15 +203,10 @@ class StepProbe:
     def _note_rate(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the learning rate, also of an optimizer that took the fast path."""
         recorder = self._recorder
-        if recorder.values.flags & StepFlag.LEARNING_RATE or not recorder.rated:
+        key = self._rates.key
+        if recorder.values.flags & StepFlag.LEARNING_RATE or not key:
             return
-        rated = (
-            optimizer
-            if id(optimizer) == recorder.rated
-            else recorder.alive(recorder.rated)
-            if self._context.backwards
-            else None
-        )
+        rated = optimizer if id(optimizer) == key else recorder.alive(key) if self._training.backwards else None
         groups = rated.param_groups if rated is not None else None
         rate = groups[0].get("lr") if groups else None
         rate = rate if type(rate) is float else self._number_safely(rate)
@@ -226,11 +218,11 @@ class StepProbe:
         """Return the arguments with a closure that records where each evaluation begins, if there may be several."""
         if self._evaluations.get(optimizer, 2) < 2:  # noqa: PLR2004  # unknown: several
             return None
-        context, note, closure = self._context, self._recorder.trace.append, args[1] if len(args) > 1 else kwargs["closure"]
+        training, note, closure = self._training, self._recorder.trace.append, args[1] if len(args) > 1 else kwargs["closure"]
 
         @functools.wraps(closure, updated=())
         def evaluate(*arguments: Any, **named: Any) -> Any:
-            if context.in_closure:
+            if training.in_closure:
                 note(monotonic_ns() << 4 | CLOSURE_BEGINS)
             return closure(*arguments, **named)
 
@@ -246,7 +238,7 @@ class StepProbe:
         self._depth -= 1
         if self._depth > 0:
             return
-        context, recorder = self._context, self._recorder
+        training, recorder = self._training, self._recorder
         metered = recorder.metered
         self._depth = 0
         if self._given:
@@ -254,18 +246,17 @@ class StepProbe:
         if id(optimizer) == recorder.sole:
             recorder.end_plainly(now_ns)
         else:
-            recorder.cycle.within_backward = bool(context.backwards)
-            recorder.optimizer_ends(optimizer, now_ns)
-        if context.manual_steps is not None:
-            context.manual_steps.optimizer_stepped()
-        if context.backwards:
+            recorder.optimizer_ends(optimizer, now_ns, within_backward=bool(training.backwards))
+        if self._manual_steps.active:
+            self._manual_steps.optimizer_stepped()
+        if training.backwards:
             recorder.mark(BACKWARD_BEGINS, now_ns)  # an optimizer inside backward: the pass continues
         if metered:
-            context.record_overhead(self.name, monotonic_ns() - now_ns)
+            self._context.record_overhead(self.name, monotonic_ns() - now_ns)
 
     def _closure_ends(self, optimizer: torch.optim.Optimizer) -> None:
         """Record whether it did a backward. One that once did may do without: Lightning's, when a batch is skipped."""
-        self._given = self._context.in_closure = False
+        self._given = self._training.in_closure = False
         self._evaluations[optimizer] = sum(stamp & 15 == CLOSURE_GOES_ON for stamp in self._recorder.trace)
         for stamp in reversed(self._recorder.trace):
             code = stamp & 15
@@ -275,7 +266,7 @@ class StepProbe:
             if code in (CLOSURE_BEGINS, STEP_BEGINS):
                 if optimizer not in self._no_backward:
                     self._no_backward[optimizer] = True
-                    self._context.norm_due = 0  # its gradients are measured before its step from now on
+                    self._before_step.due_at = 0  # its gradients are measured before its step from now on
                 return
 
 
