@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator
 from math import isfinite, nan
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from opentelemetry.metrics import CallbackOptions, ObservableCounter, ObservableGauge, ObservableUpDownCounter
 
@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from torchobs.otel.metric_stream import MetricStream
 
 
-class Observer:
-    """Reads the callbacks of one observable instrument into its series."""
+class AsynchronousInstrument:
+    """What the observable instruments have in common: they read their callbacks into their series."""
+
+    kind: ClassVar[Kind]
+    factory: ClassVar[str]
+    """the method of a Meter that creates such an instrument"""
 
     def __init__(self, stream: MetricStream, callbacks: Sequence[CallbackT] | None) -> None:
         self.stream = stream
@@ -51,21 +55,25 @@ class Observer:
         self._show(found)
         return errors
 
+    def delegate_to(self, meter: Meter) -> None:
+        """Register the callbacks with the application's own provider."""
+        name, unit, description = self.stream.identity
+        getattr(meter, self.factory)(name, self.callbacks, unit, description)
+
     def _read(self, callback: CallbackT, options: CallbackOptions, found: dict[Cell, float]) -> None:
-        kind = self.stream.metric.kind
         for observation in _observations(callback, options):
             value = number(observation.value)
-            if not isfinite(value) or (kind is Kind.COUNTER and value < 0):
+            if not isfinite(value) or (self.kind is Kind.COUNTER and value < 0):
                 self.stream.warn_once("an observed value of %r is ignored", observation.value)
                 continue
             cell = self.stream.cell(observation.attributes)
             if cell is not None:
-                found[cell] = value if kind is Kind.GAUGE else found.get(cell, 0) + value
+                found[cell] = value if self.kind is Kind.GAUGE else found.get(cell, 0) + value
 
     def _show(self, found: dict[Cell, float]) -> None:
         if self.stream.writer is not self._writer:
             self._writer, self._shown, self._totals = self.stream.writer, set(), {}
-        if self.stream.metric.kind is Kind.COUNTER:
+        if self.kind is Kind.COUNTER:
             found = {cell: self._total(cell, value) for cell, value in found.items()}
         else:  # a gauge that a callback no longer returns becomes absent; a counter keeps its value
             found.update(dict.fromkeys(self._shown - found.keys(), nan))
@@ -93,42 +101,19 @@ def _observations(callback: CallbackT, options: CallbackOptions) -> Iterable[Obs
         return ()
 
 
-class FlightObservableCounter(ObservableCounter):
+class FlightObservableCounter(AsynchronousInstrument, ObservableCounter):
     """A counter with its total read by callbacks."""
 
-    def __init__(self, stream: MetricStream, callbacks: Sequence[CallbackT] | None) -> None:
-        self.stream = stream
-        self.observer = Observer(stream, callbacks)
-
-    def delegate_to(self, meter: Meter) -> None:
-        """Register the callbacks with the application's own provider."""
-        meter.create_observable_counter(*_described(self.observer))
+    kind, factory = Kind.COUNTER, "create_observable_counter"
 
 
-class FlightObservableUpDownCounter(ObservableUpDownCounter):
+class FlightObservableUpDownCounter(AsynchronousInstrument, ObservableUpDownCounter):
     """An up-down counter with its sum read by callbacks."""
 
-    def __init__(self, stream: MetricStream, callbacks: Sequence[CallbackT] | None) -> None:
-        self.stream = stream
-        self.observer = Observer(stream, callbacks)
-
-    def delegate_to(self, meter: Meter) -> None:
-        """Register the callbacks with the application's own provider."""
-        meter.create_observable_up_down_counter(*_described(self.observer))
+    kind, factory = Kind.UPDOWN, "create_observable_up_down_counter"
 
 
-class FlightObservableGauge(ObservableGauge):
+class FlightObservableGauge(AsynchronousInstrument, ObservableGauge):
     """A gauge with its value read by callbacks."""
 
-    def __init__(self, stream: MetricStream, callbacks: Sequence[CallbackT] | None) -> None:
-        self.stream = stream
-        self.observer = Observer(stream, callbacks)
-
-    def delegate_to(self, meter: Meter) -> None:
-        """Register the callbacks with the application's own provider."""
-        meter.create_observable_gauge(*_described(self.observer))
-
-
-def _described(observer: Observer) -> tuple[str, list[CallbackT], str, str]:
-    name, unit, description = observer.stream.identity
-    return name, observer.callbacks, unit, description
+    kind, factory = Kind.GAUGE, "create_observable_gauge"

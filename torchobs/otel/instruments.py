@@ -13,10 +13,11 @@ from __future__ import annotations
 import operator
 import sys
 from math import nan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from opentelemetry.metrics import Counter, Histogram, UpDownCounter, _Gauge
 
+from torchobs.catalog import Kind
 from torchobs.flight.writer.series_table import Cell
 from torchobs.support.error_guard import CircuitBreaker, call
 
@@ -27,18 +28,33 @@ if TYPE_CHECKING:
 
     from torchobs.otel.metric_stream import MetricStream
 
+DelegateT = TypeVar("DelegateT")
 _NUMBERS = (int, float)
 _MAX = sys.float_info.max
 DEFAULT_BOUNDS = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 250.0, 500.0, 750.0, 1000.0, 2500.0, 5000.0, 7500.0, 10000.0)
 """Default bucket boundaries of a histogram (OpenTelemetry specification, explicit bucket histogram aggregation)."""
 
 
-class FlightCounter(Counter):
-    """A sum that never decreases."""
+class SynchronousInstrument(Generic[DelegateT]):
+    """What the synchronous instruments have in common: their stream, and the application's own instrument once there is one."""
+
+    kind: ClassVar[Kind]
+    factory: ClassVar[str]
+    """the method of a Meter that creates such an instrument"""
 
     def __init__(self, stream: MetricStream) -> None:
         self.stream = stream
-        self._delegate: Counter | None = None
+        self._delegate: DelegateT | None = None
+
+    def delegate_to(self, meter: Meter) -> None:
+        """Delegate to the same instrument of the application's own provider from now on."""
+        self._delegate = getattr(meter, self.factory)(*self.stream.identity)
+
+
+class FlightCounter(SynchronousInstrument[Counter], Counter):
+    """A sum that never decreases."""
+
+    kind, factory = Kind.COUNTER, "create_counter"
 
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Counter`. A negative or non-finite amount is ignored, with one warning."""
@@ -57,17 +73,11 @@ class FlightCounter(Counter):
         cell.add(amount)
         cell.publish()
 
-    def delegate_to(self, meter: Meter) -> None:
-        """Delegate to the same instrument of the application's own provider from now on."""
-        self._delegate = meter.create_counter(*self.stream.identity)
 
-
-class FlightUpDownCounter(UpDownCounter):
+class FlightUpDownCounter(SynchronousInstrument[UpDownCounter], UpDownCounter):
     """A sum that may decrease."""
 
-    def __init__(self, stream: MetricStream) -> None:
-        self.stream = stream
-        self._delegate: UpDownCounter | None = None
+    kind, factory = Kind.UPDOWN, "create_up_down_counter"
 
     def add(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.UpDownCounter`. A non-finite amount is ignored, with one warning."""
@@ -81,17 +91,11 @@ class FlightUpDownCounter(UpDownCounter):
             return
         self.stream.record(Cell.add, amount, attributes)
 
-    def delegate_to(self, meter: Meter) -> None:
-        """Delegate to the same instrument of the application's own provider from now on."""
-        self._delegate = meter.create_up_down_counter(*self.stream.identity)
 
-
-class FlightHistogram(Histogram):
+class FlightHistogram(SynchronousInstrument[Histogram], Histogram):
     """A distribution over buckets."""
 
-    def __init__(self, stream: MetricStream) -> None:
-        self.stream = stream
-        self._delegate: Histogram | None = None
+    kind, factory = Kind.HISTOGRAM, "create_histogram"
 
     def record(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :class:`opentelemetry.metrics.Histogram`. A negative or non-finite amount is ignored, with one warning."""
@@ -106,18 +110,16 @@ class FlightHistogram(Histogram):
         self.stream.record(Cell.observe, amount, attributes)
 
     def delegate_to(self, meter: Meter) -> None:
-        """Delegate to the same instrument of the application's own provider from now on."""
+        """See :class:`SynchronousInstrument`; boundaries that are not the default ones are advised there, too."""
         bounds = self.stream.metric.bounds
         advised: dict[str, Any] = {} if bounds == DEFAULT_BOUNDS else {"explicit_bucket_boundaries_advisory": bounds}
         self._delegate = meter.create_histogram(*self.stream.identity, **advised)
 
 
-class FlightGauge(_Gauge):
+class FlightGauge(SynchronousInstrument[_Gauge], _Gauge):
     """A present value."""
 
-    def __init__(self, stream: MetricStream) -> None:
-        self.stream = stream
-        self._delegate: _Gauge | None = None
+    kind, factory = Kind.GAUGE, "create_gauge"
 
     def set(self, amount: float, attributes: Attributes = None, context: Context | None = None) -> None:
         """See :meth:`opentelemetry.metrics.Meter.create_gauge`. A non-finite amount makes the series absent."""
@@ -127,10 +129,6 @@ class FlightGauge(_Gauge):
         if type(amount) not in _NUMBERS:
             amount = number(amount)
         self.stream.record(Cell.set, amount if -_MAX <= amount <= _MAX else nan, attributes)
-
-    def delegate_to(self, meter: Meter) -> None:
-        """Delegate to the same instrument of the application's own provider from now on."""
-        self._delegate = meter.create_gauge(*self.stream.identity)
 
 
 def _given(context: Context | None) -> dict[str, Context]:

@@ -10,18 +10,24 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from math import isfinite, nan
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from opentelemetry.metrics import Meter, NoOpMeter
 
-from torchobs.catalog import Kind, Metric
-from torchobs.otel.async_instruments import FlightObservableCounter, FlightObservableGauge, FlightObservableUpDownCounter
+from torchobs.catalog import Metric
+from torchobs.otel.async_instruments import (
+    AsynchronousInstrument,
+    FlightObservableCounter,
+    FlightObservableGauge,
+    FlightObservableUpDownCounter,
+)
 from torchobs.otel.instruments import (
     DEFAULT_BOUNDS,
     FlightCounter,
     FlightGauge,
     FlightHistogram,
     FlightUpDownCounter,
+    SynchronousInstrument,
     number,
 )
 from torchobs.otel.log_once import delegate_safely, logger
@@ -41,21 +47,14 @@ if TYPE_CHECKING:
     )
 
     from torchobs.flight.format.series import Scope
-    from torchobs.otel.async_instruments import Observer
     from torchobs.otel.metric_stream import Destination
 
 _NAME = re.compile(r"[a-zA-Z][-_./a-zA-Z0-9]{0,254}")
 _UNIT = re.compile(r"[\x00-\x7F]{0,63}")
 
 
-class _Instrument(Protocol):
-    stream: MetricStream
-
-    def delegate_to(self, meter: Meter) -> None:
-        """Delegate to the same instrument of another meter."""
-
-
-InstrumentT = TypeVar("InstrumentT", bound=_Instrument)
+Instrument = SynchronousInstrument[Any] | AsynchronousInstrument
+InstrumentT = TypeVar("InstrumentT", bound=Instrument)
 
 
 class FlightMeter(Meter):
@@ -67,35 +66,21 @@ class FlightMeter(Meter):
     def __init__(self, scope: Scope, destination: Destination) -> None:
         super().__init__(scope.name, scope.version or None, scope.schema_url or None)
         self._scope, self._destination = scope, destination
-        self._instruments: dict[tuple[type, str, str, str], _Instrument] = {}
-        self._first: dict[str, _Instrument] = {}
+        self._instruments: dict[tuple[type, str, str, str], Instrument] = {}
+        self._first: dict[str, Instrument] = {}
         self._delegate: Meter | None = None
-
-    @property
-    def _other(self) -> Meter:
-        """The meter for instruments not created here: the application's own, else one with no-op instruments."""
-        return self._delegate or NoOpMeter("")
 
     def create_counter(self, name: str, unit: str = "", description: str = "") -> Counter:
         """See :class:`opentelemetry.metrics.Meter`."""
-        stream = self._stream(Kind.COUNTER, name, unit, description)
-        if stream is None:
-            return self._other.create_counter(name, unit or "", description or "")
-        return self._keep(FlightCounter(stream))
+        return self._create(FlightCounter, name, unit, description)
 
     def create_up_down_counter(self, name: str, unit: str = "", description: str = "") -> UpDownCounter:
         """See :class:`opentelemetry.metrics.Meter`."""
-        stream = self._stream(Kind.UPDOWN, name, unit, description)
-        if stream is None:
-            return self._other.create_up_down_counter(name, unit or "", description or "")
-        return self._keep(FlightUpDownCounter(stream))
+        return self._create(FlightUpDownCounter, name, unit, description)
 
     def create_gauge(self, name: str, unit: str = "", description: str = "") -> _Gauge:
         """See :class:`opentelemetry.metrics.Meter`."""
-        stream = self._stream(Kind.GAUGE, name, unit, description)
-        if stream is None:
-            return self._other.create_gauge(name, unit or "", description or "")
-        return self._keep(FlightGauge(stream))
+        return self._create(FlightGauge, name, unit, description)
 
     def create_histogram(
         self,
@@ -107,45 +92,32 @@ class FlightMeter(Meter):
     ) -> Histogram:
         """See :class:`opentelemetry.metrics.Meter`."""
         advisory = explicit_bucket_boundaries_advisory
-        stream = self._stream(Kind.HISTOGRAM, name, unit, description, advisory)
-        if stream is None:
+        if self._delegate is not None:
             advised = {} if advisory is None else {"explicit_bucket_boundaries_advisory": advisory}
-            return self._other.create_histogram(name, unit or "", description or "", **advised)
-        kept = self._keep(FlightHistogram(stream))
-        if kept.stream.metric.bounds != stream.metric.bounds:
-            kept.stream.warn_once("other boundaries are advised now, the first ones are used")
-        return kept
+            return self._delegate.create_histogram(name, unit or "", description or "", **advised)
+        return self._create(FlightHistogram, name, unit, description, bounds=_bounds(name, advisory))
 
     def create_observable_counter(
         self, name: str, callbacks: Sequence[CallbackT] | None = None, unit: str = "", description: str = ""
     ) -> ObservableCounter:
         """See :class:`opentelemetry.metrics.Meter`."""
-        stream = self._stream(Kind.COUNTER, name, unit, description)
-        if stream is None:
-            return self._other.create_observable_counter(name, callbacks, unit or "", description or "")
-        return self._keep(FlightObservableCounter(stream, callbacks))
+        return self._create(FlightObservableCounter, name, unit, description, callbacks=callbacks)
 
     def create_observable_up_down_counter(
         self, name: str, callbacks: Sequence[CallbackT] | None = None, unit: str = "", description: str = ""
     ) -> ObservableUpDownCounter:
         """See :class:`opentelemetry.metrics.Meter`."""
-        stream = self._stream(Kind.UPDOWN, name, unit, description)
-        if stream is None:
-            return self._other.create_observable_up_down_counter(name, callbacks, unit or "", description or "")
-        return self._keep(FlightObservableUpDownCounter(stream, callbacks))
+        return self._create(FlightObservableUpDownCounter, name, unit, description, callbacks=callbacks)
 
     def create_observable_gauge(
         self, name: str, callbacks: Sequence[CallbackT] | None = None, unit: str = "", description: str = ""
     ) -> ObservableGauge:
         """See :class:`opentelemetry.metrics.Meter`."""
-        stream = self._stream(Kind.GAUGE, name, unit, description)
-        if stream is None:
-            return self._other.create_observable_gauge(name, callbacks, unit or "", description or "")
-        return self._keep(FlightObservableGauge(stream, callbacks))
+        return self._create(FlightObservableGauge, name, unit, description, callbacks=callbacks)
 
-    def observers(self) -> list[Observer]:
-        """Return the observers of the observable instruments."""
-        return [observer for item in list(self._instruments.values()) if (observer := getattr(item, "observer", None))]
+    def observables(self) -> list[AsynchronousInstrument]:
+        """Return the observable instruments."""
+        return [item for item in list(self._instruments.values()) if isinstance(item, AsynchronousInstrument)]
 
     def delegate_to(self, provider: MeterProvider) -> None:
         """Delegate to the same meter of the application's own provider."""
@@ -154,18 +126,18 @@ class FlightMeter(Meter):
         for instrument in list(self._instruments.values()):
             delegate_safely(instrument.delegate_to, delegate)
 
-    def _stream(
-        self, kind: Kind, name: str, unit: str, description: str, advisory: Sequence[float] | None = None
-    ) -> MetricStream | None:
-        """Return a stream for that instrument; ``None`` where another meter has to create it."""
+    def _create(
+        self, cls: type[InstrumentT], name: str, unit: str, description: str, bounds: tuple[float, ...] = (), **more: Any
+    ) -> InstrumentT:
+        """Return the instrument of that identity; from the application's own meter if there is one, as the API's type then."""
         if self._delegate is not None:
-            return None
+            own = getattr(self._delegate, cls.factory)(name, unit=unit or "", description=description or "", **more)
+            return cast("InstrumentT", own)
         if not _NAME.fullmatch(name) or not _UNIT.fullmatch(unit or ""):
             logger.warning("torchobs: no valid name and unit of an instrument: %.300r, %.100r; it records nothing", name, unit)
-            return None
-        bounds = _bounds(name, advisory) if kind is Kind.HISTOGRAM else ()
-        metric = Metric(name.lower(), kind, unit or "", description or "", bounds=bounds)
-        return MetricStream(metric, self._scope, self._destination)
+            return cast("InstrumentT", getattr(NoOpMeter(""), cls.factory)(name))
+        metric = Metric(name.lower(), cls.kind, unit or "", description or "", bounds=bounds)
+        return self._keep(cls(MetricStream(metric, self._scope, self._destination), **more))
 
     def _keep(self, instrument: InstrumentT) -> InstrumentT:
         """Return the instrument of that identity that was created first; without a lock, as ``dict.setdefault`` is atomic."""
@@ -174,6 +146,8 @@ class FlightMeter(Meter):
         first = self._first.setdefault(name, kept)
         if first is not kept:
             first.stream.warn_once("there is another one of this name with another kind, unit or description")
+        if kept.stream.metric.bounds != instrument.stream.metric.bounds:
+            kept.stream.warn_once("other boundaries are advised now, the first ones are used")
         return cast("InstrumentT", kept)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import Attributes
 
     from torchobs.flight.writer.writer import FlightWriter
-    from torchobs.otel.async_instruments import Observer
+    from torchobs.otel.async_instruments import AsynchronousInstrument
     from torchobs.otel.metric_stream import Source
 
 _CALLBACK_TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ class FlightMeterProvider(MeterProvider):
 
     def __init__(self, source: Source) -> None:
         self._destination = Destination(source)
-        self._meters: dict[Scope, FlightMeter] = {}
+        self._by_scope: dict[Scope, FlightMeter] = {}
         self._delegate: MeterProvider | None = None
         self._round: threading.Thread | None = None
 
@@ -53,7 +53,7 @@ class FlightMeterProvider(MeterProvider):
             warn_once("a meter needs a name; the instruments of one without record nothing")
             return NoOpMeter("")
         scope = Scope(clean_key(name), clean_key(version or ""), clean_key(schema_url or ""), frozen(attributes))
-        return self._meters.setdefault(scope, FlightMeter(scope, self._destination))
+        return self._by_scope.setdefault(scope, FlightMeter(scope, self._destination))
 
     def observe(self, timeout_s: float = 0.0) -> bool:
         """Call the callbacks of all observable instruments in a separate thread and wait for it at most ``timeout_s``.
@@ -73,24 +73,24 @@ class FlightMeterProvider(MeterProvider):
     def delegate_to(self, provider: MeterProvider) -> None:
         """Delegate every instrument created here to the provider that the application has set."""
         self._delegate = provider
-        for meter in list(self._meters.values()):
+        for meter in list(self._by_scope.values()):
             delegate_safely(meter.delegate_to, provider)
 
     def _begin_round(self, timeout_s: float) -> threading.Thread | None:
         writer = self._destination.source()
-        observers = [observer for meter in list(self._meters.values()) for observer in meter.observers()]
-        if writer is None or self._delegate is not None or not observers:
+        observables = [instrument for meter in list(self._by_scope.values()) for instrument in meter.observables()]
+        if writer is None or self._delegate is not None or not observables:
             return None
         self._round = threading.Thread(
-            target=_observe, args=(writer, observers, timeout_s), name="torchobs-callbacks", daemon=True
+            target=_observe, args=(writer, observables, timeout_s), name="torchobs-callbacks", daemon=True
         )
         self._round.start()
         return self._round
 
 
-def _observe(writer: FlightWriter, observers: Sequence[Observer], timeout_s: float) -> None:
+def _observe(writer: FlightWriter, observables: Sequence[AsynchronousInstrument], timeout_s: float) -> None:
     cell = writer.table.cell(catalog.PROBE_ERRORS, {"probe": "callbacks"})  # exists at 0 before its first increment
-    errors = sum(observer.observe(timeout_s) for observer in observers)
+    errors = sum(instrument.observe(timeout_s) for instrument in observables)
     if cell is not None and errors:
         cell.add(errors)
         cell.publish()

@@ -50,8 +50,8 @@ _SAMPLED, _RANDOM = 0x01, 0x02
 _LIMITS = SpanLimits()
 
 
-def _no_parent() -> None:
-    return None
+def no_parent() -> None:
+    """Return ``None``: spans without a context begin a trace."""
 
 
 class FlightTracerProvider(TracerProvider):
@@ -62,7 +62,7 @@ class FlightTracerProvider(TracerProvider):
     """
 
     def __init__(
-        self, source: Source, parent: Callable[[], SpanContext | None] = _no_parent, limits: SpanLimits = _LIMITS
+        self, source: Source, parent: Callable[[], SpanContext | None] = no_parent, limits: SpanLimits = _LIMITS
     ) -> None:
         self._source, self.parent, self.limits = source, parent, limits
         self._tracers: dict[Scope, FlightTracer] = {}
@@ -71,7 +71,7 @@ class FlightTracerProvider(TracerProvider):
         """Return the file's writer; ``None`` when nothing is recorded."""
         return self._source()
 
-    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = _no_parent) -> None:
+    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> None:
         """Set the functions that return the writer and the parent of root spans."""
         self._source, self.parent = source, parent
 
