@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchobs import catalog
-from torchobs.flight.files.create import CreatedFile, new_header
+from torchobs.flight.files.create import new_header
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
@@ -15,6 +15,7 @@ from torchobs.flight.metrics import core_series, fold
 from torchobs.flight.metrics.totals import WORDS, Totals, Word
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 
 NAME = f"r0-{0:032x}.flight"
@@ -22,28 +23,20 @@ ALL_VALUES = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 Values = dict[tuple[str, tuple[tuple[str, Any], ...]], Any]
 
 
-class RecordingMemory:
-    """Keeps every store in order: what a killed process may have done. A :class:`torchobs.flight.writer.storage.Storage`."""
+class RecordingMemory(Storage):
+    """Keeps every store in order: what a killed process may have done."""
 
     def __init__(self, size: int) -> None:
         self.stores: list[tuple[int, bytes]] = []
         self.content = bytearray(size)
+        super().__init__(memoryview(self.content))
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         self.stores.append((offset, bytes(data)))
-        self.content[offset : offset + len(data)] = data
+        super().store(offset, data)
 
     def word(self, index: int, value: int) -> None:
         self.store(index * 8, value.to_bytes(8, "little"))
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    def snapshot(self) -> bytes:
-        return bytes(self.content)
-
-    def move(self, born: CreatedFile, copied: bytes) -> None:
-        raise NotImplementedError
 
     def detach(self) -> None:
         self.stores = []

@@ -17,7 +17,7 @@ from torchobs.catalog import Kind
 from torchobs.flight.format.layout import SLOT_SIZE
 from torchobs.flight.format.series import Series, ValueType
 from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError
-from torchobs.flight.writer.storage import DirectStorage
+from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.value_block import ValueBlock
 from torchobs.otel.attributes import flat
 from torchobs.otel.log_once import logger
@@ -43,7 +43,7 @@ _MAX_FORMS = 4096
 """Most attribute sets per instrument that are cached as given (at most 2 MiB)."""
 _MAX_LATE = 1024
 _SCRAP = Cell(
-    ValueBlock(DirectStorage(memoryview(bytearray(2 * SLOT_SIZE))), 0, 0),
+    ValueBlock(Storage(memoryview(bytearray(2 * SLOT_SIZE))), 0, 0),
     Series("scrap", Kind.COUNTER, "", "", (), (), ValueType.EITHER, 0, 0),
 )
 """Cell for an instrument without room even for its overflow series: its measurements are counted as dropped."""

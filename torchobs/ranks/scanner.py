@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
+from torchobs.flight.files import entries
 from torchobs.flight.files.create import boot_id
 from torchobs.flight.format.layout import MAX_READ_SIZE
 from torchobs.ranks import memory_budget
@@ -259,8 +259,7 @@ def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | N
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
         return "io"
-    regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= MAX_READ_SIZE
-    if not regular or status.st_uid != (status.st_uid if owner is None else owner):
+    if not entries.is_plain(status, owner) or status.st_size > MAX_READ_SIZE:
         return "kind"
     return _kind(problem)
 

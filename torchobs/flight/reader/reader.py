@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+from torchobs.flight.files import entries
 from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import (
@@ -54,7 +55,6 @@ _NONE: _Slot = (0, b"")
 _NO_BLOCK = DecodedBlock()
 MAX_WORDS = 16_384
 """Most words of series: twice as many as a file of this version has. Forged series of 16 MiB would take 80 MB and seconds."""
-MAX_NAMES = 200_000
 MAX_FILES = 4096
 _WIDE = 16
 """Measured with 16,000 gauges (650 bytes each, of which 96 are its entry) and with histograms of 500 buckets."""
@@ -82,19 +82,7 @@ def names(directory_fd: int) -> list[str]:
 
     Raises ``OSError``.
     """
-    found: list[str] = []
-    # a descriptor of its own: concurrent scrapes would share the read position of one
-    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
-    try:
-        with os.scandir(fd) as entries:
-            for seen, entry in enumerate(entries):
-                if seen >= MAX_NAMES or len(found) >= MAX_FILES:
-                    break
-                if is_name(entry.name):
-                    found.append(entry.name)
-    finally:
-        os.close(fd)
-    return sorted(found)
+    return sorted(islice(filter(is_name, entries.names(directory_fd)), MAX_FILES))
 
 
 def is_name(name: str) -> bool:
@@ -350,7 +338,7 @@ def open_path(path: str) -> FlightFile:
 
 
 def _open(directory_fd: int, name: str, owner: int | None) -> tuple[int, Header]:
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    fd = os.open(name, entries.READ, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)
         _check(status, os.fstat(directory_fd).st_dev, owner)

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from torchobs.flight.files import lock
+from torchobs.flight.files import entries, lock
 from torchobs.flight.files.create import CreatedFile, create, lock_name, new_header, relock
 from torchobs.flight.files.location import renew
 from torchobs.flight.format.event_ring import EventRing
@@ -27,7 +27,7 @@ from torchobs.flight.metrics import core_series
 from torchobs.flight.metrics import fold as record_fold
 from torchobs.flight.metrics.totals import Anomaly, Word
 from torchobs.flight.writer.series_table import Table
-from torchobs.flight.writer.storage import DeferredStorage, DirectStorage, Storage
+from torchobs.flight.writer.storage import DeferredStorage, Storage
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -252,15 +252,14 @@ class FlightWriter:
         created = self._created
         if created is None or self.hidden:
             return False
-        file_is_there, lock_is_there = (
-            _has_name(created, created.name, created.inode),
-            _has_name(created, lock_name(created.name), created.lock_inode),
-        )
+        directory_fd = created.place.fd
+        file_is_there = entries.inode(directory_fd, created.name) == created.inode
+        lock_is_there = entries.inode(directory_fd, lock_name(created.name)) == created.lock_inode
         if file_is_there and lock_is_there:
             return False
-        if not os.fstat(created.place.fd).st_nlink:
+        if not os.fstat(directory_fd).st_nlink:
             renew(created.place)
-        _unlink(created, lock_name(created.name))
+        entries.remove(directory_fd, lock_name(created.name))
         self._created = relock(created) if file_is_there else self._move(created)
         lock.release(created.lock_fd)
         return True
@@ -270,7 +269,7 @@ class FlightWriter:
         self.hidden = True
         if self._created is not None:
             for name in (self._created.name, lock_name(self._created.name)):
-                _unlink(self._created, name)
+                entries.remove(self._created.place.fd, name)
 
     def show(self) -> None:
         """Give the file a name again. Raises ``OSError`` as :meth:`check_name`."""
@@ -279,7 +278,7 @@ class FlightWriter:
 
     def _move(self, created: CreatedFile) -> CreatedFile:
         """Recreate the file and switch to it."""
-        _unlink(created, created.name)
+        entries.remove(created.place.fd, created.name)
         content = self.memory.snapshot()
         with contextlib.ExitStack() as undo:
             again = create(created.place, created.header, content)
@@ -319,21 +318,9 @@ def open_writer(
     with contextlib.ExitStack() as undo:
         created = create(place, new_header(resource, size))
         undo.callback(lock.release, created.lock_fd)
-        memory: Storage = DirectStorage(memoryview(created.map)) if place.in_memory else DeferredStorage(created)
+        memory: Storage = Storage(memoryview(created.map)) if place.in_memory else DeferredStorage(created)
         undo.pop_all()
     return FlightWriter(created.header, memory, created)
-
-
-def _has_name(created: CreatedFile, name: str, inode: int) -> bool:
-    try:
-        return os.stat(name, dir_fd=created.place.fd, follow_symlinks=False).st_ino == inode
-    except FileNotFoundError:
-        return False
-
-
-def _unlink(created: CreatedFile, name: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=created.place.fd)
 
 
 def _detach_all() -> None:
