@@ -22,9 +22,9 @@ from torchobs.flight.reader.reader import FlightFile
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
-from torchobs.ranks.memory_use import last_memory
 from torchobs.ranks.rank_file import HOSTILE, RankFile, open_tracked
 from torchobs.ranks.scanner import system_clock
+from torchobs.ranks.state import last_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

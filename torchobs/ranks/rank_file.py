@@ -38,6 +38,8 @@ _PASSING = frozenset(
     }
 )
 
+REPORTED_NS = 10_000_000_000
+"""How long a superseded rank stays in snapshots after its end: a client that polls every second misses none."""
 _SEAL_S = 10.0
 _NEVER_NS = -(1 << 62)
 
@@ -77,6 +79,9 @@ class RankFile:
         self.retired = ""
         """why it is no longer served: ``superseded`` or ``expired``; empty while it is"""
         self._sealed = False
+        self.suffix: str | None = None
+        """what was appended to its rank when it was last served; ``None``: never served"""
+        self._superseded_ns: int | None = None
         self.ended_in: int | None = None
         """number of the snapshot in which it was first seen to be dead"""
         self._durations = _Durations()
@@ -148,6 +153,20 @@ class RankFile:
     def certainly_dead(self, now: Now) -> bool:
         """Return True if the rank is surely dead: a living process can lose its lock, and its heartbeat can pause."""
         return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
+
+    def final_suffix(self, now: Now) -> str | None:
+        """Return the suffix of a superseded rank while its final counts are still to be reported; else ``None``.
+
+        A program that repeats ``init()``, training and ``shutdown()`` has a new incarnation each time, and possibly none of
+        them was seen dead while it was the newest. Not reported are ranks that still run, and those never served and long
+        dead, which ended before this exporter started.
+        """
+        is_old = self.suffix is None and self.certainly_dead(now)
+        if self.retired or is_old or (self.up and not self.fading):
+            return None
+        if self._superseded_ns is None:
+            self._superseded_ns = now.monotonic_ns
+        return self.suffix or "" if now.monotonic_ns - self._superseded_ns < REPORTED_NS else None
 
     @contextmanager
     def access(self, directory_fd: int) -> Iterator[FlightFile]:

@@ -26,7 +26,6 @@ from torchobs.ranks.incarnations import resolve
 from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
 from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
-from torchobs.ranks.superseded import SupersededRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +64,7 @@ class Scanner:
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = 0
-        self._joins, self._replaced = RankComparator(), SupersededRanks()
+        self._comparator = RankComparator()
 
     def scan(self) -> Snapshot:
         """Scan the directory and return a snapshot."""
@@ -79,7 +78,7 @@ class Scanner:
             self._observe(tracked, now)
         self._leave_out(now)
         ranks, left, files = self._select(now)
-        standings, runs = self._joins.of(ranks, now.monotonic_ns)
+        standings, runs = self._comparator.of(ranks, now.monotonic_ns)
         return Snapshot(
             number=self._number,
             taken_ns=now.monotonic_ns,
@@ -200,14 +199,12 @@ class Scanner:
             status = self._status(tracked, suffixes, now)
             files[status] += 1
             if status == "served":
-                suffix = suffixes[tracked.incarnation]
-                self._replaced.served(tracked.incarnation, suffix)
-                ranks.append(self._rank(tracked, suffix, now))
-            elif status == "superseded" and (known := self._replaced.suffix(tracked, now)) is not None:
-                left.append(self._rank(tracked, known, now))
+                tracked.suffix = suffixes[tracked.incarnation]
+                ranks.append(self._rank(tracked, tracked.suffix, now))
+            elif status == "superseded" and (suffix := tracked.final_suffix(now)) is not None:
+                left.append(self._rank(tracked, suffix, now))
             elif tracked.certainly_dead(now):
                 tracked.retire(status)
-        self._replaced.keep(tracked.incarnation for tracked in self._tracked.values())
         return tuple(sorted(_with_patience(ranks), key=_order)), tuple(left), files
 
     def _status(self, tracked: RankFile, suffixes: Mapping[str, str], now: Now) -> str:
