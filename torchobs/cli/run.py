@@ -101,7 +101,7 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
     options, unknown = made.parse_known_args(own)
     if unknown:
         made.error(
-            f"unknown option {unknown[0]!r}, allowed is {option_types.either(_OPTIONS)}; the script's own come after its name"
+            f"unknown option {unknown[0]!r}, expected {option_types.either(_OPTIONS)}; the script's own come after its name"
         )
     if not command or command == ["-m"]:
         made.error("a script or `-m module` is missing")
