@@ -11,8 +11,8 @@ from torchobs.flight.files.create import new_header
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
-from torchobs.flight.metrics import core_series, fold
-from torchobs.flight.metrics.totals import WORDS, Totals, Word
+from torchobs.flight.metrics import fold
+from torchobs.flight.metrics.totals import WORDS, Totals, Word, core_series
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import Distribution
 from torchobs.flight.writer.storage import Storage
@@ -161,7 +161,7 @@ def written(image: Image) -> tuple[FlightWriter, ImageMemory]:
 
 def values(view: reader.View, *, folded: bool = False) -> Values:
     """The points of a view by name and attributes; ``folded``: only those of the fold."""
-    keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core_series.series()}
+    keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core_series()}
     found: Values = {(point.series.name, point.series.attributes): point.value for point in view.points}
     return {key: value for key, value in found.items() if not folded or key in keys}
 
@@ -195,7 +195,7 @@ def folded_states(of: Header, records: Sequence[StepRecord]) -> Iterator[Values]
 
 def _fold_values(state: Totals) -> Values:
     found: Values = {}
-    for metric, attributes, word in core_series.series():
+    for metric, attributes, word in core_series():
         if metric.kind is catalog.Kind.HISTOGRAM:
             total = word + len(metric.bounds) + 1
             counts, (sum_, least, greatest) = tuple(state.ints[word:total]), state.floats[total : total + 3]

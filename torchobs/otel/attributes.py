@@ -11,14 +11,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchobs.flight.format.layout import encodable
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     Plain: TypeAlias = str | bool | int | float | list["Plain"] | dict[str, "Plain"] | None
 
 _INT64 = 1 << 63

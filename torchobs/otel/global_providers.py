@@ -15,17 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from opentelemetry import metrics, trace
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.metrics import _internal as metrics_api
-from opentelemetry.trace import ProxyTracerProvider, TracerProvider
+from opentelemetry.trace import ProxyTracerProvider, SpanContext, TracerProvider
 
 from torchobs.otel.meter_provider import FlightMeterProvider
 from torchobs.otel.tracer_provider import FlightTracerProvider, no_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from opentelemetry.metrics import MeterProvider
-    from opentelemetry.trace import SpanContext
 
     from torchobs.otel.metric_stream import Source
 

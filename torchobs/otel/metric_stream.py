@@ -10,25 +10,19 @@ the attribute ``otel.metric.overflow``, as OpenTelemetry specifies, so that the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torchobs.catalog import Kind
+from torchobs.catalog import Kind, Metric
 from torchobs.flight.format.layout import SLOT_SIZE
-from torchobs.flight.format.series import Series, ValueType
-from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError
+from torchobs.flight.format.series import Scope, Series, ValueType
+from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError, Table
 from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.value_block import ValueBlock
 from torchobs.otel.attributes import flat
 from torchobs.otel.log_once import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-    from typing import TypeAlias
-
-    from torchobs.catalog import Metric
-    from torchobs.flight.format.series import Scope
-    from torchobs.flight.writer.series_table import Table
     from torchobs.flight.writer.writer import FlightWriter
 
     Source: TypeAlias = Callable[[], FlightWriter | None]

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from opentelemetry.context import attach, detach
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import (
+    Link,
     NonRecordingSpan,
     Span,
     SpanContext,
@@ -34,12 +35,9 @@ from torchobs.otel.log_once import warn_once
 from torchobs.otel.span import FlightSpan, Origin, Reactions, SpanLimits, react
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextvars import Token
     from types import TracebackType
 
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Link
     from opentelemetry.util.types import Attributes
 
     from torchobs.flight.writer.writer import FlightWriter

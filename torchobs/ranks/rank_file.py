@@ -14,7 +14,7 @@ from torchobs.flight.files.create import file_name
 from torchobs.flight.format.layout import BadFlightFileError, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
-from torchobs.flight.reader.reader import View
+from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.ranks import exemplars, labels, state
 from torchobs.ranks.incarnations import RankCandidate
 from torchobs.ranks.memory_budget import RANK
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchobs.flight.format.series import Series
-    from torchobs.flight.reader.reader import FlightFile
 
 HOSTILE = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),

@@ -90,25 +90,6 @@ class Table:
     series; the last eighth of that is spare, for overflow series.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_at",
-        "_blocks",
-        "_cells",
-        "_count",
-        "_live_at",
-        "_lock",
-        "_maker",
-        "_memory",
-        "_offset",
-        "_refused",
-        "_room",
-        "_seed",
-        "_shares",
-        "_span",
-        "dropped",
-    )  # fmt: skip
-
     def __init__(self, memory: Storage, regions: Mapping[Region, Extent], seed: int) -> None:
         self._memory, self._seed, self._span = memory, seed, regions[Region.BLOCKS]
         self._offset, self._room = regions[Region.SERIES].offset, regions[Region.SERIES].length

@@ -13,14 +13,13 @@ from collections import deque
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from torchobs.flight.files.create import open_again
+from torchobs.flight.files.create import CreatedFile, open_again
 from torchobs.flight.format.layout import ALIGN, HEADER_SIZE, LIVE_WORDS, Region
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torchobs.flight.files.create import CreatedFile
 
 _WORD = 8
 _LIVE_END = HEADER_SIZE + LIVE_WORDS * _WORD

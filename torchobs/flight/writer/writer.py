@@ -19,13 +19,12 @@ from zlib import crc32
 
 from torchobs.flight.files import entries, lock
 from torchobs.flight.files.create import CreatedFile, create, lock_name, new_header, relock
-from torchobs.flight.files.location import renew
+from torchobs.flight.files.location import FlightDirectory, renew
 from torchobs.flight.format.event_ring import EventRing
-from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Live, Region
+from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Header, Live, Region
 from torchobs.flight.format.step_record import CRC, PLAIN, StepRecord, pack, unpack
-from torchobs.flight.metrics import core_series
 from torchobs.flight.metrics import fold as record_fold
-from torchobs.flight.metrics.totals import Anomaly, Word
+from torchobs.flight.metrics.totals import Anomaly, Word, core_series
 from torchobs.flight.writer.series_table import Table
 from torchobs.flight.writer.storage import DeferredStorage, Storage
 from torchobs.support.after_fork import renew_in_child
@@ -33,8 +32,6 @@ from torchobs.support.after_fork import renew_in_child
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torchobs.flight.files.location import FlightDirectory
-    from torchobs.flight.format.layout import Header
 
 _GAP_NS = 1_000_000_000
 _FOLDED_AT_ONCE = 64
@@ -73,7 +70,7 @@ class FlightWriter:
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
         self.table.core.totals.clear(header.wall_ns - header.monotonic_ns)
-        for metric, attributes, word in core_series.series():
+        for metric, attributes, word in core_series():
             self.table.claim(metric, attributes, word)
         self.table.core.publish(force=True)
         self.heartbeat()
@@ -167,14 +164,14 @@ class FlightWriter:
                 return
 
     def _fold(self, most: int) -> None:
-        core_series = self.table.core
-        late = self._take_recent(core_series.totals.ints[Word.FOLDED_UPTO], most)
-        batch = self._contiguous(core_series.totals.ints[Word.FOLDED_UPTO])
+        core = self.table.core
+        late = self._take_recent(core.totals.ints[Word.FOLDED_UPTO], most)
+        batch = self._contiguous(core.totals.ints[Word.FOLDED_UPTO])
         if late:
-            core_series.change(record_fold.fold_late, late, self.anomalies)
+            core.change(record_fold.fold_late, late, self.anomalies)
         if batch:
-            core_series.change(record_fold.fold, batch, self.anomalies)
-        core_series.publish()
+            core.change(record_fold.fold, batch, self.anomalies)
+        core.publish()
         self._rests_left = _MOST_RESTS
 
     def _take_recent(self, upto: int, most: int) -> list[StepRecord]:
@@ -306,11 +303,7 @@ class FlightWriter:
         self.memory.detach()
 
 
-def open_writer(
-    place: FlightDirectory,
-    resource: Mapping[str, str | int],
-    size: int = DEFAULT_SIZE,
-) -> FlightWriter:
+def open_writer(place: FlightDirectory, resource: Mapping[str, str | int], size: int = DEFAULT_SIZE) -> FlightWriter:
     """Create and publish a flight file in ``place``.
 
     Raises ``create.NoRoomError`` or ``OSError`` when it cannot be created, ``ValueError`` for a bad size.
