@@ -17,8 +17,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from torchobs.flight.files import entries
-from torchobs.flight.files.create import boot_id
 from torchobs.flight.format.layout import MAX_READ_SIZE
+from torchobs.identity.process import boot_id
 from torchobs.ranks import memory_budget
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory

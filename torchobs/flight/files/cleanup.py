@@ -1,6 +1,6 @@
 """Removal of dead flight files that are old, or that together take too much space.
 
-Trainers clean when they start, node exporters periodically (a sidecar's mount is read-only). A file is removed only if it
+Trainers clean when they start. A file is removed only if it
 belongs to our user and its writer is dead: its lock is free and its heartbeat stopped. Its age is that of the last heartbeat,
 because stores through a map do not update mtime. Artifacts are removed with their flight file. Other names are never touched.
 """
@@ -15,10 +15,11 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files import artifacts, entries, lock
-from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, boot_id, lock_name
+from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, lock_name
 from torchobs.flight.format import live_words
 from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header
 from torchobs.flight.reader.reader import is_name
+from torchobs.identity.process import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,13 +10,13 @@ import mmap
 import os
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import TYPE_CHECKING
 
 from torchobs.flight.files import entries, lock
 from torchobs.flight.files.headroom import shortage
 from torchobs.flight.format.layout import Header, encode_header, plan
+from torchobs.identity.process import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,15 +54,6 @@ def new_header(resource: Mapping[str, str | int], size: int) -> Header:
     before, monotonic_ns, after = time.time_ns(), time.monotonic_ns(), time.time_ns()
     wall_ns = (before + after) // 2
     return Header(size, token_bytes(16), boot_id(), monotonic_ns, wall_ns, os.getpid(), os.getuid(), plan(size), resource)
-
-
-def boot_id() -> bytes:
-    """Return the 16-byte random id of this boot; zeros where the system has none."""
-    try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        return bytes.fromhex(text.strip().replace("-", ""))
-    except (OSError, ValueError):
-        return bytes(16)
 
 
 def file_name(header: Header) -> str:

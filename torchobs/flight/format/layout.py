@@ -264,6 +264,11 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
+def nonfinite_name(value: float) -> str:
+    """Return the name of NaN or an infinity, which JSON cannot hold, as OpenTelemetry spells it."""
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test
+
+
 def words_crc(generation: int, words: bytes | memoryview, seed: int) -> int:
     """Return the CRC of a value slot."""
     return zlib.crc32(words, zlib.crc32(SLOT_HEADER.pack(generation, len(words), 0), seed))

@@ -217,12 +217,14 @@ class FlightFile:
         return tail.take(head, self._events_at)
 
     def _events_at(self, at: int, length: int) -> bytes:
-        return os.pread(self._fd, length, self.header.regions[Region.EVENTS].offset + at).ljust(length, b"\0")
+        return self._read_at(self.header.regions[Region.EVENTS].offset + at, length)
 
     def _region(self, region: Region) -> bytes:
         span = self.header.regions[region]
-        raw = os.pread(self._fd, span.length, span.offset)
-        return raw.ljust(span.length, b"\0")
+        return self._read_at(span.offset, span.length)
+
+    def _read_at(self, offset: int, length: int) -> bytes:
+        return os.pread(self._fd, length, offset).ljust(length, b"\0")
 
     def _more_series(self) -> None:
         span, start = self.header.regions[Region.SERIES], self._table_at
@@ -261,7 +263,7 @@ class FlightFile:
         return served
 
     def _pair(self, offset: int) -> bytes:
-        return os.pread(self._fd, 2 * SLOT_SIZE, offset).ljust(2 * SLOT_SIZE, b"\0")
+        return self._read_at(offset, 2 * SLOT_SIZE)
 
     def _fold(self, core: Totals, *, final: bool) -> int | None:
         """Fold the records that the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
