@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger("torchobs")
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def warn_once(problem: str, *details: object) -> None:
     """Log a warning the first time that ``problem`` (without its details) occurs."""
-    if problem not in _said:
-        _said.add(problem)
+    if problem not in _logged:
+        _logged.add(problem)
         logger.warning("torchobs: " + problem, *details)  # noqa: G003  # our own texts, a handful of them
 
 

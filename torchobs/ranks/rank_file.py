@@ -39,7 +39,7 @@ _PASSING = frozenset(
 
 REPORTED_NS = 10_000_000_000
 """How long a superseded rank stays in snapshots after its end: a client that polls every second misses none."""
-_SEAL_S = 10.0
+_SURELY_DEAD_S = 10.0
 _NEVER_NS = -(1 << 62)
 
 
@@ -77,7 +77,7 @@ class RankFile:
         self.fading = False
         self.retired = ""
         """why it is no longer served: ``superseded`` or ``expired``; empty while it is"""
-        self._sealed = False
+        self._closed = False
         self.suffix: str | None = None
         """what was appended to its rank when it was last served; ``None``: never served"""
         self._superseded_ns: int | None = None
@@ -111,12 +111,12 @@ class RankFile:
 
     def follow(self, directory_fd: int) -> None:
         """Switch to the file if its writer recreated it. Raises one of :data:`HOSTILE` if it is another incarnation's."""
-        if not self._sealed:
+        if not self._closed:
             self.file.follow(directory_fd, self.name)
 
     def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None) -> None:
         """Query the lock, read the file, update the state. Raises one of :data:`HOSTILE`, after updating from older data."""
-        if self._sealed:
+        if self._closed:
             return
         # the lock first: if it is free, the following read is final
         self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name), before=self.lock_held)
@@ -151,7 +151,7 @@ class RankFile:
 
     def certainly_dead(self, now: Now) -> bool:
         """Return True if the rank is surely dead: a living process can lose its lock, and its heartbeat can pause."""
-        return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
+        return not self.up and (not self.same_boot or self.beat_age_s(now) > _SURELY_DEAD_S)
 
     def final_suffix(self, now: Now) -> str | None:
         """Return the suffix of a superseded rank while its final counts are still to be reported; else ``None``.
@@ -170,7 +170,7 @@ class RankFile:
     @contextmanager
     def access(self, directory_fd: int) -> Iterator[FlightFile]:
         """Give access to the file in a ``with`` block, reopened if it was closed. Raises one of :data:`HOSTILE`."""
-        if not self._sealed:
+        if not self._closed:
             yield self.file
             return
         again = reader.open_file(directory_fd, self.name, self.owner)
@@ -184,7 +184,7 @@ class RankFile:
 
     def release(self) -> None:
         """Close the file and keep the view. Idempotent."""
-        self._sealed = True
+        self._closed = True
         self.file.close()
 
     def retire(self, why: str) -> None:

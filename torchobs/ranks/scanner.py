@@ -53,11 +53,11 @@ class Scanner:
 
     def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, series_limit: float = inf) -> None:
         """``series_limit``: limit on the series of all open files together; a rank itself counts ``memory_budget.RANK``."""
-        self._config, self._clock, self._most = config, clock, series_limit
+        self._config, self._clock, self._series_limit = config, clock, series_limit
         self._directory = Directory(config)
         self._tracked: dict[str, RankFile] = {}
         self._bad: dict[str, int] = {}
-        self._large: dict[str, int] = {}
+        self._too_large: dict[str, int] = {}
         """bad files with too many series, and their numbers of series"""
         self._size = 0
         """number of series in the open files"""
@@ -115,15 +115,15 @@ class Scanner:
         try:
             return self._directory.names(now.wall_ns), self._config.problems
         except (OSError, MemoryError) as problem:
-            _log.error("flight directory: %s", _words(problem))
-            return None if is_passing(problem) else [], (*self._config.problems, _words(problem))
+            _log.error("flight directory: %s", _text(problem))
+            return None if is_passing(problem) else [], (*self._config.problems, _text(problem))
 
     def _forget(self, names: list[str]) -> None:
         for name in self._tracked.keys() - set(names):
             self._tracked.pop(name).release()
         for name in self._bad.keys() - set(names):
             del self._bad[name]
-            self._large.pop(name, None)
+            self._too_large.pop(name, None)
 
     def _open_new(self, names: list[str], now: Now) -> None:
         for name, tracked in list(self._tracked.items()):
@@ -141,40 +141,39 @@ class Scanner:
 
     def _due(self, now: Now) -> list[str]:
         """Return the bad files to retry; of those that were too large the ones that fit into memory now."""
-        left = self._most - self._size
+        left = self._series_limit - self._size
         due = (name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns)
-        return [name for name in due if self._large.get(name, 0) <= left]
+        return [name for name in due if self._too_large.get(name, 0) <= left]
 
     def _open(self, name: str, now: Now) -> None:
         directory = self._directory
         try:
-            tracked = open_tracked(
-                directory.fd, name, directory.owner, now, max(self._most * memory_budget.TABLE, memory_budget.LEAST_TABLE)
-            )
+            most_bytes = max(self._series_limit * memory_budget.TABLE, memory_budget.LEAST_TABLE)
+            tracked = open_tracked(directory.fd, name, directory.owner, now, most_bytes)
             self._opened += 1
             self._tracked[name], tracked.opened = tracked, self._opened
             self._bad.pop(name, None)
-            self._large.pop(name, None)
+            self._too_large.pop(name, None)
             self._size += tracked.size
-            if self._size > self._most:
+            if self._size > self._series_limit:
                 self._leave_out(now)
         except FileNotFoundError:
             self._bad.pop(name, None)  # removed since the listing
         except HOSTILE as problem:
             self._bad[name] = now.monotonic_ns + _RETRY_NS
             self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
-            _log.warning("flight file not served: %s: %s", name, _words(problem))
+            _log.warning("flight file not served: %s: %s", name, _text(problem))
 
     def _leave_out(self, now: Now) -> None:
         """Close the files with the most series, the newest first, until the rest fits."""
         sizes = {name: (tracked.size, tracked.opened) for name, tracked in self._tracked.items()}
         self._size = sum(size for size, _ in sizes.values())
-        while self._size > self._most:
+        while self._size > self._series_limit:
             name = max(sizes, key=sizes.__getitem__)
             size, _ = sizes.pop(name)
             self._size -= size
             self._tracked.pop(name).release()
-            self._bad[name], self._large[name] = now.monotonic_ns + _RETRY_NS, size
+            self._bad[name], self._too_large[name] = now.monotonic_ns + _RETRY_NS, size
             self._errors["memory"] += 1
             _log.warning("flight file not served: %s: no memory for its %d series", name, size)
 
@@ -183,7 +182,7 @@ class Scanner:
             tracked.observe(self._directory.fd, now, self._config.hang_timeout_s)
         except HOSTILE as problem:
             self._errors[_kind(problem)] += 1
-            _log.warning("flight file could not be read again: %s: %s", tracked.name, _words(problem))
+            _log.warning("flight file could not be read again: %s: %s", tracked.name, _text(problem))
         if tracked.up:
             tracked.ended_in = None
         elif tracked.ended_in is None:
@@ -267,7 +266,7 @@ def _kind(problem: BaseException) -> str:
     return "io" if isinstance(problem, OSError) else "header"
 
 
-def _words(problem: BaseException) -> str:
+def _text(problem: BaseException) -> str:
     if isinstance(problem, OSError):
         return f"{problem.strerror or problem}" if problem.filename is None else f"{problem.strerror}: {problem.filename}"
     return f"{problem}" or "out of memory"

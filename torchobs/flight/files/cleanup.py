@@ -67,7 +67,7 @@ def clean(
             beside[found.flight].append(name)
         if not is_name(name):
             removed += _remove_stale(directory_fd, name)
-        elif (file := _look(directory_fd, name, now)) is not None:
+        elif (file := _flight_file(directory_fd, name, now)) is not None:
             files.append(file)
     sizes = {file.name: file.size + _size(directory_fd, beside[file.name]) for file in files}
     total = sum(sizes.values())
@@ -89,7 +89,7 @@ def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
             yield name
 
 
-def _look(directory_fd: int, name: str, now: int) -> _File | None:
+def _flight_file(directory_fd: int, name: str, now: int) -> _File | None:
     """Return the flight file of that name; ``None`` when it is not our user's, or gone."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)

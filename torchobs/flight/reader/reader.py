@@ -56,7 +56,7 @@ _NO_BLOCK = DecodedBlock()
 MAX_WORDS = 16_384
 """Most words of series: twice as many as a file of this version has. Forged series of 16 MiB would take 80 MB and seconds."""
 MAX_FILES = 4096
-_WIDE = 16
+_WORDS_PER_SERIES = 16
 """Measured with 16,000 gauges (650 bytes each, of which 96 are its entry) and with histograms of 500 buckets."""
 
 
@@ -103,7 +103,7 @@ class FlightFile:
         self.header = header
         self._fd = fd
         self._series: dict[int, list[Series]] = {}
-        self._taken: set[int] = set()
+        self._used_words: set[int] = set()
         self._table_at = 0
         self._slots: dict[int, _Slot] = {}
         self._columns: dict[int, Columns] = {}
@@ -148,11 +148,11 @@ class FlightFile:
         try:
             self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
         except BadFlightFileError:
-            if not any(map(_says_something, self._blocks.values())):
+            if not any(map(_has_value, self._blocks.values())):
                 raise
             self.rejected += 1
         blocks = tuple(self._blocks[block] for block in sorted(self._blocks))
-        if not any(map(_says_something, blocks)) and os.fstat(self._fd).st_size != self.header.file_size:
+        if not any(map(_has_value, blocks)) and os.fstat(self._fd).st_size != self.header.file_size:
             raise BadFlightFileError("the file shrank")
         return View(self.header, live, blocks, self._last_step_ns)
 
@@ -167,7 +167,7 @@ class FlightFile:
             if 0 in words or upto != self._upto:
                 words[0] = bytes(totals.buffer)
         blocks = {block: self._columns_of(block).read(raw) for block, raw in words.items()}
-        if any(self._columns[block].steps_back(self._block(block).values, new.values) for block, new in blocks.items()):
+        if any(self._columns[block].decreases(self._block(block).values, new.values) for block, new in blocks.items()):
             self.rejected += 1
             return
         self._blocks.update(blocks)
@@ -231,13 +231,13 @@ class FlightFile:
         if not any(os.pread(self._fd, min(4, span.length - start), span.offset + start)):
             return  # zero length: no further entry
         raw = os.pread(self._fd, span.length - start, span.offset + start)
-        taken = self._taken
+        taken = self._used_words
         for series, end in decode(raw, self.header.seed, self.header.regions[Region.BLOCKS].count):
-            if len(self._taken) >= MAX_WORDS:
+            if len(self._used_words) >= MAX_WORDS:
                 return
             first = series.block * BLOCK_WORDS + series.word
             words = range(first, first + series.width)
-            self.size += 1 + series.width // _WIDE
+            self.size += 1 + series.width // _WORDS_PER_SERIES
             self._table_at = start + end
             if taken.isdisjoint(words):  # duplicate or overlapping words are forged
                 taken.update(words)
@@ -317,7 +317,7 @@ def _is_length(length: int, least: int) -> bool:
     return least <= length <= BLOCK_WORDS * 8 and not length % 8
 
 
-def _says_something(block: DecodedBlock) -> bool:
+def _has_value(block: DecodedBlock) -> bool:
     return any(value is not None for value in block.values)
 
 

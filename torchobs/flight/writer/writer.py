@@ -37,7 +37,7 @@ _GAP_NS = 1_000_000_000
 _FOLDED_AT_ONCE = 64
 """Most records folded before they are published and other threads get their turn: a thread that appends without pause must
 not overtake the fold by a whole ring"""
-_REST_S, _MOST_RESTS = 0.001, 50
+_PAUSE_S, _MAX_PAUSES = 0.001, 50
 _alive: weakref.WeakSet[FlightWriter] = weakref.WeakSet()
 
 
@@ -64,7 +64,7 @@ class FlightWriter:
         self.taken: deque[tuple[StepRecord, bytes]] | None = None
         """Receives folded records for further analysis, if set: decoded, and raw as in the ring"""
         self._forced_at = regions[Region.STEPS].count // 2
-        self._rests_left = _MOST_RESTS
+        self._pauses_left = _MAX_PAUSES
         self._full_at = max(self._forced_at, regions[Region.STEPS].count - 2 * _FOLDED_AT_ONCE)
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
@@ -138,9 +138,9 @@ class FlightWriter:
     def _force(self) -> None:
         """Fold before unfolded records could be overwritten; while another thread folds, sleep to let it proceed."""
         self.fold()
-        while len(self._recent) >= self._full_at and self._rests_left:
-            self._rests_left -= 1
-            time.sleep(_REST_S)
+        while len(self._recent) >= self._full_at and self._pauses_left:
+            self._pauses_left -= 1
+            time.sleep(_PAUSE_S)
             self.fold()
 
     @property
@@ -172,7 +172,7 @@ class FlightWriter:
         if batch:
             core.change(record_fold.fold, batch, self.anomalies)
         core.publish()
-        self._rests_left = _MOST_RESTS
+        self._pauses_left = _MAX_PAUSES
 
     def _take_recent(self, upto: int, most: int) -> list[StepRecord]:
         """Move at most ``most`` appended records to ``_held``; return those with numbers that were skipped meanwhile."""
