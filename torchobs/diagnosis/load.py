@@ -14,7 +14,7 @@ from torchobs import catalog
 from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
 from torchobs.flight.files import artifacts
-from torchobs.flight.files.create import file_name
+from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
 from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
@@ -157,7 +157,7 @@ def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
     problems = []
     if cut := len(raw) != header.file_size:
         problems.append(f"{len(raw):,} of {header.file_size:,} bytes are there")
-    if path.is_symlink() or path.name != file_name(header) or not path.with_name(reader.lock_of(path.name)).exists():
+    if path.is_symlink() or path.name != file_name(header) or not path.with_name(lock_name(path.name)).exists():
         problems.append("a copy: whether its process still runs cannot be seen from it")
     with closing(FlightFile(_copy(raw[: header.file_size].ljust(header.file_size, b"\0")), header)) as file:
         tracked = RankFile(file, path.name, now, None)

@@ -78,9 +78,9 @@ class Election:
 
 
 def _alive(directory_fd: int, name: str) -> bool:
-    from torchobs.flight.reader import reader
+    from torchobs.flight.files.create import lock_name
 
     try:
-        return lock.is_held(directory_fd, reader.lock_of(name))
+        return lock.is_held(directory_fd, lock_name(name))
     except OSError:
         return False  # the lock file was cleaned up, so nobody holds it

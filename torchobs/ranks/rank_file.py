@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.files import lock
-from torchobs.flight.files.create import file_name
+from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import BadFlightFileError, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
@@ -119,7 +119,7 @@ class RankFile:
         if self._closed:
             return
         # the lock first: if it is free, the following read is final
-        self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name), before=self.lock_held)
+        self.lock_held = self.same_boot and _is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
         try:
             self._read(now)

@@ -11,6 +11,7 @@ from torchobs.exporter.api.problems import Problem
 from torchobs.exporter.api.serializers import instant
 from torchobs.flight.files import artifacts, lock
 from torchobs.flight.files.artifacts import PROFILE, STUCK
+from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
@@ -87,7 +88,7 @@ class ArtifactStore:
         """Return True if the rank's process is known to be stopped (SIGSTOP, Ctrl-Z); it may be in another PID namespace."""
         try:
             directory_fd, _ = self._open()
-            pid = lock.holder(directory_fd, reader.lock_of(flight))
+            pid = lock.holder(directory_fd, lock_name(flight))
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123  # /proc
                 return file.read().rpartition(")")[2].split()[0] in {"T", "t"}
         except (OSError, IndexError):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
-
-if TYPE_CHECKING:
-    from torchobs.flight.format.step_record import StepRecord
+from torchobs.flight.format.step_record import StepRecord
 
 TOP = (1 << 63) - 1
 """Greatest value of a total; it saturates there."""

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.files import entries
-from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX
+from torchobs.flight.files.create import SUFFIX
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import (
     BLOCK_WORDS,
@@ -88,11 +88,6 @@ def names(directory_fd: int) -> list[str]:
 def is_name(name: str) -> bool:
     """Return True if ``name`` is that of a published flight file."""
     return _NAME.fullmatch(name) is not None
-
-
-def lock_of(name: str) -> str:
-    """Return the name of a flight file's lock."""
-    return name.removesuffix(SUFFIX) + LOCK_SUFFIX
 
 
 class FlightFile:
