@@ -170,9 +170,9 @@ class AsynchronousInstrument:
         for callback in self.callbacks:
             breaker = CircuitBreaker("callback")
             call(breaker, self._read, callback, CallbackOptions(timeout_s * 1000), found)
-            for trip in breaker.trips:
+            for failure in breaker.failures:
                 errors += 1
-                self.stream.warn_once("a callback failed with %s at %s", trip.exception, trip.location)
+                self.stream.warn_once("a callback failed with %s at %s", failure.exception, failure.location)
         self._show(found)
         return errors
 

@@ -23,7 +23,7 @@ def warn_once(problem: str, *details: object) -> None:
 
 def delegate_safely(set_delegate: Callable[..., None], delegate: object) -> None:
     """Call ``set_delegate(delegate)``; if the application's provider raises, log one warning."""
-    breaker = CircuitBreaker("heir")
+    breaker = CircuitBreaker("provider")
     call(breaker, set_delegate, delegate)
-    for trip in breaker.trips:
-        warn_once("the application's meter provider failed with %s at %s", trip.exception, trip.location)
+    for failure in breaker.failures:
+        warn_once("the application's meter provider failed with %s at %s", failure.exception, failure.location)

@@ -25,7 +25,7 @@ class PatchWatch:
             if state == LOST:
                 self._report_lost(patch)
             elif state is not None and state != RESTORED:
-                self._set_disabled(patch.probe, off=self._context.breaker(patch.probe).blown)
+                self._set_disabled(patch.probe, off=self._context.breaker(patch.probe).is_open)
             elif state is not None and self._context.warn_limited is not None:
                 self._context.warn_limited(
                     f"patch {patch.location}",

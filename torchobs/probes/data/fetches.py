@@ -55,7 +55,7 @@ class DataProbe:
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if self._depth or breaker.blown or get_ident() != context.thread:
+            if self._depth or breaker.is_open or get_ident() != context.thread:
                 return original(iterator)
             # inline, since a call would cost more than its body; nothing here can raise
             begun_ns = monotonic_ns()

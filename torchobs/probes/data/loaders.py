@@ -89,7 +89,7 @@ class LoaderProbe:
 
         @functools.wraps(original)
         def watched(loader: Any) -> Any:
-            if breaker.blown or get_ident() != context.thread or _in_fetch(context.recorder.trace):
+            if breaker.is_open or get_ident() != context.thread or _in_fetch(context.recorder.trace):
                 return original(loader)
             begun_ns = monotonic_ns()
             mark(LOADER_STARTS, begun_ns)

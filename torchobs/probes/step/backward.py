@@ -54,7 +54,7 @@ class BackwardWatch:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if context.backwards or breaker.blown or get_ident() != context.thread or is_made():
+            if context.backwards or breaker.is_open or get_ident() != context.thread or is_made():
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             # inline, since a call would cost more; nothing here can raise
             manual_steps = context.manual_steps
@@ -96,7 +96,7 @@ def _watched(engine: Any, context: ProbeContext, breaker: CircuitBreaker) -> Any
     run_backward, is_made = _watched_run(plain, context, breaker), graph_being_made()
 
     def found(_: object) -> Callable[..., Any]:
-        bypass = context.backwards or breaker.blown or get_ident() != context.thread or is_made()
+        bypass = context.backwards or breaker.is_open or get_ident() != context.thread or is_made()
         original: Callable[..., Any] = plain
         return original if bypass else run_backward
 
