@@ -22,7 +22,7 @@ from torchobs.flight.reader.reader import FlightFile
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
-from torchobs.ranks.rank_file import HOSTILE, RankFile, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, RankFile, open_tracked
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.state import last_memory
 
@@ -67,7 +67,7 @@ def listing(directory: Path) -> Listing:
             try:
                 with closing(reader.open_file(fd, name)) as file:
                     found.append(_found(directory / name, file, now))
-            except HOSTILE as problem:
+            except READ_ERRORS as problem:
                 bad.append((name, reason(problem)))
     finally:
         os.close(fd)
@@ -116,7 +116,7 @@ def _look(path: Path, limit: int | None) -> _Look | str:
     """Return the file's report, or why it is unreadable."""
     try:
         return _look_at(path, limit)
-    except HOSTILE as problem:
+    except READ_ERRORS as problem:
         return reason(problem)
 
 
@@ -130,7 +130,7 @@ def _look_at(path: Path, limit: int | None) -> _Look:
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         tracked = open_tracked(fd, path.name, None, now)
-    except HOSTILE:
+    except READ_ERRORS:
         return _Look(_salvage(path, limit, now), fading=False)
     else:
         with closing(tracked.file):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torchobs.flight.format.series import Series
 
-HOSTILE = (
+READ_ERRORS = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
     struct.error,
 )
@@ -110,12 +110,12 @@ class RankFile:
         return self.state in state.LIVING
 
     def follow(self, directory_fd: int) -> None:
-        """Switch to the file if its writer recreated it. Raises one of :data:`HOSTILE` if it is another incarnation's."""
+        """Switch to the file if its writer recreated it. Raises one of :data:`READ_ERRORS` if it is another incarnation's."""
         if not self._closed:
             self.file.follow(directory_fd, self.name)
 
     def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None) -> None:
-        """Query the lock, read the file, update the state. Raises one of :data:`HOSTILE`, after updating from older data."""
+        """Query the lock, read the file, update the state. Raises :data:`READ_ERRORS`, after updating from older data."""
         if self._closed:
             return
         # the lock first: if it is free, the following read is final
@@ -169,7 +169,7 @@ class RankFile:
 
     @contextmanager
     def access(self, directory_fd: int) -> Iterator[FlightFile]:
-        """Give access to the file in a ``with`` block, reopened if it was closed. Raises one of :data:`HOSTILE`."""
+        """Give access to the file in a ``with`` block, reopened if it was closed. Raises one of :data:`READ_ERRORS`."""
         if not self._closed:
             yield self.file
             return
@@ -226,7 +226,7 @@ class RankFile:
 
 
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:
-    """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open.
+    """Open and read a flight file. Raises one of :data:`READ_ERRORS`; then nothing is left open.
 
     ``most``: limit on the series table in bytes, which is read at once.
     """
@@ -238,7 +238,7 @@ def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most
         if name != file_name(file.header):
             raise BadFlightFileError("a copy: its name is not the one that its header gives")
         return RankFile(file, name, now, owner)
-    except HOSTILE:
+    except READ_ERRORS:
         file.close()
         raise
 

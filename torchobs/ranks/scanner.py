@@ -23,7 +23,7 @@ from torchobs.ranks import memory_budget
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
-from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, is_passing, open_tracked
 from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
 
@@ -97,7 +97,7 @@ class Scanner:
     def flight_file(self, incarnation: str) -> Iterator[FlightFile]:
         """Give access to the file of a served rank: the open one, or the file reopened if the rank is dead.
 
-        Raises one of :data:`HOSTILE` if it is unreadable or gone.
+        Raises one of :data:`READ_ERRORS` if it is unreadable or gone.
         """
         found = next((one for one in self._tracked.values() if one.incarnation == incarnation and not one.retired), None)
         if found is None:
@@ -129,7 +129,7 @@ class Scanner:
         for name, tracked in list(self._tracked.items()):
             try:
                 tracked.follow(self._directory.fd)
-            except HOSTILE as problem:
+            except READ_ERRORS as problem:
                 if not is_passing(problem):
                     self._tracked.pop(name).release()  # reopened below and then served or counted as bad
         new = (name for name in names if name not in self._tracked and name not in self._bad)
@@ -159,7 +159,7 @@ class Scanner:
                 self._leave_out(now)
         except FileNotFoundError:
             self._bad.pop(name, None)  # removed since the listing
-        except HOSTILE as problem:
+        except READ_ERRORS as problem:
             self._bad[name] = now.monotonic_ns + _RETRY_NS
             self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
             _log.warning("flight file not served: %s: %s", name, _text(problem))
@@ -180,7 +180,7 @@ class Scanner:
     def _observe(self, tracked: RankFile, now: Now) -> None:
         try:
             tracked.observe(self._directory.fd, now, self._config.hang_timeout_s)
-        except HOSTILE as problem:
+        except READ_ERRORS as problem:
             self._errors[_kind(problem)] += 1
             _log.warning("flight file could not be read again: %s: %s", tracked.name, _text(problem))
         if tracked.up:

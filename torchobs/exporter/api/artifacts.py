@@ -16,7 +16,7 @@ from torchobs.flight.files.location import open_directory
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
 from torchobs.ranks.directory import Directory
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,7 @@ class ArtifactStore:
             try:
                 with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
                     job_name, run_id, _ = labels.identity(file.header.resource)
-            except HOSTILE:
+            except READ_ERRORS:
                 return _Run(None, None)  # gone or unreadable; not cached, as that may change
             self._runs[one.flight] = _Run(job_name, run_id)
         return self._runs[one.flight]

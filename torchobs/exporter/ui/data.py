@@ -14,7 +14,7 @@ from torchobs.exporter.ui.event_groups import NOTHING as NO_EVENTS
 from torchobs.exporter.ui.sparkline_data import KEPT, Curve, RankHistory, curve
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -110,7 +110,7 @@ class PageData:
                 self._paces[rank.incarnation] = core, pace(records), newest(records)
                 if focused:
                     self._histories[rank.incarnation] = self._follow(rank.incarnation, file)
-        except HOSTILE:
+        except READ_ERRORS:
             self._paces.setdefault(rank.incarnation, (core, None, Newest()))  # gone or unreadable: earlier data stays
 
     def _follow(self, incarnation: str, file: FlightFile) -> tuple[RankHistory, Curves]:
@@ -129,7 +129,7 @@ class PageData:
                 continue
             if self._clock() > deadline:
                 return
-            with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:
+            with suppress(*READ_ERRORS), scan.flight_file(rank.incarnation) as file:
                 new = [(at, frame) for at, frame in file.events() if at > upto]
                 events = events.add(page_events.of_ring(rank.view.header, rank.rank, new))
                 upto = max((at for at, _ in new), default=upto)
