@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from torchobs import catalog
-from torchobs.flight.files.create import CreatedFile, new_header
+from torchobs.flight.files.create import new_header
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE, RECORD_SIZE, Extent, Header, Region, encode_header
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
-from torchobs.flight.metrics import core_series, fold
-from torchobs.flight.metrics.totals import WORDS, Totals, Word
+from torchobs.flight.metrics import fold
+from torchobs.flight.metrics.totals import WORDS, Totals, Word, core_series
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 
 NAME = f"r0-{0:032x}.flight"
@@ -22,28 +23,20 @@ ALL_VALUES = StepFlag.LOSS | StepFlag.GRAD_NORM | StepFlag.LEARNING_RATE
 Values = dict[tuple[str, tuple[tuple[str, Any], ...]], Any]
 
 
-class RecordingMemory:
-    """Keeps every store in order: what a killed process may have done. A :class:`torchobs.flight.writer.storage.Storage`."""
+class RecordingMemory(Storage):
+    """Keeps every store in order: what a killed process may have done."""
 
     def __init__(self, size: int) -> None:
         self.stores: list[tuple[int, bytes]] = []
         self.content = bytearray(size)
+        super().__init__(memoryview(self.content))
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         self.stores.append((offset, bytes(data)))
-        self.content[offset : offset + len(data)] = data
+        super().store(offset, data)
 
     def word(self, index: int, value: int) -> None:
         self.store(index * 8, value.to_bytes(8, "little"))
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-    def snapshot(self) -> bytes:
-        return bytes(self.content)
-
-    def move(self, born: CreatedFile, copied: bytes) -> None:
-        raise NotImplementedError
 
     def detach(self) -> None:
         self.stores = []
@@ -168,7 +161,7 @@ def written(image: Image) -> tuple[FlightWriter, ImageMemory]:
 
 def values(view: reader.View, *, folded: bool = False) -> Values:
     """The points of a view by name and attributes; ``folded``: only those of the fold."""
-    keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core_series.series()}
+    keys = {(metric.name, tuple(sorted(attributes.items()))) for metric, attributes, _ in core_series()}
     found: Values = {(point.series.name, point.series.attributes): point.value for point in view.points}
     return {key: value for key, value in found.items() if not folded or key in keys}
 
@@ -202,7 +195,7 @@ def folded_states(of: Header, records: Sequence[StepRecord]) -> Iterator[Values]
 
 def _fold_values(state: Totals) -> Values:
     found: Values = {}
-    for metric, attributes, word in core_series.series():
+    for metric, attributes, word in core_series():
         if metric.kind is catalog.Kind.HISTOGRAM:
             total = word + len(metric.bounds) + 1
             counts, (sum_, least, greatest) = tuple(state.ints[word:total]), state.floats[total : total + 3]

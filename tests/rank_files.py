@@ -16,7 +16,7 @@ from torchobs.flight.format.layout import DEFAULT_SIZE, HEADER_SIZE, Header, Liv
 from torchobs.flight.format.series import Scope
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.writer.series_table import CORE, USER
-from torchobs.flight.writer.storage import DirectStorage
+from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 from torchobs.ranks.rank_file import Now
 
@@ -74,7 +74,7 @@ class File:
         )
         self.buffer = bytearray(DEFAULT_SIZE)
         self.buffer[:HEADER_SIZE] = encode_header(self.header)
-        self.memory = DirectStorage(memoryview(self.buffer))
+        self.memory = Storage(memoryview(self.buffer))
         self.writer = FlightWriter(self.header, self.memory)
         self.path = directory / file_name(self.header)
         self.lock_path = directory / lock_name(self.path.name)

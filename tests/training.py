@@ -87,7 +87,9 @@ class Recording:
         """What went wrong in a probe."""
         context = self.session.context
         assert context is not None
-        return [f"{breaker.probe}: {breaker.trips} {breaker.errors}" for breaker in context.breakers.values() if breaker.errors]
+        return [
+            f"{breaker.probe}: {breaker.failures} {breaker.errors}" for breaker in context.breakers.values() if breaker.errors
+        ]
 
 
 def recording(flight_dir: Path, **overrides: object) -> Iterator[Recording]:

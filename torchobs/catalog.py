@@ -9,8 +9,8 @@ Dimensionless gauges that are no ratio have an empty unit, because Prometheus ap
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 __all__ = ["Attribute", "Event", "Kind", "Metric", "Severity", "Span", "cumulative", "prometheus_label", "prometheus_name"]
 
@@ -37,8 +37,7 @@ class Severity(Enum):
     ERROR = 17
 
 
-@dataclass(frozen=True, slots=True)
-class Attribute:
+class Attribute(NamedTuple):
     """A metric's label. ``values``: its closed set of values; empty: open, with a number limited by its probe."""
 
     name: str
@@ -46,8 +45,7 @@ class Attribute:
     values: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(NamedTuple):
     """One instrument. ``survives``: a dead rank's last value is served during the grace period (a counter's always is).
 
     ``quiet``: default value; a series is on the exporter's page only from its first other value on. ``shared``: the value is of
@@ -70,9 +68,12 @@ class Metric:
         """The sample name in Prometheus (a histogram's without ``_bucket``, ``_sum`` and ``_count``)."""
         return prometheus_name(self.name, self.unit, self.kind)
 
+    def described(self, brief: str) -> Metric:
+        """Return the same metric with that brief, for a declaration that reads from left to right."""
+        return self._replace(brief=brief)
 
-@dataclass(frozen=True, slots=True)
-class Event:
+
+class Event(NamedTuple):
     """An event with a time in the event ring, exported as a span event and shown by the page and by ``inspect``."""
 
     name: str
@@ -81,8 +82,7 @@ class Event:
     attributes: tuple[Attribute, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A timed region exported as an OpenTelemetry span."""
 
     name: str
@@ -151,36 +151,40 @@ def _unit_word(unit: str, words: dict[str, str]) -> str:
     return "" if "{" in unit or "}" in unit else words.get(unit, unit)
 
 
-def _counter(
-    name: str,
-    unit: str,
-    brief: str,
-    *attributes: Attribute,
-    integer: bool = True,
-    quiet: float | None = None,
-    shared: bool = False,
-) -> Metric:
-    return Metric(name, Kind.COUNTER, unit, brief, attributes, integer=integer, quiet=quiet, shared=shared)
+# Declarations below: what a program needs to know comes first, then the sentence for people.
+def _counter(name: str, unit: str, *attributes: Attribute, quiet: float | None = None, shared: bool = False) -> Metric:
+    integer = unit not in {"s", "J"}  # times and energy are measured, everything else is counted
+    return Metric(name, Kind.COUNTER, unit, "", attributes, integer=integer, quiet=quiet, shared=shared)
 
 
 def _gauge(
-    name: str,
-    unit: str,
-    brief: str,
-    *attributes: Attribute,
-    survives: bool = False,
-    quiet: float | None = None,
-    shared: bool = False,
+    name: str, unit: str, *attributes: Attribute, survives: bool = False, quiet: float | None = None, shared: bool = False
 ) -> Metric:
-    return Metric(name, Kind.GAUGE, unit, brief, attributes, survives=survives, quiet=quiet, shared=shared)
+    return Metric(name, Kind.GAUGE, unit, "", attributes, survives=survives, quiet=quiet, shared=shared)
 
 
-def _updown(name: str, unit: str, brief: str, *attributes: Attribute) -> Metric:
-    return Metric(name, Kind.UPDOWN, unit, brief, attributes)
+def _updown(name: str, unit: str, *attributes: Attribute) -> Metric:
+    return Metric(name, Kind.UPDOWN, unit, "", attributes)
 
 
-def _histogram(name: str, unit: str, brief: str, bounds: tuple[float, ...]) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, unit, brief, bounds=bounds)
+def _histogram(name: str, unit: str, bounds: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, unit, "", bounds=bounds)
+
+
+def _info(name: str, brief: str, *attributes: Attribute) -> Event:
+    return Event(name, brief, Severity.INFO, attributes)
+
+
+def _warning(name: str, brief: str, *attributes: Attribute) -> Event:
+    return Event(name, brief, Severity.WARNING, attributes)
+
+
+def _error(name: str, brief: str, *attributes: Attribute) -> Event:
+    return Event(name, brief, Severity.ERROR, attributes)
+
+
+def _span(name: str, brief: str, *attributes: Attribute) -> Span:
+    return Span(name, brief, attributes)
 
 
 # --- attributes ---------------------------------------------------------------------------------------------------------------
@@ -196,13 +200,7 @@ RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
 EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "lost", "out_of_memory")
 
-ANOMALY_SEVERITY = {
-    "nonfinite_loss": Severity.ERROR,
-    "nonfinite_gradient": Severity.WARNING,
-    "gradient_explosion": Severity.WARNING,
-    "loss_spike": Severity.WARNING,
-    "gradient_vanishing": Severity.WARNING,
-}
+ANOMALY_SEVERITY = dict.fromkeys(ANOMALY_KINDS, Severity.WARNING) | {"nonfinite_loss": Severity.ERROR}
 """Severity by kind, so no label. A non-finite gradient is only a warning, because a loss scaler may have caused it."""
 
 PHASE = Attribute("phase", "part of a training step", PHASES)
@@ -254,1070 +252,838 @@ PROBE = Attribute("probe", "the probe's name")
 HOST_COLLECTORS = ("cpu", "memory", "disk", "filesystem", "network")
 CPU_MODES = ("user", "nice", "system", "idle", "iowait", "interrupt", "steal")
 THREAD_STATES = ("runnable", "blocked")
-MEMORY_STATES = ("used", "free", "buffers", "cached")
-UNWRITTEN_STATES = ("dirty", "writeback")
-PAGING_STATES = ("used", "free")
-FILESYSTEM_STATES = ("used", "free", "reserved")
-INODE_STATES = ("used", "free")
 HOST_COLLECTOR = Attribute("collector", "part of the machine", HOST_COLLECTORS)
 CPU_MODE = Attribute("cpu.mode", "mode of the processors", CPU_MODES)
 THREAD_STATE = Attribute("state", "runnable: running or waiting for a processor; blocked: for a disk", THREAD_STATES)
-MEMORY_STATE = Attribute("system.memory.state", "use of the memory; the states add up to the total", MEMORY_STATES)
-UNWRITTEN_STATE = Attribute("state", "dirty: to be written; writeback: being written", UNWRITTEN_STATES)
-PAGING_STATE = Attribute("system.paging.state", "whether it is in use", PAGING_STATES)
+MEMORY_STATE = Attribute(
+    "system.memory.state", "use of the memory; the states add up to the total", ("used", "free", "buffers", "cached")
+)
+UNWRITTEN_STATE = Attribute("state", "dirty: to be written; writeback: being written", ("dirty", "writeback"))
+PAGING_STATE = Attribute("system.paging.state", "whether it is in use", ("used", "free"))
 SYSTEM_DEVICE = Attribute("system.device", "physical disk, e.g. nvme0n1; 64 at most")
 DISK_DIRECTION = Attribute("disk.io.direction", "read or write", ("read", "write"))
 MOUNTPOINT = Attribute("system.filesystem.mountpoint", "where it is mounted")
 FILESYSTEM_TYPE = Attribute("system.filesystem.type", "its type, e.g. xfs")
-FILESYSTEM_STATE = Attribute("system.filesystem.state", "reserved: free, for root only", FILESYSTEM_STATES)
-INODE_STATE = Attribute("state", "whether the inode is in use", INODE_STATES)
+FILESYSTEM_STATE = Attribute("system.filesystem.state", "reserved: free, for root only", ("used", "free", "reserved"))
+INODE_STATE = Attribute("state", "whether the inode is in use", ("used", "free"))
 NETWORK_INTERFACE = Attribute("network.interface.name", "physical interface, or a container's own, e.g. eth0; 64 at most")
 NETWORK_DIRECTION = Attribute("network.io.direction", "seen from this machine", ("receive", "transmit"))
 
 # --- progress -----------------------------------------------------------------------------------------------------------------
-STEPS = _counter("torchobs.steps", "{step}", "Training steps completed, including those that a loss scaler skipped.")
-STEP_DURATION = _histogram(
-    "torchobs.step.duration",
-    "s",
-    "Time from the end of one step to the end of the next, without evaluation, checkpoints and compilation.",
-    SECONDS_BOUNDS,
+STEPS = _counter("torchobs.steps", "{step}").described("Training steps completed, including those that a loss scaler skipped.")
+STEP_DURATION = _histogram("torchobs.step.duration", "s", SECONDS_BOUNDS).described(
+    "Time from the end of one step to the end of the next, without evaluation, checkpoints and compilation."
 )
-STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", "Time spent in each phase of the steps.", PHASE, integer=False)
-LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", "Unix time at which the last step ended.", survives=True)
-MODEL_CHANGES = _counter(
-    "torchobs.model_changes",
-    "{change}",
-    "Times that training continued with parameters never trained before (the next fold or trial); baselines are reset then.",
-    quiet=0.0,
+STEP_PHASE_TIME = _counter("torchobs.step.phase.time", "s", PHASE).described("Time spent in each phase of the steps.")
+LAST_STEP_TIMESTAMP = _gauge("torchobs.last_step.timestamp", "s", survives=True).described(
+    "Unix time at which the last step ended."
 )
-LOSS = _gauge(
-    "torchobs.loss",
-    "",
-    "Loss of the last step: the sum over its backward passes, or the value given to torchobs.log(). Finite values only.",
-    survives=True,
+MODEL_CHANGES = _counter("torchobs.model_changes", "{change}", quiet=0.0).described(
+    "Times that training continued with parameters never trained before (the next fold or trial); baselines are reset then."
 )
-LEARNING_RATE = _gauge("torchobs.learning_rate", "", "Learning rate of each parameter group.", GROUP, survives=True)
-OPTIMIZER_WEIGHT_DECAY = _gauge(
-    "torchobs.optimizer.weight_decay",
-    "",
-    "Weight decay of the first parameter group, and of the next three where it differs.",
-    GROUP,
-    survives=True,
+LOSS = _gauge("torchobs.loss", "", survives=True).described(
+    "Loss of the last step: the sum over its backward passes, or the value given to torchobs.log(). Finite values only."
 )
-OPTIMIZER_MOMENTUM = _gauge(
-    "torchobs.optimizer.momentum",
-    "",
-    "Momentum, or Adam's beta1, of the first parameter group, and of the next three where it differs.",
-    GROUP,
-    survives=True,
+LEARNING_RATE = _gauge("torchobs.learning_rate", "", GROUP, survives=True).described("Learning rate of each parameter group.")
+OPTIMIZER_WEIGHT_DECAY = _gauge("torchobs.optimizer.weight_decay", "", GROUP, survives=True).described(
+    "Weight decay of the first parameter group, and of the next three where it differs."
 )
-OPTIMIZER_BETA2 = _gauge(
-    "torchobs.optimizer.beta2",
-    "",
-    "Adam's beta2 of the first parameter group, and of the next three where it differs.",
-    GROUP,
-    survives=True,
+OPTIMIZER_MOMENTUM = _gauge("torchobs.optimizer.momentum", "", GROUP, survives=True).described(
+    "Momentum, or Adam's beta1, of the first parameter group, and of the next three where it differs."
 )
-SCHEDULER_STEPS = _counter(
-    "torchobs.scheduler.steps", "{step}", "Steps of learning-rate schedulers; a chain of schedulers counts once."
+OPTIMIZER_BETA2 = _gauge("torchobs.optimizer.beta2", "", GROUP, survives=True).described(
+    "Adam's beta2 of the first parameter group, and of the next three where it differs."
 )
-SCHEDULER_MISUSE = _counter(
-    "torchobs.scheduler.misuses",
-    "{scheduler}",
-    "Learning-rate schedulers used wrongly, by kind of misuse.",
-    SCHEDULER_MISUSE_KIND,
-    quiet=0.0,
+SCHEDULER_STEPS = _counter("torchobs.scheduler.steps", "{step}").described(
+    "Steps of learning-rate schedulers; a chain of schedulers counts once."
 )
-SAMPLES = _counter("torchobs.samples", "{sample}", "Samples given to torchobs.log().", quiet=0.0)
-TOKENS = _counter("torchobs.tokens", "{token}", "Tokens given to torchobs.log().", quiet=0.0)
-STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", "Planned number of steps of the run, if known.", survives=True)
-EPOCHS = _counter("torchobs.epochs", "{epoch}", "Passes over the training loader begun on this rank since its start.")
-GOODPUT_TIME = _counter(
-    "torchobs.goodput.time",
-    "s",
+SCHEDULER_MISUSE = _counter("torchobs.scheduler.misuses", "{scheduler}", SCHEDULER_MISUSE_KIND, quiet=0.0).described(
+    "Learning-rate schedulers used wrongly, by kind of misuse."
+)
+SAMPLES = _counter("torchobs.samples", "{sample}", quiet=0.0).described("Samples given to torchobs.log().")
+TOKENS = _counter("torchobs.tokens", "{token}", quiet=0.0).described("Tokens given to torchobs.log().")
+STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", survives=True).described(
+    "Planned number of steps of the run, if known."
+)
+EPOCHS = _counter("torchobs.epochs", "{epoch}").described("Passes over the training loader begun on this rank since its start.")
+GOODPUT_TIME = _counter("torchobs.goodput.time", "s", GOODPUT_STATE, quiet=0.0).described(
     "Wall time by use; the states add up to the rank's lifetime. productive: training without waiting for data; startup: "
     "before the first step; idle: after the last one, or when no part of a step was seen for three times the longest step "
-    "(at least 10 s).",
-    GOODPUT_STATE,
-    integer=False,
-    quiet=0.0,
+    "(at least 10 s)."
 )
-SCALAR_VALUE = _gauge("torchobs.scalar", "", "Last value of each extra number given to torchobs.log().", SCALAR, survives=True)
+SCALAR_VALUE = _gauge("torchobs.scalar", "", SCALAR, survives=True).described(
+    "Last value of each extra number given to torchobs.log()."
+)
 
 # --- gradients ----------------------------------------------------------------------------------------------------------------
-GRAD_NORM = _gauge(
-    "torchobs.grad.norm",
-    "",
+GRAD_NORM = _gauge("torchobs.grad.norm", "", survives=True).described(
     "L2 norm of all gradients before the optimizer's step, unscaled and before clipping (after it, where compiled code clips)."
-    " Finite values only.",
-    survives=True,
+    " Finite values only."
 )
-GRAD_NORM_DISTRIBUTION = _histogram(
-    "torchobs.grad.norm_distribution", "", "Distribution of the total gradient norm over the measured steps.", NORM_BOUNDS
+GRAD_NORM_DISTRIBUTION = _histogram("torchobs.grad.norm_distribution", "", NORM_BOUNDS).described(
+    "Distribution of the total gradient norm over the measured steps."
 )
-GRAD_INTERVAL = _gauge(
-    "torchobs.grad.interval", "{step}", "Steps from one measurement of the gradient norm to the next, at present."
+GRAD_INTERVAL = _gauge("torchobs.grad.interval", "{step}").described(
+    "Steps from one measurement of the gradient norm to the next, at present."
 )
-GRAD_NORM_RANKS = _gauge(
-    "torchobs.grad.norm_ranks",
-    "{rank}",
-    "Ranks over which the gradient is sharded: their squared norms add up to the whole's. 1 where each rank has all of it.",
-    survives=True,
-    quiet=1.0,
+GRAD_NORM_RANKS = _gauge("torchobs.grad.norm_ranks", "{rank}", survives=True, quiet=1.0).described(
+    "Ranks over which the gradient is sharded: their squared norms add up to the whole's. 1 where each rank has all of it."
 )
-GRAD_LAYER_NORM = _gauge(
-    "torchobs.grad.layer.norm", "", "L2 norm of a layer's gradient, of this rank's shard where parameters are sharded.", LAYER
+GRAD_LAYER_NORM = _gauge("torchobs.grad.layer.norm", "", LAYER).described(
+    "L2 norm of a layer's gradient, of this rank's shard where parameters are sharded."
 )
-GRAD_LAYERS_FOLDED = _gauge(
-    "torchobs.grad.layers_folded", "{layer}", "Layers without series of their own, combined as 'other'.", quiet=0.0
+GRAD_LAYERS_FOLDED = _gauge("torchobs.grad.layers_folded", "{layer}", quiet=0.0).described(
+    "Layers without series of their own, combined as 'other'."
 )
-GRAD_UNMOVED_LAYERS = _gauge(
-    "torchobs.grad.unmoved_layers",
-    "{layer}",
-    "Layers that have learned nothing for a while: gradients too small to change a weight, or inputs that are all zero.",
-    survives=True,
-    quiet=0.0,
+GRAD_UNMOVED_LAYERS = _gauge("torchobs.grad.unmoved_layers", "{layer}", survives=True, quiet=0.0).described(
+    "Layers that have learned nothing for a while: gradients too small to change a weight, or inputs that are all zero."
 )
-GRAD_ZERO = _gauge(
-    "torchobs.grad.zero", "1", "Share of the parameters whose gradient is exactly zero in every element.", quiet=0.0
+GRAD_ZERO = _gauge("torchobs.grad.zero", "1", quiet=0.0).described(
+    "Share of the parameters whose gradient is exactly zero in every element."
 )
-PARAM_LAYER_NORM = _gauge(
-    "torchobs.param.layer.norm", "", "L2 norm of a layer's weights (of the first 8 million). From level advanced on.", LAYER
+PARAM_LAYER_NORM = _gauge("torchobs.param.layer.norm", "", LAYER).described(
+    "L2 norm of a layer's weights (of the first 8 million). From level advanced on."
 )
-UPDATE_LAYER_RATIO = _gauge(
-    "torchobs.update.layer.ratio",
-    "1",
-    "Norm of one step's change of a layer's weights, divided by the norm of the weights. From level advanced on.",
-    LAYER,
+UPDATE_LAYER_RATIO = _gauge("torchobs.update.layer.ratio", "1", LAYER).described(
+    "Norm of one step's change of a layer's weights, divided by the norm of the weights. From level advanced on."
 )
-GRAD_NONFINITE_ELEMENTS = _counter(
-    "torchobs.grad.nonfinite_elements",
-    "{element}",
-    "Gradient elements that were NaN or infinite in measured steps; on a GPU only in layers that recently had some.",
-    quiet=0.0,
+GRAD_NONFINITE_ELEMENTS = _counter("torchobs.grad.nonfinite_elements", "{element}", quiet=0.0).described(
+    "Gradient elements that were NaN or infinite in measured steps; on a GPU only in layers that recently had some."
 )
-GRAD_NONFINITE_STEPS = _counter(
-    "torchobs.grad.nonfinite_steps", "{step}", "Measured steps whose gradient norm was NaN or infinite."
+GRAD_NONFINITE_STEPS = _counter("torchobs.grad.nonfinite_steps", "{step}").described(
+    "Measured steps whose gradient norm was NaN or infinite."
 )
-GRAD_CLIPPED_STEPS = _counter(
-    "torchobs.grad.clipped_steps",
-    "{step}",
+GRAD_CLIPPED_STEPS = _counter("torchobs.grad.clipped_steps", "{step}", quiet=0.0).described(
     "Steps with clipped gradients. The effect of clipping by value is known in measured steps only; clipping in compiled code"
-    " is not seen.",
-    quiet=0.0,
+    " is not seen."
 )
-GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "", "Threshold for clipping gradients by norm, if used.")
-GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "", "Threshold for clipping gradients by value, if used.")
+GRAD_CLIP_MAX_NORM = _gauge("torchobs.grad.clip.max_norm", "").described("Threshold for clipping gradients by norm, if used.")
+GRAD_CLIP_MAX_VALUE = _gauge("torchobs.grad.clip.max_value", "").described(
+    "Threshold for clipping gradients by value, if used."
+)
 
 # --- verdicts -----------------------------------------------------------------------------------------------------------------
-ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", "Steps judged anomalous, by kind.", ANOMALY_KIND)
-ANOMALY_ACTIVE = _gauge(
-    "torchobs.anomaly.active",
-    "",
-    "1 while the last measured step was anomalous in this way.",
-    ANOMALY_KIND,
-    quiet=0.0,
+ANOMALIES = _counter("torchobs.anomalies", "{anomaly}", ANOMALY_KIND).described("Steps judged anomalous, by kind.")
+ANOMALY_ACTIVE = _gauge("torchobs.anomaly.active", "", ANOMALY_KIND, quiet=0.0).described(
+    "1 while the last measured step was anomalous in this way."
 )
 
 # --- automatic mixed precision ------------------------------------------------------------------------------------------------
-AMP_SCALE = _gauge(
-    "torchobs.amp.scale",
-    "",
-    "Loss scale of each enabled GradScaler; read from a device at most ten times a second.",
-    SCALER,
+AMP_SCALE = _gauge("torchobs.amp.scale", "", SCALER).described(
+    "Loss scale of each enabled GradScaler; read from a device at most ten times a second."
 )
-AMP_GROWTH_TRACKER = _gauge(
-    "torchobs.amp.growth_tracker", "{step}", "Steps without overflow since the loss scale last changed.", SCALER
+AMP_GROWTH_TRACKER = _gauge("torchobs.amp.growth_tracker", "{step}", SCALER).described(
+    "Steps without overflow since the loss scale last changed."
 )
-AMP_SKIP_STREAK = _gauge(
-    "torchobs.amp.skip_streak",
-    "{step}",
-    "Steps that a loss scaler has skipped in a row up to now; of several optimizers, the longest streak.",
+AMP_SKIP_STREAK = _gauge("torchobs.amp.skip_streak", "{step}").described(
+    "Steps that a loss scaler has skipped in a row up to now; of several optimizers, the longest streak."
 )
-AMP_STEPS_SKIPPED = _counter(
-    "torchobs.amp.steps_skipped",
-    "{step}",
-    "Steps that the loss scaler skipped because of non-finite gradients.",
-    quiet=0.0,
+AMP_STEPS_SKIPPED = _counter("torchobs.amp.steps_skipped", "{step}", quiet=0.0).described(
+    "Steps that the loss scaler skipped because of non-finite gradients."
 )
-AMP_OVERFLOWS = _counter(
-    "torchobs.amp.overflows",
-    "{step}",
-    "Steps of each optimizer under a loss scaler that found non-finite gradients.",
-    OPTIMIZER,
-    quiet=0.0,
+AMP_OVERFLOWS = _counter("torchobs.amp.overflows", "{step}", OPTIMIZER, quiet=0.0).described(
+    "Steps of each optimizer under a loss scaler that found non-finite gradients."
 )
 AMP_AUTOCAST = _gauge(
     "torchobs.amp.autocast",
     "",
-    "1 for each data type that autocast uses. With bfloat16 alone there is no loss scaler, and no scale.",
     Attribute("device_type", "torch.autocast's device type, e.g. cuda"),
     Attribute("dtype", "data type, e.g. bfloat16; eight pairs at most"),
-)
+).described("1 for each data type that autocast uses. With bfloat16 alone there is no loss scaler, and no scale.")
 
 # --- data ---------------------------------------------------------------------------------------------------------------------
-DATA_WORKER_START_TIME = _counter(
-    "torchobs.data.worker_start.time",
-    "s",
-    "Time spent starting the worker processes of data loaders; part of the phase data.",
-    integer=False,
-    quiet=0.0,
+DATA_WORKER_START_TIME = _counter("torchobs.data.worker_start.time", "s", quiet=0.0).described(
+    "Time spent starting the worker processes of data loaders; part of the phase data."
 )
-DATA_WORKERS = _gauge(
-    "torchobs.data.workers", "{process}", "Worker processes of the data loaders being iterated.", WORKER_STATE
+DATA_WORKERS = _gauge("torchobs.data.workers", "{process}", WORKER_STATE).described(
+    "Worker processes of the data loaders being iterated."
 )
-DATA_WORKERS_DIED = _counter(
-    "torchobs.data.workers_died",
-    "{process}",
-    "Worker processes of data loaders that were ended by a signal or an error.",
-    quiet=0.0,
+DATA_WORKERS_DIED = _counter("torchobs.data.workers_died", "{process}", quiet=0.0).described(
+    "Worker processes of data loaders that were ended by a signal or an error."
 )
-DATA_BATCHES_READY = _gauge(
-    "torchobs.data.batches_ready",
-    "{batch}",
-    "Batches that the workers have finished and training has not used yet; 0 means that training waits for data.",
+DATA_BATCHES_READY = _gauge("torchobs.data.batches_ready", "{batch}").described(
+    "Batches that the workers have finished and training has not used yet; 0 means that training waits for data."
 )
-DATA_STARVED = _gauge(
-    "torchobs.data.starved",
-    "",
-    "1 while training waits for data for a fifth of its time or more, judged over a minute and ten steps.",
+DATA_STARVED = _gauge("torchobs.data.starved", "").described(
+    "1 while training waits for data for a fifth of its time or more, judged over a minute and ten steps."
 )
-DATA_UNPINNED_BATCHES = _counter(
-    "torchobs.data.unpinned_batches",
-    "{batch}",
-    "Batches found in pageable memory while training on a CUDA device; one is checked every ten seconds. See `pin_memory`.",
-    quiet=0.0,
+DATA_UNPINNED_BATCHES = _counter("torchobs.data.unpinned_batches", "{batch}", quiet=0.0).described(
+    "Batches found in pageable memory while training on a CUDA device; one is checked every ten seconds. See `pin_memory`."
 )
 
 # --- compilation --------------------------------------------------------------------------------------------------------------
-COMPILE_TIME = _counter(
-    "torchobs.compile.time",
-    "s",
+COMPILE_TIME = _counter("torchobs.compile.time", "s", COMPILE_STAGE, quiet=0.0).described(
     "Time that torch.compile kept the rank's threads busy; the stages add up. dynamo: tracing and guards; aot: AOTAutograd, or "
-    "another backend; inductor: lowering and code generation; kernels: compilers, autotuning and recording of CUDA graphs.",
-    COMPILE_STAGE,
-    integer=False,
-    quiet=0.0,
+    "another backend; inductor: lowering and code generation; kernels: compilers, autotuning and recording of CUDA graphs."
 )
-COMPILE_COMPILATIONS = _counter(
-    "torchobs.compile.compilations", "{compilation}", "Compilations of functions, and of their parts after graph breaks.",
-    COMPILE_CAUSE, quiet=0.0,
-)  # fmt: skip
-COMPILE_RECOMPILES = _counter(
-    "torchobs.compile.recompiles",
-    "{compilation}",
-    "Recompilations by the kind of the guard that failed.",
-    COMPILE_GUARD,
-    quiet=0.0,
+COMPILE_COMPILATIONS = _counter("torchobs.compile.compilations", "{compilation}", COMPILE_CAUSE, quiet=0.0).described(
+    "Compilations of functions, and of their parts after graph breaks."
 )
-COMPILE_FAILURES = _counter(
-    "torchobs.compile.failures",
-    "{compilation}",
-    "Failed compilations: the function runs uncompiled, or raises (fullgraph=True).",
-    COMPILE_FAILURE,
-    quiet=0.0,
+COMPILE_RECOMPILES = _counter("torchobs.compile.recompiles", "{compilation}", COMPILE_GUARD, quiet=0.0).described(
+    "Recompilations by the kind of the guard that failed."
 )
-COMPILE_GRAPH_BREAKS = _counter(
-    "torchobs.compile.graph_breaks",
-    "{break}",
-    "Graph breaks, counted in each compilation that has them.",
-    COMPILE_BREAK,
-    quiet=0.0,
+COMPILE_FAILURES = _counter("torchobs.compile.failures", "{compilation}", COMPILE_FAILURE, quiet=0.0).described(
+    "Failed compilations: the function runs uncompiled, or raises (fullgraph=True)."
+)
+COMPILE_GRAPH_BREAKS = _counter("torchobs.compile.graph_breaks", "{break}", COMPILE_BREAK, quiet=0.0).described(
+    "Graph breaks, counted in each compilation that has them."
 )
 COMPILE_CACHE_LOOKUPS = _counter(
-    "torchobs.compile.cache.lookups",
-    "{lookup}",
-    "Lookups in the caches of compiled code: a warm start hits.",
-    COMPILE_CACHE,
-    CACHE_RESULT,
-    quiet=0.0,
-)
-COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "", "1 while torch.compile is compiling in any thread.")
+    "torchobs.compile.cache.lookups", "{lookup}", COMPILE_CACHE, CACHE_RESULT, quiet=0.0
+).described("Lookups in the caches of compiled code: a warm start hits.")
+COMPILE_IN_PROGRESS = _gauge("torchobs.compile.in_progress", "").described("1 while torch.compile is compiling in any thread.")
 
 # --- memory -------------------------------------------------------------------------------------------------------------------
-MEMORY_DEVICE_ALLOCATED = _gauge("torchobs.memory.device.allocated", "By", "Device memory in use by tensors.", DEVICE)
-MEMORY_DEVICE_RESERVED = _gauge("torchobs.memory.device.reserved", "By", "Device memory held by the caching allocator.", DEVICE)
-MEMORY_DEVICE_ACTIVE = _gauge(
-    "torchobs.memory.device.active", "By", "Device memory in blocks that are in use, or that a stream may still use.", DEVICE
+MEMORY_DEVICE_ALLOCATED = _gauge("torchobs.memory.device.allocated", "By", DEVICE).described("Device memory in use by tensors.")
+MEMORY_DEVICE_RESERVED = _gauge("torchobs.memory.device.reserved", "By", DEVICE).described(
+    "Device memory held by the caching allocator."
 )
-MEMORY_DEVICE_INACTIVE_SPLIT = _gauge(
-    "torchobs.memory.device.inactive_split", "By", "Device memory in inactive split blocks: fragmentation.", DEVICE
+MEMORY_DEVICE_ACTIVE = _gauge("torchobs.memory.device.active", "By", DEVICE).described(
+    "Device memory in blocks that are in use, or that a stream may still use."
 )
-MEMORY_DEVICE_PEAK = _gauge(
-    "torchobs.memory.device.peak",
-    "By",
-    "Highest allocated device memory seen by torchobs, regardless of resets of the allocator's own peaks.",
-    DEVICE,
+MEMORY_DEVICE_INACTIVE_SPLIT = _gauge("torchobs.memory.device.inactive_split", "By", DEVICE).described(
+    "Device memory in inactive split blocks: fragmentation."
 )
-MEMORY_DEVICE_LIMIT = _gauge(
-    "torchobs.memory.device.limit",
-    "By",
-    "Device memory that this process may use: all of the device's, or its configured fraction.",
-    DEVICE,
+MEMORY_DEVICE_PEAK = _gauge("torchobs.memory.device.peak", "By", DEVICE).described(
+    "Highest allocated device memory seen by torchobs, regardless of resets of the allocator's own peaks."
 )
-MEMORY_ALLOC_RETRIES = _counter(
-    "torchobs.memory.alloc_retries",
-    "{retry}",
-    "Device allocations retried after flushing the allocator's cache.",
-    DEVICE,
-    quiet=0.0,
+MEMORY_DEVICE_LIMIT = _gauge("torchobs.memory.device.limit", "By", DEVICE).described(
+    "Device memory that this process may use: all of the device's, or its configured fraction."
 )
-MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", "Out-of-memory errors of the device allocator.", DEVICE, quiet=0.0)
-MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By", "Resident set size of the rank's process.")
-MEMORY_HOST_PSS = _gauge(
-    "torchobs.memory.host.pss",
-    "By",
-    "Proportional set size of the rank's process. From level advanced on.",
+MEMORY_ALLOC_RETRIES = _counter("torchobs.memory.alloc_retries", "{retry}", DEVICE, quiet=0.0).described(
+    "Device allocations retried after flushing the allocator's cache."
 )
-MEMORY_HOST_CHILDREN_RSS = _gauge(
-    "torchobs.memory.host.children_rss",
-    "By",
-    "Sum of the resident set sizes of the process's children (DataLoader workers); shared pages count in each.",
-    quiet=0.0,
+MEMORY_OOMS = _counter("torchobs.memory.ooms", "{error}", DEVICE, quiet=0.0).described(
+    "Out-of-memory errors of the device allocator."
 )
-MEMORY_HOST_AVAILABLE = _gauge("torchobs.memory.host.available", "By", "The machine's available memory.", shared=True)
-MEMORY_HOST_UTILIZATION = _gauge(
-    "torchobs.memory.host.utilization",
-    "1",
-    "Share of the limit, including swap, in use and not reclaimable; at 1 the kernel kills processes.",
-    LIMIT,
-    shared=True,
+MEMORY_HOST_RSS = _gauge("torchobs.memory.host.rss", "By").described("Resident set size of the rank's process.")
+MEMORY_HOST_PSS = _gauge("torchobs.memory.host.pss", "By").described(
+    "Proportional set size of the rank's process. From level advanced on."
 )
-MEMORY_SHARED_SIZE = _gauge("torchobs.memory.shared.size", "By", "Size of /dev/shm.", shared=True)
-MEMORY_SHARED_USED = _gauge("torchobs.memory.shared.used", "By", "Bytes in use in /dev/shm.", shared=True)
-MEMORY_GROWTH_PER_STEP = _gauge(
-    "torchobs.memory.growth_per_step", "By", "Trend of the memory in use, per step; available after four minutes.", SPACE
+MEMORY_HOST_CHILDREN_RSS = _gauge("torchobs.memory.host.children_rss", "By", quiet=0.0).described(
+    "Sum of the resident set sizes of the process's children (DataLoader workers); shared pages count in each."
 )
-MEMORY_TIME_TO_LIMIT = _gauge(
-    "torchobs.memory.time_to_limit",
-    "s",
-    "Time until memory that grows steadily with the steps reaches its limit; absent without such growth.",
-    SPACE,
+MEMORY_HOST_AVAILABLE = _gauge("torchobs.memory.host.available", "By", shared=True).described("The machine's available memory.")
+MEMORY_HOST_UTILIZATION = _gauge("torchobs.memory.host.utilization", "1", LIMIT, shared=True).described(
+    "Share of the limit, including swap, in use and not reclaimable; at 1 the kernel kills processes."
+)
+MEMORY_SHARED_SIZE = _gauge("torchobs.memory.shared.size", "By", shared=True).described("Size of /dev/shm.")
+MEMORY_SHARED_USED = _gauge("torchobs.memory.shared.used", "By", shared=True).described("Bytes in use in /dev/shm.")
+MEMORY_GROWTH_PER_STEP = _gauge("torchobs.memory.growth_per_step", "By", SPACE).described(
+    "Trend of the memory in use, per step; available after four minutes."
+)
+MEMORY_TIME_TO_LIMIT = _gauge("torchobs.memory.time_to_limit", "s", SPACE).described(
+    "Time until memory that grows steadily with the steps reaches its limit; absent without such growth."
 )
 
 # --- the container ------------------------------------------------------------------------------------------------------------
-CGROUP_MEMORY_WORKING_SET = _gauge(
-    "torchobs.cgroup.memory.working_set",
-    "By",
-    "Memory of the rank's cgroup without inactive file pages, as the kubelet counts it; of the tightest, where nested.",
-    shared=True,
+CGROUP_MEMORY_WORKING_SET = _gauge("torchobs.cgroup.memory.working_set", "By", shared=True).described(
+    "Memory of the rank's cgroup without inactive file pages, as the kubelet counts it; of the tightest, where nested."
 )
-CGROUP_MEMORY_LIMIT = _gauge("torchobs.cgroup.memory.limit", "By", "Memory limit of that cgroup.", shared=True)
-CGROUP_MEMORY_PEAK = _gauge(
-    "torchobs.cgroup.memory.peak", "By", "Highest memory usage of that cgroup, file pages included.", shared=True
+CGROUP_MEMORY_LIMIT = _gauge("torchobs.cgroup.memory.limit", "By", shared=True).described("Memory limit of that cgroup.")
+CGROUP_MEMORY_PEAK = _gauge("torchobs.cgroup.memory.peak", "By", shared=True).described(
+    "Highest memory usage of that cgroup, file pages included."
 )
-CGROUP_MEMORY_SWAP = _gauge("torchobs.cgroup.memory.swap", "By", "Swap in use by that cgroup.", shared=True)
-CGROUP_MEMORY_OOM_KILLS = _counter(
-    "torchobs.cgroup.memory.oom_kills",
-    "{process}",
-    "Processes of that cgroup ended by the kernel's OOM killer.",
-    shared=True,
+CGROUP_MEMORY_SWAP = _gauge("torchobs.cgroup.memory.swap", "By", shared=True).described("Swap in use by that cgroup.")
+CGROUP_MEMORY_OOM_KILLS = _counter("torchobs.cgroup.memory.oom_kills", "{process}", shared=True).described(
+    "Processes of that cgroup ended by the kernel's OOM killer."
 )
 CGROUP_MEMORY_LAST_OOM_KILL = _gauge(
-    "torchobs.cgroup.memory.last_oom_kill.timestamp",
-    "s",
-    "Unix time at which the last such kill was seen.",
-    survives=True,
-    shared=True,
+    "torchobs.cgroup.memory.last_oom_kill.timestamp", "s", survives=True, shared=True
+).described("Unix time at which the last such kill was seen.")
+CGROUP_CPU_LIMIT = _gauge("torchobs.cgroup.cpu.limit", "{cpu}", shared=True).described(
+    "CPU quota of the rank's cgroup, in cores."
 )
-CGROUP_CPU_LIMIT = _gauge("torchobs.cgroup.cpu.limit", "{cpu}", "CPU quota of the rank's cgroup, in cores.", shared=True)
-CGROUP_CPU_PERIODS = _counter("torchobs.cgroup.cpu.periods", "{period}", "Quota periods in which the cgroup ran.", shared=True)
-CGROUP_CPU_THROTTLED_PERIODS = _counter(
-    "torchobs.cgroup.cpu.throttled_periods",
-    "{period}",
-    "Quota periods in which the cgroup was throttled.",
-    shared=True,
+CGROUP_CPU_PERIODS = _counter("torchobs.cgroup.cpu.periods", "{period}", shared=True).described(
+    "Quota periods in which the cgroup ran."
 )
-CGROUP_CPU_THROTTLED_TIME = _counter(
-    "torchobs.cgroup.cpu.throttled_time",
-    "s",
-    "Time for which the cgroup's threads were throttled, summed.",
-    integer=False,
-    shared=True,
+CGROUP_CPU_THROTTLED_PERIODS = _counter("torchobs.cgroup.cpu.throttled_periods", "{period}", shared=True).described(
+    "Quota periods in which the cgroup was throttled."
 )
-CGROUP_PRESSURE_TIME = _counter(
-    "torchobs.cgroup.pressure.time",
-    "s",
-    "Time in which some, or all, of the cgroup's tasks waited for a resource.",
-    RESOURCE,
-    WAITING,
-    integer=False,
-    shared=True,
+CGROUP_CPU_THROTTLED_TIME = _counter("torchobs.cgroup.cpu.throttled_time", "s", shared=True).described(
+    "Time for which the cgroup's threads were throttled, summed."
+)
+CGROUP_PRESSURE_TIME = _counter("torchobs.cgroup.pressure.time", "s", RESOURCE, WAITING, shared=True).described(
+    "Time in which some, or all, of the cgroup's tasks waited for a resource."
 )
 
 # --- checkpoints --------------------------------------------------------------------------------------------------------------
-CHECKPOINTS = _counter(
-    "torchobs.checkpoints",
-    "{checkpoint}",
+CHECKPOINTS = _counter("torchobs.checkpoints", "{checkpoint}", SAVE_RESULT, quiet=0.0).described(
     "Checkpoints by torch.save, safetensors and torch.distributed.checkpoint. All saves between two steps are one; saves to "
-    "memory count from 64 KiB on; each save that raised is a failed one. Not seen: `from torch import save` before `init()`.",
-    SAVE_RESULT,
-    quiet=0.0,
+    "memory count from 64 KiB on; each save that raised is a failed one. Not seen: `from torch import save` before `init()`."
 )
-CHECKPOINT_TIMESTAMP = _gauge(
-    "torchobs.checkpoint.timestamp", "s", "Unix time at which the last checkpoint was complete.", survives=True
+CHECKPOINT_TIMESTAMP = _gauge("torchobs.checkpoint.timestamp", "s", survives=True).described(
+    "Unix time at which the last checkpoint was complete."
 )
-CHECKPOINT_DURATION = _gauge(
-    "torchobs.checkpoint.duration",
-    "s",
-    "Duration of the last checkpoint until it was complete; the time that training waited is the goodput state checkpoint.",
-    survives=True,
+CHECKPOINT_DURATION = _gauge("torchobs.checkpoint.duration", "s", survives=True).described(
+    "Duration of the last checkpoint until it was complete; the time that training waited is the goodput state checkpoint."
 )
-CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Bytes that this rank wrote for the last checkpoint.", survives=True)
+CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", survives=True).described(
+    "Bytes that this rank wrote for the last checkpoint."
+)
 
 # --- distributed training -----------------------------------------------------------------------------------------------------
-DISTRIBUTED_WORLD_SIZE = _gauge("torchobs.distributed.world_size", "{rank}", "Ranks in the default process group.")
+DISTRIBUTED_WORLD_SIZE = _gauge("torchobs.distributed.world_size", "{rank}").described("Ranks in the default process group.")
 DISTRIBUTED_INFO = _gauge(
     "torchobs.distributed.info",
     "",
-    "Constant 1; its labels say how the training is spread over ranks.",
     Attribute("backend", "of the default process group, e.g. nccl"),
     Attribute("parallelism", "recognised kinds: ddp, fsdp1, fsdp2, hsdp, tensor; joined by +"),
     Attribute("mesh", "dimensions of the device mesh, e.g. dp=4,tp=2"),
     survives=True,
+).described("Constant 1; its labels say how the training is spread over ranks.")
+DDP_TIME = _gauge("torchobs.ddp.time", "s", DDP_PART).described(
+    "Time in the iteration that DistributedDataParallel timed last: each of its first ten, then one in a hundred."
 )
-DDP_TIME = _gauge(
-    "torchobs.ddp.time",
-    "s",
-    "Time in the iteration that DistributedDataParallel timed last: each of its first ten, then one in a hundred.",
-    DDP_PART,
-)
-DDP_BUCKETS = _gauge("torchobs.ddp.buckets", "{bucket}", "Gradient buckets; each is one all-reduce.")
-DDP_BUCKET_SIZE = _gauge("torchobs.ddp.bucket.size", "By", "Size of the largest gradient bucket.")
-DDP_UNUSED_SIZE = _gauge(
-    "torchobs.ddp.unused.size", "By", "Size of the parameters unused in the iteration timed last, with find_unused_parameters."
+DDP_BUCKETS = _gauge("torchobs.ddp.buckets", "{bucket}").described("Gradient buckets; each is one all-reduce.")
+DDP_BUCKET_SIZE = _gauge("torchobs.ddp.bucket.size", "By").described("Size of the largest gradient bucket.")
+DDP_UNUSED_SIZE = _gauge("torchobs.ddp.unused.size", "By").described(
+    "Size of the parameters unused in the iteration timed last, with find_unused_parameters."
 )
 DDP_INFO = _gauge(
     "torchobs.ddp.info",
     "",
-    "Constant 1; its labels are the settings of DistributedDataParallel.",
     Attribute("find_unused_parameters", "whether it searches for unused parameters in every iteration", ("true", "false")),
     Attribute("static_graph", "whether the graph was declared static", ("true", "false")),
     Attribute("gradient_as_bucket_view", "whether gradients live in the buckets", ("true", "false")),
     Attribute("comm_hook", "the communication hook's name, if there is one"),
     survives=True,
-)
+).described("Constant 1; its labels are the settings of DistributedDataParallel.")
 
 # --- hardware: OpenTelemetry's names, and what they lack as torchobs.gpu.* ----------------------------------------------------
-HW_GPU_UTILIZATION = _gauge(
-    "hw.gpu.utilization", "1", "Share of recent time in which a kernel ran, averaged by the driver.", GPU_ID, GPU_TASK
+HW_GPU_UTILIZATION = _gauge("hw.gpu.utilization", "1", GPU_ID, GPU_TASK).described(
+    "Share of recent time in which a kernel ran, averaged by the driver."
 )
-GPU_MEMORY_BUSY = _gauge(
-    "torchobs.gpu.memory.busy", "1", "Share of recent time in which the GPU's memory was read or written.", GPU_ID
+GPU_MEMORY_BUSY = _gauge("torchobs.gpu.memory.busy", "1", GPU_ID).described(
+    "Share of recent time in which the GPU's memory was read or written."
 )
-HW_GPU_MEMORY_USAGE = _updown("hw.gpu.memory.usage", "By", "GPU memory in use by all processes.", GPU_ID)
-HW_GPU_MEMORY_LIMIT = _updown("hw.gpu.memory.limit", "By", "Total GPU memory.", GPU_ID)
-HW_POWER = _gauge("hw.power", "W", "Power drawn at present.", GPU_ID, HW_TYPE)
-HW_ENERGY = _counter("hw.energy", "J", "Energy used since the rank began to observe the GPU.", GPU_ID, HW_TYPE, integer=False)
-GPU_POWER_LIMIT = _gauge("torchobs.gpu.power.limit", "W", "Power that the GPU may draw.", GPU_ID)
-HW_TEMPERATURE = _gauge("hw.temperature", "Cel", "Temperature.", GPU_ID, HW_SENSOR)
-GPU_CLOCK_FREQUENCY = _gauge("torchobs.gpu.clock.frequency", "Hz", "Clock of the streaming multiprocessors.", GPU_ID)
-GPU_CLOCK_LIMIT = _gauge("torchobs.gpu.clock.limit", "Hz", "Highest clock that the multiprocessors can have.", GPU_ID)
-GPU_THROTTLE_TIME = _counter(
-    "torchobs.gpu.throttle.time",
-    "s",
-    "Time in which the clocks were throttled, as counted by the driver, else from a sample every ten seconds.",
-    GPU_ID,
-    GPU_THROTTLE,
-    integer=False,
-    quiet=0.0,
+HW_GPU_MEMORY_USAGE = _updown("hw.gpu.memory.usage", "By", GPU_ID).described("GPU memory in use by all processes.")
+HW_GPU_MEMORY_LIMIT = _updown("hw.gpu.memory.limit", "By", GPU_ID).described("Total GPU memory.")
+HW_POWER = _gauge("hw.power", "W", GPU_ID, HW_TYPE).described("Power drawn at present.")
+HW_ENERGY = _counter("hw.energy", "J", GPU_ID, HW_TYPE).described("Energy used since the rank began to observe the GPU.")
+GPU_POWER_LIMIT = _gauge("torchobs.gpu.power.limit", "W", GPU_ID).described("Power that the GPU may draw.")
+HW_TEMPERATURE = _gauge("hw.temperature", "Cel", GPU_ID, HW_SENSOR).described("Temperature.")
+GPU_CLOCK_FREQUENCY = _gauge("torchobs.gpu.clock.frequency", "Hz", GPU_ID).described("Clock of the streaming multiprocessors.")
+GPU_CLOCK_LIMIT = _gauge("torchobs.gpu.clock.limit", "Hz", GPU_ID).described("Highest clock that the multiprocessors can have.")
+GPU_THROTTLE_TIME = _counter("torchobs.gpu.throttle.time", "s", GPU_ID, GPU_THROTTLE, quiet=0.0).described(
+    "Time in which the clocks were throttled, as counted by the driver, else from a sample every ten seconds."
 )
-HW_ERRORS = _counter(
-    "hw.errors", "{error}", "Errors of the GPU since the rank began to observe it.", GPU_ID, HW_TYPE, HW_ERROR, quiet=0.0
+HW_ERRORS = _counter("hw.errors", "{error}", GPU_ID, HW_TYPE, HW_ERROR, quiet=0.0).described(
+    "Errors of the GPU since the rank began to observe it."
 )
-GPU_NVLINK_IO = _counter("torchobs.gpu.nvlink.io", "By", "Payload sent and received over NVLink.", GPU_ID, IO_DIRECTION)
-GPU_NVLINK_LINKS = _gauge("torchobs.gpu.nvlink.links", "{link}", "NVLinks that are up.", GPU_ID)
-HW_STATUS = _updown(
-    "hw.status",
-    "1",
+GPU_NVLINK_IO = _counter("torchobs.gpu.nvlink.io", "By", GPU_ID, IO_DIRECTION).described(
+    "Payload sent and received over NVLink."
+)
+GPU_NVLINK_LINKS = _gauge("torchobs.gpu.nvlink.links", "{link}", GPU_ID).described("NVLinks that are up.")
+HW_STATUS = _updown("hw.status", "1", GPU_ID, HW_TYPE, HW_STATE).described(
     "State of the GPU. failed: lost, or a memory row cannot be remapped; degraded: it needs a reset, or had an uncorrectable"
-    " ECC error.",
-    GPU_ID,
-    HW_TYPE,
-    HW_STATE,
+    " ECC error."
 )
 RANK_GPU_INFO = _gauge(
     "torchobs.rank.gpu.info",
     "",
-    "Constant 1 for each GPU on which the rank holds memory; the labels UUID and GPU_I_ID are dcgm-exporter's.",
     GPU_ID,
     Attribute("UUID", "UUID of the physical GPU"),
     Attribute("GPU_I_ID", "number of the MIG instance on it, if it is one"),
     DEVICE,
     Attribute("hw.model", "product name"),
     survives=True,
-)
+).described("Constant 1 for each GPU on which the rank holds memory; the labels UUID and GPU_I_ID are dcgm-exporter's.")
 
 # --- ranks, as the exporter sees them -----------------------------------------------------------------------------------------
-RANK_STATE_SET = _gauge("torchobs.rank.state", "", "1 for the state that the rank is in.", RANK_STATE, survives=True)
-RANK_UP = _gauge("torchobs.rank.up", "", "1 while the rank's process lives.", survives=True)
-RANK_HEARTBEAT_TIMESTAMP = _gauge(
-    "torchobs.rank.heartbeat.timestamp", "s", "Unix time of the rank's last heartbeat.", survives=True
+RANK_STATE_SET = _gauge("torchobs.rank.state", "", RANK_STATE, survives=True).described("1 for the state that the rank is in.")
+RANK_UP = _gauge("torchobs.rank.up", "", survives=True).described("1 while the rank's process lives.")
+RANK_HEARTBEAT_TIMESTAMP = _gauge("torchobs.rank.heartbeat.timestamp", "s", survives=True).described(
+    "Unix time of the rank's last heartbeat."
 )
-RANK_PROGRESS_AGE = _gauge(
-    "torchobs.rank.progress.age", "s", "Time since the rank last finished a step (since its start, before the first)."
+RANK_PROGRESS_AGE = _gauge("torchobs.rank.progress.age", "s").described(
+    "Time since the rank last finished a step (since its start, before the first)."
 )
-RANK_START_TIME = _gauge("torchobs.rank.start_time", "s", "Unix time at which torchobs started in the rank.", survives=True)
-RANK_RESTARTS = _counter("torchobs.rank.restarts", "{restart}", "Times the launcher has restarted the rank.")
-RANK_SLOWDOWN = _gauge(
-    "torchobs.rank.slowdown",
-    "1",
-    "Rank's step time over that of its peers on this machine, both without waiting for each other.",
+RANK_START_TIME = _gauge("torchobs.rank.start_time", "s", survives=True).described(
+    "Unix time at which torchobs started in the rank."
 )
-RANK_EXCESS = _gauge(
-    "torchobs.rank.excess", "s", "Time per step above the median of its peers on this machine, by phase.", OWN_PHASE
+RANK_RESTARTS = _counter("torchobs.rank.restarts", "{restart}").described("Times the launcher has restarted the rank.")
+RANK_SLOWDOWN = _gauge("torchobs.rank.slowdown", "1").described(
+    "Rank's step time over that of its peers on this machine, both without waiting for each other."
 )
-RANK_BEHIND = _gauge(
-    "torchobs.rank.behind", "{step}", "Steps by which the rank is behind the furthest rank of the run on this machine."
+RANK_EXCESS = _gauge("torchobs.rank.excess", "s", OWN_PHASE).described(
+    "Time per step above the median of its peers on this machine, by phase."
 )
-RUN_LOCAL_RANKS = _gauge("torchobs.run.local_ranks", "{rank}", "Ranks of the run that live on this machine.")
-RUN_MISSING_RANKS = _gauge(
-    "torchobs.run.missing_ranks",
-    "{rank}",
-    "Ranks that the launcher started on this machine and that the exporter does not see.",
+RANK_BEHIND = _gauge("torchobs.rank.behind", "{step}").described(
+    "Steps by which the rank is behind the furthest rank of the run on this machine."
 )
-RUN_STEP_SPREAD = _gauge("torchobs.run.step_spread", "{step}", "Steps between the first and the last rank on this machine.")
-RUN_GRAD_NORM = _gauge(
-    "torchobs.run.grad_norm", "", "L2 norm of the whole gradient, combined from all ranks, if all are on this machine."
+RUN_LOCAL_RANKS = _gauge("torchobs.run.local_ranks", "{rank}").described("Ranks of the run that live on this machine.")
+RUN_MISSING_RANKS = _gauge("torchobs.run.missing_ranks", "{rank}").described(
+    "Ranks that the launcher started on this machine and that the exporter does not see."
 )
-RANK_EXIT = _gauge(
-    "torchobs.rank.exit", "", "1 for the way in which the rank ended; absent while it lives.", EXIT_REASON, survives=True
+RUN_STEP_SPREAD = _gauge("torchobs.run.step_spread", "{step}").described(
+    "Steps between the first and the last rank on this machine."
 )
-PROCESS_CHILDREN = _gauge(
-    "torchobs.rank.process.children",
-    "{process}",
-    "Processes that descend from the rank's: DataLoader workers, compilers.",
-    quiet=0.0,
+RUN_GRAD_NORM = _gauge("torchobs.run.grad_norm", "").described(
+    "L2 norm of the whole gradient, combined from all ranks, if all are on this machine."
 )
-PROCESS_THREADS = _gauge("torchobs.rank.process.threads", "{thread}", "Threads of the rank's process.")
-PROCESS_OPEN_FILES = _gauge("torchobs.rank.process.open_fds", "{file}", "File descriptors that the rank's process has open.")
-PROCESS_MAX_FILES = _gauge("torchobs.rank.process.max_fds", "{file}", "File descriptors that it may have open.")
-RANK_INFO = _gauge("torchobs.rank.info", "", "Constant 1; its labels describe the rank.", survives=True)
-WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", "Ranks in the run, as its launcher says.", survives=True)
+RANK_EXIT = _gauge("torchobs.rank.exit", "", EXIT_REASON, survives=True).described(
+    "1 for the way in which the rank ended; absent while it lives."
+)
+PROCESS_CHILDREN = _gauge("torchobs.rank.process.children", "{process}", quiet=0.0).described(
+    "Processes that descend from the rank's: DataLoader workers, compilers."
+)
+PROCESS_THREADS = _gauge("torchobs.rank.process.threads", "{thread}").described("Threads of the rank's process.")
+PROCESS_OPEN_FILES = _gauge("torchobs.rank.process.open_fds", "{file}").described(
+    "File descriptors that the rank's process has open."
+)
+PROCESS_MAX_FILES = _gauge("torchobs.rank.process.max_fds", "{file}").described("File descriptors that it may have open.")
+RANK_INFO = _gauge("torchobs.rank.info", "", survives=True).described("Constant 1; its labels describe the rank.")
+WORLD_SIZE = _gauge("torchobs.world_size", "{rank}", survives=True).described("Ranks in the run, as its launcher says.")
 
 # --- the machine: OpenTelemetry's names, and what they lack as torchobs.host.* ------------------------------------------------
-SYSTEM_CPU_TIME = _counter("system.cpu.time", "s", "CPU time of all processors together, by mode.", CPU_MODE, integer=False)
-SYSTEM_CPU_LOAD = _gauge(
-    "system.cpu.load_average.1m", "{thread}", "Threads that ran, or waited to run or for a disk, averaged over a minute."
+SYSTEM_CPU_TIME = _counter("system.cpu.time", "s", CPU_MODE).described("CPU time of all processors together, by mode.")
+SYSTEM_CPU_LOAD = _gauge("system.cpu.load_average.1m", "{thread}").described(
+    "Threads that ran, or waited to run or for a disk, averaged over a minute."
 )
-HOST_CPUS = _gauge("torchobs.host.cpus", "{cpu}", "Logical processors that are online.")
-HOST_THREADS = _gauge("torchobs.host.threads", "{thread}", "Threads that run, or wait to run or for a disk.", THREAD_STATE)
-SYSTEM_MEMORY_LIMIT = _updown("system.memory.limit", "By", "The machine's memory.")
-SYSTEM_MEMORY_USAGE = _updown("system.memory.usage", "By", "The machine's memory by use.", MEMORY_STATE)
-SYSTEM_MEMORY_AVAILABLE = _updown(
-    "system.memory.linux.available", "By", "The kernel's estimate of the memory available without swapping."
+HOST_CPUS = _gauge("torchobs.host.cpus", "{cpu}").described("Logical processors that are online.")
+HOST_THREADS = _gauge("torchobs.host.threads", "{thread}", THREAD_STATE).described(
+    "Threads that run, or wait to run or for a disk."
 )
-SYSTEM_MEMORY_SHARED = _updown(
-    "system.memory.linux.shared", "By", "Shared memory, including files in a tmpfs; part of the state cached."
+SYSTEM_MEMORY_LIMIT = _updown("system.memory.limit", "By").described("The machine's memory.")
+SYSTEM_MEMORY_USAGE = _updown("system.memory.usage", "By", MEMORY_STATE).described("The machine's memory by use.")
+SYSTEM_MEMORY_AVAILABLE = _updown("system.memory.linux.available", "By").described(
+    "The kernel's estimate of the memory available without swapping."
 )
-HOST_MEMORY_UNWRITTEN = _gauge(
-    "torchobs.host.memory.unwritten", "By", "File pages not yet written to disk, for instance of checkpoints.",
-    UNWRITTEN_STATE,
-)  # fmt: skip
-HOST_OOM_KILLS = _counter(
-    "torchobs.host.memory.oom_kills", "{process}", "Processes ended by the kernel's OOM killer, in any cgroup."
+SYSTEM_MEMORY_SHARED = _updown("system.memory.linux.shared", "By").described(
+    "Shared memory, including files in a tmpfs; part of the state cached."
 )
-SYSTEM_PAGING_USAGE = _updown("system.paging.usage", "By", "The machine's swap space.", PAGING_STATE)
-SYSTEM_DISK_IO = _counter("system.disk.io", "By", "Bytes read from and written to disks.", SYSTEM_DEVICE, DISK_DIRECTION)
-SYSTEM_DISK_OPERATIONS = _counter(
-    "system.disk.operations", "{operation}", "Reads and writes that disks completed.", SYSTEM_DEVICE, DISK_DIRECTION
+HOST_MEMORY_UNWRITTEN = _gauge("torchobs.host.memory.unwritten", "By", UNWRITTEN_STATE).described(
+    "File pages not yet written to disk, for instance of checkpoints."
 )
-SYSTEM_DISK_IO_TIME = _counter("system.disk.io_time", "s", "Time in which a disk was busy.", SYSTEM_DEVICE, integer=False)
-SYSTEM_DISK_OPERATION_TIME = _counter(
-    "system.disk.operation_time", "s", "Time that a disk's reads and writes took, summed.", SYSTEM_DEVICE, DISK_DIRECTION,
-    integer=False,
-)  # fmt: skip
-SYSTEM_FILESYSTEM_LIMIT = _updown("system.filesystem.limit", "By", "Size of a file system.", MOUNTPOINT, FILESYSTEM_TYPE)
-SYSTEM_FILESYSTEM_USAGE = _updown(
-    "system.filesystem.usage", "By", "Space in a file system by state.", MOUNTPOINT, FILESYSTEM_TYPE, FILESYSTEM_STATE
+HOST_OOM_KILLS = _counter("torchobs.host.memory.oom_kills", "{process}").described(
+    "Processes ended by the kernel's OOM killer, in any cgroup."
+)
+SYSTEM_PAGING_USAGE = _updown("system.paging.usage", "By", PAGING_STATE).described("The machine's swap space.")
+SYSTEM_DISK_IO = _counter("system.disk.io", "By", SYSTEM_DEVICE, DISK_DIRECTION).described(
+    "Bytes read from and written to disks."
+)
+SYSTEM_DISK_OPERATIONS = _counter("system.disk.operations", "{operation}", SYSTEM_DEVICE, DISK_DIRECTION).described(
+    "Reads and writes that disks completed."
+)
+SYSTEM_DISK_IO_TIME = _counter("system.disk.io_time", "s", SYSTEM_DEVICE).described("Time in which a disk was busy.")
+SYSTEM_DISK_OPERATION_TIME = _counter("system.disk.operation_time", "s", SYSTEM_DEVICE, DISK_DIRECTION).described(
+    "Time that a disk's reads and writes took, summed."
+)
+SYSTEM_FILESYSTEM_LIMIT = _updown("system.filesystem.limit", "By", MOUNTPOINT, FILESYSTEM_TYPE).described(
+    "Size of a file system."
+)
+SYSTEM_FILESYSTEM_USAGE = _updown("system.filesystem.usage", "By", MOUNTPOINT, FILESYSTEM_TYPE, FILESYSTEM_STATE).described(
+    "Space in a file system by state."
 )
 SYSTEM_FILESYSTEM_INODES = _updown(
-    "system.filesystem.inodes.usage",
-    "{inode}",
-    "Inodes of a file system by state.",
-    MOUNTPOINT,
-    FILESYSTEM_TYPE,
-    INODE_STATE,
+    "system.filesystem.inodes.usage", "{inode}", MOUNTPOINT, FILESYSTEM_TYPE, INODE_STATE
+).described("Inodes of a file system by state.")
+HOST_FILESYSTEM_READONLY = _gauge("torchobs.host.filesystem.readonly", "", MOUNTPOINT, FILESYSTEM_TYPE).described(
+    "1 if the file system is read-only, as after a disk error."
 )
-HOST_FILESYSTEM_READONLY = _gauge(
-    "torchobs.host.filesystem.readonly",
-    "",
-    "1 if the file system is read-only, as after a disk error.",
-    MOUNTPOINT,
-    FILESYSTEM_TYPE,
+SYSTEM_NETWORK_IO = _counter("system.network.io", "By", NETWORK_INTERFACE, NETWORK_DIRECTION).described(
+    "Bytes received and transmitted."
 )
-SYSTEM_NETWORK_IO = _counter("system.network.io", "By", "Bytes received and transmitted.", NETWORK_INTERFACE, NETWORK_DIRECTION)
-SYSTEM_NETWORK_ERRORS = _counter(
-    "system.network.errors", "{error}", "Errors of receiving and transmitting.", NETWORK_INTERFACE, NETWORK_DIRECTION
+SYSTEM_NETWORK_ERRORS = _counter("system.network.errors", "{error}", NETWORK_INTERFACE, NETWORK_DIRECTION).described(
+    "Errors of receiving and transmitting."
 )
-SYSTEM_NETWORK_DROPPED = _counter(
-    "system.network.packet.dropped", "{packet}", "Packets dropped although they had no error.", NETWORK_INTERFACE,
-    NETWORK_DIRECTION,
-)  # fmt: skip
+SYSTEM_NETWORK_DROPPED = _counter("system.network.packet.dropped", "{packet}", NETWORK_INTERFACE, NETWORK_DIRECTION).described(
+    "Packets dropped although they had no error."
+)
 
 # --- torchobs itself ----------------------------------------------------------------------------------------------------------
-OVERHEAD = _counter(
-    "torchobs.overhead", "s", "Time that torchobs itself took in the training thread.", PROBE, integer=False, quiet=0.0
+OVERHEAD = _counter("torchobs.overhead", "s", PROBE, quiet=0.0).described(
+    "Time that torchobs itself took in the training thread."
 )
-PROBE_ERRORS = _counter(
-    "torchobs.probe.errors", "{error}", "Exceptions raised inside a probe; the first disables it.", PROBE, quiet=0.0
+PROBE_ERRORS = _counter("torchobs.probe.errors", "{error}", PROBE, quiet=0.0).described(
+    "Exceptions raised inside a probe; the first disables it."
 )
-PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", "1 if the probe is disabled.", PROBE, quiet=0.0)
+PROBE_DISABLED = _gauge("torchobs.probe.disabled", "", PROBE, quiet=0.0).described("1 if the probe is disabled.")
 FLIGHT_DROPPED = _counter(
-    "torchobs.flight.dropped",
-    "{item}",
-    "Items that did not fit the flight file.",
-    Attribute("what", "what was dropped", ("series", "event", "record")),
-    quiet=0.0,
-)
+    "torchobs.flight.dropped", "{item}", Attribute("what", "what was dropped", ("series", "event", "record")), quiet=0.0
+).described("Items that did not fit the flight file.")
 BUILD_INFO = _gauge(
-    "torchobs.build.info",
-    "",
-    "Constant 1; its labels are the exporter's versions.",
-    Attribute("version", "torchobs version"),
-    Attribute("python", "Python version"),
-)
+    "torchobs.build.info", "", Attribute("version", "torchobs version"), Attribute("python", "Python version")
+).described("Constant 1; its labels are the exporter's versions.")
 EXPORTER_FILES = _gauge(
-    "torchobs.exporter.files",
-    "{file}",
-    "Flight files in the directory, by status.",
-    Attribute("status", "outcome of reading", ("served", "superseded", "expired", "bad")),
-)
+    "torchobs.exporter.files", "{file}", Attribute("status", "outcome of reading", ("served", "superseded", "expired", "bad"))
+).described("Flight files in the directory, by status.")
 EXPORTER_READ_ERRORS = _counter(
-    "torchobs.exporter.read_errors",
-    "{error}",
-    "Flight files that could not be read, by reason.",
-    Attribute("reason", "why", ("header", "io", "kind", "memory", "timeout")),
+    "torchobs.exporter.read_errors", "{error}", Attribute("reason", "why", ("header", "io", "kind", "memory", "timeout"))
+).described("Flight files that could not be read, by reason.")
+EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s").described(
+    "Duration of the last scan of all flight files."
 )
-EXPORTER_SCAN_DURATION = _gauge("torchobs.exporter.scan.duration", "s", "Duration of the last scan of all flight files.")
-EXPORTER_CONFIG_OK = _gauge(
-    "torchobs.exporter.config_ok", "", "0 while part of the configuration is invalid or cannot be applied."
+EXPORTER_CONFIG_OK = _gauge("torchobs.exporter.config_ok", "").described(
+    "0 while part of the configuration is invalid or cannot be applied."
 )
-EXPORTER_DUPLICATES = _counter(
-    "torchobs.exporter.duplicate_ranks", "{rank}", "Times two living processes claimed one rank of one run."
+EXPORTER_DUPLICATES = _counter("torchobs.exporter.duplicate_ranks", "{rank}").described(
+    "Times two living processes claimed one rank of one run."
 )
 EXPORTER_SERIES_DROPPED = _counter(
     "torchobs.exporter.series_dropped",
     "{series}",
-    "Series not served, by reason.",
     Attribute("reason", "why", ("limit", "total_limit", "conflict", "drop_list")),
-)
+).described("Series not served, by reason.")
 EXPORTER_CONNECTIONS_DROPPED = _counter(
     "torchobs.exporter.connections_dropped",
     "{connection}",
-    "Connections closed or not accepted: too slow, too many at once, an endless body, no TLS or no valid certificate, or the"
-    " kernel had no descriptor or memory for one (which then waits).",
     Attribute("reason", "why", ("slow", "crowd", "flood", "tls", "accept")),
+).described(
+    "Connections closed or not accepted: too slow, too many at once, an endless body, no TLS or no valid certificate, or the"
+    " kernel had no descriptor or memory for one (which then waits)."
 )
 EXPORTER_WRITE_ERRORS = _counter(
     "torchobs.exporter.write_errors",
     "{error}",
-    "Writes that failed, as on a full disk.",
     Attribute("what", "what was to be written", ("log", "file_sd", "announcement", "control")),
+).described("Writes that failed, as on a full disk.")
+EXPORTER_HOST_DURATION = _gauge("torchobs.exporter.host.duration", "s").described(
+    "Duration of the last collection of the machine's metrics."
 )
-EXPORTER_HOST_DURATION = _gauge(
-    "torchobs.exporter.host.duration", "s", "Duration of the last collection of the machine's metrics."
+EXPORTER_HOST_ERRORS = _counter("torchobs.exporter.host.errors", "{error}", HOST_COLLECTOR).described(
+    "Times that a collector of the machine's metrics failed."
 )
-EXPORTER_HOST_ERRORS = _counter(
-    "torchobs.exporter.host.errors", "{error}", "Times that a collector of the machine's metrics failed.", HOST_COLLECTOR
-)
-EXPORTER_HOST_STUCK = _gauge(
-    "torchobs.exporter.host.stuck",
-    "",
-    "1 while a collector has not returned for seconds, 0 otherwise: a network file system with a dead server.",
-    HOST_COLLECTOR,
-    MOUNTPOINT,
+EXPORTER_HOST_STUCK = _gauge("torchobs.exporter.host.stuck", "", HOST_COLLECTOR, MOUNTPOINT).described(
+    "1 while a collector has not returned for seconds, 0 otherwise: a network file system with a dead server."
 )
 _SIGNAL = Attribute("signal", "what is pushed over OTLP: data points or spans", ("metrics", "traces"))
-OTLP_RECORDED = _counter(
-    "torchobs.exporter.otlp.recorded",
-    "{item}",
-    "Data points or spans to be pushed: the sum of sent, dropped and queued.",
-    _SIGNAL,
+OTLP_RECORDED = _counter("torchobs.exporter.otlp.recorded", "{item}", _SIGNAL).described(
+    "Data points or spans to be pushed: the sum of sent, dropped and queued."
 )
-OTLP_SENT = _counter("torchobs.exporter.otlp.sent", "{item}", "Data points or spans that the receiver accepted.", _SIGNAL)
+OTLP_SENT = _counter("torchobs.exporter.otlp.sent", "{item}", _SIGNAL).described(
+    "Data points or spans that the receiver accepted."
+)
 OTLP_DROPPED = _counter(
     "torchobs.exporter.otlp.dropped",
     "{item}",
-    "Data points or spans dropped: the queue was full, the receiver refused the request or rejected a part of it, or the"
-    " exporter ended.",
     _SIGNAL,
     Attribute("reason", "why", ("overflow", "refused", "rejected", "shutdown")),
+).described(
+    "Data points or spans dropped: the queue was full, the receiver refused the request or rejected a part of it, or the"
+    " exporter ended."
 )
-OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", "Data points or spans that wait to be sent.", _SIGNAL)
-OTLP_FAILURES = _counter(
-    "torchobs.exporter.otlp.failures", "{request}", "Requests that failed and were, or will be, retried.", _SIGNAL
+OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", _SIGNAL).described("Data points or spans that wait to be sent.")
+OTLP_FAILURES = _counter("torchobs.exporter.otlp.failures", "{request}", _SIGNAL).described(
+    "Requests that failed and were, or will be, retried."
 )
-OTLP_UNREAD = _counter(
-    "torchobs.exporter.otlp.unread",
-    "By",
+OTLP_UNREAD = _counter("torchobs.exporter.otlp.unread", "By").described(
     "Spans and events overwritten in a rank's ring before the push had read them: the rank wrote more of them within a second"
-    " than the ring holds.",
+    " than the ring holds."
 )
 
 # --- events -------------------------------------------------------------------------------------------------------------------
-EVENT_RUN_START = Event("torchobs.run.start", "torchobs.init() has finished.", Severity.INFO)
-EVENT_RUN_END = Event("torchobs.run.end", "The rank finished normally.", Severity.INFO, (EXIT_REASON,))
-EVENT_TRAINER = Event(
+EVENT_RUN_START = _info("torchobs.run.start", "torchobs.init() has finished.")
+EVENT_RUN_END = _info("torchobs.run.end", "The rank finished normally.", EXIT_REASON)
+EVENT_TRAINER = _info(
     "torchobs.trainer",
     "A framework's trainer started. Its other attributes are its settings with a number or a single word as value.",
-    Severity.INFO,
-    (Attribute("framework", "lightning, transformers or accelerate"), Attribute("version", "the framework's")),
+    Attribute("framework", "lightning, transformers or accelerate"),
+    Attribute("version", "the framework's"),
 )
-EVENT_EXCEPTION = Event(
+EVENT_EXCEPTION = _error(
     "torchobs.exception",
     "An uncaught exception. In the main thread it ends the rank; in another thread, a notebook's cell or a test it does not.",
-    Severity.ERROR,
-    (
-        Attribute("exception.type", "its class"),
-        Attribute("location", "file:line where it was raised"),
-        Attribute("caller", "innermost file:line of the user's own code, if different"),
-        Attribute("cause.type", "class of the first exception of the chain, if it is a chain"),
-        Attribute("cause.location", "file:line where that exception was raised"),
-        Attribute("cause.caller", "innermost file:line of the user's own code in it, if different"),
-        Attribute("origin", "the worker or other process that raised it, if not the rank's own; location is there then"),
-        Attribute("reraised", "file:line of the user's own code in the rank where it was raised again"),
-        Attribute("cause.origin", "origin of the first exception of the chain"),
-        Attribute("cause.reraised", "reraised of the first exception of the chain"),
-        Attribute("thread", "the thread's name, if it is not the main one"),
-    ),
+    Attribute("exception.type", "its class"),
+    Attribute("location", "file:line where it was raised"),
+    Attribute("caller", "innermost file:line of the user's own code, if different"),
+    Attribute("cause.type", "class of the first exception of the chain, if it is a chain"),
+    Attribute("cause.location", "file:line where that exception was raised"),
+    Attribute("cause.caller", "innermost file:line of the user's own code in it, if different"),
+    Attribute("origin", "the worker or other process that raised it, if not the rank's own; location is there then"),
+    Attribute("reraised", "file:line of the user's own code in the rank where it was raised again"),
+    Attribute("cause.origin", "origin of the first exception of the chain"),
+    Attribute("cause.reraised", "reraised of the first exception of the chain"),
+    Attribute("thread", "the thread's name, if it is not the main one"),
 )
-EVENT_DISTRIBUTED = Event(
+EVENT_DISTRIBUTED = _info(
     "torchobs.distributed",
     "How the training is spread over ranks was recognised, or changed.",
-    Severity.INFO,
-    (
-        Attribute("backend", "of the default process group"),
-        Attribute("world_size", "its ranks"),
-        Attribute("parallelism", "what was recognised"),
-        Attribute("mesh", "dimensions of the device mesh"),
-    ),
+    Attribute("backend", "of the default process group"),
+    Attribute("world_size", "its ranks"),
+    Attribute("parallelism", "what was recognised"),
+    Attribute("mesh", "dimensions of the device mesh"),
 )
-EVENT_GPU_LOST = Event(
+EVENT_GPU_LOST = _error(
     "torchobs.gpu.lost",
     "A GPU no longer responds.",
-    Severity.ERROR,
-    (GPU_ID, Attribute("reason", "what its library says: lost, reset_required, silent")),
+    GPU_ID,
+    Attribute("reason", "what its library says: lost, reset_required, silent"),
 )
-EVENT_GPU_XID = Event(
+EVENT_GPU_XID = _error(
     "torchobs.gpu.xid",
     "The driver reported an error of a GPU (an XID).",
-    Severity.ERROR,
-    (GPU_ID, Attribute("xid", "number in NVIDIA's list of XIDs"), Attribute("meaning", "its meaning, if known")),
+    GPU_ID,
+    Attribute("xid", "number in NVIDIA's list of XIDs"),
+    Attribute("meaning", "its meaning, if known"),
 )
-EVENT_ANOMALY = Event(
+EVENT_ANOMALY = _warning(
     "torchobs.anomaly",
     "A step was judged anomalous.",
-    Severity.WARNING,
-    (
-        ANOMALY_KIND,
-        Attribute("value", "observed value"),
-        Attribute("baseline", "usual value"),
-        Attribute(
-            "left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"
-        ),
-    ),
+    ANOMALY_KIND,
+    Attribute("value", "observed value"),
+    Attribute("baseline", "usual value"),
+    Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
 )
-EVENT_SCHEDULER_MISUSED = Event(
+EVENT_SCHEDULER_MISUSED = _warning(
     "torchobs.scheduler.misused",
     "A learning-rate scheduler is used wrongly: stepped before the optimizer, never, or for one that does not step.",
-    Severity.WARNING,
-    (SCHEDULER_MISUSE_KIND, Attribute("scheduler", "its class")),
+    SCHEDULER_MISUSE_KIND,
+    Attribute("scheduler", "its class"),
 )
-EVENT_AMP_SCALE_COLLAPSED = Event(
+EVENT_AMP_SCALE_COLLAPSED = _warning(
     "torchobs.amp.scale_collapsed",
     "A loss scale has fallen below 1: the gradients are not finite at any scale.",
-    Severity.WARNING,
-    (SCALER, Attribute("scale", "the loss scale")),
+    SCALER,
+    Attribute("scale", "the loss scale"),
 )
-EVENT_AMP_UNSCALED = Event(
+EVENT_AMP_UNSCALED = _warning(
     "torchobs.amp.unscaled",
     "The run trains in float16 autocast without a GradScaler: small gradients become zero.",
-    Severity.WARNING,
-    (Attribute("steps", "steps done so far"),),
+    Attribute("steps", "steps done so far"),
 )
-EVENT_AMP_CLIPPED_SCALED = Event(
+EVENT_AMP_CLIPPED_SCALED = _warning(
     "torchobs.amp.clipped_scaled",
     "Gradients were clipped by norm before the loss scaler divided them by its scale: to the limit over the scale.",
-    Severity.WARNING,
-    (Attribute("limit", "the threshold that was given"), Attribute("scale", "the loss scale")),
+    Attribute("limit", "the threshold that was given"),
+    Attribute("scale", "the loss scale"),
 )
-EVENT_DEVICE_UNREAD = Event(
+EVENT_DEVICE_UNREAD = _warning(
     "torchobs.device.unread",
     "Losses and gradient norms on this kind of device are not recorded: reading them would block the training.",
-    Severity.WARNING,
-    (Attribute("device_type", "torch's name of the kind of device"),),
+    Attribute("device_type", "torch's name of the kind of device"),
 )
-EVENT_MEMORY_GROWTH = Event(
+EVENT_MEMORY_GROWTH = _warning(
     "torchobs.memory.growth",
     "Memory grows steadily with the steps, and would reach its limit within a day.",
-    Severity.WARNING,
-    (SPACE, Attribute("per_step", "bytes a step"), Attribute("time_to_limit", "seconds until then")),
+    SPACE,
+    Attribute("per_step", "bytes a step"),
+    Attribute("time_to_limit", "seconds until then"),
 )
-EVENT_OUT_OF_MEMORY = Event(
+EVENT_OUT_OF_MEMORY = _error(
     "torchobs.memory.out_of_memory",
     "The device allocator ran out of memory; recorded before the exception is raised. Sizes in bytes.",
-    Severity.ERROR,
-    (
-        DEVICE,
-        Attribute("requested", "requested size"),
-        Attribute("limit", "memory that this process may use"),
-        Attribute("free", "free memory of the device"),
-        Attribute("allocated", "in use by tensors"),
-        Attribute("reserved", "held by the allocator"),
-        Attribute("active", "in blocks that are in use"),
-        Attribute("inactive_split", "in inactive split blocks"),
-        Attribute("allocations", "blocks in use"),
-        Attribute("alloc_retries", "allocations tried again so far"),
-        Attribute("ooms", "such errors so far, without this one"),
-        Attribute("largest", "where most of it was allocated (file:line, size, blocks), if torch records its history"),
-    ),
+    DEVICE,
+    Attribute("requested", "requested size"),
+    Attribute("limit", "memory that this process may use"),
+    Attribute("free", "free memory of the device"),
+    Attribute("allocated", "in use by tensors"),
+    Attribute("reserved", "held by the allocator"),
+    Attribute("active", "in blocks that are in use"),
+    Attribute("inactive_split", "in inactive split blocks"),
+    Attribute("allocations", "blocks in use"),
+    Attribute("alloc_retries", "allocations tried again so far"),
+    Attribute("ooms", "such errors so far, without this one"),
+    Attribute("largest", "where most of it was allocated (file:line, size, blocks), if torch records its history"),
 )
-EVENT_SHARED_MEMORY_FULL = Event(
+EVENT_SHARED_MEMORY_FULL = _warning(
     "torchobs.memory.shared_full",
     "Shared memory (/dev/shm), through which DataLoader workers and NCCL pass data, is nearly full.",
-    Severity.WARNING,
-    (Attribute("used", "bytes in use"), Attribute("size", "bytes in all")),
+    Attribute("used", "bytes in use"),
+    Attribute("size", "bytes in all"),
 )
-EVENT_NONFINITE_GRADIENT = Event(
+EVENT_NONFINITE_GRADIENT = _warning(
     "torchobs.grad.nonfinite",
     "Gradients were not finite: the first time, and then at most once a minute.",
-    Severity.WARNING,
-    (
-        Attribute("layers", "in which layers, the first eight in the model's order"),
-        Attribute("layers_affected", "in how many"),
-        Attribute("elements", "how many elements, where they were counted"),
-        Attribute("kinds", "nan, inf or both"),
-    ),
+    Attribute("layers", "in which layers, the first eight in the model's order"),
+    Attribute("layers_affected", "in how many"),
+    Attribute("elements", "how many elements, where they were counted"),
+    Attribute("kinds", "nan, inf or both"),
 )
-EVENT_UNMOVED_LAYERS = Event(
+EVENT_UNMOVED_LAYERS = _warning(
     "torchobs.grad.unmoved",
     "Layers learn nothing: the gradient vanishes before it reaches them, or the units before a layer are dead.",
-    Severity.WARNING,
-    (
-        Attribute("layers", "which, the first eight in the model's order"),
-        Attribute("layers_affected", "how many"),
-        Attribute("layers_measured", "of how many"),
-        Attribute("cause", "why", ("vanishing", "dead_units")),
-        Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
-    ),
+    Attribute("layers", "which, the first eight in the model's order"),
+    Attribute("layers_affected", "how many"),
+    Attribute("layers_measured", "of how many"),
+    Attribute("cause", "why", ("vanishing", "dead_units")),
+    Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
 )
-EVENT_PROBE_DISABLED = Event(
+EVENT_PROBE_DISABLED = _warning(
     "torchobs.probe.disabled",
     "A probe raised and was switched off.",
-    Severity.WARNING,
-    (PROBE, Attribute("exception.type", "its class"), Attribute("location", "file:line where it was raised")),
+    PROBE,
+    Attribute("exception.type", "its class"),
+    Attribute("location", "file:line where it was raised"),
 )
-EVENT_MODEL = Event(
+EVENT_MODEL = _info(
     "torchobs.model",
     "A model was passed to torchobs.watch().",
-    Severity.INFO,
-    (
-        Attribute("name", "its class"),
-        Attribute("parameters", "elements in its parameters"),
-        Attribute("trainable", "elements that are trained"),
-    ),
+    Attribute("name", "its class"),
+    Attribute("parameters", "elements in its parameters"),
+    Attribute("trainable", "elements that are trained"),
 )
-EVENT_SCALARS = Event(
+EVENT_SCALARS = _info(
     "torchobs.scalars",
     "Points of the curves of scalars given to torchobs.log(), for the page, top, inspect and the API.",
-    Severity.INFO,
-    (
-        Attribute("names", "names of the scalars"),
-        Attribute("steps", "step after which each was logged"),
-        Attribute("values", "values logged"),
-    ),
+    Attribute("names", "names of the scalars"),
+    Attribute("steps", "step after which each was logged"),
+    Attribute("values", "values logged"),
 )
-EVENT_MODEL_CHANGE = Event(
+EVENT_MODEL_CHANGE = _info(
     "torchobs.model_change",
     "Training continues with parameters never trained before (the next fold, the next trial); baselines are reset.",
-    Severity.INFO,
-    (Attribute("changes", "how many there were"), Attribute("steps_before", "steps done before it")),
+    Attribute("changes", "how many there were"),
+    Attribute("steps_before", "steps done before it"),
 )
-EVENT_CHILDREN = Event(
+EVENT_CHILDREN = _info(
     "torchobs.children",
     "A process without a step has started others by multiprocessing; they become ranks only by joining a process group.",
-    Severity.INFO,
-    (Attribute("count", "how many there were at the same time"),),
+    Attribute("count", "how many there were at the same time"),
 )
-EVENT_OTHER_THREAD = Event(
+EVENT_OTHER_THREAD = _warning(
     "torchobs.other_thread",
     "A second thread steps optimizers at the same time as the recorded one; its steps are not counted.",
-    Severity.WARNING,
-    (Attribute("thread", "its name"),),
+    Attribute("thread", "its name"),
 )
-EVENT_WORKER_DIED = Event(
+EVENT_WORKER_DIED = _error(
     "torchobs.data.worker_died",
     "A worker process of a data loader was ended by a signal or an error.",
-    Severity.ERROR,
-    (
-        Attribute("pid", "its process id"),
-        Attribute("code", "its exit code, 0 for a signal"),
-        Attribute("signal", "the signal's name, e.g. SIGKILL: the out-of-memory killer's"),
-    ),
+    Attribute("pid", "its process id"),
+    Attribute("code", "its exit code, 0 for a signal"),
+    Attribute("signal", "the signal's name, e.g. SIGKILL: the out-of-memory killer's"),
 )
-EVENT_STARVED = Event(
+EVENT_STARVED = _warning(
     "torchobs.data.starved",
     "Training has begun to wait for data for a fifth of its time or more.",
-    Severity.WARNING,
-    (Attribute("share", "of the training time of the last minute, or the last ten steps"),),
+    Attribute("share", "of the training time of the last minute, or the last ten steps"),
 )
-EVENT_UNPINNED = Event(
+EVENT_UNPINNED = _info(
     "torchobs.data.unpinned",
     "The first batch found in pageable memory: `pin_memory=True` lets copies to the device overlap with computation.",
-    Severity.INFO,
-    (Attribute("size", "bytes of it in pageable memory"),),
+    Attribute("size", "bytes of it in pageable memory"),
 )
-EVENT_CHECKPOINT_FAILED = Event(
+EVENT_CHECKPOINT_FAILED = _error(
     "torchobs.checkpoint.failed",
     "A save raised an exception, for lack of space or another reason.",
-    Severity.ERROR,
-    (
-        Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
-        Attribute("exception.type", "the exception's class"),
-    ),
+    Attribute("format", "what was saving", ("torch", "safetensors", "distributed")),
+    Attribute("exception.type", "the exception's class"),
 )
-EVENT_RECOMPILE = Event(
+EVENT_RECOMPILE = _info(
     "torchobs.compile.recompile",
     "A function was compiled again.",
-    Severity.INFO,
-    (COMPILE_LOCATION, COMPILE_GUARD, Attribute("expression", "the guard that failed, without values")),
+    COMPILE_LOCATION,
+    COMPILE_GUARD,
+    Attribute("expression", "the guard that failed, without values"),
 )
-EVENT_RECOMPILE_STORM = Event(
+EVENT_RECOMPILE_STORM = _warning(
     "torchobs.compile.recompile_storm",
     "A function is compiled again and again; at most once a minute for each.",
-    Severity.WARNING,
-    (
-        COMPILE_LOCATION,
-        COMPILE_GUARD,
-        Attribute("expression", "the guard that failed last, without values"),
-        Attribute("recompiles", "how often it failed within ten minutes"),
-    ),
+    COMPILE_LOCATION,
+    COMPILE_GUARD,
+    Attribute("expression", "the guard that failed last, without values"),
+    Attribute("recompiles", "how often it failed within ten minutes"),
 )
-EVENT_COMPILE_FAILED = Event(
+EVENT_COMPILE_FAILED = _warning(
     "torchobs.compile.failure",
     "torch.compile gave up on a function.",
-    Severity.WARNING,
-    (COMPILE_LOCATION, COMPILE_FAILURE, Attribute("exception.type", "class of the compiler's exception")),
+    COMPILE_LOCATION,
+    COMPILE_FAILURE,
+    Attribute("exception.type", "class of the compiler's exception"),
 )
-EVENT_GRAPH_BREAK = Event(
+EVENT_GRAPH_BREAK = _info(
     "torchobs.compile.graph_break",
     "A graph break; recorded once per location.",
-    Severity.INFO,
-    (Attribute("location", "file:line"), COMPILE_BREAK, Attribute("message", "the reason's first line, without values")),
+    Attribute("location", "file:line"),
+    COMPILE_BREAK,
+    Attribute("message", "the reason's first line, without values"),
 )
 EVIDENCE = Attribute("evidence", "id of the file in the exporter's API")
-EVENT_STACKS = Event(
+EVENT_STACKS = _info(
     "torchobs.stacks",
     "The stacks of all threads were written, on request or because the GIL was held for seconds.",
-    Severity.INFO,
-    (
-        Attribute("cause", "why", ("asked", "stuck")),
-        EVIDENCE,
-        Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run"),
-    ),
+    Attribute("cause", "why", ("asked", "stuck")),
+    EVIDENCE,
+    Attribute("silent_s", "for a stuck rank: seconds for which no other thread could run"),
 )
 LACK = Attribute("detail", "the system's error message, or the space needed")
-EVENT_STACKS_FAILED = Event(
+EVENT_STACKS_FAILED = _warning(
     "torchobs.stacks_failed",
     "Stacks could not be written, or not completely.",
-    Severity.WARNING,
-    (
-        Attribute("cause", "why they were to be written", ("asked", "stuck")),
-        Attribute("reason", "why they were not written", ("no_room", "not_permitted", "error")),
-        LACK,
-        EVIDENCE,
-    ),
+    Attribute("cause", "why they were to be written", ("asked", "stuck")),
+    Attribute("reason", "why they were not written", ("no_room", "not_permitted", "error")),
+    LACK,
+    EVIDENCE,
 )
-EVENT_PROFILE_START = Event(
-    "torchobs.profile.start",
-    "A requested profile has begun.",
-    Severity.INFO,
-    (Attribute("steps", "number of steps to profile"), EVIDENCE),
+EVENT_PROFILE_START = _info(
+    "torchobs.profile.start", "A requested profile has begun.", Attribute("steps", "number of steps to profile"), EVIDENCE
 )
-EVENT_PROFILE_END = Event(
+EVENT_PROFILE_END = _info(
     "torchobs.profile.end",
     "The profiler's trace was written.",
-    Severity.INFO,
-    (
-        Attribute("reason", "why it ended", ("complete", "time", "memory", "interrupted")),
-        Attribute("steps", "number of steps profiled"),
-        Attribute("size", "bytes of the trace, compressed"),
-        EVIDENCE,
-    ),
+    Attribute("reason", "why it ended", ("complete", "time", "memory", "interrupted")),
+    Attribute("steps", "number of steps profiled"),
+    Attribute("size", "bytes of the trace, compressed"),
+    EVIDENCE,
 )
-EVENT_PROFILE_FAILED = Event(
+EVENT_PROFILE_FAILED = _warning(
     "torchobs.profile.failed",
     "A requested profile has no trace.",
-    Severity.WARNING,
-    (
-        Attribute(
-            "reason",
-            "why",
-            ("profiler_in_use", "no_step", "too_large", "no_room", "not_permitted", "temporary_directory", "error"),
-        ),
-        LACK,
-        Attribute("exception.type", "class of the exception, for an error"),
-        EVIDENCE,
+    Attribute(
+        "reason",
+        "why",
+        ("profiler_in_use", "no_step", "too_large", "no_room", "not_permitted", "temporary_directory", "error"),
     ),
+    LACK,
+    Attribute("exception.type", "class of the exception, for an error"),
+    EVIDENCE,
 )
 
 # --- spans --------------------------------------------------------------------------------------------------------------------
-SPAN_RUN = Span("torchobs.run", "From init() to the rank's end; the launcher's TRACEPARENT is its parent.")
-SPAN_PHASE = Span(
+SPAN_RUN = _span("torchobs.run", "From init() to the rank's end; the launcher's TRACEPARENT is its parent.")
+SPAN_PHASE = _span(
     "torchobs.phase",
     "A region opened by torchobs.phase(), when it lasts 100 ms or longer.",
-    (Attribute("phase", "the name given"),),
+    Attribute("phase", "the name given"),
 )
-SPAN_EPOCH = Span(
+SPAN_EPOCH = _span(
     "torchobs.epoch",
     "A pass over the training loader, until the next one begins or the run ends.",
-    (Attribute("epoch", "its number, from 1"), Attribute("steps", "steps that ended in it")),
+    Attribute("epoch", "its number, from 1"),
+    Attribute("steps", "steps that ended in it"),
 )
-SPAN_EVALUATION = Span(
+SPAN_EVALUATION = _span(
     "torchobs.evaluation",
     "An evaluation: between eval() and train(), or while batches are fetched with gradients disabled. All of 100 ms "
     "or longer, and some shorter ones.",
 )
-SPAN_CHECKPOINT = Span(
+SPAN_CHECKPOINT = _span(
     "torchobs.checkpoint",
     "A save; an asynchronous one until it is complete. All of 100 ms or longer, and some shorter ones.",
-    (
-        Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
-        Attribute("size", "bytes this rank wrote"),
-        Attribute("blocked_s", "for an asynchronous one: seconds for which training waited"),
-    ),
+    Attribute("format", "what saved", ("torch", "safetensors", "distributed")),
+    Attribute("size", "bytes this rank wrote"),
+    Attribute("blocked_s", "for an asynchronous one: seconds for which training waited"),
 )
-SPAN_RESTORE = Span(
+SPAN_RESTORE = _span(
     "torchobs.restore",
     "torch.load or torch.distributed.checkpoint.load in the training thread, when it takes 100 ms or longer.",
-    (Attribute("format", "what loaded", ("torch", "distributed")),),
+    Attribute("format", "what loaded", ("torch", "distributed")),
 )
-SPAN_STEP = Span(
+SPAN_STEP = _span(
     "torchobs.step",
     "A training step, from the end of the last one: one every ten seconds, and some slow and anomalous ones. If a step is not "
     "one fetch, backward and optimizer in sequence, its phases are sums, in attributes (`forward_s` ...).",
-    (
-        Attribute("step", "its number"),
-        Attribute("reason", "why it was recorded: user means that the application began a span in it",
-                  ("sampled", "slow", "anomalous", "user")),
-        Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown"),
-        Attribute("loss", "its loss"),
-        Attribute("grad_norm", "its gradient norm"),
-        Attribute("skipped", "true if the loss scaler skipped it"),
-        Attribute("ended", "false for one that the run's end interrupted"),
+    Attribute("step", "its number"),
+    Attribute(
+        "reason",
+        "why it was recorded: user means that the application began a span in it",
+        ("sampled", "slow", "anomalous", "user"),
     ),
-)  # fmt: skip
-SPAN_STEP_PHASE = Span("torchobs.step_phase", "A part of a step whose span is recorded.", (PHASE,))
-SPAN_COMPILE = Span(
+    Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown"),
+    Attribute("loss", "its loss"),
+    Attribute("grad_norm", "its gradient norm"),
+    Attribute("skipped", "true if the loss scaler skipped it"),
+    Attribute("ended", "false for one that the run's end interrupted"),
+)
+SPAN_STEP_PHASE = _span("torchobs.step_phase", "A part of a step whose span is recorded.", PHASE)
+SPAN_COMPILE = _span(
     "torchobs.compile",
     "A compilation: of a function, or of a graph's backward.",
-    (
-        Attribute("function", "its name"),
-        COMPILE_LOCATION,
-        Attribute("cause", "first, recompile or backward"),
-        Attribute("cached", "whether Inductor's code came from its cache; absent without a lookup"),
-    ),
+    Attribute("function", "its name"),
+    COMPILE_LOCATION,
+    Attribute("cause", "first, recompile or backward"),
+    Attribute("cached", "whether Inductor's code came from its cache; absent without a lookup"),
 )
 
 

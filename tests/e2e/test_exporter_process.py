@@ -139,11 +139,11 @@ def test_a_misspelt_variable_is_told_and_opens_no_door(exporter: Callable[..., P
     """One by which somebody meant a password serves nothing but health, as a misspelt option does; others are served past."""
     program = exporter(TORCHOBS_EXPORTER_GARCE="5m")
     assert program.value("torchobs_exporter_config_ok") == 0
-    assert "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?" in program.log
+    assert "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?" in program.log
     for name in ("WEB_CONFIG", "WEB_CONFIG_FIEL", "CONFIG_FILE"):
         program = exporter(**{f"TORCHOBS_EXPORTER_{name}": "/etc/web.yml"})
         assert program.get("/metrics").status == 503
-        assert f"TORCHOBS_EXPORTER_{name} is no option, did you mean TORCHOBS_EXPORTER_WEB_CONFIG_FILE?" in program.log
+        assert f"TORCHOBS_EXPORTER_{name} is an unknown option, did you mean TORCHOBS_EXPORTER_WEB_CONFIG_FILE?" in program.log
         assert "web.yml" not in program.log
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchobs.flight.files import lock
+from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import FlightDirectory, open_place
 from torchobs.flight.format.layout import MIN_SIZE
 from torchobs.flight.reader import reader
@@ -28,7 +29,7 @@ def open_and_close_others(place: FlightDirectory, writer: FlightWriter) -> None:
     """Open and close every other file in the directory, the flight file itself among them."""
     (Path(place.path) / "other.lock").write_text("")
     for name in sorted(entry.name for entry in Path(place.path).iterdir()):
-        if name != reader.lock_of(writer.name):
+        if name != lock_name(writer.name):
             os.close(os.open(name, os.O_RDWR, dir_fd=place.fd))
 
 
@@ -38,8 +39,8 @@ def read_own_file(place: FlightDirectory, writer: FlightWriter) -> None:
         file = reader.open_file(place.fd, name)
         file.read()
         file.close()
-        assert lock.is_held(place.fd, reader.lock_of(name))
-        assert lock.held_here(place.fd, reader.lock_of(writer.name))
+        assert lock.is_held(place.fd, lock_name(name))
+        assert lock.held_here(place.fd, lock_name(writer.name))
 
 
 def unmap_another(place: FlightDirectory, _: FlightWriter) -> None:

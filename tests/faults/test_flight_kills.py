@@ -11,6 +11,7 @@ import pytest
 from tests import flights
 from tests.faults.flight_victims import BUCKETS, HISTOGRAMS
 from torchobs import catalog
+from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.reader import reader
 
@@ -35,7 +36,7 @@ def kill(start: Callable[..., subprocess.Popen[str]], flight_dir: Path) -> Kill:
         view = file.read(final=True)
         file.close()
         (flight_dir / name).unlink()
-        (flight_dir / reader.lock_of(name)).unlink()
+        (flight_dir / lock_name(name)).unlink()
         return view, int(acknowledged)
 
     return one

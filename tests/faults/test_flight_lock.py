@@ -16,7 +16,6 @@ from torchobs.flight.files import lock
 from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.format.layout import MIN_SIZE
-from torchobs.flight.reader import reader
 from torchobs.flight.writer.writer import open_writer
 
 Play = Callable[[str], "Holder"]
@@ -172,7 +171,7 @@ def _held_from_outside(directory: Path, start: Callable[..., subprocess.Popen[st
 def test_a_forked_child_asks_like_anybody_else(flight_dir: Path) -> None:
     """What the parent holds, the child does not hold; asking drops nothing, and the mutex is not left locked."""
     writer = open_writer(flights.place(flight_dir), {"rank": 0}, MIN_SIZE)
-    directory_fd, name = open_directory(str(flight_dir)), reader.lock_of(writer.name)
+    directory_fd, name = open_directory(str(flight_dir)), lock_name(writer.name)
     child = os.fork()
     if not child:
         os._exit(10 * lock.held_here(directory_fd, name) + lock.is_held(directory_fd, name))

@@ -53,7 +53,7 @@ def forged_life() -> tuple[Header, bytes]:
             writer.fold()
     for index in range(8):
         metric = catalog.Metric(f"test.{index}", catalog.Kind.COUNTER, "", "brief " * 100 * (index % 2), integer=index > 3)
-        cell = writer.table.cell(metric, {"layer": f"block.{index}"}, USER, either=index % 3 == 0)
+        cell = writer.table.open(metric, {"layer": f"block.{index}"}, USER, either=index % 3 == 0)
         assert cell
         cell.add(index)
         writer.event("test", {"index": index, "text": "x" * index})

@@ -14,7 +14,7 @@ from torchobs.flight.format.layout import SLOT_SIZE, BadFlightFileError, Header,
 from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.reader import reader
 from torchobs.flight.writer.series_table import USER
-from torchobs.flight.writer.storage import DirectStorage
+from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.writer import FlightWriter
 
 RECORDS = 16
@@ -46,7 +46,7 @@ class Training:
 
     def __init__(self, image: flights.Image) -> None:
         self._map = mmap.mmap(image.fd, image.header.file_size)
-        self.writer = FlightWriter(image.header, DirectStorage(memoryview(self._map)))
+        self.writer = FlightWriter(image.header, Storage(memoryview(self._map)))
         self.steps = 0
 
     def run(self, rounds: int) -> None:

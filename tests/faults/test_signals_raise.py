@@ -65,7 +65,7 @@ def test_what_a_handler_raises_in_our_code_passes(use: Callable[[error_guard.Cir
     breaker = error_guard.CircuitBreaker("probe")
     with pytest.raises(TimeIsUpError):
         use(breaker)
-    assert (breaker.blown, breaker.trips) == (False, [])
+    assert (breaker.is_open, breaker.failures) == (False, [])
 
 
 @pytest.mark.usefixtures("handled")
@@ -73,8 +73,8 @@ def test_the_same_exception_of_our_own_goes_no_further() -> None:
     """It is not the class that decides."""
     breaker = error_guard.CircuitBreaker("probe")
     error_guard.call(breaker, wrong)
-    assert breaker.blown
-    assert [trip.exception for trip in breaker.trips] == ["TimeIsUpError"]
+    assert breaker.is_open
+    assert [failure.exception for failure in breaker.failures] == ["TimeIsUpError"]
 
 
 def test_the_end_is_written_though_workers_die_meanwhile() -> None:

@@ -74,7 +74,7 @@ def test_two_hundred_steps_are_bit_identical(flight_dir: Path, monkeypatch: pyte
         guarded = original(breaker, fail)
 
         def every_time(*args: Any) -> Any:
-            breaker.blown = False  # so that every call raises, not only the first
+            breaker.is_open = False  # so that every call raises, not only the first
             return guarded(*args)
 
         return every_time

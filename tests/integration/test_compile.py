@@ -386,7 +386,7 @@ def test_a_probe_that_breaks_within_a_compilation_leaves_no_endless_one(flight_d
 
         def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
             assert PHASE_NAMES[context.recorder.phase()[0]] == "compile"
-            context.breaker("compile").blown = True
+            context.breaker("compile").is_open = True
             return graph.forward
 
         torch.compile(scaled, backend=backend)(torch.ones(3))

@@ -135,8 +135,8 @@ def test_the_help_teaches(command: str) -> None:
     [
         (("tpo",), "no such command: 'tpo', did you mean top?"),
         (("--verison",), "no such option: '--verison', did you mean --version?"),
-        (("top", "--interval", "0"), "allowed is a duration from 0.1s to 1h"),
-        (("inspect", "--steps", "-3"), "allowed is an integer, from 0 to 1000000"),
+        (("top", "--interval", "0"), "expected a duration from 0.1s to 1h"),
+        (("inspect", "--steps", "-3"), "expected an integer, from 0 to 1000000"),
         (("completion", "csh"), "invalid choice: 'csh'"),
     ],
 )

@@ -99,11 +99,11 @@ def test_the_version_is_told() -> None:
     ("arguments", "said"),
     [
         (("--garce", "5m"), "no such option: '--garce', did you mean --grace?"),
-        (("--grace", "soon"), "--grace 'soon': allowed is a duration such as 90s, 5m or 1h30m"),
-        (("--grace",), "--grace '': allowed is a duration such as 90s, 5m or 1h30m"),
+        (("--grace", "soon"), "--grace 'soon': expected a duration such as 90s, 5m or 1h30m"),
+        (("--grace",), "--grace '': expected a duration such as 90s, 5m or 1h30m"),
         (("somewhere",), "no such argument: 'somewhere'"),
-        (("--log.level", "loud"), "--log.level 'loud': allowed is debug, info, warn or error"),
-        (("--web.listen-address", "10960"), "--web.listen-address '10960': allowed is host:port"),
+        (("--log.level", "loud"), "--log.level 'loud': expected debug, info, warn or error"),
+        (("--web.listen-address", "10960"), "--web.listen-address '10960': expected host:port"),
     ],
 )
 def test_a_person_is_told_what_is_wrong_and_nothing_starts(arguments: tuple[str, ...], said: str) -> None:

@@ -364,4 +364,4 @@ def test_a_collector_that_does_not_exist_is_a_problem_that_lists_them() -> None:
     found = parse({"collect_host": ["cpu,discs"]}, {})
     assert found.collect_host == ()
     allowed = f"all, none, or a comma-separated list of {', '.join(HOST_COLLECTORS)}"
-    assert found.problems == (f"--collect.host 'cpu,discs': allowed is {allowed}",)
+    assert found.problems == (f"--collect.host 'cpu,discs': expected {allowed}",)

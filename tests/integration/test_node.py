@@ -166,7 +166,7 @@ def test_a_misspelt_variable_of_the_trainer_s_is_in_its_log(trainer: Trainer, fl
     found = announced(flight_dir)
     wait_until(lambda: ups(found) == {"0": 1.0})
     assert log(flight_dir).count("TORCHOBS_EXPORTER_") == 2, log(flight_dir)
-    assert "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?" in log(flight_dir)
+    assert "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?" in log(flight_dir)
 
 
 def test_a_misspelt_web_configuration_of_the_trainer_s_closes_the_door(trainer: Trainer, flight_dir: Path) -> None:

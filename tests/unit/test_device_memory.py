@@ -350,8 +350,8 @@ def test_an_allocator_without_observers_costs_nobody_the_initialisation(
     watcher.install(context)
     for call, *_ in torch.cuda._queued_calls[-1:]:
         call()
-    assert breaker.blown
-    assert not context.breaker("device_memory").blown
-    assert [trip.exception for trip in breaker.trips] == ["RuntimeError"]
+    assert breaker.is_open
+    assert not context.breaker("device_memory").is_open
+    assert [failure.exception for failure in breaker.failures] == ["RuntimeError"]
     breaker.errors = 0
     watcher.remove()

@@ -41,8 +41,8 @@ def test_a_misspelled_variable_is_named_with_the_right_one() -> None:
     found = list(doctor_checks.variables(environ))
     assert [check.status for check in found] == [WARN] * 3
     told = " ".join(check.text for check in found)
-    assert "TORCHOBS_LEVLE is no setting, did you mean TORCHOBS_LEVEL?" in told
-    assert "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?" in told
+    assert "TORCHOBS_LEVLE is an unknown setting, did you mean TORCHOBS_LEVEL?" in told
+    assert "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?" in told
     assert "TORCHOBS_FILE_SIZE='7'" in told
 
 

@@ -129,7 +129,7 @@ def test_what_is_not_allowed_is_left_out_and_named(field: str, text: str) -> Non
     """The problem names the flag, the value and what is allowed; the rest of the configuration holds."""
     chosen = config.parse({field: [text], "drain_timeout_s": ["7"]}, {})
     (option,) = (option for option in config.OPTIONS if option.name == field)
-    assert chosen.problems == (f"{option.flag} {text!r}: allowed is {option.kind.allowed}",)
+    assert chosen.problems == (f"{option.flag} {text!r}: expected {option.kind.allowed}",)
     assert getattr(chosen, field) == getattr(ExporterConfig(), field)
     assert chosen.drain_timeout_s == 7.0
 
@@ -139,7 +139,7 @@ def test_a_regular_expression_in_the_drop_list_is_told_what_to_do_instead() -> N
     chosen = config.parse({"drop_metrics": [".*_layer_.*", "torchobs_loss"]}, {})
     assert chosen.drop_metrics == ("torchobs_loss",)
     (problem,) = chosen.problems
-    assert problem.startswith("--drop-metrics '.*_layer_.*': allowed is a metric's name")
+    assert problem.startswith("--drop-metrics '.*_layer_.*': expected a metric's name")
     assert "torchobs_grad_layer_*" in problem
     assert "metric_relabel_configs" in problem
 
@@ -178,8 +178,8 @@ def test_a_variable_that_is_no_option_s_is_named_without_its_value() -> None:
         "TORCHOBS_LEVLE": "basic",
     }
     assert config.unknown_variables(environ) == [
-        "TORCHOBS_EXPORTER_GARCE is no option, did you mean TORCHOBS_EXPORTER_GRACE?",
-        "TORCHOBS_EXPORTER_NOTHING_OF_THE_KIND is no option",
+        "TORCHOBS_EXPORTER_GARCE is an unknown option, did you mean TORCHOBS_EXPORTER_GRACE?",
+        "TORCHOBS_EXPORTER_NOTHING_OF_THE_KIND is an unknown option",
     ]
 
 

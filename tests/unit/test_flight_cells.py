@@ -31,7 +31,7 @@ def metric(kind: Kind, *, integer: bool = False, bounds: tuple[float, ...] = (),
 
 def cell(writer: FlightWriter, of: catalog.Metric, *, either: bool = False) -> Cell:
     """Its cell."""
-    made = writer.table.cell(of, {}, LAYERS, either=either)
+    made = writer.table.open(of, {}, LAYERS, either=either)
     assert made
     return made
 
@@ -51,7 +51,7 @@ def test_counters_are_there_at_zero_and_gauges_are_not_there(image: flights.Imag
     cell(writer, metric(Kind.COUNTER, integer=True))
     assert shown(image) == 0
     writer.table.cell(metric(Kind.GAUGE, name="g"), {}, USER)
-    writer.table.cell(metric(Kind.GAUGE, name="e"), {}, USER, either=True)
+    writer.table.open(metric(Kind.GAUGE, name="e"), {}, USER, either=True)
     file = image.open()
     assert {"g", "e"} & {name for name, _ in flights.values(file.read())} == set()
     file.close()

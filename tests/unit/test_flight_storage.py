@@ -15,7 +15,7 @@ from torchobs.flight.format.layout import HEADER_SIZE, MIN_SIZE, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.writer import storage
 from torchobs.flight.writer.series_table import USER
-from torchobs.flight.writer.storage import DeferredStorage, DirectStorage
+from torchobs.flight.writer.storage import DeferredStorage, Storage
 from torchobs.flight.writer.writer import FlightWriter, open_writer
 
 METRIC = catalog.Metric("test.count", catalog.Kind.COUNTER, "", "", integer=True)
@@ -37,7 +37,7 @@ def on_disk(born: CreatedFile) -> bytes:
 
 def test_a_direct_store_is_there_at_once(born: CreatedFile) -> None:
     """Bytes and words; there is nothing to flush."""
-    direct = DirectStorage(memoryview(born.map))
+    direct = Storage(memoryview(born.map))
     direct.store(8192, b"abc")
     direct.word(HEADER_SIZE // 8, 2**64 - 1)
     assert on_disk(born)[8192:8195] == b"abc"

@@ -41,7 +41,7 @@ def test_a_listener_that_raises_trips_its_own_probe_only() -> None:
     for number in (1, 2, 3):
         hook.notify(number)
     assert seen == [1, 1, 2, 3]
-    assert (broken.blown, broken.errors, fine.blown) == (True, 1, False)
+    assert (broken.is_open, broken.errors, fine.is_open) == (True, 1, False)
 
 
 def test_a_removed_probe_is_in_no_list_and_who_holds_a_list_sees_it() -> None:

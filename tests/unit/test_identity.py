@@ -200,7 +200,7 @@ def test_a_rank_outside_its_world_is_not_taken_from_the_settings() -> None:
     """Contradicting settings are reported and the launcher believed."""
     identity, problems = _discover(ELASTIC, rank=9)
     assert (identity.rank, identity.world_size) == (5, 8)
-    assert [str(problem) for problem in problems] == ["rank='9': allowed is less than the world size, 8"]
+    assert [str(problem) for problem in problems] == ["rank='9': must be less than the world size, 8"]
 
 
 def test_a_rank_by_setting_alone_leaves_the_world_unknown() -> None:

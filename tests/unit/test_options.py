@@ -24,7 +24,7 @@ def test_a_flag_beats_the_variables_in_their_order_and_a_bad_value_the_next_deci
     assert asked(PORT, ("1",), A="2", B="3") == ([1], [])
     assert asked(PORT, A="2", B="3") == ([2], [])
     assert asked(PORT, A=" ", B="3") == ([3], [])
-    bad = ["--port 'x': allowed is an integer, at least 0", "A='-2': allowed is an integer, at least 0"]
+    bad = ["--port 'x': expected an integer, at least 0", "A='-2': expected an integer, at least 0"]
     assert asked(PORT, ("x",), A="-2", B="3") == ([3], bad)
     assert asked(PORT, ("x",), A="-2") == ([], bad)
 
@@ -41,13 +41,13 @@ def test_a_variable_holds_several_values_separated_by_blanks() -> None:
     """As `--port 1 --port 2` does; what is wrong among them is left out."""
     option = PORT._replace(several=True)
     assert asked(option, ("1", "2"), A="3 4") == ([1, 2], [])
-    assert asked(option, A=" 3  x 4") == ([3, 4], ["A='x': allowed is an integer, at least 0"])
+    assert asked(option, A=" 3  x 4") == ([3, 4], ["A='x': expected an integer, at least 0"])
 
 
 def test_what_may_be_a_secret_is_not_repeated() -> None:
     """The log is read by others."""
     _, (problem,) = asked(PORT._replace(hidden_if="@"), ("u:s3cret@h",))
-    assert problem == "--port is not repeated here; allowed is an integer, at least 0"
+    assert problem == "--port is not repeated here; expected an integer, at least 0"
 
 
 @pytest.mark.parametrize(
@@ -87,4 +87,4 @@ def test_no_mistake_on_the_command_line_ends_a_sidecar(word: str, monkeypatch: p
     assert chosen.web_config_file == "web.yml"
     assert chosen.grace_s == 300.0
     assert len(chosen.problems) == 2
-    assert chosen.problems[1] == "--grace '': allowed is a duration such as 90s, 5m or 1h30m"
+    assert chosen.problems[1] == "--grace '': expected a duration such as 90s, 5m or 1h30m"

@@ -14,8 +14,8 @@ from tests import flights
 from torchobs import catalog
 from torchobs.flight.format.layout import RECORD_SIZE
 from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord, pack, unpack
-from torchobs.flight.metrics import core_series, fold
-from torchobs.flight.metrics.totals import WORDS, Anomaly, Totals, Word
+from torchobs.flight.metrics import fold
+from torchobs.flight.metrics.totals import WORDS, Anomaly, Totals, Word, core_series
 
 HEADER = flights.header()
 NUMBERS = st.floats(width=64) | st.sampled_from([nan, inf, -inf, 0.0, 1e308, -1e308, 5e-324])
@@ -88,7 +88,7 @@ def test_no_record_makes_a_counter_step_back_or_disappear(made: list[StepRecord]
     """After every record each counter and each bucket is there and at least what it was, however large the values are."""
     before: dict[Any, Any] = {}
     for state in flights.folded_states(HEADER, made):
-        for metric, attributes, _ in core_series.series():
+        for metric, attributes, _ in core_series():
             key = metric.name, tuple(attributes.items())
             if metric.kind is catalog.Kind.COUNTER:
                 assert state[key] >= before.get(key, 0)
@@ -290,7 +290,7 @@ def test_the_last_step_s_time_is_the_wall_clock_s_of_birth() -> None:
 def test_every_series_of_the_fold_has_words_of_its_own() -> None:
     """No two series share a word, all lie in the fold's part of the block, and each is in the catalog."""
     taken: list[int] = []
-    for metric, _, word in core_series.series():
+    for metric, _, word in core_series():
         width = len(metric.bounds) + 4 if metric.kind is catalog.Kind.HISTOGRAM else 1
         taken += range(word, word + width)
         assert catalog.BY_NAME[metric.name] is metric

@@ -178,7 +178,7 @@ def test_no_argument_makes_it_raise(argument: object) -> None:
 
 def test_an_argument_that_is_no_setting_is_an_error_of_the_program() -> None:
     """As for any function of Python's; and it says which one was meant."""
-    with pytest.raises(TypeError, match=r"'levle' is no setting, did you mean level\?"):
+    with pytest.raises(TypeError, match=r"'levle' is an unknown setting, did you mean level\?"):
         resolve({"levle": "off"}, {})
 
 
@@ -186,8 +186,8 @@ def test_unknown_variables_are_reported_with_a_suggestion_and_without_their_valu
     """A misspelled variable would otherwise do nothing in silence; what it holds may be a secret."""
     _, problems = resolve({}, {"TORCHOBS_LEVLE": "s3cret", "TORCHOBS_XYZZY": "s3cret", "OTHER": "1"})
     assert [str(problem) for problem in problems] == [
-        "TORCHOBS_LEVLE is no setting, did you mean TORCHOBS_LEVEL?",
-        "TORCHOBS_XYZZY is no setting",
+        "TORCHOBS_LEVLE is an unknown setting, did you mean TORCHOBS_LEVEL?",
+        "TORCHOBS_XYZZY is an unknown setting",
     ]
 
 

@@ -89,6 +89,6 @@ def _checked(kind: ValueKind) -> Callable[[str], object]:
         try:
             return kind.parse(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed is {kind.allowed}") from None
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {kind.allowed}") from None
 
     return parse

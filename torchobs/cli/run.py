@@ -54,9 +54,9 @@ def main(given: Sequence[str], begin: Callable[..., object] | None = None) -> No
     run_program.enter(what)
     breaker, summary = error_guard.CircuitBreaker("run"), Summary(quiet=options.quiet)
     error_guard.call(breaker, begin or _init, **_overrides(options))
-    for trip in breaker.trips:
+    for failure in breaker.failures:
         logging.getLogger("torchobs").warning(
-            "torchobs could not start (%s at %s): the script runs without it", trip.exception, trip.location
+            "torchobs could not start (%s at %s): the script runs without it", failure.exception, failure.location
         )
     error_guard.call(error_guard.CircuitBreaker("summary"), _say_address, summary)
     try:
@@ -101,7 +101,7 @@ def _parse(given: list[str]) -> tuple[argparse.Namespace, run_program.Program]:
     options, unknown = made.parse_known_args(own)
     if unknown:
         made.error(
-            f"unknown option {unknown[0]!r}, allowed is {option_types.either(_OPTIONS)}; the script's own come after its name"
+            f"unknown option {unknown[0]!r}, expected {option_types.either(_OPTIONS)}; the script's own come after its name"
         )
     if not command or command == ["-m"]:
         made.error("a script or `-m module` is missing")

@@ -18,7 +18,7 @@ from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import steps_of
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.scanner import Scanner
 from torchobs.ranks.state import FADED_AFTER_S
 
@@ -90,7 +90,7 @@ def _view_of(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankV
             records = file.steps(limit)
             found = scalars.curves(frame for _, frame in file.events()) if logged else {}
             return RankView(rank, steps_of(records, file.header), pace(records), found)
-    except HOSTILE:
+    except READ_ERRORS:
         return RankView(rank, ())  # ending or replaced: the next scan shows the new state
 
 

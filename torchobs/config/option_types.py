@@ -132,11 +132,15 @@ def _path(text: str) -> Path:
     return Path(_text(text))
 
 
+def _matched(pattern: str, text: str) -> re.Match[str]:
+    if found := re.fullmatch(pattern, text, re.ASCII):
+        return found
+    raise ValueError(text)
+
+
 def _integer(text: str) -> int:
     # int() also accepts "1_000", Arabic digits and numbers of any length, which nobody intends.
-    if not re.fullmatch(_INTEGER, text, re.ASCII):
-        raise ValueError(text)
-    return int(text)
+    return int(_matched(_INTEGER, text)[0])
 
 
 def _within(value: Number, low: float, high: float) -> Number:
@@ -146,21 +150,13 @@ def _within(value: Number, low: float, high: float) -> Number:
 
 
 def _size(text: str) -> int:
-    if not (found := re.fullmatch(_SIZE, text, re.ASCII)):
-        raise ValueError(text)
+    found = _matched(_SIZE, text)
     return int(found[1]) * _UNITS[_one_of(_UNITS, found[2])]
 
 
 def _address(text: str) -> Address:
-    if not (found := re.fullmatch(_ADDRESS, text, re.ASCII)):
-        raise ValueError(text)
+    found = _matched(_ADDRESS, text)
     return Address(found["ipv6"] or found["host"], _within(int(found["port"]), 0, _MAX_PORT))
-
-
-def _traceparent(text: str) -> str:
-    if not re.fullmatch(_TRACEPARENT, text, re.ASCII):
-        raise ValueError(text)
-    return text
 
 
 def _interval(text: str) -> int | Literal["auto"]:
@@ -169,9 +165,7 @@ def _interval(text: str) -> int | Literal["auto"]:
 
 def duration_s(text: str) -> float:
     """Return seconds for ``90``, ``90s``, ``1m30s``, ``2h``. Raises ``ValueError`` for anything else."""
-    if not text or not (found := re.fullmatch(_DURATION, text, re.ASCII)):
-        raise ValueError(text)
-    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    hours, minutes, seconds = (float(part or 0) for part in _matched(_DURATION, _text(text)).groups())
     total = hours * 3600 + minutes * 60 + seconds
     if not math.isfinite(total):
         raise ValueError(text)
@@ -179,8 +173,7 @@ def duration_s(text: str) -> float:
 
 
 def _memory(text: str) -> int:
-    if not (found := re.fullmatch(_MEMORY, text, re.ASCII)):
-        raise ValueError(text)
+    found = _matched(_MEMORY, text)
     return int(found[1]) << _SHIFTS[found[2] or ""]
 
 
@@ -212,7 +205,7 @@ SDK_DISABLED = ValueKind("true or false", lambda text: one_of("true", "false").p
 TEXT = ValueKind("text, not empty", _text)
 PATH = ValueKind("a path", _path)
 ADDRESS = ValueKind("host:port", _address)
-TRACEPARENT = ValueKind("a W3C traceparent", _traceparent)
+TRACEPARENT = ValueKind("a W3C traceparent", lambda text: _matched(_TRACEPARENT, text)[0])
 INTERVAL = ValueKind("auto or an integer, at least 1", _interval)
 ATTRIBUTES = ValueKind("key=value,key=value with percent-encoded values", _attributes)
 MEMORY = ValueKind("bytes, such as 134217728 or 128Mi", _memory)

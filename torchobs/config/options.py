@@ -110,7 +110,7 @@ def unknown_variables(
     known = [name for name in known if name.startswith(prefix)]
     for name in sorted(environ.keys() - {*known, *others}):
         if name.startswith(prefix) and not re.fullmatch(_SERVICE_LINK, name):
-            yield SettingsProblem(name, None, f"is no {what}{option_types.closest(name, known, prefix)}")
+            yield SettingsProblem(name, None, f"is an unknown {what}{option_types.closest(name, known, prefix)}")
 
 
 def _sources(
@@ -130,12 +130,12 @@ def _parsed(option: Option, source: str, kind: ValueKind, item: object, problems
         text = option_types.as_text(item).strip()
         yield kind.parse(text)
     except PartlyUsableError as error:
-        problems.append(SettingsProblem(source, text, f"{error}; allowed is {kind.allowed}"))
+        problems.append(SettingsProblem(source, text, f"{error}; expected {kind.allowed}"))
         yield error.usable
     except (TypeError, ValueError):
         if text is None:
             problems.append(SettingsProblem(source, None, f"cannot be such a {type(item).__name__}"))
         elif option.hidden_if is not None and option.hidden_if in text:
-            problems.append(SettingsProblem(source, None, f"is not repeated here; allowed is {kind.allowed}"))
+            problems.append(SettingsProblem(source, None, f"is not repeated here; expected {kind.allowed}"))
         else:
-            problems.append(SettingsProblem(source, text, f"allowed is {kind.allowed}"))
+            problems.append(SettingsProblem(source, text, f"expected {kind.allowed}"))

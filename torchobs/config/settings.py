@@ -66,85 +66,91 @@ class Settings:
 
 OPTIONS = (
     Option(
-        "enabled", kinds.BOOLEAN, "Whether `init()` does anything. `OTEL_SDK_DISABLED=true` switches it off, too.",
+        "enabled", kinds.BOOLEAN, "Whether torchobs records anything. `OTEL_SDK_DISABLED=true` turns it off as well.",
         "true", ("TORCHOBS_ENABLED",), also=(("OTEL_SDK_DISABLED", kinds.SDK_DISABLED),),
     ),
-    Option("level", kinds.LEVEL, "How much is watched from the first step on.", "basic", ("TORCHOBS_LEVEL",)),
-    Option("flight_dir", kinds.PATH, "Directory of the flight files.", "the best that the machine offers", ("TORCHOBS_DIR",)),
+    Option("level", kinds.LEVEL, "Debug level: how much is recorded, from the first step on.", "basic", ("TORCHOBS_LEVEL",)),
     Option(
-        "control_dir", kinds.PATH, "Directory in which the exporter leaves its commands.",
+        "flight_dir", kinds.PATH, "Directory of the flight files.",
+        "chosen by torchobs, in memory if possible", ("TORCHOBS_DIR",),
+    ),
+    Option(
+        "control_dir", kinds.PATH, "Directory of the files by which the exporter sends commands to ranks.",
         "beside the flight files", ("TORCHOBS_CONTROL_DIR",),
     ),
     Option("file_size", kinds.size(256 * 1024, 2 * 1024**2), "Size of a rank's flight file.", "1MiB", ("TORCHOBS_FILE_SIZE",)),
     Option(
-        "exporter", kinds.BOOLEAN, "Whether `init()` starts this node's exporter (not in Kubernetes).",
+        "exporter", kinds.BOOLEAN, "Whether `init()` starts an exporter on this node (never in Kubernetes).",
         "false", ("TORCHOBS_EXPORTER",),
     ),
     Option(
-        "exporter_address", kinds.ADDRESS, "Where that exporter listens, and nowhere else.",
+        "exporter_address", kinds.ADDRESS, "Address on which that exporter listens.",
         "127.0.0.1:10960, or the next free port", ("TORCHOBS_EXPORTER_ADDRESS",),
     ),
     Option(
         "summary", kinds.BOOLEAN,
-        "Whether `torchobs run` says on a terminal where the live page is, and at the end what became of the run.",
+        "Whether `torchobs run` prints the live page's address first and a summary of the run last, on a terminal.",
         "true", ("TORCHOBS_SUMMARY",),
     ),
     Option(
-        "job_name", kinds.TEXT, "Label `job_name` of every series.",
+        "job_name", kinds.TEXT, "Name of the job: the label `job_name` of every series.",
         "the scheduler's name of the job, else the script's", ("TORCHOBS_JOB_NAME", "OTEL_SERVICE_NAME"),
     ),
     Option(
-        "run_id", kinds.TEXT, "Label `run_id`: the same on every rank of a run and after each of its restarts.",
+        "run_id", kinds.TEXT, "Identifier of the run, the label `run_id`: the same on all its ranks and after each restart.",
         "the scheduler's or the launcher's", ("TORCHOBS_RUN_ID",),
     ),
-    Option("rank", kinds.integer(0), "This process's rank.", "the launcher's, else 0", ("TORCHOBS_RANK",)),
-    Option("local_rank", kinds.integer(0), "Its rank on its node.", "the launcher's, else 0", ("TORCHOBS_LOCAL_RANK",)),
-    Option("world_size", kinds.integer(1), "How many ranks the run has.", "the launcher's, else 1", ("TORCHOBS_WORLD_SIZE",)),
-    Option("restart", kinds.integer(0), "How often the run was restarted.", "the launcher's, else 0", ("TORCHOBS_RESTART",)),
+    Option("rank", kinds.integer(0), "Rank of this process.", "the launcher's, else 0", ("TORCHOBS_RANK",)),
+    Option(
+        "local_rank", kinds.integer(0), "Rank of this process on its node.",
+        "the launcher's, else 0", ("TORCHOBS_LOCAL_RANK",),
+    ),
+    Option("world_size", kinds.integer(1), "Number of ranks of the run.", "the launcher's, else 1", ("TORCHOBS_WORLD_SIZE",)),
+    Option("restart", kinds.integer(0), "Number of restarts of the run.", "the launcher's, else 0", ("TORCHOBS_RESTART",)),
     Option(
         "kubernetes_job_name", kinds.TEXT, "Name of the Job, JobSet or TrainJob, from the downward API.",
         "unknown", ("TORCHOBS_K8S_JOB_NAME",),
     ),
     Option(
-        "kubernetes_job_uid", kinds.TEXT, "Its UID, from the downward API: the run's id.",
+        "kubernetes_job_uid", kinds.TEXT, "UID of that Job, from the downward API: the run's id.",
         "unknown", ("TORCHOBS_K8S_JOB_UID",),
     ),
     Option(
-        "resource_attributes", kinds.ATTRIBUTES, "What else describes this process.", "none", ("OTEL_RESOURCE_ATTRIBUTES",),
+        "resource_attributes", kinds.ATTRIBUTES, "Further attributes of this process.", "none", ("OTEL_RESOURCE_ATTRIBUTES",),
     ),
     Option(
-        "traceparent", kinds.TRACEPARENT, "The span, in W3C's notation, of which the run is a part.",
-        "the run starts a trace", ("TRACEPARENT",),
+        "traceparent", kinds.TRACEPARENT, "Parent span of the run, in the notation of W3C Trace Context.",
+        "none: the run starts a trace", ("TRACEPARENT",),
     ),
-    Option("tracestate", kinds.TEXT, "What tracing systems add to that span.", "nothing", ("TRACESTATE",)),
+    Option("tracestate", kinds.TEXT, "Trace state of that parent span, in the same notation.", "none", ("TRACESTATE",)),
     Option(
-        "total_steps", kinds.integer(1), "Steps that the run will take.",
-        "what `torchobs.log(total_steps=...)` says, else unknown", ("TORCHOBS_TOTAL_STEPS",),
-    ),
-    Option(
-        "trace_steps", kinds.INTERVAL, "Every how many steps one is recorded as a span (at most one a second); "
-        "`auto` takes one in ten seconds. Slow and anomalous ones are in any case.", "auto", ("TORCHOBS_TRACE_STEPS",),
+        "total_steps", kinds.integer(1), "Planned number of steps of the run.",
+        "the value given to `torchobs.log(total_steps=...)`, else unknown", ("TORCHOBS_TOTAL_STEPS",),
     ),
     Option(
-        "grad_interval", kinds.INTERVAL, "Every how many steps the gradient norm is computed; "
-        "`auto` keeps it within the overhead budget.", "auto", ("TORCHOBS_GRAD_INTERVAL",),
+        "trace_steps", kinds.INTERVAL, "Record every N-th step as a span, at most one per second; "
+        "`auto`: one every ten seconds. Slow and anomalous steps are recorded in any case.", "auto", ("TORCHOBS_TRACE_STEPS",),
     ),
     Option(
-        "layers", kinds.integer(0, 64), "How many layers have series of their own, the rest is one; "
-        "from level `advanced` on four times as many.", "16", ("TORCHOBS_LAYERS",),
+        "grad_interval", kinds.INTERVAL, "Compute the gradient norm every N steps; "
+        "`auto` chooses N so that it stays within the overhead budget.", "auto", ("TORCHOBS_GRAD_INTERVAL",),
     ),
     Option(
-        "overhead_budget", kinds.fraction(0, 0.2), "The part of the training's time that torchobs may take.",
+        "layers", kinds.integer(0, 64), "Number of layers with series of their own; the others are combined into one. "
+        "Four times as many from level `advanced` on.", "16", ("TORCHOBS_LAYERS",),
+    ),
+    Option(
+        "overhead_budget", kinds.fraction(0, 0.2), "Share of the training time that torchobs may use.",
         "0.005", ("TORCHOBS_OVERHEAD_BUDGET",),
     ),
-    Option("disable_probes", kinds.names(PROBES), "Probes that are not installed.", "none", ("TORCHOBS_DISABLE_PROBES",)),
+    Option("disable_probes", kinds.names(PROBES), "Probes not to install.", "none", ("TORCHOBS_DISABLE_PROBES",)),
     Option(
-        "watchdog", kinds.BOOLEAN, "Whether a rank that holds Python's lock for seconds writes its stacks down, "
+        "watchdog", kinds.BOOLEAN, "Whether the stacks of a rank that holds the GIL for seconds are written to a file, "
         "by a timer and a real-time signal.", "true", ("TORCHOBS_WATCHDOG",),
     ),
     Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),
     Option(
-        "set_global_providers", kinds.BOOLEAN, "Whether OpenTelemetry's global providers become torchobs', "
+        "set_global_providers", kinds.BOOLEAN, "Whether torchobs becomes OpenTelemetry's global meter and tracer provider, "
         "if the application has set none.", "true", ("TORCHOBS_OTEL_PROVIDERS",),
     ),
 )  # fmt: skip
@@ -172,7 +178,7 @@ def resolve(
     """
     if unexpected := overrides.keys() - {option.name for option in OPTIONS}:
         word = min(unexpected)
-        raise TypeError(f"{word!r} is no setting{kinds.closest(word, [option.name for option in OPTIONS])}")
+        raise TypeError(f"{word!r} is an unknown setting{kinds.closest(word, [option.name for option in OPTIONS])}")
     environ = environment() if environ is None else environ
     problems = [*_unknown_variables(environ)]
     chosen: dict[str, object] = {}

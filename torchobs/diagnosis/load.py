@@ -14,7 +14,7 @@ from torchobs import catalog
 from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
 from torchobs.flight.files import artifacts
-from torchobs.flight.files.create import file_name
+from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
 from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
@@ -22,9 +22,9 @@ from torchobs.flight.reader.reader import FlightFile
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
-from torchobs.ranks.memory_use import last_memory
-from torchobs.ranks.rank_file import HOSTILE, RankFile, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, RankFile, open_tracked
 from torchobs.ranks.scanner import system_clock
+from torchobs.ranks.state import last_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ def listing(directory: Path) -> Listing:
             try:
                 with closing(reader.open_file(fd, name)) as file:
                     found.append(_found(directory / name, file, now))
-            except HOSTILE as problem:
+            except READ_ERRORS as problem:
                 bad.append((name, reason(problem)))
     finally:
         os.close(fd)
@@ -116,7 +116,7 @@ def _look(path: Path, limit: int | None) -> _Look | str:
     """Return the file's report, or why it is unreadable."""
     try:
         return _look_at(path, limit)
-    except HOSTILE as problem:
+    except READ_ERRORS as problem:
         return reason(problem)
 
 
@@ -130,7 +130,7 @@ def _look_at(path: Path, limit: int | None) -> _Look:
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         tracked = open_tracked(fd, path.name, None, now)
-    except HOSTILE:
+    except READ_ERRORS:
         return _Look(_salvage(path, limit, now), fading=False)
     else:
         with closing(tracked.file):
@@ -157,7 +157,7 @@ def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
     problems = []
     if cut := len(raw) != header.file_size:
         problems.append(f"{len(raw):,} of {header.file_size:,} bytes are there")
-    if path.is_symlink() or path.name != file_name(header) or not path.with_name(reader.lock_of(path.name)).exists():
+    if path.is_symlink() or path.name != file_name(header) or not path.with_name(lock_name(path.name)).exists():
         problems.append("a copy: whether its process still runs cannot be seen from it")
     with closing(FlightFile(_copy(raw[: header.file_size].ljust(header.file_size, b"\0")), header)) as file:
         tracked = RankFile(file, path.name, now, None)

@@ -10,7 +10,7 @@ from torchobs import catalog
 from torchobs._version import __version__
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
-from torchobs.ranks.memory_use import last_memory
+from torchobs.ranks.state import last_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

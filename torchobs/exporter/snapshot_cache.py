@@ -34,7 +34,7 @@ class Scan(Protocol):
         """Return a new snapshot."""
 
     def flight_file(self, incarnation: str) -> AbstractContextManager[FlightFile]:
-        """Open a served rank's file for a ``with`` block; raises one of ``rank_file.HOSTILE`` if it cannot be read."""
+        """Open a served rank's file for a ``with`` block; raises one of ``rank_file.READ_ERRORS`` if it cannot be read."""
 
     def close(self) -> None:
         """Close all files."""

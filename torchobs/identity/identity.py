@@ -103,7 +103,7 @@ def _with_overrides(place: RankPlacement, settings: Settings, problems: list[Set
     rank = place.rank if settings.rank is None else settings.rank
     world_size = place.world_size if settings.world_size is None else settings.world_size
     if world_size is not None and rank >= world_size:
-        problems.append(SettingsProblem("rank", str(rank), f"allowed is less than the world size, {world_size}"))
+        problems.append(SettingsProblem("rank", str(rank), f"must be less than the world size, {world_size}"))
         rank, world_size = place.rank, place.world_size
     local_rank = place.local_rank if settings.local_rank is None else settings.local_rank
     return place._replace(rank=rank, world_size=world_size, local_rank=local_rank)
@@ -177,7 +177,7 @@ def _resource(environ: Mapping[str, str], settings: Settings, problems: list[Set
     for key, value in _resource_items(environ, settings):
         extended = resource | {_printable(key): _printable(value)}
         if len(json.dumps(extended, ensure_ascii=False).encode()) > _RESOURCE_LIMIT:
-            reason = f"is too long: {_clean(key)} is left out, allowed are {_RESOURCE_LIMIT} bytes"
+            reason = f"is too long: {_clean(key)} is left out, at most {_RESOURCE_LIMIT} bytes fit"
             problems.append(SettingsProblem("OTEL_RESOURCE_ATTRIBUTES", None, reason))
         else:
             resource = extended

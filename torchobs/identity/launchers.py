@@ -85,7 +85,7 @@ def count(names: tuple[str, ...], environ: Mapping[str, str], problems: list[Set
     if re.fullmatch(_COUNT, text):
         return int(text)
     if text:
-        problems.append(SettingsProblem(name, text, "allowed is an integer, at least 0"))
+        problems.append(SettingsProblem(name, text, "expected an integer, at least 0"))
     return None
 
 
@@ -125,7 +125,7 @@ def _place(launcher: _Launcher, environ: Mapping[str, str], problems: list[Setti
         return None
     world_size = count(launcher.world_size, environ, problems)
     if world_size is not None and rank >= world_size:
-        reason = f"allowed is less than the world size, {world_size}"
+        reason = f"must be less than the world size, {world_size}"
         problems.append(SettingsProblem(launcher.rank, str(rank), reason))
         return None
     local_rank = count(launcher.local_rank, environ, problems) or 0

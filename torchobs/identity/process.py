@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["ProcessInfo", "exit_status", "parse_start_ticks", "this_process"]
+__all__ = ["ProcessInfo", "boot_id", "exit_status", "parse_start_ticks", "this_process"]
 
 _START_TICKS = 19
 
@@ -33,6 +33,14 @@ class ProcessInfo:
 def this_process() -> ProcessInfo:
     """Return the facts of the calling process: the same at every call, new ones in a forked child."""
     return _facts(os.getpid(), sys.argv[0] if sys.argv else "")
+
+
+def boot_id() -> bytes:
+    """Return the 16-byte random id of this boot; zeros where the system has none."""
+    try:
+        return bytes.fromhex((_read("/proc/sys/kernel/random/boot_id") or "").strip().replace("-", "")) or bytes(16)
+    except ValueError:
+        return bytes(16)
 
 
 def exit_status(code: object) -> int:
@@ -65,9 +73,8 @@ def _facts(pid: int, argv0: str) -> ProcessInfo:
 def _key(pid: int) -> str | None:
     # Ticks and not Unix time: the boot time read before and after a correction of the clock differs, and
     # the ranks of one run read it at different times, restarted ones hours later.
-    ticks = _start_ticks(pid)
-    boot = _read("/proc/sys/kernel/random/boot_id")
-    return None if ticks is None or boot is None else f"{pid}-{ticks}-{boot[:8]}"
+    ticks, boot = _start_ticks(pid), boot_id()
+    return f"{pid}-{ticks}-{boot.hex()[:8]}" if ticks is not None and any(boot) else None
 
 
 def _start_ticks(pid: int) -> int | None:

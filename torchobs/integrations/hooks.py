@@ -37,14 +37,14 @@ class Hooks:
     def call(self, function: Callable[..., None], *args: Any) -> None:
         """Call ``function``, unless an earlier call has failed."""
         call(self._breaker, function, *args)
-        for trip in self._breaker.trips:
-            what = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
+        for failure in self._breaker.failures:
+            what = {"probe": failure.probe, "exception.type": failure.exception, "location": failure.location}
             torchobs.event(catalog.EVENT_PROBE_DISABLED.name, **what)
             logger.warning(
                 "torchobs: the %s integration failed with %s at %s and is off; training is not affected",
-                trip.probe, trip.exception, trip.location,
+                failure.probe, failure.exception, failure.location,
             )  # fmt: skip
-        self._breaker.trips.clear()
+        self._breaker.failures.clear()
 
     @property
     def phase(self) -> str | None:

@@ -28,11 +28,12 @@ def is_decided(directory_fd: int) -> bool:
 
 def anyone_alive(directory_fd: int) -> bool:
     """Return True if a rank with a flight file in the directory is alive. Raises ``OSError`` if the directory is gone."""
-    from torchobs.flight.reader import reader  # not needed by a process that loses the election
+    from torchobs.flight.files.create import lock_name  # neither is needed by a process that loses the election
+    from torchobs.flight.reader import reader
 
     for name in reader.names(directory_fd):
         with contextlib.suppress(OSError):  # the lock file was cleaned up, so nobody holds it
-            if lock.is_held(directory_fd, reader.lock_of(name)):
+            if lock.is_held(directory_fd, lock_name(name)):
                 return True
     return False
 

@@ -11,14 +11,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torchobs.flight.format.layout import encodable
+from torchobs.flight.format.layout import encodable, nonfinite_name
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     Plain: TypeAlias = str | bool | int | float | list["Plain"] | dict[str, "Plain"] | None
 
 _INT64 = 1 << 63
@@ -36,7 +34,7 @@ def clean(value: object, depth: int = _MAX_DEPTH) -> Plain:  # noqa: PLR0911  # 
     if isinstance(value, int):
         return int(value) if -_INT64 <= value < _INT64 else hex(value)
     if isinstance(value, float):
-        return float(value) if isfinite(value) else _name_of(value)
+        return float(value) if isfinite(value) else nonfinite_name(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, (Mapping, Sequence)):
@@ -90,7 +88,3 @@ def _clean_nested(value: Mapping[object, object] | Sequence[object], depth: int)
 def _flatten(value: Plain) -> Plain:
     nested = isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value))
     return json.dumps(value, separators=(",", ":")) if nested else value
-
-
-def _name_of(value: float) -> str:
-    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test

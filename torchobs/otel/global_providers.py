@@ -15,18 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from opentelemetry import metrics, trace
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.metrics import _internal as metrics_api
-from opentelemetry.trace import ProxyTracerProvider, TracerProvider
+from opentelemetry.trace import ProxyTracerProvider, SpanContext, TracerProvider
 
 from torchobs.otel.meter_provider import FlightMeterProvider
-from torchobs.otel.tracer_provider import FlightTracerProvider
+from torchobs.otel.tracer_provider import FlightTracerProvider, no_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from opentelemetry.metrics import Meter, MeterProvider
-    from opentelemetry.trace import SpanContext
-    from opentelemetry.util.types import Attributes
 
     from torchobs.otel.metric_stream import Source
 
@@ -47,32 +44,19 @@ class DefaultTracerProvider(FlightTracerProvider, ProxyTracerProvider):
         return None if isinstance(provider, ProxyTracerProvider) else provider
 
 
-class DefaultMeterProvider(metrics_api._ProxyMeterProvider):  # noqa: SLF001  # see the module
+class DefaultMeterProvider(FlightMeterProvider, metrics_api._ProxyMeterProvider):  # noqa: SLF001  # see the module
     """Result of ``metrics.get_meter_provider()`` while the application has set none."""
 
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self.flight = FlightMeterProvider(source)
-        self.before: metrics_api._ProxyMeterProvider | None = None
-
-    def get_meter(
-        self, name: str, version: str | None = None, schema_url: str | None = None, attributes: Attributes = None
-    ) -> Meter:
-        """See :class:`opentelemetry.metrics.MeterProvider`."""
-        return self.flight.get_meter(name, version, schema_url, attributes)
+    before: metrics_api._ProxyMeterProvider | None = None
 
     def on_set_meter_provider(self, meter_provider: MeterProvider) -> None:
         """Delegate all instruments; called by the API when the application sets a provider."""
         if self.before is not None:
             self.before.on_set_meter_provider(meter_provider)
-        self.flight.delegate_to(meter_provider)
+        self.delegate_to(meter_provider)
 
 
 def _no_file() -> None:
-    return None
-
-
-def _no_span() -> None:
     return None
 
 
@@ -80,7 +64,7 @@ _meters = DefaultMeterProvider(_no_file)
 _tracers = DefaultTracerProvider(_no_file)
 
 
-def install(source: Source, parent: Callable[[], SpanContext | None] = _no_span) -> Installed:
+def install(source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> Installed:
     """Record the application's own instruments and tracers, unless it has set providers.
 
     ``source`` and ``parent`` as in :class:`FlightMeterProvider` and :class:`FlightTracerProvider`. May be called
@@ -91,13 +75,13 @@ def install(source: Source, parent: Callable[[], SpanContext | None] = _no_span)
 
 def uninstall() -> None:
     """Stop recording. Existing instruments and tracers do nothing, and still delegate to a provider set later."""
-    _meters.flight.write_to(_no_file)
+    _meters.write_to(_no_file)
     _tracers.write_to(_no_file)
 
 
 def observe(timeout_s: float = 0.0) -> bool:
     """Call the callbacks of the application's observable instruments (:meth:`FlightMeterProvider.observe`)."""
-    return _meters.flight.observe(timeout_s)
+    return _meters.observe(timeout_s)
 
 
 def _install_meters(source: Source) -> bool:
@@ -107,8 +91,8 @@ def _install_meters(source: Source) -> bool:
             return False
         _meters.before = current
         metrics_api._PROXY_METER_PROVIDER = _meters  # noqa: SLF001  # see the module
-        current.on_set_meter_provider(_meters.flight)  # instruments created before
-    _meters.flight.write_to(source)
+        current.on_set_meter_provider(_meters)  # instruments created before
+    _meters.write_to(source)
     return True
 
 

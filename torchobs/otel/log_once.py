@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = logging.getLogger("torchobs")
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def warn_once(problem: str, *details: object) -> None:
     """Log a warning the first time that ``problem`` (without its details) occurs."""
-    if problem not in _said:
-        _said.add(problem)
+    if problem not in _logged:
+        _logged.add(problem)
         logger.warning("torchobs: " + problem, *details)  # noqa: G003  # our own texts, a handful of them
 
 
 def delegate_safely(set_delegate: Callable[..., None], delegate: object) -> None:
     """Call ``set_delegate(delegate)``; if the application's provider raises, log one warning."""
-    breaker = CircuitBreaker("heir")
+    breaker = CircuitBreaker("provider")
     call(breaker, set_delegate, delegate)
-    for trip in breaker.trips:
-        warn_once("the application's meter provider failed with %s at %s", trip.exception, trip.location)
+    for failure in breaker.failures:
+        warn_once("the application's meter provider failed with %s at %s", failure.exception, failure.location)

@@ -10,25 +10,19 @@ the attribute ``otel.metric.overflow``, as OpenTelemetry specifies, so that the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torchobs.catalog import Kind
+from torchobs.catalog import Kind, Metric
 from torchobs.flight.format.layout import SLOT_SIZE
-from torchobs.flight.format.series import Series, ValueType
-from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError
-from torchobs.flight.writer.storage import DirectStorage
+from torchobs.flight.format.series import Scope, Series, ValueType
+from torchobs.flight.writer.series_table import USER, Cell, NoSeriesRoomError, Table
+from torchobs.flight.writer.storage import Storage
 from torchobs.flight.writer.value_block import ValueBlock
 from torchobs.otel.attributes import flat
 from torchobs.otel.log_once import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
-    from typing import TypeAlias
-
-    from torchobs.catalog import Metric
-    from torchobs.flight.format.series import Scope
-    from torchobs.flight.writer.series_table import Table
     from torchobs.flight.writer.writer import FlightWriter
 
     Source: TypeAlias = Callable[[], FlightWriter | None]
@@ -42,9 +36,9 @@ _SCALARS = frozenset({str, bool, int, float, type(None)})
 _MAX_FORMS = 4096
 """Most attribute sets per instrument that are cached as given (at most 2 MiB)."""
 _MAX_LATE = 1024
-_SCRAP = Cell(
-    ValueBlock(DirectStorage(memoryview(bytearray(2 * SLOT_SIZE))), 0, 0),
-    Series("scrap", Kind.COUNTER, "", "", (), (), ValueType.EITHER, 0, 0),
+_NO_ROOM = Cell(
+    ValueBlock(Storage(memoryview(bytearray(2 * SLOT_SIZE))), 0, 0),
+    Series("no room", Kind.COUNTER, "", "", (), (), ValueType.EITHER, 0, 0),
 )
 """Cell for an instrument without room even for its overflow series: its measurements are counted as dropped."""
 
@@ -79,12 +73,12 @@ class Destination:
 class MetricStream:
     """The series of one instrument."""
 
-    __slots__ = ("_bound", "_destination", "_said", "metric", "scope")
+    __slots__ = ("_bound", "_destination", "_warned", "metric", "scope")
 
     def __init__(self, metric: Metric, scope: Scope, destination: Destination) -> None:
         self.metric, self.scope = metric, scope
         self._destination = destination
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._bound: tuple[FlightWriter | None, Cells] = (None, {})
 
     @property
@@ -119,8 +113,8 @@ class MetricStream:
 
     def warn_once(self, problem: str, *details: object) -> None:
         """Log a warning about misuse of this instrument, once per kind."""
-        if problem not in self._said:
-            self._said.add(problem)
+        if problem not in self._warned:
+            self._warned.add(problem)
             logger.warning("torchobs: instrument %r: " + problem, self.metric.name, *details)  # our own texts
 
     def _rebind(self) -> tuple[FlightWriter | None, Cells]:
@@ -155,7 +149,7 @@ class MetricStream:
         try:
             cell = table.open(self.metric, OVERFLOW, USER, either=True, scope=self.scope, spare=True)
         except NoSeriesRoomError:
-            cell = _SCRAP
+            cell = _NO_ROOM
         if cell is not None:
             cells[_OVERFLOW_FORM] = cell
         return cell

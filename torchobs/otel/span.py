@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opentelemetry.trace import Span, Status, StatusCode, format_span_id, format_trace_id
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, format_span_id, format_trace_id
 
 from torchobs.otel.attributes import clean, clean_key, cleaned, text
 from torchobs.otel.log_once import warn_once
 from torchobs.otel.span_codec import fit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from types import TracebackType
 
-    from opentelemetry.trace import Link, SpanContext, SpanKind
     from opentelemetry.util.types import Attributes, AttributeValue
 
     from torchobs.flight.writer.writer import FlightWriter

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from opentelemetry.context import attach, detach
+from opentelemetry.context import Context, attach, detach
 from opentelemetry.trace import (
+    Link,
     NonRecordingSpan,
     Span,
     SpanContext,
@@ -34,12 +35,9 @@ from torchobs.otel.log_once import warn_once
 from torchobs.otel.span import FlightSpan, Origin, Reactions, SpanLimits, react
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextvars import Token
     from types import TracebackType
 
-    from opentelemetry.context import Context
-    from opentelemetry.trace import Link
     from opentelemetry.util.types import Attributes
 
     from torchobs.flight.writer.writer import FlightWriter
@@ -50,8 +48,8 @@ _SAMPLED, _RANDOM = 0x01, 0x02
 _LIMITS = SpanLimits()
 
 
-def _no_parent() -> None:
-    return None
+def no_parent() -> None:
+    """Return ``None``: spans without a context begin a trace."""
 
 
 class FlightTracerProvider(TracerProvider):
@@ -62,7 +60,7 @@ class FlightTracerProvider(TracerProvider):
     """
 
     def __init__(
-        self, source: Source, parent: Callable[[], SpanContext | None] = _no_parent, limits: SpanLimits = _LIMITS
+        self, source: Source, parent: Callable[[], SpanContext | None] = no_parent, limits: SpanLimits = _LIMITS
     ) -> None:
         self._source, self.parent, self.limits = source, parent, limits
         self._tracers: dict[Scope, FlightTracer] = {}
@@ -71,7 +69,7 @@ class FlightTracerProvider(TracerProvider):
         """Return the file's writer; ``None`` when nothing is recorded."""
         return self._source()
 
-    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = _no_parent) -> None:
+    def write_to(self, source: Source, parent: Callable[[], SpanContext | None] = no_parent) -> None:
         """Set the functions that return the writer and the parent of root spans."""
         self._source, self.parent = source, parent
 

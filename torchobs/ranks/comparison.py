@@ -14,14 +14,12 @@ from torchobs import catalog
 from torchobs.detect import stragglers
 from torchobs.detect.stragglers import Spent
 from torchobs.ranks import labels
-from torchobs.ranks.metric_values import Reader
-from torchobs.ranks.snapshot import RankStanding, RunSummary
+from torchobs.ranks.metric_values import Reader, Readings
+from torchobs.ranks.snapshot import Rank, RankStanding, RunSummary
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from torchobs.ranks.metric_values import Readings
-    from torchobs.ranks.snapshot import Rank
 
 LEAST_STEPS = 16
 """Fewest steps over which a rank is compared."""

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 from torchobs import catalog
 from torchobs.flight.format import span_ids
 from torchobs.flight.format.event_ring import Tail, fields_of
-from torchobs.flight.format.layout import Region
+from torchobs.flight.format.layout import Header, Region
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torchobs.flight.format.layout import Header
     from torchobs.flight.format.series import Series
     from torchobs.flight.reader.reader import FlightFile
 

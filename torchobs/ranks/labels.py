@@ -15,21 +15,12 @@ IDENTITY = ("job_name", "run_id", "rank")
 """The labels on every series of a rank."""
 
 _RESERVED = frozenset({*IDENTITY, "le"})
-_DESCRIBED = (
-    "local_rank",
-    "local_world_size",
-    "host",
-    "script",
-    "launcher",
-    "torch_version",
-    "python_version",
-    "torchobs_version",
-)
-_SAID = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", "launched_by"})
+_FACTS = ("local_rank", "local_world_size", "host", "script", "launcher", "torch_version", "python_version", "torchobs_version")
+_NOT_LABELS = frozenset({*IDENTITY, "world_size", "restart", "pid", "trace_id", "launched_by"})
 """Fields of a rank's resource that are exported otherwise or not at all; the others were set by the user."""
 
 _NUMBER_LIMIT = 1 << 53
-_legacy = lru_cache(256)(prometheus_label)
+_cached_label = lru_cache(256)(prometheus_label)
 
 
 def text(value: object) -> str:
@@ -69,11 +60,11 @@ def of_attributes(attributes: Iterable[tuple[str, Any]], taken: Collection[str] 
 
 def of_catalog(attributes: Mapping[str, str]) -> dict[str, str]:
     """Translate attributes of the catalog's metrics, which need no sanitising."""
-    return {_legacy(name): value for name, value in attributes.items() if value}
+    return {_cached_label(name): value for name, value in attributes.items() if value}
 
 
 def of_info(resource: Mapping[str, Any]) -> dict[str, str]:
     """Return a rank's descriptive labels: facts of its process, Kubernetes names, and the user's resource attributes."""
-    facts = of_attributes((name, value) for name, value in resource.items() if name in _DESCRIBED)
-    given = [(name, value) for name, value in resource.items() if name not in _DESCRIBED and name not in _SAID]
+    facts = of_attributes((name, value) for name, value in resource.items() if name in _FACTS)
+    given = [(name, value) for name, value in resource.items() if name not in _FACTS and name not in _NOT_LABELS]
     return {**of_attributes(given, _RESERVED | facts.keys()), **facts}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchobs.catalog import BY_NAME, cumulative
-from torchobs.flight.reader.decode import Distribution
+from torchobs.catalog import BY_NAME, Metric, cumulative
+from torchobs.flight.reader.decode import DecodedBlock, Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torchobs.catalog import Metric
     from torchobs.flight.format.series import Series
-    from torchobs.flight.reader.decode import DecodedBlock
     from torchobs.ranks.snapshot import Rank
 
 Key = tuple[str, ...]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
 from torchobs.flight.files import lock
-from torchobs.flight.files.create import file_name
+from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import BadFlightFileError, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
-from torchobs.flight.reader.reader import View
+from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.ranks import exemplars, labels, state
 from torchobs.ranks.incarnations import RankCandidate
 from torchobs.ranks.memory_budget import RANK
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torchobs.flight.format.series import Series
-    from torchobs.flight.reader.reader import FlightFile
 
-HOSTILE = (
+READ_ERRORS = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, MemoryError),
     struct.error,
 )
@@ -38,7 +37,9 @@ _PASSING = frozenset(
     }
 )
 
-_SEAL_S = 10.0
+REPORTED_NS = 10_000_000_000
+"""How long a superseded rank stays in snapshots after its end: a client that polls every second misses none."""
+_SURELY_DEAD_S = 10.0
 _NEVER_NS = -(1 << 62)
 
 
@@ -76,7 +77,10 @@ class RankFile:
         self.fading = False
         self.retired = ""
         """why it is no longer served: ``superseded`` or ``expired``; empty while it is"""
-        self._sealed = False
+        self._closed = False
+        self.suffix: str | None = None
+        """what was appended to its rank when it was last served; ``None``: never served"""
+        self._superseded_ns: int | None = None
         self.ended_in: int | None = None
         """number of the snapshot in which it was first seen to be dead"""
         self._durations = _Durations()
@@ -106,16 +110,16 @@ class RankFile:
         return self.state in state.LIVING
 
     def follow(self, directory_fd: int) -> None:
-        """Switch to the file if its writer recreated it. Raises one of :data:`HOSTILE` if it is another incarnation's."""
-        if not self._sealed:
+        """Switch to the file if its writer recreated it. Raises one of :data:`READ_ERRORS` if it is another incarnation's."""
+        if not self._closed:
             self.file.follow(directory_fd, self.name)
 
     def observe(self, directory_fd: int, now: Now, hang_timeout_s: float | None) -> None:
-        """Query the lock, read the file, update the state. Raises one of :data:`HOSTILE`, after updating from older data."""
-        if self._sealed:
+        """Query the lock, read the file, update the state. Raises :data:`READ_ERRORS`, after updating from older data."""
+        if self._closed:
             return
         # the lock first: if it is free, the following read is final
-        self.lock_held = self.same_boot and _is_held(directory_fd, reader.lock_of(self.name), before=self.lock_held)
+        self.lock_held = self.same_boot and _is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
         try:
             self._read(now)
@@ -147,12 +151,26 @@ class RankFile:
 
     def certainly_dead(self, now: Now) -> bool:
         """Return True if the rank is surely dead: a living process can lose its lock, and its heartbeat can pause."""
-        return not self.up and (not self.same_boot or self.beat_age_s(now) > _SEAL_S)
+        return not self.up and (not self.same_boot or self.beat_age_s(now) > _SURELY_DEAD_S)
+
+    def final_suffix(self, now: Now) -> str | None:
+        """Return the suffix of a superseded rank while its final counts are still to be reported; else ``None``.
+
+        A program that repeats ``init()``, training and ``shutdown()`` has a new incarnation each time, and possibly none of
+        them was seen dead while it was the newest. Not reported are ranks that still run, and those never served and long
+        dead, which ended before this exporter started.
+        """
+        is_old = self.suffix is None and self.certainly_dead(now)
+        if self.retired or is_old or (self.up and not self.fading):
+            return None
+        if self._superseded_ns is None:
+            self._superseded_ns = now.monotonic_ns
+        return self.suffix or "" if now.monotonic_ns - self._superseded_ns < REPORTED_NS else None
 
     @contextmanager
     def access(self, directory_fd: int) -> Iterator[FlightFile]:
-        """Give access to the file in a ``with`` block, reopened if it was closed. Raises one of :data:`HOSTILE`."""
-        if not self._sealed:
+        """Give access to the file in a ``with`` block, reopened if it was closed. Raises one of :data:`READ_ERRORS`."""
+        if not self._closed:
             yield self.file
             return
         again = reader.open_file(directory_fd, self.name, self.owner)
@@ -166,7 +184,7 @@ class RankFile:
 
     def release(self) -> None:
         """Close the file and keep the view. Idempotent."""
-        self._sealed = True
+        self._closed = True
         self.file.close()
 
     def retire(self, why: str) -> None:
@@ -208,7 +226,7 @@ class RankFile:
 
 
 def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most: float = inf) -> RankFile:
-    """Open and read a flight file. Raises one of :data:`HOSTILE`; then nothing is left open.
+    """Open and read a flight file. Raises one of :data:`READ_ERRORS`; then nothing is left open.
 
     ``most``: limit on the series table in bytes, which is read at once.
     """
@@ -220,7 +238,7 @@ def open_tracked(directory_fd: int, name: str, owner: int | None, now: Now, most
         if name != file_name(file.header):
             raise BadFlightFileError("a copy: its name is not the one that its header gives")
         return RankFile(file, name, now, owner)
-    except HOSTILE:
+    except READ_ERRORS:
         file.close()
         raise
 

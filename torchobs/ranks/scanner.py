@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -17,16 +16,16 @@ from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING
 
-from torchobs.flight.files.create import boot_id
+from torchobs.flight.files import entries
 from torchobs.flight.format.layout import MAX_READ_SIZE
+from torchobs.identity.process import boot_id
 from torchobs.ranks import memory_budget
 from torchobs.ranks.comparison import RankComparator
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.incarnations import resolve
-from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, is_passing, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, is_passing, open_tracked
 from torchobs.ranks.snapshot import REASONS, STATUSES, Rank, Snapshot
 from torchobs.ranks.state import waits
-from torchobs.ranks.superseded import SupersededRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,18 +53,18 @@ class Scanner:
 
     def __init__(self, config: ExporterConfig, clock: Callable[[], Now] = system_clock, series_limit: float = inf) -> None:
         """``series_limit``: limit on the series of all open files together; a rank itself counts ``memory_budget.RANK``."""
-        self._config, self._clock, self._most = config, clock, series_limit
+        self._config, self._clock, self._series_limit = config, clock, series_limit
         self._directory = Directory(config)
         self._tracked: dict[str, RankFile] = {}
         self._bad: dict[str, int] = {}
-        self._large: dict[str, int] = {}
+        self._too_large: dict[str, int] = {}
         """bad files with too many series, and their numbers of series"""
         self._size = 0
         """number of series in the open files"""
         self._errors = Counter(dict.fromkeys(REASONS, 0))
         self._duplicates: set[str] = set()
         self._number = self._opened = 0
-        self._joins, self._replaced = RankComparator(), SupersededRanks()
+        self._comparator = RankComparator()
 
     def scan(self) -> Snapshot:
         """Scan the directory and return a snapshot."""
@@ -79,7 +78,7 @@ class Scanner:
             self._observe(tracked, now)
         self._leave_out(now)
         ranks, left, files = self._select(now)
-        standings, runs = self._joins.of(ranks, now.monotonic_ns)
+        standings, runs = self._comparator.of(ranks, now.monotonic_ns)
         return Snapshot(
             number=self._number,
             taken_ns=now.monotonic_ns,
@@ -98,7 +97,7 @@ class Scanner:
     def flight_file(self, incarnation: str) -> Iterator[FlightFile]:
         """Give access to the file of a served rank: the open one, or the file reopened if the rank is dead.
 
-        Raises one of :data:`HOSTILE` if it is unreadable or gone.
+        Raises one of :data:`READ_ERRORS` if it is unreadable or gone.
         """
         found = next((one for one in self._tracked.values() if one.incarnation == incarnation and not one.retired), None)
         if found is None:
@@ -116,21 +115,21 @@ class Scanner:
         try:
             return self._directory.names(now.wall_ns), self._config.problems
         except (OSError, MemoryError) as problem:
-            _log.error("flight directory: %s", _words(problem))
-            return None if is_passing(problem) else [], (*self._config.problems, _words(problem))
+            _log.error("flight directory: %s", _text(problem))
+            return None if is_passing(problem) else [], (*self._config.problems, _text(problem))
 
     def _forget(self, names: list[str]) -> None:
         for name in self._tracked.keys() - set(names):
             self._tracked.pop(name).release()
         for name in self._bad.keys() - set(names):
             del self._bad[name]
-            self._large.pop(name, None)
+            self._too_large.pop(name, None)
 
     def _open_new(self, names: list[str], now: Now) -> None:
         for name, tracked in list(self._tracked.items()):
             try:
                 tracked.follow(self._directory.fd)
-            except HOSTILE as problem:
+            except READ_ERRORS as problem:
                 if not is_passing(problem):
                     self._tracked.pop(name).release()  # reopened below and then served or counted as bad
         new = (name for name in names if name not in self._tracked and name not in self._bad)
@@ -142,49 +141,48 @@ class Scanner:
 
     def _due(self, now: Now) -> list[str]:
         """Return the bad files to retry; of those that were too large the ones that fit into memory now."""
-        left = self._most - self._size
+        left = self._series_limit - self._size
         due = (name for name, retry_ns in self._bad.items() if retry_ns <= now.monotonic_ns)
-        return [name for name in due if self._large.get(name, 0) <= left]
+        return [name for name in due if self._too_large.get(name, 0) <= left]
 
     def _open(self, name: str, now: Now) -> None:
         directory = self._directory
         try:
-            tracked = open_tracked(
-                directory.fd, name, directory.owner, now, max(self._most * memory_budget.TABLE, memory_budget.LEAST_TABLE)
-            )
+            most_bytes = max(self._series_limit * memory_budget.TABLE, memory_budget.LEAST_TABLE)
+            tracked = open_tracked(directory.fd, name, directory.owner, now, most_bytes)
             self._opened += 1
             self._tracked[name], tracked.opened = tracked, self._opened
             self._bad.pop(name, None)
-            self._large.pop(name, None)
+            self._too_large.pop(name, None)
             self._size += tracked.size
-            if self._size > self._most:
+            if self._size > self._series_limit:
                 self._leave_out(now)
         except FileNotFoundError:
             self._bad.pop(name, None)  # removed since the listing
-        except HOSTILE as problem:
+        except READ_ERRORS as problem:
             self._bad[name] = now.monotonic_ns + _RETRY_NS
             self._errors[_reason(problem, directory.fd, name, directory.owner)] += 1
-            _log.warning("flight file not served: %s: %s", name, _words(problem))
+            _log.warning("flight file not served: %s: %s", name, _text(problem))
 
     def _leave_out(self, now: Now) -> None:
         """Close the files with the most series, the newest first, until the rest fits."""
         sizes = {name: (tracked.size, tracked.opened) for name, tracked in self._tracked.items()}
         self._size = sum(size for size, _ in sizes.values())
-        while self._size > self._most:
+        while self._size > self._series_limit:
             name = max(sizes, key=sizes.__getitem__)
             size, _ = sizes.pop(name)
             self._size -= size
             self._tracked.pop(name).release()
-            self._bad[name], self._large[name] = now.monotonic_ns + _RETRY_NS, size
+            self._bad[name], self._too_large[name] = now.monotonic_ns + _RETRY_NS, size
             self._errors["memory"] += 1
             _log.warning("flight file not served: %s: no memory for its %d series", name, size)
 
     def _observe(self, tracked: RankFile, now: Now) -> None:
         try:
             tracked.observe(self._directory.fd, now, self._config.hang_timeout_s)
-        except HOSTILE as problem:
+        except READ_ERRORS as problem:
             self._errors[_kind(problem)] += 1
-            _log.warning("flight file could not be read again: %s: %s", tracked.name, _words(problem))
+            _log.warning("flight file could not be read again: %s: %s", tracked.name, _text(problem))
         if tracked.up:
             tracked.ended_in = None
         elif tracked.ended_in is None:
@@ -200,14 +198,12 @@ class Scanner:
             status = self._status(tracked, suffixes, now)
             files[status] += 1
             if status == "served":
-                suffix = suffixes[tracked.incarnation]
-                self._replaced.served(tracked.incarnation, suffix)
-                ranks.append(self._rank(tracked, suffix, now))
-            elif status == "superseded" and (known := self._replaced.suffix(tracked, now)) is not None:
-                left.append(self._rank(tracked, known, now))
+                tracked.suffix = suffixes[tracked.incarnation]
+                ranks.append(self._rank(tracked, tracked.suffix, now))
+            elif status == "superseded" and (suffix := tracked.final_suffix(now)) is not None:
+                left.append(self._rank(tracked, suffix, now))
             elif tracked.certainly_dead(now):
                 tracked.retire(status)
-        self._replaced.keep(tracked.incarnation for tracked in self._tracked.values())
         return tuple(sorted(_with_patience(ranks), key=_order)), tuple(left), files
 
     def _status(self, tracked: RankFile, suffixes: Mapping[str, str], now: Now) -> str:
@@ -259,8 +255,7 @@ def _reason(problem: BaseException, directory_fd: int, name: str, owner: int | N
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
     except OSError:
         return "io"
-    regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= MAX_READ_SIZE
-    if not regular or status.st_uid != (status.st_uid if owner is None else owner):
+    if not entries.is_plain(status, owner) or status.st_size > MAX_READ_SIZE:
         return "kind"
     return _kind(problem)
 
@@ -271,7 +266,7 @@ def _kind(problem: BaseException) -> str:
     return "io" if isinstance(problem, OSError) else "header"
 
 
-def _words(problem: BaseException) -> str:
+def _text(problem: BaseException) -> str:
     if isinstance(problem, OSError):
         return f"{problem.strerror or problem}" if problem.filename is None else f"{problem.strerror}: {problem.filename}"
     return f"{problem}" or "out of memory"

@@ -91,7 +91,7 @@ class Snapshot:
     duration_s: float
     runs: tuple[RunSummary, ...] = ()
     left: tuple[Rank, ...] = ()
-    """superseded ranks with their final state, for ``superseded.TOLD_NS`` after their end; not on any page"""
+    """superseded ranks with their final state, for ``rank_file.REPORTED_NS`` after their end; not on any page"""
 
 
 EMPTY = Snapshot(

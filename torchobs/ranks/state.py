@@ -12,12 +12,14 @@ from bisect import bisect_left
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs import catalog
 from torchobs.flight.format.layout import Exit
+from torchobs.flight.reader.decode import Distribution
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from torchobs.flight.reader.decode import Distribution
+    from torchobs.flight.reader.reader import View
 
 FADED_AFTER_S = 0.6
 """A rank with a free lock is dead after this long without a heartbeat, which is due every 0.5 s. A free lock alone is no
@@ -124,6 +126,20 @@ def ran_out(memory: MemoryUse) -> bool:
     if memory.kill_age_s is not None and memory.kill_age_s <= OOM_KILL_LATELY_S:
         return True
     return memory.cgroup >= FULL_CGROUP or memory.machine >= FULL_MACHINE
+
+
+def last_memory(view: View) -> MemoryUse:
+    """Return the rank's last known memory use relative to its limits, which tells an OOM kill from other kills."""
+    shares, kill_age_s = {"cgroup": 0.0, "machine": 0.0}, None
+    last_s = view.header.wall_s(view.live.heartbeat_ns or view.header.monotonic_ns)
+    for series, value in view.points:
+        if isinstance(value, Distribution):
+            continue
+        if series.name == catalog.MEMORY_HOST_UTILIZATION.name:
+            shares.update({str(of): value for name, of in series.attributes if name == catalog.LIMIT.name})
+        elif series.name == catalog.CGROUP_MEMORY_LAST_OOM_KILL.name:
+            kill_age_s = last_s - value
+    return MemoryUse(shares["cgroup"], shares["machine"], kill_age_s)
 
 
 def hang_timeout_s(durations: Distribution | None, bounds: Sequence[float]) -> float:

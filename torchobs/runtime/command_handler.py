@@ -99,6 +99,6 @@ class Diagnostics:
     def _write_stacks(self, what: str, command: Command) -> None:
         breaker = CircuitBreaker(what)
         call(breaker, write_stacks, self._context, command.stacks_seq)
-        if breaker.trips:
-            reason = f"{breaker.trips[0].exception} at {breaker.trips[0].location}"
+        if breaker.failures:
+            reason = f"{breaker.failures[0].exception} at {breaker.failures[0].location}"
             self._context.warn_limited(what, f"{what} could not be written: {reason}", own=True)

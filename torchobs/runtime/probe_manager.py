@@ -61,13 +61,13 @@ class ProbeManager:
         """Disable these probes and enable all others; what needs no torch (the exit probe) stays on. From any thread."""
         context, self._off = self._context, frozenset(names) & self._factories.keys()
         for name in self._off & self._probes.keys():
-            context.breaker(name).blown = True
+            context.breaker(name).is_open = True
         if self._started and self._has_changes():
             self._safe_point.arm(self._apply_changes)
 
     def records(self, name: str) -> bool:
         """Return True if that probe is enabled, or will be once torch is imported. From any thread."""
-        return name not in self._off and not self._context.breaker(name).blown
+        return name not in self._off and not self._context.breaker(name).is_open
 
     def remove_all(self) -> None:
         """Remove every hook of every probe, for good. Idempotent. The sampler still calls their callbacks in its last round."""

@@ -102,11 +102,11 @@ class Profiles:
             return
         breaker, requested, run = CircuitBreaker("profile"), self._requested, self._running
         call(breaker, self._advance)
-        for trip in breaker.trips:
+        for failure in breaker.failures:
             call(CircuitBreaker("profile"), self._stop)
             wanted = run.wanted if run is not None else requested[1] if requested is not None else None
             if wanted is not None:
-                self._fail(wanted, "error", exception=trip.exception)
+                self._fail(wanted, "error", exception=failure.exception)
 
     def _advance(self) -> None:
         run = self._running
@@ -183,7 +183,7 @@ class Profiles:
         elif done is not None:
             self._fail(run.wanted, **done)
         else:
-            self._fail(run.wanted, "error", exception=breaker.trips[0].exception)
+            self._fail(run.wanted, "error", exception=breaker.failures[0].exception)
 
     def _fail(self, wanted: ArtifactName, reason: str, detail: str = "", exception: str = "") -> None:
         given = {"reason": reason, "detail": detail, "exception.type": exception, "evidence": wanted.id}

@@ -112,7 +112,7 @@ class Sampler:
                 if not self._pauses.stop.is_set():
                     call(self._breaker, self.round)
                     self._context.spent_ns["sampler"] = time.thread_time_ns()  # here: ``end`` is called by another thread
-            self._breaker.blown = False  # the heartbeat must go on; the error is counted all the same
+            self._breaker.is_open = False  # the heartbeat must go on; the error is counted all the same
 
     def end(self) -> None:
         """Run the last round, in the thread that ends the session; the sampler thread may hang in a round of its own."""
@@ -184,15 +184,15 @@ class Sampler:
     def _report_failures(self) -> None:
         context = self._context
         for breaker in list(context.breakers.values()):
-            while breaker.trips:
-                trip = breaker.trips.pop(0)
-                context.count(catalog.PROBE_ERRORS, 1, {"probe": trip.probe})
-                off = breaker is not self._breaker  # not ``blown``, which is reset for the last round
-                context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": trip.probe})
-                attributes = {"probe": trip.probe, "exception.type": trip.exception, "location": trip.location}
+            while breaker.failures:
+                failure = breaker.failures.pop(0)
+                context.count(catalog.PROBE_ERRORS, 1, {"probe": failure.probe})
+                off = breaker is not self._breaker  # not ``is_open``, which is reset for the last round
+                context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": failure.probe})
+                attributes = {"probe": failure.probe, "exception.type": failure.exception, "location": failure.location}
                 context.writer.event(catalog.EVENT_PROBE_DISABLED.name, attributes)
-                what = f"probe {trip.probe!r} failed with {trip.exception} at {trip.location}"
-                self._context.warn_limited(f"probe {trip.probe}", f"{what} and is off; training is not affected")
+                what = f"probe {failure.probe!r} failed with {failure.exception} at {failure.location}"
+                self._context.warn_limited(f"probe {failure.probe}", f"{what} and is off; training is not affected")
 
     def _publish_overhead(self) -> None:
         context = self._context

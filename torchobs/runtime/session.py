@@ -224,16 +224,16 @@ class Session:
         if self.run is not None:
             settle(CircuitBreaker("otel"), self.run.remove)
         for breaker in context.breakers.values():
-            breaker.blown = True  # hooks that others still hold do nothing
+            breaker.is_open = True  # hooks that others still hold do nothing
 
     def _finish(self, context: ProbeContext) -> None:
         context.recorder.flush()
         if self._sampler is not None:
             for breaker in context.breakers.values():
-                breaker.blown = False
+                breaker.is_open = False
             call(CircuitBreaker("sampler"), self._sampler.end)
             for breaker in context.breakers.values():
-                breaker.blown = True
+                breaker.is_open = True
         reason, code = self._exits.ended(self._exit)
         if reason != Exit.FINISHED and context.writer.hidden:
             call(CircuitBreaker("children"), context.writer.show)  # the launching process failed, which no rank's file shows
@@ -274,9 +274,9 @@ def init(**overrides: object) -> Session:
         call(CircuitBreaker("init"), _set_level, chosen)
         breaker = CircuitBreaker("init")
         call(breaker, _begin, session, chosen, list(problems))
-        for trip in breaker.trips:
+        for failure in breaker.failures:
             logger.warning(
-                "torchobs: off, init() failed with %s at %s; training is not affected", trip.exception, trip.location
+                "torchobs: off, init() failed with %s at %s; training is not affected", failure.exception, failure.location
             )
         return session
 
@@ -361,7 +361,7 @@ def _after_fork() -> None:
     session = _current
     if session is not None and session.context is not None:
         for breaker in session.context.breakers.values():
-            breaker.blown = True
+            breaker.is_open = True
 
 
 atexit.register(_at_exit)

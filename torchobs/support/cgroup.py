@@ -11,7 +11,7 @@ from the process's up to the mount are read, and the one with the least memory l
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _NO_LIMIT = 1 << 62
 """v1 expresses "no limit" by a number near 2^63."""
@@ -89,41 +89,31 @@ def of_process(controller: str, root: str = "") -> Hierarchy | None:
 def memory_of(level: str, *, v2: bool, root: str = "") -> Memory | None:
     """Read one group's memory; ``None`` for v2's root, and for a group without the controller."""
     names = _V2 if v2 else _V1
-    usage = number(read(f"{root}{level}/{names.usage}"))
-    if usage is None:
+    found = _changing(level, names, root)
+    if found is None:
         return None
-    stat = read(f"{root}{level}/memory.stat")
+    stat, changing = found
     limits = number(read(f"{root}{level}/{names.limit}")), field(stat, "hierarchical_memory_limit ")
     limit = min((value for value in limits if value is not None and value < _NO_LIMIT), default=None)
     return Memory(
-        usage=usage,
-        working_set=_working_set(usage, stat, names),
-        pinned=_pinned(usage, stat, names),
+        **changing,
         limit=limit,
         swap=number(read(f"{root}{level}/memory.swap.current")) if v2 else field(stat, "total_swap "),
         swap_limit=_swap_limit(level, limit, v2=v2, root=root),
         peak=number(read(f"{root}{level}/{names.peak}")),
-        oom_kills=field(read(f"{root}{level}/{names.events}"), "oom_kill "),
     )
 
 
 def reread_memory(level: str, known: Memory, *, v2: bool, root: str = "") -> Memory:
     """Read only fast-changing values: usage, reclaimable pages and kills; of v2's swap too, if there is any."""
-    names = _V2 if v2 else _V1
-    usage = number(read(f"{root}{level}/{names.usage}"))
-    if usage is None:
+    found = _changing(level, _V2 if v2 else _V1, root)
+    if found is None:
         return known
-    stat = read(f"{root}{level}/memory.stat")
+    stat, changing = found
     swap = known.swap if v2 else field(stat, "total_swap ")
     if v2 and known.swap_limit != 0 and known.swap is not None:
         swap = number(read(f"{root}{level}/memory.swap.current"))
-    return known._replace(
-        usage=usage,
-        working_set=_working_set(usage, stat, names),
-        pinned=_pinned(usage, stat, names),
-        swap=swap,
-        oom_kills=field(read(f"{root}{level}/{names.events}"), "oom_kill "),
-    )
+    return known._replace(**changing, swap=swap)
 
 
 def tightest(groups: Hierarchy, root: str = "") -> tuple[str, Memory] | None:
@@ -245,13 +235,19 @@ def _levels(mount: _Mount, path: str) -> list[str]:
     return ["/".join([mount.point.rstrip("/"), *parts[:depth]]) for depth in range(len(parts), -1, -1)]
 
 
-def _working_set(usage: int, stat: str, names: _Names) -> int:
-    return max(usage - (field(stat, names.inactive) or 0), 0)
-
-
-def _pinned(usage: int, stat: str, names: _Names) -> int:
-    given_back = (field(stat, name) or 0 for name in (names.inactive, names.active, "slab_reclaimable "))
-    return max(usage - sum(given_back), 0)
+def _changing(level: str, names: _Names, root: str) -> tuple[str, dict[str, Any]] | None:
+    """Return a group's ``memory.stat`` and the fields of :class:`Memory` that change all the time."""
+    usage = number(read(f"{root}{level}/{names.usage}"))
+    if usage is None:
+        return None
+    stat = read(f"{root}{level}/memory.stat")
+    inactive, active, slabs = (field(stat, name) or 0 for name in (names.inactive, names.active, "slab_reclaimable "))
+    return stat, {
+        "usage": usage,
+        "working_set": max(usage - inactive, 0),
+        "pinned": max(usage - inactive - active - slabs, 0),
+        "oom_kills": field(read(f"{root}{level}/{names.events}"), "oom_kill "),
+    }
 
 
 def _swap_limit(level: str, limit: int | None, *, v2: bool, root: str) -> int | None:

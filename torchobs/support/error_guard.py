@@ -33,30 +33,30 @@ class ProbeFailure(NamedTuple):
 
 
 class CircuitBreaker:
-    """Circuit breaker of one probe. ``trips`` is filled by any thread and emptied by the sampler."""
+    """Circuit breaker of one probe. ``failures`` is filled by any thread and emptied by the sampler."""
 
-    __slots__ = ("blown", "errors", "probe", "trips")
+    __slots__ = ("errors", "failures", "is_open", "probe")
 
     def __init__(self, probe: str) -> None:
         self.probe = probe
-        self.blown = False
+        self.is_open = False
         """True once tripped: guarded functions do nothing"""
         self.errors = 0
-        self.trips: list[ProbeFailure] = []
+        self.failures: list[ProbeFailure] = []
 
     def trip(self, error: BaseException) -> None:
         """Record the error and disable the probe."""
-        self.blown = True
+        self.is_open = True
         self.errors += 1
         frames = traceback.extract_tb(error.__traceback__)
         location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
-        self.trips.append(ProbeFailure(self.probe, type(error).__name__, location))
+        self.failures.append(ProbeFailure(self.probe, type(error).__name__, location))
 
     def guard(self, function: Callable[..., R]) -> Callable[..., R | None]:
         """Return ``function`` for use in a hook: it lets none of our exceptions out, and returns ``None`` once tripped."""
 
         def guarded(*args: Any) -> Any:
-            if self.blown:
+            if self.is_open:
                 return None
             try:
                 return function(*args)
@@ -71,7 +71,7 @@ class CircuitBreaker:
 
 def call(breaker: CircuitBreaker, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R | None:
     """Call ``function`` unless the breaker has tripped; its exception trips the breaker and goes no further."""
-    if breaker.blown:
+    if breaker.is_open:
         return None
     try:
         return function(*args, **kwargs)

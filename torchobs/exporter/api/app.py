@@ -24,7 +24,7 @@ from torchobs.exporter.api.artifacts import ArtifactStore
 from torchobs.exporter.api.commands import CommandService
 from torchobs.exporter.api.problems import Problem
 from torchobs.flight.format.event_ring import plain
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -236,7 +236,7 @@ class Api:
             try:
                 with scanner.flight_file(rank.incarnation) as file:
                     return read(file, rank)
-            except HOSTILE:
+            except READ_ERRORS:
                 return otherwise
 
         return await self._watch.ask(ask)

@@ -16,11 +16,12 @@ from torchobs.exporter.api.serializers import instant
 from torchobs.exporter.otlp.transport import printable
 from torchobs.flight.files import artifacts, lock
 from torchobs.flight.files.artifacts import PROFILE, STUCK
+from torchobs.flight.files.create import lock_name
 from torchobs.flight.files.location import open_directory
 from torchobs.flight.reader import reader
 from torchobs.ranks import labels
 from torchobs.ranks.directory import Directory
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -102,7 +103,7 @@ class ArtifactStore:
         """Return True if the rank's process is known to be stopped (SIGSTOP, Ctrl-Z); it may be in another PID namespace."""
         try:
             directory_fd, _ = self._open()
-            pid = lock.holder(directory_fd, reader.lock_of(flight))
+            pid = lock.holder(directory_fd, lock_name(flight))
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:  # noqa: PTH123  # /proc
                 return file.read().rpartition(")")[2].split()[0] in {"T", "t"}
         except (OSError, IndexError):
@@ -146,7 +147,7 @@ class ArtifactStore:
             try:
                 with contextlib.closing(reader.open_file(self._directory.fd, one.flight, self._directory.owner)) as file:
                     job_name, run_id, _ = labels.identity(file.header.resource)
-            except HOSTILE:
+            except READ_ERRORS:
                 return _Run(None, None)  # gone or unreadable; not cached, as that may change
             self._runs[one.flight] = _Run(job_name, run_id)
         return self._runs[one.flight]

@@ -18,7 +18,7 @@ from torchobs.exporter.otlp.metric_source import Source
 from torchobs.exporter.otlp.span_encoder import SpanRequests, Trace
 from torchobs.flight.reader.reader import MAX_FILES
 from torchobs.ranks import labels
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -72,7 +72,7 @@ class Metrics:
         for rank in ranks:
             try:
                 self._add(requests, rank, at_ns)
-            except HOSTILE as problem:
+            except READ_ERRORS as problem:
                 _log.warning("OTLP: metrics of rank %s cannot be made: %s", rank.rank, problem)
         for key in gone:
             self._sources.pop(key).end(requests, at_ns)
@@ -132,7 +132,7 @@ class Traces:
         for rank in ranks:
             try:
                 self._add(requests, rank, wall_ns)
-            except HOSTILE as problem:
+            except READ_ERRORS as problem:
                 _log.warning("OTLP: spans of rank %s cannot be made: %s", rank.rank, problem)
         return requests.finish()
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from torchobs.exporter.otlp.batches import OLDER_NS, Metrics, Traces, key_of
 from torchobs.exporter.otlp.delivery import Batch, Clock, RequestQueue, Sender
 from torchobs.exporter.otlp.span_reader import SpanReader
-from torchobs.exporter.otlp.transport import connect
 from torchobs.flight.format.layout import Region
 
 if TYPE_CHECKING:
@@ -23,7 +22,8 @@ if TYPE_CHECKING:
     from torchobs.exporter.exporter_metrics import ScrapeInput
     from torchobs.exporter.otlp.batches import Packed
     from torchobs.exporter.otlp.delivery import Counts
-    from torchobs.exporter.otlp.options import PushConfig
+    from torchobs.exporter.otlp.options import PushConfig, PushTarget
+    from torchobs.exporter.otlp.transport import Transport
     from torchobs.ranks.snapshot import Rank, Snapshot
 
 _FULL = 0.25
@@ -36,7 +36,7 @@ class PushPipeline:
     def __init__(self, config: PushConfig, exporter: ExporterConfig, clock: Clock | None = None) -> None:
         self._config, self._clock = config, clock or Clock()
         self._queues = {signal: RequestQueue(config.queue_bytes, self._clock) for signal, _ in config.targets()}
-        self._transports = {signal: connect(signal, target) for signal, target in config.targets()}
+        self._transports = {signal: _connect(signal, target) for signal, target in config.targets()}
         self._senders = [Sender(name, queue, self._transports[name]) for name, queue in self._queues.items()]
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
@@ -162,3 +162,14 @@ class PushPipeline:
         pack = self._transports[signal].pack
         for message, items in requests:
             self._queues[signal].put(Batch(pack(message), items))
+
+
+def _connect(signal: str, target: PushTarget) -> Transport:
+    """Return the transport of a signal. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
+    if target.protocol == "grpc":
+        from torchobs.exporter.otlp.grpc_transport import GrpcTransport
+
+        return GrpcTransport(signal, target)
+    from torchobs.exporter.otlp.http_transport import HttpTransport
+
+    return HttpTransport(signal, target)

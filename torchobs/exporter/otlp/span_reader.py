@@ -15,7 +15,7 @@ from torchobs.flight.format.event_ring import MAX_PAYLOAD
 from torchobs.flight.format.layout import ALIGN
 from torchobs.flight.reader import reader
 from torchobs.ranks.directory import Directory
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SpanReader:
             file = self._open(name, rank)
             head = file.live().event_head  # read before the ring, which then holds everything up to there
             frames = [*file.events()]
-        except HOSTILE as problem:
+        except READ_ERRORS as problem:
             self._forget(rank.incarnation)
             _log.warning("OTLP: spans of %s cannot be read: %s", name, problem)
             return []

@@ -1,15 +1,12 @@
 """Interface of the transports to an OTLP receiver, and the outcome of a request.
 
-Imports protobuf and the transports only when they are used: the API needs :func:`printable`.
+Imports protobuf only when it is used: the API needs :func:`printable`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    from torchobs.exporter.otlp.options import PushTarget
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +38,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Close the connection."""
-
-
-def connect(signal: str, target: PushTarget) -> Transport:
-    """Return the transport of a signal. Raises ``ModuleNotFoundError`` for gRPC without its extra."""
-    if target.protocol == "grpc":
-        from torchobs.exporter.otlp.grpc_transport import GrpcTransport
-
-        return GrpcTransport(signal, target)
-    from torchobs.exporter.otlp.http_transport import HttpTransport
-
-    return HttpTransport(signal, target)
 
 
 def accepted(signal: str, response: bytes) -> Outcome:

@@ -17,7 +17,7 @@ from torchobs.exporter.ui.events import NO_EVENTS, RankEvents
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.metrics.throughput import RECORDS as LATEST
 from torchobs.flight.metrics.throughput import Throughput, pace
-from torchobs.ranks.rank_file import HOSTILE
+from torchobs.ranks.rank_file import READ_ERRORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -130,7 +130,7 @@ class _RankReader:
         core = rank.view.blocks[0] if rank.view.blocks else None
         if core is self._core and (self._history is not None or not focused):
             return
-        with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:  # gone or unreadable: earlier data stays
+        with suppress(*READ_ERRORS), scan.flight_file(rank.incarnation) as file:  # gone or unreadable: earlier data stays
             records = file.latest(LATEST if focused else limit)
             self.details = self.details._replace(pace=pace(records), newest=newest(records))
             if focused:
@@ -149,7 +149,7 @@ class _RankReader:
         """Read the new events."""
         if rank.view.live.event_head == self._event_head:
             return
-        with suppress(*HOSTILE), scan.flight_file(rank.incarnation) as file:
+        with suppress(*READ_ERRORS), scan.flight_file(rank.incarnation) as file:
             new = [(position, frame) for position, frame in file.events() if position > self._newest_event]
             rows = self.details.events.add(events.of_ring(rank.view.header, rank.rank, new))
             logged = scalars.curves((frame for _, frame in new), self.details.scalars)

@@ -8,21 +8,18 @@ nothing; clients of the exporter request an artifact by its :attr:`ArtifactName.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import re
-import stat
+from itertools import islice
 from secrets import token_hex
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchobs.flight.files import entries
 from torchobs.flight.files.create import SUFFIX, TEMPORARY
-from torchobs.flight.reader.reader import MAX_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torchobs.flight.files.location import FlightDirectory
 
 STACKS, STUCK, PROFILE = "stacks", "stuck", "profile"
@@ -43,8 +40,6 @@ _WHY = {
 }
 
 _NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile)-([0-9]{1,15})(\.txt|\.json\.gz)")
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
 _MAX_FOUND = 4096
 
 
@@ -87,22 +82,8 @@ def parse(name: str) -> ArtifactName | None:
 
 def names(directory_fd: int) -> list[ArtifactName]:
     """List the artifacts in a directory: at most 4,096, among at most 200,000 entries. Raises ``OSError``."""
-    return list(_names(directory_fd))
-
-
-def _names(directory_fd: int) -> Iterator[ArtifactName]:
-    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)  # see reader.names
-    try:
-        with os.scandir(fd) as entries:
-            found = 0
-            for seen, entry in enumerate(entries):
-                if seen >= MAX_NAMES or found >= _MAX_FOUND:
-                    return
-                if (evidence := parse(entry.name)) is not None:
-                    found += 1
-                    yield evidence
-    finally:
-        os.close(fd)
+    found = (parse(name) for name in entries.names(directory_fd))
+    return list(islice(filter(None, found), _MAX_FOUND))
 
 
 # -- the exporter's side ---------------------------------------------------------------------------------------------------
@@ -117,7 +98,7 @@ def look(directory_fd: int, evidence: ArtifactName, owner: int | None) -> os.sta
 
 def open_checked(directory_fd: int, evidence: ArtifactName, owner: int | None) -> tuple[int, int]:
     """Open the file for reading; return its descriptor and its size. Raises as :func:`look`."""
-    fd = os.open(evidence.name, _READ, dir_fd=directory_fd)
+    fd = os.open(evidence.name, entries.READ, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)
         _check(status, evidence, owner)
@@ -128,8 +109,7 @@ def open_checked(directory_fd: int, evidence: ArtifactName, owner: int | None) -
 
 
 def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) -> None:
-    regular = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-    if not regular or (owner is not None and status.st_uid != owner):
+    if not entries.is_plain(status, owner):
         raise NoEvidenceError("not a regular file of the right owner")
     if not 0 < status.st_size <= LIMITS[evidence.kind]:
         raise NoEvidenceError("empty, or larger than any evidence")
@@ -140,15 +120,7 @@ def _check(status: os.stat_result, evidence: ArtifactName, owner: int | None) ->
 
 def create(place: FlightDirectory, name: str) -> int:
     """Create a file there, with the mode of a flight file, and open it for appending. Raises ``OSError``."""
-    mode = 0o640 if place.shared else 0o600
-    fd = os.open(name, _CREATE, mode, dir_fd=place.fd)
-    try:
-        os.fchmod(fd, mode)  # regardless of the umask: the sidecar reads by group
-    except OSError:
-        os.close(fd)
-        remove(place, name)
-        raise
-    return fd
+    return entries.create(place.fd, name, place.file_mode, os.O_RDWR | os.O_APPEND)
 
 
 def create_unfinished(place: FlightDirectory) -> tuple[str, int]:
@@ -182,5 +154,4 @@ def refusal(problem: OSError) -> dict[str, str]:
 
 def remove(place: FlightDirectory, name: str) -> None:
     """Remove a file if it is there."""
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=place.fd)
+    entries.remove(place.fd, name)

@@ -1,6 +1,6 @@
 """Removal of dead flight files that are old, or that together take too much space.
 
-Trainers clean when they start, node exporters periodically (a sidecar's mount is read-only). A file is removed only if it
+Trainers clean when they start. A file is removed only if it
 belongs to our user and its writer is dead: its lock is free and its heartbeat stopped. Its age is that of the last heartbeat,
 because stores through a map do not update mtime. Artifacts are removed with their flight file. Other names are never touched.
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchobs.flight.files import artifacts, lock
-from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, boot_id, lock_name
+from torchobs.flight.files import artifacts, entries, lock
+from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX, TEMPORARY, lock_name
 from torchobs.flight.format import live_words
 from torchobs.flight.format.layout import HEADER_SIZE, BadFlightFileError, Region, decode_header
-from torchobs.flight.reader.reader import MAX_NAMES, is_name
+from torchobs.flight.reader.reader import is_name
+from torchobs.identity.process import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,6 @@ SETTLED_S = 10.0
 
 _TEMPORARY = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _ENDINGS = (SUFFIX, LOCK_SUFFIX, *artifacts.ENDINGS.values())
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class _File(NamedTuple):
@@ -68,7 +67,7 @@ def clean(
             beside[found.flight].append(name)
         if not is_name(name):
             removed += _remove_stale(directory_fd, name)
-        elif (file := _look(directory_fd, name, now)) is not None:
+        elif (file := _flight_file(directory_fd, name, now)) is not None:
             files.append(file)
     sizes = {file.name: file.size + _size(directory_fd, beside[file.name]) for file in files}
     total = sum(sizes.values())
@@ -83,19 +82,14 @@ def clean(
 def _names(directory_fd: int, budget_s: float) -> Iterator[str]:
     """Yield names of the kinds that torchobs creates, for at most ``budget_s``."""
     deadline = time.monotonic() + budget_s
-    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)  # see reader.names
-    try:
-        with os.scandir(fd) as entries:
-            for seen, entry in enumerate(entries):
-                if seen >= MAX_NAMES or time.monotonic() > deadline:
-                    return
-                if entry.name.endswith(_ENDINGS) or entry.name.startswith(TEMPORARY):
-                    yield entry.name
-    finally:
-        os.close(fd)
+    for name in entries.names(directory_fd):
+        if time.monotonic() > deadline:
+            return
+        if name.endswith(_ENDINGS) or name.startswith(TEMPORARY):
+            yield name
 
 
-def _look(directory_fd: int, name: str, now: int) -> _File | None:
+def _flight_file(directory_fd: int, name: str, now: int) -> _File | None:
     """Return the flight file of that name; ``None`` when it is not our user's, or gone."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
@@ -110,7 +104,7 @@ def _look(directory_fd: int, name: str, now: int) -> _File | None:
 
 def _age_s(directory_fd: int, name: str, now: int) -> float:
     """Return the seconds since the last heartbeat, or since creation if the file cannot be parsed. Raises ``OSError``."""
-    fd = os.open(name, _FLAGS, dir_fd=directory_fd)
+    fd = os.open(name, entries.READ, dir_fd=directory_fd)
     status = os.fstat(fd)
     try:
         header = decode_header(os.pread(fd, HEADER_SIZE, 0), status.st_size)
@@ -128,40 +122,35 @@ def _age_s(directory_fd: int, name: str, now: int) -> float:
 def _remove(directory_fd: int, file: _File) -> bool:
     """Remove a dead file and its lock, unless another file has replaced it; return True if it was removed."""
     try:
-        if _is_held(directory_fd, lock_name(file.name)) or _inode(directory_fd, file.name) != file.inode:
+        if _is_held(directory_fd, lock_name(file.name)) or entries.inode(directory_fd, file.name) != file.inode:
             return False
         os.unlink(file.name, dir_fd=directory_fd)
     except OSError:
         return False
-    with contextlib.suppress(OSError):
-        os.unlink(lock_name(file.name), dir_fd=directory_fd)
+    entries.remove(directory_fd, lock_name(file.name))
     return True
 
 
 def _remove_stale(directory_fd: int, name: str) -> list[str]:
-    """Remove a leftover: a temporary file of a killed process, or a lock or an artifact without its flight file."""
+    """Remove a leftover that is old enough; return its name."""
     try:
         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-        if not _is_ours(status) or time.time() - status.st_mtime < STALE_S:
+        if not _is_ours(status) or time.time() - status.st_mtime < STALE_S or not _is_leftover(directory_fd, name):
             return []
-        if _TEMPORARY.fullmatch(name) or _is_orphaned_lock(directory_fd, name) or _is_orphaned_artifact(directory_fd, name):
-            os.unlink(name, dir_fd=directory_fd)
-            return [name]
+        os.unlink(name, dir_fd=directory_fd)
     except OSError:
         return []
-    return []
+    return [name]
 
 
-def _is_orphaned_lock(directory_fd: int, name: str) -> bool:
-    """Return True if it is the free lock of a flight file that no longer exists. Raises ``OSError``."""
-    of = name.removesuffix(LOCK_SUFFIX) + SUFFIX
-    return name.endswith(LOCK_SUFFIX) and is_name(of) and not _inode(directory_fd, of) and not _is_held(directory_fd, name)
-
-
-def _is_orphaned_artifact(directory_fd: int, name: str) -> bool:
-    """Return True if it is an artifact of a rank without a flight file. Raises ``OSError``."""
-    found = artifacts.parse(name)
-    return found is not None and not _inode(directory_fd, found.flight)
+def _is_leftover(directory_fd: int, name: str) -> bool:
+    """Return True for a temporary file, and a free lock or an artifact without its flight file. Raises ``OSError``."""
+    if name.endswith(LOCK_SUFFIX):
+        flight = name.removesuffix(LOCK_SUFFIX) + SUFFIX
+        return is_name(flight) and not entries.inode(directory_fd, flight) and not _is_held(directory_fd, name)
+    if (artifact := artifacts.parse(name)) is not None:
+        return not entries.inode(directory_fd, artifact.flight)
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def _size(directory_fd: int, names: list[str]) -> int:
@@ -195,12 +184,5 @@ def _is_held(directory_fd: int, name: str) -> bool:
         return False
 
 
-def _inode(directory_fd: int, name: str) -> int:
-    try:
-        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_ino
-    except FileNotFoundError:
-        return 0
-
-
 def _is_ours(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and status.st_nlink == 1
+    return entries.is_plain(status, os.getuid())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import stat
 import struct
 import sys
 import time
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from secrets import token_hex
 from threading import Lock
 
+from torchobs.flight.files import entries
 from torchobs.support.after_fork import renew_in_child
 
 SUFFIX, TEMPORARY = ".control", ".tmp-"
@@ -38,7 +38,6 @@ _BODY = struct.Struct("<8sHHI16sQQQQI")
 _CRC = struct.Struct("<I")
 SIZE = _BODY.size + _CRC.size
 _NO_LEVEL, _NO_PROBES = 0xFFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _mutex = Lock()
 renew_in_child(sys.modules[__name__], _mutex=Lock)
 
@@ -149,7 +148,7 @@ class ControlReader:
 
     def _newer(self) -> _Record | None:
         if self._directory_fd < 0:
-            self._directory_fd = os.open(self._path, _FLAGS | os.O_DIRECTORY)
+            self._directory_fd = os.open(self._path, entries.READ | os.O_DIRECTORY)
         try:
             status = os.stat(self._name, dir_fd=self._directory_fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -167,13 +166,12 @@ class ControlReader:
 def _read(directory_fd: int, incarnation: bytes, owner: int | None) -> _Record | None:
     """Return the record; ``None`` if missing or invalid. Raises ``OSError`` unless the file is gone."""
     try:
-        fd = os.open(file_name(incarnation), _FLAGS, dir_fd=directory_fd)
+        fd = os.open(file_name(incarnation), entries.READ, dir_fd=directory_fd)
     except FileNotFoundError:
         return None
     try:
         status = os.fstat(fd)
-        regular = stat.S_ISREG(status.st_mode) and status.st_size == SIZE and status.st_nlink == 1
-        if not regular or (owner is not None and status.st_uid != owner):
+        if not entries.is_plain(status, owner) or status.st_size != SIZE:
             return None
         return _decode(os.pread(fd, SIZE, 0), incarnation)
     finally:
@@ -182,22 +180,15 @@ def _read(directory_fd: int, incarnation: bytes, owner: int | None) -> _Record |
 
 def _replace(directory_fd: int, name: str, raw: bytes) -> None:
     temporary = TEMPORARY + token_hex(8)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.ExitStack() as undo:
-        fd = os.open(temporary, flags, 0o644, dir_fd=directory_fd)
-        undo.callback(_unlink, temporary, directory_fd)
+        fd = entries.create(directory_fd, temporary, 0o644)  # the trainer may be another user
+        undo.callback(entries.remove, directory_fd, temporary)
         try:
-            os.fchmod(fd, 0o644)  # regardless of the umask: the trainer may be another user
             os.write(fd, raw)
         finally:
             os.close(fd)
         os.rename(temporary, name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
         undo.pop_all()
-
-
-def _unlink(name: str, directory_fd: int) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=directory_fd)
 
 
 def _encode(record: _Record, incarnation: bytes) -> bytes:

@@ -10,13 +10,13 @@ import mmap
 import os
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from secrets import token_bytes, token_hex
 from typing import TYPE_CHECKING
 
-from torchobs.flight.files import lock
+from torchobs.flight.files import entries, lock
 from torchobs.flight.files.headroom import shortage
 from torchobs.flight.format.layout import Header, encode_header, plan
+from torchobs.identity.process import boot_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,15 +56,6 @@ def new_header(resource: Mapping[str, str | int], size: int) -> Header:
     return Header(size, token_bytes(16), boot_id(), monotonic_ns, wall_ns, os.getpid(), os.getuid(), plan(size), resource)
 
 
-def boot_id() -> bytes:
-    """Return the 16-byte random id of this boot; zeros where the system has none."""
-    try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        return bytes.fromhex(text.strip().replace("-", ""))
-    except (OSError, ValueError):
-        return bytes(16)
-
-
 def file_name(header: Header) -> str:
     """Return the published name: rank and incarnation."""
     return f"r{header.resource.get('rank', 0)}-{header.incarnation.hex()}{SUFFIX}"
@@ -86,7 +77,7 @@ def create(place: FlightDirectory, header: Header, content: bytes | None = None)
     if why is not None:
         raise NoRoomError(why)
     with contextlib.ExitStack() as undo:
-        undo.callback(_unlink, place, temporary)
+        undo.callback(entries.remove, place.fd, temporary)
         inode, mapped = _allocate(place, temporary, header.file_size)
         if content is not None:
             mapped[:] = content
@@ -115,15 +106,15 @@ def relock(created: CreatedFile) -> CreatedFile:
 
 
 def _take_lock(place: FlightDirectory, name: str, undo: contextlib.ExitStack) -> tuple[int, int]:
-    lock_fd = _open(place, lock_name(name))
+    lock_fd = entries.create(place.fd, lock_name(name), place.file_mode)
     undo.callback(lock.release, lock_fd)
-    undo.callback(_unlink, place, lock_name(name))
+    undo.callback(entries.remove, place.fd, lock_name(name))
     lock.take(lock_fd)
     return lock_fd, os.fstat(lock_fd).st_ino
 
 
 def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, mmap.mmap]:
-    fd = _open(place, name)
+    fd = entries.create(place.fd, name, place.file_mode)
     try:
         # storing into a page that a full tmpfs cannot back raises SIGBUS; allocating beforehand turns that into ENOSPC
         if hasattr(os, "posix_fallocate"):
@@ -134,21 +125,3 @@ def _allocate(place: FlightDirectory, name: str, size: int) -> tuple[int, mmap.m
         return os.fstat(fd).st_ino, mmap.mmap(fd, size, flags=mmap.MAP_SHARED | populate)
     finally:
         os.close(fd)
-
-
-def _open(place: FlightDirectory, name: str) -> int:
-    mode = 0o640 if place.shared else 0o600
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, mode, dir_fd=place.fd)
-    try:
-        os.fchmod(fd, mode)  # regardless of the umask: the sidecar reads by group
-    except OSError:
-        os.close(fd)
-        _unlink(place, name)
-        raise
-    return fd
-
-
-def _unlink(place: FlightDirectory, name: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=place.fd)

@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from typing import TYPE_CHECKING
 
-from torchobs.support.cgroup import memory_of, of_process
-
-if TYPE_CHECKING:
-    from torchobs.support.cgroup import Memory
+from torchobs.support.cgroup import Memory, memory_of, of_process
 
 HEADROOM = 16
 """Multiple of the file's size that must be free in the memory cgroup: allocation at its limit got the trainer OOM-killed."""

@@ -63,6 +63,11 @@ class FlightDirectory:
     given: bool = False
     """set by the user or by Kubernetes: accepted whatever its owner and mode"""
 
+    @property
+    def file_mode(self) -> int:
+        """Mode of the files in it."""
+        return 0o640 if self.shared else 0o600
+
 
 def candidates(flight_dir: str | None, runtime_dir: str | None) -> list[str]:
     """Return the directories to try, best first; only ``flight_dir`` if set."""

@@ -16,6 +16,7 @@ import struct
 import sys
 from threading import RLock
 
+from torchobs.flight.files import entries
 from torchobs.support.after_fork import renew_in_child
 
 _LINUX = sys.platform == "linux"
@@ -94,7 +95,7 @@ def holder(directory_fd: int, name: str) -> int:
 
 def _probe(directory_fd: int, name: str) -> bytes:
     """Query the lock of a file that this process has not locked (the close below would drop it). Call with the mutex held."""
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    fd = os.open(name, entries.READ, dir_fd=directory_fd)
     try:
         return fcntl.fcntl(fd, fcntl.F_GETLK, _flock(fcntl.F_WRLCK))
     finally:

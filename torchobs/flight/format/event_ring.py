@@ -19,7 +19,7 @@ from math import isfinite
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.format.layout import ALIGN, Live, encodable
+from torchobs.flight.format.layout import ALIGN, Live, encodable, nonfinite_name
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _MAX_RING = 512 * 1024
 def plain(value: object, depth: int = _MAX_DEPTH) -> Any:
     """Convert ``value`` to JSON types: a non-finite float becomes its name, an unknown or too deep object its text."""
     if isinstance(value, float) and not isfinite(value):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test
+        return nonfinite_name(value)
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return hex(value)  # Python refuses to print 4,300 digits in decimal
     if isinstance(value, (str, int, float)) or value is None:

@@ -66,13 +66,16 @@ class BadFlightFileError(ValueError):
 
 
 class Region(IntEnum):
-    """Kinds in the region table."""
+    """Kinds in the region table, in the order of the regions."""
 
     LIVE = 1
     SERIES = 2
     BLOCKS = 3
     STEPS = 4
     EVENTS = 5
+
+
+_ITEM_SIZES = {Region.LIVE: 8, Region.SERIES: 1, Region.BLOCKS: 2 * SLOT_SIZE, Region.STEPS: RECORD_SIZE, Region.EVENTS: ALIGN}
 
 
 class Live:
@@ -165,16 +168,9 @@ def plan(size: int) -> dict[Region, Extent]:
     rest = size - HEADER_SIZE - live - blocks - records * RECORD_SIZE
     series = rest // 2 // ALIGN * ALIGN
     events = (rest - series) // ALIGN * ALIGN
-    sizes = (
-        (Region.LIVE, live, 8),
-        (Region.SERIES, series, 1),
-        (Region.BLOCKS, blocks, 2 * SLOT_SIZE),
-        (Region.STEPS, records * RECORD_SIZE, RECORD_SIZE),
-        (Region.EVENTS, events, ALIGN),
-    )
     regions, offset = {}, HEADER_SIZE
-    for region, length, item_size in sizes:
-        regions[region] = Extent(offset, length, item_size)
+    for region, length in zip(Region, (live, series, blocks, records * RECORD_SIZE, events), strict=True):
+        regions[region] = Extent(offset, length, _ITEM_SIZES[region])
         offset += length
     return regions
 
@@ -234,15 +230,6 @@ def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
     return found
 
 
-_ITEM_SIZES = {
-    Region.LIVE: 8,
-    Region.SERIES: 1,
-    Region.BLOCKS: 2 * SLOT_SIZE,
-    Region.STEPS: RECORD_SIZE,
-    Region.EVENTS: ALIGN,
-}
-
-
 def _check_regions(found: Mapping[Region, Extent], size: int) -> None:
     if set(found) != set(Region):
         raise BadFlightFileError("a region is missing")
@@ -275,6 +262,11 @@ def _resource(raw: bytes, length: int) -> dict[str, str | int]:
 def encodable(text: str) -> str:
     r"""Return ``text`` without lone surrogates: JSON can spell them (``"\ud800"``), and no page with one could be encoded."""
     return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def nonfinite_name(value: float) -> str:
+    """Return the name of NaN or an infinity, which JSON cannot hold, as OpenTelemetry spells it."""
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"  # noqa: PLR0124  # the NaN test
 
 
 def words_crc(generation: int, words: bytes | memoryview, seed: int) -> int:

@@ -12,11 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect.spikes import START, WARM_UP, judge, leaves_start
-from torchobs.flight.format.step_record import (
-    RecordKind,
-    StepFlag,
-    StepRecord,
-)
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 from torchobs.flight.metrics.goodput import credited, deduct_credit
 from torchobs.flight.metrics.gradient_norms import fold_norms
 from torchobs.flight.metrics.totals import (

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
 from torchobs.detect.stragglers import Spent
-from torchobs.flight.format.step_record import RecordKind, StepFlag
+from torchobs.flight.format.step_record import RecordKind, StepFlag, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torchobs.flight.format.step_record import StepRecord
 
 RECORDS = 256
 """Number of records to read; more do not change the result."""

@@ -1,16 +1,14 @@
-"""State of the fold: the first words of value block 0, and the functions that add single values to them."""
+"""State of the fold: the first words of value block 0, their series, and the functions that add single values to them."""
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_left
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
-
-if TYPE_CHECKING:
-    from torchobs.flight.format.step_record import StepRecord
+from torchobs.flight.format.step_record import StepRecord
 
 TOP = (1 << 63) - 1
 """Greatest value of a total; it saturates there."""
@@ -69,6 +67,31 @@ WORDS = NORM_SUM + 3
 SIZE = WORDS * 8
 
 NONFINITE_LOSS, NONFINITE_GRADIENT, GRADIENT_EXPLOSION, LOSS_SPIKE, GRADIENT_VANISHING = range(len(catalog.ANOMALY_KINDS))
+
+
+def core_series() -> list[tuple[catalog.Metric, dict[str, str], int]]:
+    """Return the series that the fold maintains, each with its word in block 0."""
+    single = (
+        (catalog.STEPS, Word.STEPS), (catalog.LAST_STEP_TIMESTAMP, Word.LAST_STEP_TIMESTAMP), (catalog.LOSS, Word.LOSS),
+        (catalog.SAMPLES, Word.SAMPLES), (catalog.TOKENS, Word.TOKENS), (catalog.GRAD_NORM, Word.GRAD_NORM),
+        (catalog.GRAD_NONFINITE_STEPS, Word.NONFINITE_STEPS), (catalog.AMP_STEPS_SKIPPED, Word.STEPS_SKIPPED),
+        (catalog.STEP_DURATION, Word.STEP_DURATION), (catalog.GRAD_NORM_DISTRIBUTION, Word.NORM_DISTRIBUTION),
+        (catalog.GRAD_CLIPPED_STEPS, Word.CLIPPED_STEPS), (catalog.MODEL_CHANGES, Word.MODEL_CHANGES),
+    )  # fmt: skip
+    several = (
+        (catalog.STEP_PHASE_TIME, "phase", catalog.PHASES, Word.PHASE_TIME),
+        (catalog.GOODPUT_TIME, "state", catalog.GOODPUT_STATES, Word.GOODPUT),
+        (catalog.ANOMALIES, "kind", catalog.ANOMALY_KINDS, Word.ANOMALIES),
+        (catalog.ANOMALY_ACTIVE, "kind", catalog.ANOMALY_KINDS, Word.ACTIVE),
+    )
+    found: list[tuple[catalog.Metric, dict[str, str], int]] = [(metric, {}, word) for metric, word in single]
+    for metric, label, values, first in several:
+        found += [(metric, {label: value}, first + index) for index, value in enumerate(values)]
+    return [
+        *found,
+        (catalog.LEARNING_RATE, {"group": "0"}, Word.LEARNING_RATE),
+        (catalog.FLIGHT_DROPPED, {"what": "record"}, Word.RECORDS_LOST),
+    ]
 
 
 class Anomaly(NamedTuple):

@@ -44,9 +44,9 @@ class Columns:
         self._others = [(index, one) for index, one in numbered if one.value_type != ValueType.FLOAT]
         self._growing = [index for index, one in numbered if one.kind in {Kind.COUNTER, Kind.HISTOGRAM}]
         self._words = max((one.word + one.width for one in self.series), default=0)
-        self._run = self._bytes_in_a_row()
+        self._run = self._consecutive()
 
-    def _bytes_in_a_row(self) -> slice | None:
+    def _consecutive(self) -> slice | None:
         """Return the slice of the values if all are consecutive floats in series order, as a writer lays them out."""
         words = [word for _, word in self._floats]
         if self._others or not words or words != [*range(words[0], words[0] + len(words))]:
@@ -74,7 +74,7 @@ class Columns:
             found = [found[i] if one.word + one.width <= there else None for i, one in enumerate(self.series)]
         return DecodedBlock(self.series, found, whole=None not in found)
 
-    def steps_back(self, before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
+    def decreases(self, before: Sequence[Value | None], now: Sequence[Value | None]) -> bool:
         """Return True if a counter or a bucket decreased, or a counter became absent. ``before`` may be shorter."""
         for index in self._growing:
             if index >= len(before):

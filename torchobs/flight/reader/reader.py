@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from torchobs.flight.files.create import LOCK_SUFFIX, SUFFIX
+from torchobs.flight.files import entries
+from torchobs.flight.files.create import SUFFIX
 from torchobs.flight.format import event_ring
 from torchobs.flight.format.layout import (
     BLOCK_WORDS,
@@ -54,9 +55,8 @@ _NONE: _Slot = (0, b"")
 _NO_BLOCK = DecodedBlock()
 MAX_WORDS = 16_384
 """Most words of series: twice as many as a file of this version has. Forged series of 16 MiB would take 80 MB and seconds."""
-MAX_NAMES = 200_000
 MAX_FILES = 4096
-_WIDE = 16
+_WORDS_PER_SERIES = 16
 """Measured with 16,000 gauges (650 bytes each, of which 96 are its entry) and with histograms of 500 buckets."""
 
 
@@ -82,29 +82,12 @@ def names(directory_fd: int) -> list[str]:
 
     Raises ``OSError``.
     """
-    found: list[str] = []
-    # a descriptor of its own: concurrent scrapes would share the read position of one
-    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
-    try:
-        with os.scandir(fd) as entries:
-            for seen, entry in enumerate(entries):
-                if seen >= MAX_NAMES or len(found) >= MAX_FILES:
-                    break
-                if is_name(entry.name):
-                    found.append(entry.name)
-    finally:
-        os.close(fd)
-    return sorted(found)
+    return sorted(islice(filter(is_name, entries.names(directory_fd)), MAX_FILES))
 
 
 def is_name(name: str) -> bool:
     """Return True if ``name`` is that of a published flight file."""
     return _NAME.fullmatch(name) is not None
-
-
-def lock_of(name: str) -> str:
-    """Return the name of a flight file's lock."""
-    return name.removesuffix(SUFFIX) + LOCK_SUFFIX
 
 
 class FlightFile:
@@ -115,7 +98,7 @@ class FlightFile:
         self.header = header
         self._fd = fd
         self._series: dict[int, list[Series]] = {}
-        self._taken: set[int] = set()
+        self._used_words: set[int] = set()
         self._table_at = 0
         self._slots: dict[int, _Slot] = {}
         self._columns: dict[int, Columns] = {}
@@ -160,11 +143,11 @@ class FlightFile:
         try:
             self._serve({block: self._newest(block) for block in sorted(self._series.keys() | {0})}, final=final)
         except BadFlightFileError:
-            if not any(map(_says_something, self._blocks.values())):
+            if not any(map(_has_value, self._blocks.values())):
                 raise
             self.rejected += 1
         blocks = tuple(self._blocks[block] for block in sorted(self._blocks))
-        if not any(map(_says_something, blocks)) and os.fstat(self._fd).st_size != self.header.file_size:
+        if not any(map(_has_value, blocks)) and os.fstat(self._fd).st_size != self.header.file_size:
             raise BadFlightFileError("the file shrank")
         return View(self.header, live, blocks, self._last_step_ns)
 
@@ -179,7 +162,7 @@ class FlightFile:
             if 0 in words or upto != self._upto:
                 words[0] = bytes(totals.buffer)
         blocks = {block: self._columns_of(block).read(raw) for block, raw in words.items()}
-        if any(self._columns[block].steps_back(self._block(block).values, new.values) for block, new in blocks.items()):
+        if any(self._columns[block].decreases(self._block(block).values, new.values) for block, new in blocks.items()):
             self.rejected += 1
             return
         self._blocks.update(blocks)
@@ -229,25 +212,27 @@ class FlightFile:
         return tail.take(head, self._events_at)
 
     def _events_at(self, at: int, length: int) -> bytes:
-        return os.pread(self._fd, length, self.header.regions[Region.EVENTS].offset + at).ljust(length, b"\0")
+        return self._read_at(self.header.regions[Region.EVENTS].offset + at, length)
 
     def _region(self, region: Region) -> bytes:
         span = self.header.regions[region]
-        raw = os.pread(self._fd, span.length, span.offset)
-        return raw.ljust(span.length, b"\0")
+        return self._read_at(span.offset, span.length)
+
+    def _read_at(self, offset: int, length: int) -> bytes:
+        return os.pread(self._fd, length, offset).ljust(length, b"\0")
 
     def _more_series(self) -> None:
         span, start = self.header.regions[Region.SERIES], self._table_at
         if not any(os.pread(self._fd, min(4, span.length - start), span.offset + start)):
             return  # zero length: no further entry
         raw = os.pread(self._fd, span.length - start, span.offset + start)
-        taken = self._taken
+        taken = self._used_words
         for series, end in decode(raw, self.header.seed, self.header.regions[Region.BLOCKS].count):
-            if len(self._taken) >= MAX_WORDS:
+            if len(self._used_words) >= MAX_WORDS:
                 return
             first = series.block * BLOCK_WORDS + series.word
             words = range(first, first + series.width)
-            self.size += 1 + series.width // _WIDE
+            self.size += 1 + series.width // _WORDS_PER_SERIES
             self._table_at = start + end
             if taken.isdisjoint(words):  # duplicate or overlapping words are forged
                 taken.update(words)
@@ -273,7 +258,7 @@ class FlightFile:
         return served
 
     def _pair(self, offset: int) -> bytes:
-        return os.pread(self._fd, 2 * SLOT_SIZE, offset).ljust(2 * SLOT_SIZE, b"\0")
+        return self._read_at(offset, 2 * SLOT_SIZE)
 
     def _fold(self, core: Totals, *, final: bool) -> int | None:
         """Fold the records that the writer had not folded; return CLOCK_MONOTONIC at the last step's end.
@@ -327,7 +312,7 @@ def _is_length(length: int, least: int) -> bool:
     return least <= length <= BLOCK_WORDS * 8 and not length % 8
 
 
-def _says_something(block: DecodedBlock) -> bool:
+def _has_value(block: DecodedBlock) -> bool:
     return any(value is not None for value in block.values)
 
 
@@ -350,7 +335,7 @@ def open_path(path: str) -> FlightFile:
 
 
 def _open(directory_fd: int, name: str, owner: int | None) -> tuple[int, Header]:
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory_fd)
+    fd = os.open(name, entries.READ, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)
         _check(status, os.fstat(directory_fd).st_dev, owner)

@@ -90,25 +90,6 @@ class Table:
     series; the last eighth of that is spare, for overflow series.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_at",
-        "_blocks",
-        "_cells",
-        "_count",
-        "_live_at",
-        "_lock",
-        "_maker",
-        "_memory",
-        "_offset",
-        "_refused",
-        "_room",
-        "_seed",
-        "_shares",
-        "_span",
-        "dropped",
-    )  # fmt: skip
-
     def __init__(self, memory: Storage, regions: Mapping[Region, Extent], seed: int) -> None:
         self._memory, self._seed, self._span = memory, seed, regions[Region.BLOCKS]
         self._offset, self._room = regions[Region.SERIES].offset, regions[Region.SERIES].length
@@ -140,14 +121,14 @@ class Table:
     def __len__(self) -> int:
         return self._count
 
-    def cell(self, metric: Metric, attributes: Mapping[str, Any], group: str = CORE, *, either: bool = False) -> Cell | None:
+    def cell(self, metric: Metric, attributes: Mapping[str, Any], group: str = CORE) -> Cell | None:
         """Return the cell of a series, created on first use; ``None`` when there is no room, which is counted.
 
-        ``either``: values may be ints and floats (a user's instrument). Also ``None``, uncounted, when another thread is
-        creating a series for more than 50 ms, or the caller is a signal handler that interrupted this thread while doing so.
+        Also ``None``, uncounted, when another thread is creating a series for more than 50 ms, or the caller is a signal
+        handler that interrupted this thread while doing so.
         """
         try:
-            return self.open(metric, attributes, group, either=either)
+            return self.open(metric, attributes, group)
         except NoSeriesRoomError:
             return None
 
@@ -157,7 +138,8 @@ class Table:
     ) -> Cell | None:  # fmt: skip
         """Return the cell like :meth:`cell`; ``None`` only for a temporary failure: try again.
 
-        ``scope`` separates series of one name from different instrumentations; ``spare``: the group's spare part may be used.
+        ``either``: values may be ints and floats (a user's instrument). ``scope`` separates series of one name from different
+        instrumentations; ``spare``: the group's spare part may be used.
         Raises :class:`NoSeriesRoomError`, counted once per series.
         """
         pairs = tuple(sorted(attributes.items()))

@@ -11,45 +11,22 @@ from __future__ import annotations
 import os
 from collections import deque
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from torchobs.flight.files.create import open_again
+from torchobs.flight.files.create import CreatedFile, open_again
 from torchobs.flight.format.layout import ALIGN, HEADER_SIZE, LIVE_WORDS, Region
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torchobs.flight.files.create import CreatedFile
 
 _WORD = 8
 _LIVE_END = HEADER_SIZE + LIVE_WORDS * _WORD
 
 
-class Storage(Protocol):
-    """The two kinds of store that the format allows (see ``layout``)."""
-
-    def store(self, offset: int, data: bytes | memoryview) -> None:
-        """Store ``data`` by one slice assignment."""
-
-    def word(self, index: int, value: int) -> None:
-        """Store the 8-byte word with this index by one aligned item store."""
-
-    def flush(self) -> None:
-        """Write all pending stores. Raises ``OSError``; those that failed stay pending."""
-
-    def snapshot(self) -> bytes:
-        """Return the contents that the file has, or will have after :meth:`flush`."""
-
-    def move(self, created: CreatedFile, copied: bytes) -> None:
-        """Switch to another file, which was filled with the snapshot ``copied``. Raises ``OSError``."""
-
-    def detach(self) -> None:
-        """Store into private memory only from now on: the file is closed, or belongs to the parent process."""
-
-
-class DirectStorage:
-    """Stores into the map at once."""
+class Storage:
+    """Stores into the map at once, by the two kinds of store that the format allows (see ``layout``)."""
 
     __slots__ = ("_view", "_words")
 
@@ -57,29 +34,32 @@ class DirectStorage:
         self._attach(view)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
-        """See :class:`Storage`."""
+        """Store ``data`` by one slice assignment."""
         self._view[offset : offset + len(data)] = data
 
     def word(self, index: int, value: int) -> None:
-        """See :class:`Storage`."""
+        """Store the 8-byte word with this index by one aligned item store."""
         self._words[index] = value
 
     def flush(self) -> None:
-        """See :class:`Storage`: nothing is ever pending."""
+        """Write all pending stores: none here. Raises ``OSError``; those that failed stay pending."""
 
     def snapshot(self) -> bytes:
-        """See :class:`Storage`."""
+        """Return the contents that the file has, or will have after :meth:`flush`."""
         return bytes(self._view)
 
     def move(self, created: CreatedFile, copied: bytes) -> None:
-        """See :class:`Storage`. Stores of other threads between copy and switch are carried over."""
+        """Switch to another file, which was filled with the snapshot ``copied``. Raises ``OSError``.
+
+        Stores of other threads between copy and switch are carried over.
+        """
         old, new = self._view, memoryview(created.map)
         self._attach(new)
         _carry_over(old, new, copied, range(HEADER_SIZE, _LIVE_END, _WORD))
         _carry_over(old, new, copied, range(_LIVE_END, len(copied), ALIGN))
 
     def detach(self) -> None:
-        """See :class:`Storage`."""
+        """Store into private memory only from now on: the file is closed, or belongs to the parent process."""
         self._attach(memoryview(bytearray(len(self._view))))
 
     def _attach(self, view: memoryview) -> None:
@@ -111,18 +91,17 @@ def _joined(stores: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield begun, end - begun
 
 
-class DeferredStorage:
+class DeferredStorage(Storage):
     """Stores into private memory and marks the offsets; :meth:`flush` writes the marked parts to the file.
 
     Pending data is bounded by the file's size however long a flush blocks (a bounded queue would drop stores, and one lost
     entry of the series table hides all later ones), and a slot stored ten times meanwhile is written once.
     """
 
-    __slots__ = ("__weakref__", "_dirty", "_fd", "_flushing", "_private", "_shadow", "_steps_at")
+    __slots__ = ("__weakref__", "_dirty", "_fd", "_flushing", "_steps_at")
 
     def __init__(self, created: CreatedFile) -> None:
-        self._private = memoryview(bytearray(created.map))
-        self._shadow = DirectStorage(self._private)
+        super().__init__(memoryview(bytearray(created.map)))
         self._steps_at = created.header.regions[Region.STEPS].offset
         self._dirty: dict[int, int] = {}
         self._flushing = Lock()
@@ -131,12 +110,12 @@ class DeferredStorage:
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """See :class:`Storage`."""
-        self._shadow.store(offset, data)
+        self._view[offset : offset + len(data)] = data
         self._dirty[offset] = len(data)
 
     def word(self, index: int, value: int) -> None:
         """See :class:`Storage`."""
-        self._shadow.word(index, value)
+        self._words[index] = value
         self._dirty[index * _WORD] = _WORD
 
     def flush(self) -> None:
@@ -156,7 +135,7 @@ class DeferredStorage:
             while waiting:
                 offset, length = waiting[0]
                 # a copy: another thread could change the data while pwrite has released the GIL
-                os.pwrite(fd, bytes(self._private[offset : offset + length]), offset)
+                os.pwrite(fd, bytes(self._view[offset : offset + length]), offset)
                 waiting.popleft()
         finally:
             for offset, length in waiting:
@@ -170,17 +149,13 @@ class DeferredStorage:
         """
         return sorted(self._dirty, key=lambda offset: offset >= self._steps_at)
 
-    def snapshot(self) -> bytes:
-        """See :class:`Storage`."""
-        return bytes(self._private)
-
     def move(self, created: CreatedFile, copied: bytes) -> None:
         """See :class:`Storage`."""
         fd = open_again(created)
         self._close()
         self._fd = fd
         for at in range(HEADER_SIZE, len(copied), ALIGN):
-            if self._private[at : at + ALIGN] != copied[at : at + ALIGN]:
+            if self._view[at : at + ALIGN] != copied[at : at + ALIGN]:
                 self._dirty.setdefault(at, ALIGN)
 
     def detach(self) -> None:

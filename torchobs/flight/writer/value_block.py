@@ -9,7 +9,6 @@ Totals saturate instead of wrapping around, because a reader that sees a counter
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections import deque
 from math import isfinite
@@ -19,7 +18,7 @@ from zlib import crc32
 
 from torchobs.flight.format.layout import BLOCK_WORDS, SLOT_HEADER, SLOT_SIZE
 from torchobs.flight.format.series import INT_ABSENT, ValueType
-from torchobs.flight.metrics.totals import ABSENT_BITS, Totals
+from torchobs.flight.metrics.totals import ABSENT_BITS, MAX, TOP, Totals
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from torchobs.flight.writer.storage import Storage
 
 _MASK = (1 << 64) - 1
-_TOP = (1 << 63) - 1
-_MAX = sys.float_info.max
 
 
 class ValueBlock:
@@ -105,9 +102,9 @@ def add_int(totals: Totals, word: int, amount: int) -> None:
     """Add to an i64 word."""
     present = totals.ints[word]
     total = present + amount
-    if present > _TOP or not 0 <= total <= _TOP:  # absent, negative, or out of range
+    if present > TOP or not 0 <= total <= TOP:  # absent, negative, or out of range
         present = 0 if present == INT_ABSENT else present - ((present >> 63) << 64)
-        total = min(max(present + amount, -_TOP), _TOP) & _MASK
+        total = min(max(present + amount, -TOP), TOP) & _MASK
     totals.ints[word] = total
 
 
@@ -116,14 +113,14 @@ def add_float(totals: Totals, word: int, amount: float) -> None:
     total = totals.floats[word] + amount
     if total != total:  # noqa: PLR0124  # the NaN test: absent until now
         total = float(amount)
-    totals.floats[word] = min(max(total, -_MAX), _MAX)
+    totals.floats[word] = min(max(total, -MAX), MAX)
 
 
 def set_value(totals: Totals, word: int, value_type: int, value: float) -> None:
     """Set a gauge, or an observed total. A non-finite value makes it absent."""
     whole = isinstance(value, int)
     if whole:
-        value = min(max(value, -_TOP), _TOP)
+        value = min(max(value, -TOP), TOP)
     if value_type == ValueType.EITHER:
         totals.ints[word] = int(value) & _MASK if whole else INT_ABSENT
         word += 1
@@ -143,6 +140,6 @@ def observe(totals: Totals, word: int, bounds: tuple[float, ...], value: float) 
     totals.ints[word + bisect_left(bounds, value)] += 1
     total = word + len(bounds) + 1
     floats = totals.floats
-    floats[total] = min(max(floats[total] + value, -_MAX), _MAX)
+    floats[total] = min(max(floats[total] + value, -MAX), MAX)
     floats[total + 1] = min(floats[total + 1], value)
     floats[total + 2] = max(floats[total + 2], value)

@@ -17,30 +17,27 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from torchobs.flight.files import lock
+from torchobs.flight.files import entries, lock
 from torchobs.flight.files.create import CreatedFile, create, lock_name, new_header, relock
-from torchobs.flight.files.location import renew
+from torchobs.flight.files.location import FlightDirectory, renew
 from torchobs.flight.format.event_ring import EventRing
-from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Live, Region
+from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Header, Live, Region
 from torchobs.flight.format.step_record import CRC, PLAIN, StepRecord, pack, unpack
-from torchobs.flight.metrics import core_series
 from torchobs.flight.metrics import fold as record_fold
-from torchobs.flight.metrics.totals import Anomaly, Word
+from torchobs.flight.metrics.totals import Anomaly, Word, core_series
 from torchobs.flight.writer.series_table import Table
-from torchobs.flight.writer.storage import DeferredStorage, DirectStorage, Storage
+from torchobs.flight.writer.storage import DeferredStorage, Storage
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torchobs.flight.files.location import FlightDirectory
-    from torchobs.flight.format.layout import Header
 
 _GAP_NS = 1_000_000_000
 _FOLDED_AT_ONCE = 64
 """Most records folded before they are published and other threads get their turn: a thread that appends without pause must
 not overtake the fold by a whole ring"""
-_REST_S, _MOST_RESTS = 0.001, 50
+_PAUSE_S, _MAX_PAUSES = 0.001, 50
 _alive: weakref.WeakSet[FlightWriter] = weakref.WeakSet()
 
 
@@ -67,13 +64,13 @@ class FlightWriter:
         self.taken: deque[tuple[StepRecord, bytes]] | None = None
         """Receives folded records for further analysis, if set: decoded, and raw as in the ring"""
         self._forced_at = regions[Region.STEPS].count // 2
-        self._rests_left = _MOST_RESTS
+        self._pauses_left = _MAX_PAUSES
         self._full_at = max(self._forced_at, regions[Region.STEPS].count - 2 * _FOLDED_AT_ONCE)
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
         self.table.core.totals.clear(header.wall_ns - header.monotonic_ns)
-        for metric, attributes, word in core_series.series():
+        for metric, attributes, word in core_series():
             self.table.claim(metric, attributes, word)
         self.table.core.publish(force=True)
         self.heartbeat()
@@ -141,9 +138,9 @@ class FlightWriter:
     def _force(self) -> None:
         """Fold before unfolded records could be overwritten; while another thread folds, sleep to let it proceed."""
         self.fold()
-        while len(self._recent) >= self._full_at and self._rests_left:
-            self._rests_left -= 1
-            time.sleep(_REST_S)
+        while len(self._recent) >= self._full_at and self._pauses_left:
+            self._pauses_left -= 1
+            time.sleep(_PAUSE_S)
             self.fold()
 
     @property
@@ -167,15 +164,15 @@ class FlightWriter:
                 return
 
     def _fold(self, most: int) -> None:
-        core_series = self.table.core
-        late = self._take_recent(core_series.totals.ints[Word.FOLDED_UPTO], most)
-        batch = self._contiguous(core_series.totals.ints[Word.FOLDED_UPTO])
+        core = self.table.core
+        late = self._take_recent(core.totals.ints[Word.FOLDED_UPTO], most)
+        batch = self._contiguous(core.totals.ints[Word.FOLDED_UPTO])
         if late:
-            core_series.change(record_fold.fold_late, late, self.anomalies)
+            core.change(record_fold.fold_late, late, self.anomalies)
         if batch:
-            core_series.change(record_fold.fold, batch, self.anomalies)
-        core_series.publish()
-        self._rests_left = _MOST_RESTS
+            core.change(record_fold.fold, batch, self.anomalies)
+        core.publish()
+        self._pauses_left = _MAX_PAUSES
 
     def _take_recent(self, upto: int, most: int) -> list[StepRecord]:
         """Move at most ``most`` appended records to ``_held``; return those with numbers that were skipped meanwhile."""
@@ -252,15 +249,14 @@ class FlightWriter:
         created = self._created
         if created is None or self.hidden:
             return False
-        file_is_there, lock_is_there = (
-            _has_name(created, created.name, created.inode),
-            _has_name(created, lock_name(created.name), created.lock_inode),
-        )
+        directory_fd = created.place.fd
+        file_is_there = entries.inode(directory_fd, created.name) == created.inode
+        lock_is_there = entries.inode(directory_fd, lock_name(created.name)) == created.lock_inode
         if file_is_there and lock_is_there:
             return False
-        if not os.fstat(created.place.fd).st_nlink:
+        if not os.fstat(directory_fd).st_nlink:
             renew(created.place)
-        _unlink(created, lock_name(created.name))
+        entries.remove(directory_fd, lock_name(created.name))
         self._created = relock(created) if file_is_there else self._move(created)
         lock.release(created.lock_fd)
         return True
@@ -270,7 +266,7 @@ class FlightWriter:
         self.hidden = True
         if self._created is not None:
             for name in (self._created.name, lock_name(self._created.name)):
-                _unlink(self._created, name)
+                entries.remove(self._created.place.fd, name)
 
     def show(self) -> None:
         """Give the file a name again. Raises ``OSError`` as :meth:`check_name`."""
@@ -279,7 +275,7 @@ class FlightWriter:
 
     def _move(self, created: CreatedFile) -> CreatedFile:
         """Recreate the file and switch to it."""
-        _unlink(created, created.name)
+        entries.remove(created.place.fd, created.name)
         content = self.memory.snapshot()
         with contextlib.ExitStack() as undo:
             again = create(created.place, created.header, content)
@@ -307,11 +303,7 @@ class FlightWriter:
         self.memory.detach()
 
 
-def open_writer(
-    place: FlightDirectory,
-    resource: Mapping[str, str | int],
-    size: int = DEFAULT_SIZE,
-) -> FlightWriter:
+def open_writer(place: FlightDirectory, resource: Mapping[str, str | int], size: int = DEFAULT_SIZE) -> FlightWriter:
     """Create and publish a flight file in ``place``.
 
     Raises ``create.NoRoomError`` or ``OSError`` when it cannot be created, ``ValueError`` for a bad size.
@@ -319,21 +311,9 @@ def open_writer(
     with contextlib.ExitStack() as undo:
         created = create(place, new_header(resource, size))
         undo.callback(lock.release, created.lock_fd)
-        memory: Storage = DirectStorage(memoryview(created.map)) if place.in_memory else DeferredStorage(created)
+        memory: Storage = Storage(memoryview(created.map)) if place.in_memory else DeferredStorage(created)
         undo.pop_all()
     return FlightWriter(created.header, memory, created)
-
-
-def _has_name(created: CreatedFile, name: str, inode: int) -> bool:
-    try:
-        return os.stat(name, dir_fd=created.place.fd, follow_symlinks=False).st_ino == inode
-    except FileNotFoundError:
-        return False
-
-
-def _unlink(created: CreatedFile, name: str) -> None:
-    with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=created.place.fd)
 
 
 def _detach_all() -> None:

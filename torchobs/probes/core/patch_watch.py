@@ -25,8 +25,8 @@ class PatchWatch:
             if state == LOST:
                 self._report_lost(patch)
             elif state is not None and state != RESTORED:
-                blown = self._context.breaker(patch.probe).blown
-                self._context.set_gauge(catalog.PROBE_DISABLED, blown, {"probe": patch.probe})
+                off = self._context.breaker(patch.probe).is_open
+                self._context.set_gauge(catalog.PROBE_DISABLED, off, {"probe": patch.probe})
             elif state is not None:
                 self._context.warn_limited(
                     f"patch {patch.location}",

@@ -59,7 +59,7 @@ class DataProbe:
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if self._depth or breaker.blown or get_ident() != training.thread:
+            if self._depth or breaker.is_open or get_ident() != training.thread:
                 return original(iterator)
             # inline, since a call would cost more than its body; nothing here can raise
             begun_ns = monotonic_ns()

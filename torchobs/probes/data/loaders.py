@@ -89,7 +89,7 @@ class LoaderProbe:
 
         @functools.wraps(original)
         def watched(loader: Any) -> Any:
-            if breaker.blown or get_ident() != training.thread or recorder.in_fetch():
+            if breaker.is_open or get_ident() != training.thread or recorder.in_fetch():
                 return original(loader)
             begun_ns = monotonic_ns()
             mark(LOADER_STARTS, begun_ns)

@@ -176,7 +176,7 @@ class ClipWatch:
 
         @functools.wraps(original)
         def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-            if breaker.blown or self._graph_being_made():
+            if breaker.is_open or self._graph_being_made():
                 return original(tensors, norm_type, *args, **kwargs)
             tensors = [tensors] if isinstance(tensors, self._torch.Tensor) else list(tensors)
             seen = intercept(tensors, norm_type)
@@ -261,7 +261,7 @@ class ClipWatch:
 
         @functools.wraps(original)
         def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-            if breaker.blown or self._graph_being_made():
+            if breaker.is_open or self._graph_being_made():
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             seen = intercept(total_norm)
             if seen is None:

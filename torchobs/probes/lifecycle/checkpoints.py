@@ -119,7 +119,7 @@ class CheckpointProbe:
 
         @functools.wraps(original)
         def save(*args: Any, **kwargs: Any) -> Any:
-            if breaker.blown or getattr(inside, "save", False) or _calls_from_distributed():
+            if breaker.is_open or getattr(inside, "save", False) or _calls_from_distributed():
                 return original(*args, **kwargs)
             target = args[at] if len(args) > at else kwargs.get(name)
             saved = args[0] if args else next((kwargs[word] for word in _SAVED_ARGUMENTS if word in kwargs), None)

@@ -103,7 +103,7 @@ class AmpProbe:
             # a subclass calls its parent; a disabled scaler has no `_scale` and only forwards
             if (
                 self._in_scaler_step
-                or self._breaker.blown
+                or self._breaker.is_open
                 or not getattr(scaler, "_enabled", False)
                 or self._graph_being_made()
             ):

@@ -55,7 +55,7 @@ class BackwardWatch:
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if training.backwards or breaker.blown or get_ident() != training.thread or is_made():
+            if training.backwards or breaker.is_open or get_ident() != training.thread or is_made():
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             # inline, since a call would cost more; nothing here can raise
             manual: bool | None = manual_steps.active
@@ -91,7 +91,7 @@ class BackwardWatch:
         run_backward, is_made = self._watched_run(plain), graph_being_made()
 
         def found(_: object) -> Callable[..., Any]:
-            bypass = training.backwards or breaker.blown or get_ident() != training.thread or is_made()
+            bypass = training.backwards or breaker.is_open or get_ident() != training.thread or is_made()
             original: Callable[..., Any] = plain
             return original if bypass else run_backward
 

@@ -122,7 +122,7 @@ class StepProbe:
                 return None
             now_ns = monotonic_ns()
             # metered steps take the full path, which also detects a change of thread
-            if key != recorder.sole or self._depth or recorder.metered or len(args) > 1 or kwargs or breaker.blown:
+            if key != recorder.sole or self._depth or recorder.metered or len(args) > 1 or kwargs or breaker.is_open:
                 return before(now_ns, optimizer, args, kwargs)
             if not trace or trace[-1] & 15 != BACKWARD_ENDS:
                 return before(now_ns, optimizer, args, kwargs)

@@ -1,0 +1,63 @@
+"""Entries of a directory by its descriptor: listed, created, checked and removed.
+
+No symbolic link is followed and no FIFO or lease blocks, for others may be able to write to the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_NAMES = 200_000
+"""Most names of a directory that are read."""
+READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags for reading a file that another process wrote."""
+
+
+def names(directory_fd: int) -> Iterator[str]:
+    """Yield the names in the directory, at most 200,000. Raises ``OSError``."""
+    # a descriptor of its own: concurrent scrapes would share the read position of one
+    fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        with os.scandir(fd) as found:
+            for entry in islice(found, MAX_NAMES):
+                yield entry.name
+    finally:
+        os.close(fd)
+
+
+def create(directory_fd: int, name: str, mode: int, flags: int = os.O_RDWR) -> int:
+    """Create a file with that mode and open it. Raises ``OSError``; nothing is left behind then."""
+    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory_fd)
+    try:
+        os.fchmod(fd, mode)  # regardless of the umask: its reader may be another user, or read by group
+    except OSError:
+        os.close(fd)
+        remove(directory_fd, name)
+        raise
+    return fd
+
+
+def remove(directory_fd: int, name: str) -> None:
+    """Remove a file if it is there and may be removed."""
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory_fd)
+
+
+def inode(directory_fd: int, name: str) -> int:
+    """Return the inode that has this name; 0 if there is none. Raises ``OSError``."""
+    try:
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_ino
+    except FileNotFoundError:
+        return 0
+
+
+def is_plain(status: os.stat_result, owner: int | None) -> bool:
+    """Return True for a regular file with one name. ``owner``: the only uid to accept."""
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and (owner is None or status.st_uid == owner)
