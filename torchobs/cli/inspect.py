@@ -13,7 +13,6 @@ from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import load, text_format
-from torchobs.diagnosis.exit_cause import ending, where
 from torchobs.diagnosis.json_report import Options, document
 from torchobs.flight.files.location import find_existing
 from torchobs.runtime.spawned_ranks import LAUNCHED_BY
@@ -80,11 +79,13 @@ def main(given: Sequence[str]) -> int:
         print(f"torchobs inspect: {load.reason(problem) if isinstance(problem, OSError) else problem}", file=sys.stderr)  # noqa: T201
         return 2
     if options.json:
-        out.write(json.dumps(document(chosen.ranks, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
+        out.write(json.dumps(document(chosen.ranks, chosen.launchers, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
     else:
         style = style_for(out)
         unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in chosen.bad[:5]]
-        lines = [*report(chosen.ranks, wanted, style), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
+        lines = report(chosen.ranks, chosen.launchers, wanted, style)
+        if unread or chosen.notes:
+            lines += ["", *unread, *chosen.notes]
         out.write("".join(f"{line}\n" for line in lines))
     return int(any(facts.state not in {"alive", "finished"} for facts in (*chosen.ranks, *chosen.launchers)))
 
@@ -106,7 +107,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             chosen, earlier = load.newest(item for item in found if item.header.incarnation not in apart)
             more, worse = load.facts_of_many([item.path for item in chosen], load.limit_of(len(chosen)))
             ranks, bad = ranks + more, bad + worse
-            notes += [*filter(None, map(_launched, started)), *_notes(earlier, others)]
+            notes += _notes(earlier, others)
     if not ranks:
         raise NothingError(_nothing(paths, bad, run))
     return Chosen(ranks, bad, notes, launchers)
@@ -117,14 +118,6 @@ def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
     incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
     facts, _ = load.facts_of_many([item.path for item in found if item.header.incarnation.hex() in incarnations])
     return [one for one in facts if not one.last_step and not one.partial]
-
-
-def _launched(facts: RankReport) -> str:
-    """Return how the process that started the ranks ended, if abnormally."""
-    if facts.state in {"alive", "finished"}:
-        return ""
-    text = next(ending(facts)).text.removeprefix(f"Rank {facts.rank} ").replace(f", {where(facts)}", "")
-    return f"The process that started the ranks {text}"
 
 
 def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[list[LoadedFlight], list[tuple[str, str]]]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain, groupby
+from itertools import groupby
 from math import isfinite
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.cli.table import Column, bullets, flow, shares, table
 from torchobs.cli.terminal_style import STATE_COLOURS
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.compare import compare, first_failed, typical_phases
-from torchobs.diagnosis.diagnosis import diagnose, worst
-from torchobs.diagnosis.health import BADGES, ERROR, LEVELS, WARNING, Finding
+from torchobs.diagnosis.compare import typical_phases
+from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
+from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import device_memory, memory
-from torchobs.diagnosis.standing import run_health
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,21 +40,15 @@ _RANK_COLUMNS = (
 )  # fmt: skip
 
 
-def report(ranks: Sequence[RankReport], options: Options, style: TerminalStyle) -> list[str]:
-    """Return the whole report of a run's ranks."""
-    lines = [*_heading(ranks, style), "", *_diagnosis(ranks, style)]
+def report(ranks: Sequence[RankReport], launchers: Sequence[RankReport], options: Options, style: TerminalStyle) -> list[str]:
+    """Return the whole report of a run; ``launchers``: processes that only started its ranks."""
+    known = diagnose_run(ranks, launchers)
+    lines = [*_heading(ranks, style), "", style("bold", "What happened")]
+    for finding in (known.verdict, *known.together, *_shown_findings(ranks, known)):
+        lines += (style(_COLOURS.get(finding.severity, ""), line) for line in bullets([finding.text], style.width))
     if len(ranks) > 1:
         lines += ["", style("bold", "Ranks"), *_ranks(ranks, style)]
-    for facts in shown_in_full(ranks):
-        lines += _rank(facts, options, style, alone=len(ranks) == 1)
-    return lines
-
-
-def shown_in_full(ranks: Sequence[RankReport]) -> list[RankReport]:
-    """Return the ranks to show in full: the one that failed first, else one that hangs, else the first."""
-    first, _ = first_failed(ranks)
-    stuck = [facts for facts in ranks if facts.state not in {"alive", "finished"}]
-    return [first] if first else stuck[:1] or list(ranks[:1])
+    return [*lines, *_rank(ranks[known.principal], options, style, alone=len(ranks) == 1)]
 
 
 def _heading(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]:
@@ -78,34 +72,13 @@ def _heading(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]
     )
 
 
-def _diagnosis(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]:
-    together = compare(ranks)
-    yield style("bold", "What happened")
-    findings = [verdict(ranks), *together, *_shown_findings(ranks)]
-    for finding in findings:
-        first, *rest = bullets([finding.text], style.width)
-        yield from (style(_COLOURS.get(finding.severity, ""), line) for line in (first, *rest))
-
-
-def verdict(ranks: Sequence[RankReport]) -> Finding:
-    """Return the live page's health of the run, with the worst severity of that and of all findings in the files."""
-    known = run_health(ranks)
-    found = [*compare(ranks), *chain.from_iterable(diagnose(facts) for facts in ranks)]
-    level = max(known.level, LEVELS[worst(found)], key=lambda level: level.value)
-    severity = next(name for name, one in LEVELS.items() if one is level)
-    return Finding(severity, "verdict", f"{BADGES[level]}. {known.headline}")
-
-
-def _shown_findings(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _shown_findings(ranks: Sequence[RankReport], known: RunDiagnosis) -> Iterator[Finding]:
     """Yield the findings on the rank shown in full, and how the others ended; equal endings once."""
-    full = shown_in_full(ranks)
-    for facts in full:
-        yield from diagnose(facts)
-    rest = sorted((facts for facts in ranks if facts not in full), key=lambda facts: (facts.state, facts.reason))
-    for _, group in groupby(rest, key=lambda facts: (facts.state, facts.reason)):
-        same = list(group)
-        first = diagnose(same[0])[0]
-        also = f" The same goes for {text_format.plural(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
+    yield from known.by_rank[known.principal]
+    rest = [(facts.state, facts.reason, index) for index, facts in enumerate(ranks) if index != known.principal]
+    for _, group in groupby(sorted(rest), key=itemgetter(0, 1)):
+        first, *more = (known.by_rank[index][0] for _, _, index in group)
+        also = f" The same goes for {text_format.plural(len(more), 'more rank')}." if more else ""
         yield first._replace(text=first.text + also)
 
 

@@ -69,12 +69,6 @@ def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
     return compare(without_asides(times, {rank: own.aside_s for rank, own in enough.items()}))
 
 
-def slowest(found: Mapping[str, Slowness]) -> str | None:
-    """Return the rank that the others wait for most; ``None`` if none is slow."""
-    slow = [rank for rank, own in found.items() if own.is_slow]
-    return max(slow, key=lambda rank: found[rank].factor, default=None)
-
-
 def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:
     """Return each rank's slowness, from its mean seconds per step in each phase; nothing for fewer than two ranks.
 

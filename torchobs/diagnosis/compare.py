@@ -9,7 +9,7 @@ from torchobs import catalog
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.exit_cause import main_exceptions
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
-from torchobs.diagnosis.standing import statuses
+from torchobs.diagnosis.status import compared, started_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
     """Return the findings on ranks together; none for a single rank."""
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
-    return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *_slowest(ranks)]
+    return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *health.slowest(compared(ranks), detailed=True)]
 
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
@@ -96,10 +96,8 @@ def _doubt_s(facts: RankReport) -> float:
 
 
 def _missing(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    local = {facts.header.resource.get("local_world_size") for facts in ranks}
-    hosts = {facts.described("host") for facts in ranks}
-    expected = local.pop() if len(local) == 1 else None
-    if isinstance(expected, int) and len(hosts) == 1 and len(ranks) < expected:
+    expected = started_here(ranks)
+    if len(ranks) < expected:
         text = f"{len(ranks):,} of the {expected:,} ranks of this machine are here: the others never started to record."
         yield Finding(WARNING, "ranks_missing", text)
 
@@ -114,18 +112,6 @@ def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         if furthest - least.last_step > 1:
             text += f" {text_format.plural(len(behind), 'rank')} behind."
         yield Finding(INFO, "out_of_step", text)
-
-
-def _slowest(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    known = statuses(ranks)
-    for told in health.slowest(known):
-        worst = max((one.slowness for one in known if one.slowness), key=lambda found: found.factor)
-        phase, own, others = (
-            catalog.PHASES[worst.phase],
-            text_format.duration(worst.own_s),
-            text_format.duration(worst.others_s),
-        )
-        yield told._replace(text=f"{told.text} It took {own} a step for {phase}, and the others {others}, who waited.")
 
 
 def _few(names: Sequence[str], most: int = 8) -> list[str]:

@@ -42,7 +42,15 @@ def ending(facts: RankReport) -> Iterator[Finding]:
     yield from _complaints(facts)
 
 
-def where(facts: RankReport) -> str:
+def launcher_ending(facts: RankReport) -> Iterator[Finding]:
+    """Yield how a process that only started the ranks ended, if that was a failure."""
+    if facts.state not in {"alive", "finished"}:
+        found = next(ending(facts))
+        text = found.text.removeprefix(f"Rank {facts.rank} ").replace(f", {_where(facts)}", "")
+        yield found._replace(kind="launcher", text=f"The process that started the ranks {text}")
+
+
+def _where(facts: RankReport) -> str:
     """Return the rank's progress at its end: ``after step 812``."""
     if facts.last_step:
         return f"after step {facts.last_step:,}"
@@ -53,11 +61,11 @@ def _living(facts: RankReport) -> Finding:
     since = facts.steps[-1].end_s if facts.steps else facts.start_s
     quiet = f"{text_format.duration(max(0.0, facts.last_s - since))} without a step{_phase(facts)}"
     if facts.state == "hung":
-        return Finding(ERROR, "hung", f"Rank {facts.rank} hangs {where(facts)}: {quiet}.")
+        return Finding(ERROR, "hung", f"Rank {facts.rank} hangs {_where(facts)}: {quiet}.")
     if facts.state == "unresponsive":
         text = f"Rank {facts.rank} is there, but gave no sign of life since {text_format.moment(facts.last_s)}{_phase(facts)}"
         return Finding(ERROR, "unresponsive", f"{text}: stopped, or stuck with the interpreter's lock held.")
-    return Finding(INFO, "alive", f"Rank {facts.rank} is running, {where(facts)}.")
+    return Finding(INFO, "alive", f"Rank {facts.rank} is running, {_where(facts)}.")
 
 
 def _finished(facts: RankReport) -> Finding:
@@ -69,7 +77,7 @@ def _finished(facts: RankReport) -> Finding:
         if facts.events_named(catalog.EVENT_CHILDREN):
             hint = "the processes that it started are recorded if they join a process group, or call torchobs.init() themselves"
         return Finding(INFO, "finished", f"Rank {facts.rank} finished in order after {length}, without a step: {hint}.")
-    return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {where(facts)}; it ran for {length}.")
+    return Finding(INFO, "finished", f"Rank {facts.rank} finished in order {_where(facts)}; it ran for {length}.")
 
 
 def _unknown(facts: RankReport) -> Finding:
@@ -80,10 +88,10 @@ def _unknown(facts: RankReport) -> Finding:
 def _exception(facts: RankReport) -> Finding:
     raised = main_exceptions(facts)
     if not raised:
-        text = f"Rank {facts.rank} ended by an exception {where(facts)}; which one is not in the file."
+        text = f"Rank {facts.rank} ended by an exception {_where(facts)}; which one is not in the file."
         return Finding(ERROR, "exception", text)
     last = raised[-1]
-    text = f"Rank {facts.rank} ended by {_raised(last, '')}, {where(facts)}."
+    text = f"Rank {facts.rank} ended by {_raised(last, '')}, {_where(facts)}."
     if last.text("cause.type"):
         text += f" At its root was {_raised(last, 'cause.')}."
     return Finding(ERROR, "exception", text)
@@ -103,15 +111,15 @@ def _raised(fact: Fact, of: str) -> str:
 
 
 def _interrupted(facts: RankReport) -> Finding:
-    return Finding(WARNING, "interrupted", f"Rank {facts.rank} was interrupted (Ctrl-C, SIGINT) {where(facts)}.")
+    return Finding(WARNING, "interrupted", f"Rank {facts.rank} was interrupted (Ctrl-C, SIGINT) {_where(facts)}.")
 
 
 def _exit_code(facts: RankReport) -> Finding:
-    return Finding(ERROR, "exit_code", f"Rank {facts.rank} left with exit status {facts.exit_code}, {where(facts)}.")
+    return Finding(ERROR, "exit_code", f"Rank {facts.rank} left with exit status {facts.exit_code}, {_where(facts)}.")
 
 
 def _lost(facts: RankReport) -> Finding:
-    text = f"Rank {facts.rank} vanished without a word {where(facts)}{_phase(facts)}"
+    text = f"Rank {facts.rank} vanished without a word {_where(facts)}{_phase(facts)}"
     if not facts.same_boot and not facts.copied:
         return Finding(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
     return Finding(ERROR, "lost", f"{text}: killed (SIGKILL, or a SIGTERM that it did not handle), os._exit or a crash.")
@@ -129,7 +137,7 @@ def _out_of_memory(facts: RankReport) -> Finding:
             evidence.append(
                 f"{text_format.percent(share)} of {name} was taken{_of_limit(facts) if limit == state.FULL_CGROUP else ''}"
             )
-    text = f"Rank {facts.rank} was likely killed for memory {where(facts)}{_phase(facts)}"
+    text = f"Rank {facts.rank} was likely killed for memory {_where(facts)}{_phase(facts)}"
     return Finding(ERROR, "out_of_memory", f"{text}: {text_format.joined(evidence)}.")
 
 

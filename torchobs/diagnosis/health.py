@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
-from torchobs.diagnosis import quantities
+from torchobs.diagnosis import quantities, text_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -225,15 +225,18 @@ def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield Finding(WARNING, "data", f"{gist}{share}.", f"{gist}.")
 
 
-def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield the rank that the others wait for."""
+def slowest(ranks: Sequence[RankStatus], *, detailed: bool = False) -> Iterator[Finding]:
+    """Yield the rank that the others wait for; ``detailed``: with the times of a step."""
     there = [rank for rank in ranks if rank.up] or ranks
-    slow = [rank for rank in there if rank.slowness and rank.slowness.is_slow]
-    worst = max(slow, key=lambda rank: rank.slowness.factor if rank.slowness else 0.0, default=None)
-    if worst is not None and worst.slowness is not None:
-        verb, phase = "is" if worst.up else "was", PHASES[worst.slowness.phase]
-        text = f"Rank {worst.rank} {verb} {worst.slowness.factor:.1f} times slower than the others in {phase}."
-        yield Finding(WARNING, "slowest_rank", text, f"Rank {worst.rank} {verb} slower than the others in {phase}.")
+    slow = [(rank, rank.slowness) for rank in there if rank.slowness and rank.slowness.is_slow]
+    if slow:
+        rank, found = max(slow, key=lambda pair: pair[1].factor)
+        verb, phase = "is" if rank.up else "was", PHASES[found.phase]
+        text = f"Rank {rank.rank} {verb} {found.factor:.1f} times slower than the others in {phase}."
+        if detailed:
+            own, others = text_format.duration(found.own_s), text_format.duration(found.others_s)
+            text += f" It took {own} a step for {phase}, and the others {others}, who waited."
+        yield Finding(WARNING, "slowest_rank", text, f"Rank {rank.rank} {verb} slower than the others in {phase}.")
 
 
 def probes_off(ranks: Sequence[RankStatus]) -> Iterator[Finding]:

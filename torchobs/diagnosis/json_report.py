@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.diagnosis.compare import compare, typical_phases
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.compare import typical_phases
+from torchobs.diagnosis.diagnosis import diagnose_run
 from torchobs.diagnosis.stall import stall
-from torchobs.diagnosis.standing import run_health
 from torchobs.flight.format.event_ring import plain
 from torchobs.flight.metrics.throughput import speed
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from torchobs.diagnosis.health import Finding
     from torchobs.diagnosis.rank_report import Fact, RankReport, Step
-    from torchobs.diagnosis.stall import Stall
 
 VERSION = 1
 _MEMORY = {
@@ -53,31 +51,32 @@ class Options(NamedTuple):
     events: int = 20
 
 
-def document(ranks: Sequence[RankReport], bad: Sequence[tuple[str, str]], options: Options) -> dict[str, Any]:
-    """Return the report of a run's ranks; ``bad``: files that could not be read, each with the reason."""
+def document(
+    ranks: Sequence[RankReport], launchers: Sequence[RankReport], bad: Sequence[tuple[str, str]], options: Options
+) -> dict[str, Any]:
+    """Return the report of a run of one rank or more.
+
+    ``launchers``: processes that only started the ranks; ``bad``: files that could not be read, each with the reason.
+    """
+    known = diagnose_run(ranks, launchers)
     made = {
         "version": VERSION,
-        "health": _health(ranks),
-        "findings": [_finding(finding) for finding in compare(ranks)],
-        "ranks": [rank_document(facts, options) for facts in ranks],
+        "health": {"level": known.health.level.name.lower(), "text": known.health.headline},
+        "findings": [_finding(finding) for finding in known.together],
+        "launchers": [_process(facts, options) for facts in launchers],
+        "ranks": [_rank(facts, found, options) for facts, found in zip(ranks, known.by_rank, strict=True)],
         "unreadable": [{"file": name, "reason": why} for name, why in bad],
     }
     found: dict[str, Any] = plain(made)
     return found
 
 
-def rank_document(facts: RankReport, options: Options) -> dict[str, Any]:
-    """Return the report of one rank."""
-    job_name, run_id, rank = facts.identity
-    shown_steps, shown_events = facts.steps[-options.steps :], facts.events[-options.events :]
+def _process(facts: RankReport, options: Options) -> dict[str, Any]:
+    """Return what is known of any recorded process."""
     return {
         "file": facts.source,
         "problems": list(facts.problems),
         "partial": facts.partial,
-        "job_name": job_name,
-        "run_id": run_id,
-        "rank": rank,
-        "restart": facts.restart,
         "incarnation": facts.header.incarnation.hex(),
         "resource": dict(facts.header.resource),
         "state": facts.state,
@@ -85,14 +84,26 @@ def rank_document(facts: RankReport, options: Options) -> dict[str, Any]:
         "exit": {"reason": facts.reason or None, "code": None if facts.up else facts.exit_code},
         "started": facts.start_s,
         "last_seen": facts.last_s,
+        "events": [_event(fact) for fact in facts.events[-options.events :] if options.events],
+    }
+
+
+def _rank(facts: RankReport, findings: Sequence[Finding], options: Options) -> dict[str, Any]:
+    """Return the report of one rank."""
+    job_name, run_id, rank = facts.identity
+    return {
+        **_process(facts, options),
+        "job_name": job_name,
+        "run_id": run_id,
+        "rank": rank,
+        "restart": facts.restart,
         "phase": facts.phase,
         "last_step": facts.last_step,
-        "stall": _stall(stall(facts)),
+        "stall": found._asdict() if (found := stall(facts)) else None,
         "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in facts.left],
-        "findings": [_finding(finding) for finding in diagnose(facts)],
+        "findings": [_finding(finding) for finding in findings],
         "speed": speed(facts.pace),
-        "steps": [_step(step) for step in shown_steps if options.steps],
-        "events": [_event(fact) for fact in shown_events if options.events],
+        "steps": [_step(step) for step in facts.steps[-options.steps :] if options.steps],
         "scalars": {name: [point._asdict() for point in points] for name, points in facts.scalars.items()},
         "goodput": facts.by_attribute(catalog.GOODPUT_TIME),
         "phases": facts.by_attribute(catalog.STEP_PHASE_TIME),
@@ -131,19 +142,8 @@ def device_memory(facts: RankReport) -> dict[str, dict[str, float]]:
     return found
 
 
-def _health(ranks: Sequence[RankReport]) -> dict[str, str] | None:
-    if not ranks:
-        return None
-    known = run_health(ranks)
-    return {"level": known.level.name.lower(), "text": known.headline}
-
-
 def _finding(finding: Finding) -> dict[str, str]:
     return {"severity": finding.severity, "kind": finding.kind, "text": finding.text}
-
-
-def _stall(found: Stall | None) -> dict[str, Any] | None:
-    return None if found is None else found._asdict()
 
 
 def _step(step: Step) -> dict[str, Any]:

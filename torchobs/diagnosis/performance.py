@@ -13,7 +13,7 @@ from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
 from torchobs.diagnosis.rank_report import model_begins
 from torchobs.diagnosis.stall import LEAST_S
-from torchobs.diagnosis.standing import status
+from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, fl
 
 def _waited(facts: RankReport) -> Iterator[Finding]:
     """Yield that training waited for data, with the workers' queue."""
-    for told in health.waiting([status(facts)]):
+    for told in health.waiting([reported(facts)]):
         ready = facts.value(catalog.DATA_BATCHES_READY)
         hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
         yield told._replace(text=told.text + hint)
@@ -173,7 +173,7 @@ def _changed(facts: RankReport) -> Iterator[Finding]:
 
 def _unseen(facts: RankReport) -> Iterator[Finding]:
     """Yield gaps in the data: probes that are off, items that did not fit."""
-    yield from health.probes_off([status(facts)])
+    yield from health.probes_off([reported(facts)])
     dropped = {what: int(count) for what, count in facts.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:
         items = ", ".join(f"{count:,} {what}s" for what, count in dropped.items())

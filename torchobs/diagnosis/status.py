@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite, nan
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torchobs import catalog
 from torchobs.config.settings import PROBES
-from torchobs.detect import starvation
+from torchobs.detect import starvation, stragglers
 from torchobs.flight.format.step_record import StepFlag
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.detect.stragglers import Slowness
+    from torchobs.diagnosis.rank_report import RankReport, Step
     from torchobs.flight.format.step_record import StepRecord
 
 
@@ -176,3 +177,49 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         slowness=slowness,
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
     )
+
+
+def run_status(ranks: Sequence[RankReport]) -> RunStatus:
+    """Return the status of a run from its reports, at the last sign of life of any rank."""
+    last_s = max(facts.last_s for facts in ranks)
+    sizes = [size for facts in ranks if isinstance(size := facts.header.resource.get("world_size"), int)]
+    here = max(started_here(ranks), len(ranks))
+    return RunStatus(compared(ranks, last_s), here, max([*sizes, here]))
+
+
+def started_here(ranks: Sequence[RankReport]) -> int:
+    """Return how many ranks the launcher started on the machine of the reports; 0 if unknown, or of several machines."""
+    sizes = {facts.header.resource.get("local_world_size") for facts in ranks}
+    size = sizes.pop() if len(sizes) == 1 and len({facts.described("host") for facts in ranks}) == 1 else None
+    return size if isinstance(size, int) else 0
+
+
+def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[RankStatus]:
+    """Return the status of each rank of a run, compared with the others by their latest steps."""
+    slow = stragglers.slowness({facts.rank: facts.pace.spent for facts in ranks if facts.pace})
+    return [replace(reported(facts, now_s), slowness=slow.get(facts.rank)) for facts in ranks]
+
+
+def reported(facts: RankReport, now_s: float | None = None) -> RankStatus:
+    """Return the status of a rank from its report. ``now_s``: Unix time, by default its last sign of life."""
+    last_s = facts.last_s if now_s is None else now_s
+    trains = facts.state == "alive" and facts.phase != "idle"
+    return rank_status(
+        facts.value,
+        rank=facts.rank,
+        state=facts.state,
+        reason=facts.reason,
+        up=facts.up,
+        phase=facts.phase,
+        recorded=True,
+        beat_age_s=max(0.0, last_s - facts.last_s),
+        progress_age_s=max(0.0, last_s - (facts.steps[-1].end_s if facts.steps else facts.start_s)),
+        per_s=facts.pace.per_s if trains and facts.pace else None,
+        loss=last_loss(facts.value, newest_loss(facts.steps)),
+        steps=int(facts.value(catalog.STEPS) or facts.last_step),
+    )
+
+
+def newest_loss(steps: Sequence[Step]) -> float | None:
+    """Return the last loss known among these steps, finite or not."""
+    return next((step.loss for step in reversed(steps) if step.loss is not None), None)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from math import inf, isfinite, isnan, log
 from typing import TYPE_CHECKING
 
+from torchobs.diagnosis import quantities
 from torchobs.flight.metrics.throughput import in_figures
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that move the cursor, change the writing direction or are invisible; escape sequences begin with one."""
 
-_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
+_MINUTE = 60.0
 _BASE = 1024.0
 _LOGARITHMIC = 100.0
 
@@ -106,20 +107,12 @@ def duration(seconds: float | None) -> str:
         return "-"
     if abs(seconds) < 0.9995:  # noqa: PLR2004  # above, it would round to 1,000 ms
         return f"{1e3 * seconds:.3g} ms" if seconds else "0"
-    return f"{seconds:.3g} s" if seconds < _MINUTE else _long(seconds)
+    return f"{seconds:.3g} s" if seconds < _MINUTE else quantities.span(seconds)
 
 
 def rate(per_s: float | None) -> str:
     """Return a rate per second."""
     return "-" if per_s is None else in_figures(per_s)
-
-
-def _long(seconds: float) -> str:
-    if seconds < _HOUR:
-        return f"{seconds // _MINUTE:.0f} min {seconds % _MINUTE:.0f} s"
-    if seconds < _DAY:
-        return f"{seconds // _HOUR:.0f} h {seconds % _HOUR // _MINUTE:.0f} min"
-    return f"{seconds // _DAY:.0f} d {seconds % _DAY // _HOUR:.0f} h"
 
 
 def moment(unix_s: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
