@@ -16,6 +16,7 @@ from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import ERROR, WARNING, Finding
 from torchobs.diagnosis.json_report import device_memory, memory
+from torchobs.diagnosis.status import last_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -99,16 +100,12 @@ def _rank_row(facts: RankReport) -> list[str]:
         facts.reason if facts.reason != facts.state else "",
         f"{facts.last_step}",
         text_format.number(last.loss if last else None),
-        text_format.number(_last_norm(facts)),
+        text_format.number(last_known([step.grad_norm for step in facts.steps])),
         text_format.duration(sum(phases.values()) or None),
         f"{most} {text_format.duration(phases[most])}" if most else "",
         text_format.moment(facts.last_s, "%H:%M:%S"),
         facts.described("host"),
     ]
-
-
-def _last_norm(facts: RankReport) -> float | None:
-    return next((step.grad_norm for step in reversed(facts.steps) if step.grad_norm is not None), None)
 
 
 def _rank(facts: RankReport, options: Options, style: TerminalStyle, *, alone: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torchobs.catalog import Metric
     from torchobs.detect.stragglers import Slowness
-    from torchobs.diagnosis.rank_report import RankReport, Step
+    from torchobs.diagnosis.rank_report import RankReport
     from torchobs.flight.format.step_record import StepRecord
 
 
@@ -215,11 +215,11 @@ def reported(facts: RankReport, now_s: float | None = None) -> RankStatus:
         beat_age_s=max(0.0, last_s - facts.last_s),
         progress_age_s=max(0.0, last_s - (facts.steps[-1].end_s if facts.steps else facts.start_s)),
         per_s=facts.pace.per_s if trains and facts.pace else None,
-        loss=last_loss(facts.value, newest_loss(facts.steps)),
+        loss=last_loss(facts.value, last_known([step.loss for step in facts.steps])),
         steps=int(facts.value(catalog.STEPS) or facts.last_step),
     )
 
 
-def newest_loss(steps: Sequence[Step]) -> float | None:
-    """Return the last loss known among these steps, finite or not."""
-    return next((step.loss for step in reversed(steps) if step.loss is not None), None)
+def last_known(values: Sequence[float | None]) -> float | None:
+    """Return the last value that is not ``None``, if there is one."""
+    return next((value for value in reversed(values) if value is not None), None)
