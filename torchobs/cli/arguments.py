@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchobs.config import settings
+from torchobs.config.option_types import ValueKind
+from torchobs.config.options import Option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from _typeshed import SupportsWrite
-
-    from torchobs.config.option_types import ValueKind
-    from torchobs.config.options import Option
 
 DIRECTORY = settings.named("flight_dir")._replace(flag="--dir", metavar="DIR")
 """The option for the flight directory, which most commands have."""

@@ -7,14 +7,11 @@ script, which is why a shell's start file sources the output instead of a copy o
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments
 from torchobs.cli.dispatch import BRIEFS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 

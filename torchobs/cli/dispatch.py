@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from torchobs._version import __version__
 from torchobs.cli import stdio_guard
 from torchobs.config import option_types
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 BRIEFS = {
     "run": "Run a training script with torchobs watching it.",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from torchobs._version import __version__
 from torchobs.cli import arguments, doctor_checks
@@ -15,10 +16,6 @@ from torchobs.cli.terminal_style import TerminalStyle, style_for, tolerant
 from torchobs.config import settings
 from torchobs.diagnosis import text_format
 from torchobs.flight.files.location import find_existing
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
 
 _DESCRIPTION = """\
 Check this machine, container or pod: torch, which probes work (by five steps of a training in a process of its own), the flight

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import platform
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from torchobs._version import __version__
 from torchobs.cli import arguments
 from torchobs.config import option_types, settings
 from torchobs.exporter import config, log_format
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _DESCRIPTION = """\
 Serve what training processes write down about themselves to Prometheus.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 from torchobs.cli import arguments
@@ -17,9 +18,6 @@ from torchobs.config.options import Option
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.http import unix_socket
 from torchobs.flight.files.location import find_existing
-
-if TYPE_CHECKING:
-    import argparse
 
 _SOCKET = Option(
     "socket",

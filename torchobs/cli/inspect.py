@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.inspect_view import report
@@ -14,15 +16,10 @@ from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import load, text_format
 from torchobs.diagnosis.json_report import Options, document
+from torchobs.diagnosis.load import LoadedFlight
+from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.files.location import find_existing
 from torchobs.runtime.spawned_ranks import LAUNCHED_BY
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from torchobs.diagnosis.load import LoadedFlight
-    from torchobs.diagnosis.rank_report import RankReport
 
 _DESCRIPTION = """\
 Say what became of a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events. It

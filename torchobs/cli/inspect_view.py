@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import isfinite
 from operator import itemgetter
-from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.cli.table import Column, bullets, flow, shares, table
-from torchobs.cli.terminal_style import STATE_COLOURS
+from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
 from torchobs.diagnosis.health import ERROR, WARNING, Finding
-from torchobs.diagnosis.json_report import device_memory, memory
+from torchobs.diagnosis.json_report import Options, device_memory, memory
+from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.status import last_known
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torchobs.cli.terminal_style import TerminalStyle
-    from torchobs.diagnosis.json_report import Options
-    from torchobs.diagnosis.rank_report import Fact, RankReport
-    from torchobs.diagnosis.scalars import Point
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40

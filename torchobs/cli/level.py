@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torchobs.cli import arguments, exporter_client
 from torchobs.flight.files.control import LEVELS
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 _DESCRIPTION = """\
 Change the debug level of a running training, of one rank or of all on this node. It holds until the next change, or the rank's

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchobs.node import announcement
 from torchobs.node.daemonize import detach
 from torchobs.node.election import Election, open_directory
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+if TYPE_CHECKING:  # imported if elected
     from torchobs.node.lifetime import ExporterStatus, Serve
 
 

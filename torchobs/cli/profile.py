@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments, exporter_client
 from torchobs.config import option_types
 from torchobs.config.options import Option
 from torchobs.flight.files.control import MAX_PROFILE_STEPS
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 _DESCRIPTION = """\
 Profile some steps of a running training with torch.profiler, and save the trace, which chrome://tracing or

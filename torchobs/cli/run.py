@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments, run_program
@@ -13,9 +15,6 @@ from torchobs.identity.process import exit_status
 from torchobs.support import error_guard
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
     from _typeshed import SupportsWrite
 
 _DESCRIPTION = """\

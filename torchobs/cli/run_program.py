@@ -11,16 +11,12 @@ import os
 import pkgutil
 import runpy
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import CodeType, TracebackType
-
+from types import CodeType, ModuleType, TracebackType
+from typing import NamedTuple
 
 _HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes" + os.sep, "traceable.py", "profiling.py"))
 

@@ -6,18 +6,14 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
 from torchobs.config import settings
 from torchobs.diagnosis import load, text_format
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.rank_report import RankReport
 
 _STEPS = 5
 _LIMIT_S = 120

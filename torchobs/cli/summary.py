@@ -12,14 +12,13 @@ import shlex
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.support import error_guard
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+if TYPE_CHECKING:  # imported at the end: a training begins sooner without them
     from torchobs.diagnosis.rank_report import RankReport
     from torchobs.runtime.session import Session
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torchobs.cli import arguments
 from torchobs.cli.terminal import QUIT, Terminal
@@ -20,13 +21,8 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
 from torchobs.ranks.rank_file import HOSTILE
 from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import Rank, Snapshot
 from torchobs.ranks.state import FADED_AFTER_S
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from torchobs.ranks.snapshot import Rank, Snapshot
 
 _DESCRIPTION = """\
 Watch the ranks of this machine live: state, step, speed, loss, gradient norm, where a step's time goes, memory, who slows the

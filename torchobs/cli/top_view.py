@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.cli.table import Column, table
-from torchobs.cli.terminal_style import STATE_COLOURS
+from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.detect import stragglers
+from torchobs.detect.stragglers import Slowness
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
-from torchobs.diagnosis.rank_report import values_of
+from torchobs.diagnosis.rank_report import Step, values_of
+from torchobs.diagnosis.scalars import Point
 from torchobs.diagnosis.status import RankStatus, RunStatus, last_known, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
-from torchobs.flight.metrics.throughput import time_left_s
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.metrics.throughput import Throughput, time_left_s
+from torchobs.flight.reader.decode import Distribution, Value
+from torchobs.ranks.snapshot import Rank
 from torchobs.ranks.state import PATIENT_PHASES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torchobs.cli.terminal_style import TerminalStyle
-    from torchobs.detect.stragglers import Slowness
-    from torchobs.diagnosis.rank_report import Step
-    from torchobs.diagnosis.scalars import Point
-    from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.flight.reader.decode import Value
-    from torchobs.ranks.snapshot import Rank
 
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4

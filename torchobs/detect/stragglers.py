@@ -13,11 +13,9 @@ time is subtracted from theirs first.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 _LATE = (0, 1, 3)
 """Indexes of data, forward and optimizer."""

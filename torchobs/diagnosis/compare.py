@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.exit_cause import main_exceptions
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.diagnosis.status import compared, started_here
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import RankReport, Step
 
 RECENT = 200
 _BEAT_S = 0.5

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs.diagnosis.compare import compare, first_failed
 from torchobs.diagnosis.exit_cause import ending, launcher_ending
-from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, health
+from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
+from torchobs.diagnosis.rank_report import RankReport
 from torchobs.diagnosis.status import run_status
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torchobs.diagnosis.health import Health
-    from torchobs.diagnosis.rank_report import RankReport
 
 _RULES = (ending, numerics, pace)
 _ORDER = (ERROR, WARNING, INFO)

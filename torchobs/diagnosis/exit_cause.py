@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.stall import stalled
 from torchobs.ranks import state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torchobs.diagnosis.rank_report import Fact, RankReport
 
 _NO_STEPS = "its steps are not in this part of the file"
 _SHORTLY_S = 60.0

@@ -6,18 +6,15 @@ The live page, ``torchobs top``, ``torchobs inspect`` and the summary of ``torch
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.diagnosis import quantities, text_format
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torchobs.diagnosis.status import RankStatus, RunStatus
+from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}

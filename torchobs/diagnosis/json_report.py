@@ -5,20 +5,17 @@ Times are Unix seconds, durations seconds, memory bytes. A non-finite number is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis.compare import typical_phases
 from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.diagnosis.health import Finding
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 from torchobs.diagnosis.stall import stall
 from torchobs.flight.format.event_ring import plain
 from torchobs.flight.metrics.throughput import speed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchobs.diagnosis.health import Finding
-    from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 
 VERSION = 1
 _MEMORY = {

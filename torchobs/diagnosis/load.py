@@ -5,35 +5,30 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
 from torchobs.flight.files import artifacts
+from torchobs.flight.files.artifacts import ArtifactName
 from torchobs.flight.files.create import file_name
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
+from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import FlightFile
+from torchobs.flight.reader.decode import Value
+from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
 from torchobs.ranks.memory_use import last_memory
-from torchobs.ranks.rank_file import HOSTILE, RankFile, open_tracked
+from torchobs.ranks.rank_file import HOSTILE, Now, RankFile, open_tracked
 from torchobs.ranks.scanner import system_clock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.format.step_record import StepRecord
-    from torchobs.flight.reader.decode import Value
-    from torchobs.flight.reader.reader import View
-    from torchobs.ranks.rank_file import Now
 
 _FEW = 16
 _STEPS_OF_MANY = 1024

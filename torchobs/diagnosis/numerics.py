@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import exp, isfinite, isnan
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
-from torchobs.diagnosis.rank_report import model_begins
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 
 _BEFORE = 50
 """Steps before a bad loss that are searched for its cause."""

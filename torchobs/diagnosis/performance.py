@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect import slow_steps
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
-from torchobs.diagnosis.rank_report import model_begins
+from torchobs.diagnosis.rank_report import RankReport, Step, model_begins
 from torchobs.diagnosis.stall import LEAST_S
 from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import RankReport, Step
 
 _FIRST = 3
 """First steps, which start workers and fill caches."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torchobs.diagnosis.rank_report import RankReport
 
 LEAST_S = 10.0
 """Shortest stall: people wait about that long before Ctrl-C. Shorter ones may be a slow batch or an unobserved save."""

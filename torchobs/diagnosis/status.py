@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, nan
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torchobs import catalog
+from torchobs.catalog import Metric
 from torchobs.config.settings import PROBES
 from torchobs.detect import starvation, stragglers
-from torchobs.flight.format.step_record import StepFlag
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torchobs.catalog import Metric
-    from torchobs.detect.stragglers import Slowness
-    from torchobs.diagnosis.rank_report import RankReport
-    from torchobs.flight.format.step_record import StepRecord
+from torchobs.detect.stragglers import Slowness
+from torchobs.diagnosis.rank_report import RankReport
+from torchobs.flight.format.step_record import StepFlag, StepRecord
 
 
 class Get(Protocol):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import pairwise
 from math import inf, isfinite, isnan, log
-from typing import TYPE_CHECKING
 
 from torchobs.diagnosis import quantities
 from torchobs.flight.metrics.throughput import in_figures
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"

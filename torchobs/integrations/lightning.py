@@ -7,16 +7,14 @@ in every rank once the process group exists, however the ranks were started.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torchobs
 from torchobs.integrations.batches import samples_in, tokens_in
 from torchobs.integrations.hooks import Hooks, missing, record_trainer, scalars
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["TorchobsCallback"]
 
