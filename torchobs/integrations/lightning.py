@@ -53,7 +53,6 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start recording, now that the process group exists."""
-        del trainer, pl_module, stage
         torchobs.init(**self._settings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -62,12 +61,10 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the epoch, and the metrics logged for the last one."""
-        del pl_module
         self._hooks.call(_log_metrics, trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Record samples and tokens before the step ends: afterwards they would need a second record."""
-        del trainer, pl_module, batch_idx
         self._hooks.call(self._count, batch)
 
     def _count(self, batch: Any) -> None:
@@ -75,12 +72,10 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the evaluation phase."""
-        del trainer, pl_module
         self._hooks.call(self._hooks.begin, "evaluation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the evaluation phase and record its metrics, except those of the sanity check, which Lightning drops too."""
-        del pl_module
         self._hooks.call(self._hooks.end)
         if not trainer.sanity_checking:
             self._hooks.call(_log_metrics, trainer)
@@ -90,12 +85,10 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the metrics logged last."""
-        del pl_module
         self._hooks.call(_log_metrics, trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the open phase; the exception propagates."""
-        del trainer, pl_module, exception
         self._hooks.call(self._hooks.end)
 
 
