@@ -20,6 +20,14 @@ DIRECTORY = settings.named("flight_dir")._replace(flag="--dir", metavar="DIR")
 _WIDEST = 128
 
 
+class CommandError(Exception):
+    """A command cannot do what was asked; the message says why, and what to do. It ends with ``status``."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Parser(argparse.ArgumentParser):
     """A parser with a short message on errors: one line, the usage, and where to find examples."""
 

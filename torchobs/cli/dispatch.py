@@ -13,6 +13,7 @@ from importlib import import_module
 
 from torchobs._version import __version__
 from torchobs.cli import stdio_guard
+from torchobs.cli.arguments import CommandError
 from torchobs.config import option_types
 
 BRIEFS = {
@@ -81,6 +82,9 @@ def _call(name: str, arguments: Sequence[str]) -> int:
     try:
         with _sigterm_kept_back() if name == "exporter" else nullcontext():
             return int(import_module(f"torchobs.cli.{name}").main(arguments))
+    except CommandError as problem:
+        sys.stderr.write(f"torchobs {name}: {problem}\n")
+        return problem.status
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if name == "run" or package not in _EXTRA:

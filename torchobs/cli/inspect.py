@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchobs.cli import arguments
+from torchobs.cli.arguments import CommandError
 from torchobs.cli.inspect_view import report
 from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.config import option_types, settings
@@ -39,6 +40,8 @@ Exit status: 0 if every rank is alive or finished, 1 if one failed, is lost or h
 _MOST = option_types.integer(0, 1_000_000)  # beyond any file's capacity
 _STEPS = Option("steps", _MOST, "How many of the last steps.", "10", flag="--steps", metavar="N")
 _EVENTS = Option("events", _MOST, "How many of the last events.", "20", flag="--events", metavar="N")
+_NOTHING = 2
+"""Exit status if there was nothing to read."""
 
 
 class Chosen(NamedTuple):
@@ -49,10 +52,6 @@ class Chosen(NamedTuple):
     notes: list[str]
     launchers: list[RankReport]
     """processes that only started the ranks"""
-
-
-class NothingError(Exception):
-    """There is nothing to report; the message says what to do."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,9 +71,8 @@ def main(given: Sequence[str]) -> int:
     out, wanted = tolerant(sys.stdout), Options(options.steps, options.events)
     try:
         chosen = choose(options.paths or [_default()], options.run)
-    except (NothingError, OSError) as problem:
-        print(f"torchobs inspect: {load.reason(problem) if isinstance(problem, OSError) else problem}", file=sys.stderr)  # noqa: T201
-        return 2
+    except OSError as problem:
+        raise CommandError(load.reason(problem), _NOTHING) from None
     if options.json:
         out.write(json.dumps(document(chosen.ranks, chosen.launchers, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
     else:
@@ -88,7 +86,7 @@ def main(given: Sequence[str]) -> int:
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
-    """Read the files and directories. Raises :class:`NothingError`, or ``OSError`` for a directory that cannot be read."""
+    """Read the files and directories. Raises ``CommandError``, or ``OSError`` for a directory that cannot be read."""
     given = [path for path in paths if not path.is_dir()]
     ranks, bad = load.facts_of_many(given)
     notes: list[str] = []
@@ -106,7 +104,7 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             ranks, bad = ranks + more, bad + worse
             notes += _notes(earlier, others)
     if not ranks:
-        raise NothingError(_nothing(paths, bad, run))
+        raise CommandError(_nothing(paths, bad, run), _NOTHING)
     return Chosen(ranks, bad, notes, launchers)
 
 
@@ -142,7 +140,9 @@ def _default() -> Path:
     chosen, _ = settings.resolve({})
     path = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
     if path is None:
-        raise NothingError("no flight directory is there yet: `torchobs run train.py` makes one, `torchobs doctor` says where")
+        raise CommandError(
+            "there is no flight directory yet: `torchobs run train.py` creates one, `torchobs doctor` shows where", _NOTHING
+        )
     return Path(path)
 
 

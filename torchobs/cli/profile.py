@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchobs.cli import arguments, exporter_client
 from torchobs.config import option_types
@@ -40,29 +41,24 @@ def parser() -> argparse.ArgumentParser:
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs profile`` with these arguments and return its exit status."""
     options = parser().parse_args(list(given))
-    try:
-        path = exporter_client.socket_of(options)
-        answer = exporter_client.post(path, "/profile", {"steps": options.steps}, options.rank)
-        body = _trace(path, answer, options.wait)
-    except exporter_client.RefusedError as why:
-        return exporter_client.refused("profile", why)
+    path = exporter_client.socket_of(options)
+    answer = exporter_client.post(path, "/profile", {"steps": options.steps}, options.rank)
+    body = _trace(path, answer, options.wait)
     output = Path(options.output or f"trace-rank{answer['rank']}.json.gz")
     try:
         output.write_bytes(body)
     except OSError as problem:
-        return exporter_client.refused("profile", exporter_client.RefusedError(f"{output}: {problem.strerror or problem}"))
+        raise arguments.CommandError(f"{output}: {problem.strerror or problem}") from None
     sys.stdout.write(f"{output}: {len(body)} bytes, {options.steps} steps of rank {answer['rank']}\n")
     return 0
 
 
-def _trace(path: Path, answer: dict[str, str | dict[str, str]], wait_s: float) -> bytes:
-    link = answer["evidence"]
-    assert isinstance(link, dict)  # noqa: S101  # by the API's schema
+def _trace(path: Path, answer: Mapping[str, Any], wait_s: float) -> bytes:
     try:
-        body = exporter_client.evidence(path, link["href"], wait_s)
+        body = exporter_client.evidence(path, answer["evidence"]["href"], wait_s)
     except KeyboardInterrupt:
-        sys.stderr.write(f"torchobs profile: no longer waited for; rank {answer['rank']} goes on profiling\n")
+        sys.stderr.write(f"torchobs profile: no longer waiting for the trace; rank {answer['rank']} goes on profiling\n")
         raise
-    if body is not None:
-        return body
-    raise exporter_client.RefusedError(f"there is no trace after {wait_s:g} s: no step has ended, or --wait is too short")
+    if body is None:
+        raise arguments.CommandError(f"there is no trace after {wait_s:g} s: too few steps have ended, or --wait is too short")
+    return body

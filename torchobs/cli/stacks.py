@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchobs.cli import arguments, exporter_client
+from torchobs.cli.arguments import CommandError
 
 _WAIT_S = 5.0
 _DESCRIPTION = """\
@@ -34,25 +35,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main(given: Sequence[str]) -> int:
     """Run ``torchobs stacks`` with these arguments and return its exit status."""
-    options, missing = parser().parse_args(list(given)), 0
-    try:
-        path = exporter_client.socket_of(options)
-        for answer in exporter_client.post(path, "/stacks", {}, options.rank)["ranks"]:
-            try:
-                body = _written(path, answer)
-            except exporter_client.RefusedError as why:
-                missing += exporter_client.refused("stacks", why)
-                continue  # other ranks may have written theirs
+    options, status = parser().parse_args(list(given)), 0
+    path = exporter_client.socket_of(options)
+    for answer in exporter_client.post(path, "/stacks", {}, options.rank)["ranks"]:
+        try:
+            body = _written(path, answer)
+        except CommandError as problem:  # other ranks may have written theirs
+            sys.stderr.write(f"torchobs stacks: {problem}\n")
+            status = problem.status
+        else:
             sys.stdout.write(f"==> rank {answer['rank']} of {answer['run_id']} <==\n{body.decode(errors='replace')}\n")
-    except exporter_client.RefusedError as why:
-        return exporter_client.refused("stacks", why)
-    return int(missing > 0)
+    return status
 
 
 def _written(path: Path, answer: Mapping[str, Any]) -> bytes:
     link = answer["evidence"]
     if link is None:
-        raise exporter_client.RefusedError(answer["refused"])
+        raise CommandError(answer["refused"])
     if (body := exporter_client.evidence(path, link["href"], _WAIT_S)) is None:
-        raise exporter_client.RefusedError(f"rank {answer['rank']} has not written them down within {_WAIT_S:g} s")
+        raise CommandError(f"rank {answer['rank']} did not write its stacks within {_WAIT_S:g} s")
     return body
