@@ -18,9 +18,10 @@ from torchobs.diagnosis import text_format
 from torchobs.flight.files.location import find_existing
 
 _DESCRIPTION = """\
-Check this machine, container or pod: torch, which probes work (by five steps of a training in a process of its own), the flight
-directory and why it is there, its modes, room, the exporter, clock, shared memory, cgroup, GPUs, extras, and variables that
-nobody reads. Each with what to do. It changes nothing."""
+Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
+which probes work (by a training of five steps in another process), which flight directory is used and why, its permissions and
+free space, the exporter, clock, shared memory, cgroup, GPUs, optional packages, misspelt environment variables. It changes
+nothing."""
 
 _EXAMPLES = """\
 examples:
@@ -38,8 +39,8 @@ VERSION = 1
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("doctor", "torchobs doctor [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("--no-training", action="store_true", help="leave out the five steps, which import torch")
-    made.add_argument("--json", action="store_true", help="a document for programs")
+    made.add_argument("--no-training", action="store_true", help="Leave out the training of five steps, which imports torch.")
+    made.add_argument("--json", action="store_true", help="Print JSON for programs.")
     return made
 
 

@@ -27,6 +27,8 @@ _SOCKET = Option(
     flag="--socket",
     metavar="PATH",
 )
+RANK = "A rank's number, or its incarnation (the id of one process)."
+"""Help text of the argument."""
 TIMEOUT_S = 30.0
 POLL_S = 0.2
 
@@ -56,7 +58,7 @@ def socket_of(options: argparse.Namespace) -> Path:
     chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
     directory = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR"))
     if directory is None:
-        raise CommandError("no training of this user has been here yet; --dir names another directory")
+        raise CommandError("no training of this user has run here yet; --dir names another flight directory")
     return Path(directory) / unix_socket_path.NAME
 
 

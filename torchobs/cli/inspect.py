@@ -23,23 +23,24 @@ from torchobs.flight.files.location import find_existing
 from torchobs.runtime.spawned_ranks import LAUNCHED_BY
 
 _DESCRIPTION = """\
-Say what became of a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events. It
-reads the flight files, which outlive the training however it ended; nothing has to run. Without a path it looks where this
-user's trainings put them. Of several runs in a directory the last one is told; --run chooses another."""
+Report what happened to a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events.
+It reads the flight files, in which the ranks record themselves and which stay however they end; nothing has to run. Without a
+path it reads the directory that this user's trainings write to. Of several runs there the latest is reported; --run selects
+another."""
 
 _EXAMPLES = """\
 examples:
-  torchobs inspect                                  the last run on this machine
+  torchobs inspect                                  the latest run on this machine
   torchobs inspect /dev/shm/torchobs-1000 --run 4711
-                                                    another run, by its run_id (or the beginning of it)
-  torchobs inspect r0-3f…9a.flight --steps 50       one rank; a copy (kubectl cp) does, even a part of one
+                                                    another run, by its run_id or the beginning of it
+  torchobs inspect r0-3f…9a.flight --steps 50       one rank; also from a copy (kubectl cp), or a part of one
   torchobs inspect --json | jq '.ranks[] | {rank, state, exit}'
 
-Exit status: 0 if every rank is alive or finished, 1 if one failed, is lost or hangs, 2 if there was nothing to read."""
+Exit status: 0 if every rank is alive or finished, 1 if one failed, was lost or hangs, 2 if there was nothing to read."""
 
 _MOST = option_types.integer(0, 1_000_000)  # beyond any file's capacity
-_STEPS = Option("steps", _MOST, "How many of the last steps.", "10", flag="--steps", metavar="N")
-_EVENTS = Option("events", _MOST, "How many of the last events.", "20", flag="--events", metavar="N")
+_STEPS = Option("steps", _MOST, "Number of last steps to list.", "10", flag="--steps", metavar="N")
+_EVENTS = Option("events", _MOST, "Number of last events to list.", "20", flag="--events", metavar="N")
 _NOTHING = 2
 """Exit status if there was nothing to read."""
 
@@ -57,11 +58,13 @@ class Chosen(NamedTuple):
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("inspect", "torchobs inspect [options] [FILE|DIR …]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="flight files, or a directory of them")
-    made.add_argument("--run", metavar="ID", help="the run to tell of, by its run_id or its beginning [default: the last one]")
+    made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="Flight files, or directories of them.")
+    made.add_argument(
+        "--run", metavar="ID", help="The run to report: its run_id, or the beginning of it. [default: the latest]"
+    )
     arguments.add(made, _STEPS, default=10)
     arguments.add(made, _EVENTS, default=20)
-    made.add_argument("--json", action="store_true", help="a document for programs (its form: docs/terminal.md)")
+    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/terminal.md describes its fields.")
     return made
 
 

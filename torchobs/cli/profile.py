@@ -14,24 +14,24 @@ from torchobs.config.options import Option
 from torchobs.flight.files.control import MAX_PROFILE_STEPS
 
 _DESCRIPTION = """\
-Profile some steps of a running training with torch.profiler, and save the trace, which chrome://tracing or
-https://ui.perfetto.dev shows. Training goes on meanwhile, somewhat slower."""
+Profile some steps of a running training with torch.profiler, and save the trace for https://ui.perfetto.dev or chrome://tracing.
+The training goes on meanwhile, somewhat slower. This machine's exporter has to run: it passes the command on."""
 
 _EXAMPLES = """\
 examples:
   torchobs profile 0                          3 steps of rank 0, to trace-rank0.json.gz
   torchobs profile 3 --steps 10 -o slow.json.gz
-  torchobs profile 0 --wait 600               where a step takes minutes"""
+  torchobs profile 0 --wait 10m               if a step takes minutes"""
 
-_STEPS = Option("steps", option_types.integer(1, MAX_PROFILE_STEPS), "How many.", "3", flag="--steps", metavar="N")
-_WAIT = Option("wait", option_types.duration("0.1s", "1h"), "For how long to wait.", "2m", flag="--wait", metavar="DURATION")
+_STEPS = Option("steps", option_types.integer(1, MAX_PROFILE_STEPS), "Number of steps.", "3", flag="--steps", metavar="N")
+_WAIT = Option("wait", option_types.duration("0.1s", "1h"), "How long to wait for it.", "2m", flag="--wait", metavar="DURATION")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("profile", "torchobs profile [RANK] [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation [default: the only one]")
-    made.add_argument("--output", "-o", metavar="FILE", help="where to [default: trace-rankRANK.json.gz]")
+    made.add_argument("rank", metavar="RANK", nargs="?", help=f"{exporter_client.RANK} [default: the only one]")
+    made.add_argument("--output", "-o", metavar="FILE", help="File to write. [default: trace-rankRANK.json.gz]")
     arguments.add(made, _STEPS, default=3)
     arguments.add(made, _WAIT, default=120.0)
     exporter_client.add_options(made)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import NamedTuple
 
-_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes" + os.sep, "traceable.py", "profiling.py"))
+_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes/", "support/graph_safe.py", "runtime/profiler.py"))
 
 
 class ProgramKind(Enum):

@@ -13,22 +13,23 @@ from torchobs.cli.arguments import CommandError
 
 _WAIT_S = 5.0
 _DESCRIPTION = """\
-Print the stacks of all threads of a rank, or of all ranks: of one that hangs, and of one that is stuck in native code with
-Python's lock held, which has written them down by itself. Names of files and functions, no values."""
+Print the Python stacks of all threads of a rank, or of all ranks, to see where they are: above all, where one hangs. A rank
+that is stuck in native code and holds the GIL cannot answer; it has written its stacks to a file by itself, which is printed.
+Stacks have names of files and functions, and no values. This machine's exporter has to run: it passes the command on."""
 
 _EXAMPLES = """\
 examples:
-  torchobs stacks                 all ranks of this node
+  torchobs stacks                 all ranks of this machine
   torchobs stacks 3               rank 3
   torchobs stacks | grep -A3 MainThread
 
-Exit status: 1 if a rank's stacks could not be had."""
+Exit status: 1 if the stacks of a rank could not be obtained."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("stacks", "torchobs stacks [RANK] [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("rank", metavar="RANK", nargs="?", help="a rank, or its incarnation [default: all]")
+    made.add_argument("rank", metavar="RANK", nargs="?", help=f"{exporter_client.RANK} [default: all]")
     exporter_client.add_options(made)
     return made
 
