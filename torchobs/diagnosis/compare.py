@@ -13,6 +13,7 @@ from torchobs.diagnosis.rank_report import RankReport, Step
 from torchobs.diagnosis.status import compared, started_here
 
 RECENT = 200
+_MOST_NAMED = 8
 _BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
@@ -62,7 +63,7 @@ def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankR
     if len(silent) == 1 and not own:
         text = f"Rank {silent[0].rank} vanished, and {within} the others raised in collective operations: it was likely first."
         return silent[0], text
-    names = text_format.joined(_few([facts.rank for facts in together]))
+    names = text_format.joined([facts.rank for facts in together], _MOST_NAMED)
     return together[0], f"Ranks {names} failed {within}: which was first cannot be told."
 
 
@@ -108,7 +109,3 @@ def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         if furthest - least.last_step > 1:
             text += f" {text_format.plural(len(behind), 'rank')} behind."
         yield Finding(INFO, "out_of_step", text)
-
-
-def _few(names: Sequence[str], most: int = 8) -> list[str]:
-    return [*names[:most], f"{len(names) - most:,} more"] if len(names) > most else list(names)

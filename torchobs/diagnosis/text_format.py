@@ -125,10 +125,12 @@ def plural(count: int, one: str, more: str = "") -> str:
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
-def joined(items: Sequence[object], last: str = "and") -> str:
-    """Return ``a, b and c``."""
-    shown = [str(item) for item in items]
-    return f"{', '.join(shown[:-1])} {last} {shown[-1]}" if len(shown) > 1 else "".join(shown)
+def joined(items: Sequence[object], most: int | None = None) -> str:
+    """Return ``a, b and c``, of more than ``most`` items ``a, b and 3 more``."""
+    shown = [str(item) for item in items[:most]]
+    if len(items) > len(shown):
+        shown.append(f"{len(items) - len(shown):,} more")
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
 def sparkline(values: Iterable[float | None], room: int, *, ascii_only: bool = False) -> str:
