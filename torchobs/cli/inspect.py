@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torchobs.cli import arguments
 from torchobs.cli.arguments import CommandError
-from torchobs.cli.inspect_view import report
+from torchobs.cli.inspect_view import report_lines
 from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
@@ -81,17 +81,17 @@ def main(given: Sequence[str]) -> int:
     else:
         style = style_for(out)
         unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in chosen.bad[:5]]
-        lines = report(chosen.ranks, chosen.launchers, wanted, style)
+        lines = report_lines(chosen.ranks, chosen.launchers, wanted, style)
         if unread or chosen.notes:
             lines += ["", *unread, *chosen.notes]
         out.write("".join(f"{line}\n" for line in lines))
-    return int(any(facts.state not in {"alive", "finished"} for facts in (*chosen.ranks, *chosen.launchers)))
+    return int(any(report.state not in {"alive", "finished"} for report in (*chosen.ranks, *chosen.launchers)))
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
     """Read the files and directories. Raises ``CommandError``, or ``OSError`` for a directory that cannot be read."""
     given = [path for path in paths if not path.is_dir()]
-    ranks, bad = load.facts_of_many(given)
+    ranks, bad = load.load_reports(given)
     notes: list[str] = []
     launchers: list[RankReport] = []
     for path in paths:
@@ -101,9 +101,9 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             found, others = _run(listed.found, run)
             started = _launchers(found)
             launchers += started
-            apart = {facts.header.incarnation for facts in started}
+            apart = {report.header.incarnation for report in started}
             chosen, earlier = load.newest(item for item in found if item.header.incarnation not in apart)
-            more, worse = load.facts_of_many([item.path for item in chosen], load.limit_of(len(chosen)))
+            more, worse = load.load_reports([item.path for item in chosen], load.limit_of(len(chosen)))
             ranks, bad = ranks + more, bad + worse
             notes += _notes(earlier, others)
     if not ranks:
@@ -114,8 +114,8 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
 def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
     """Return the reports of processes that started ranks of this run and made no step themselves."""
     incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
-    facts, _ = load.facts_of_many([item.path for item in found if item.header.incarnation.hex() in incarnations])
-    return [one for one in facts if not one.last_step and not one.partial]
+    reports, _ = load.load_reports([item.path for item in found if item.header.incarnation.hex() in incarnations])
+    return [one for one in reports if not one.last_step and not one.partial]
 
 
 def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[list[LoadedFlight], list[tuple[str, str]]]:

@@ -43,14 +43,14 @@ def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = 
     """Return the findings on a run of one rank or more; ``launchers``: processes that only started the ranks."""
     together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
     first, _ = first_failed(ranks)
-    stuck = (facts for facts in ranks if facts.state not in {"alive", "finished"})
+    stuck = (report for report in ranks if report.state not in {"alive", "finished"})
     principal = ranks.index(first or next(stuck, ranks[0]))
-    return RunDiagnosis(health(run_status(ranks)), together, [diagnose(facts) for facts in ranks], principal)
+    return RunDiagnosis(health(run_status(ranks)), together, [diagnose(report) for report in ranks], principal)
 
 
-def diagnose(facts: RankReport) -> list[Finding]:
+def diagnose(report: RankReport) -> list[Finding]:
     """Return the findings on a rank: first how it ended, then the others, the worst first."""
-    first, *rest = chain.from_iterable(rule(facts) for rule in _RULES)
+    first, *rest = chain.from_iterable(rule(report) for rule in _RULES)
     return [first, *sorted(rest, key=lambda finding: _ORDER.index(finding.severity))]
 
 

@@ -177,42 +177,42 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
 
 def run_status(ranks: Sequence[RankReport]) -> RunStatus:
     """Return the status of a run from its reports, at the last sign of life of any rank."""
-    last_s = max(facts.last_s for facts in ranks)
-    sizes = [size for facts in ranks if isinstance(size := facts.header.resource.get("world_size"), int)]
+    last_s = max(report.last_s for report in ranks)
+    sizes = [size for report in ranks if isinstance(size := report.header.resource.get("world_size"), int)]
     here = max(started_here(ranks), len(ranks))
     return RunStatus(compared(ranks, last_s), here, max([*sizes, here]))
 
 
 def started_here(ranks: Sequence[RankReport]) -> int:
     """Return how many ranks the launcher started on the machine of the reports; 0 if unknown, or of several machines."""
-    sizes = {facts.header.resource.get("local_world_size") for facts in ranks}
-    size = sizes.pop() if len(sizes) == 1 and len({facts.described("host") for facts in ranks}) == 1 else None
+    sizes = {report.header.resource.get("local_world_size") for report in ranks}
+    size = sizes.pop() if len(sizes) == 1 and len({report.described("host") for report in ranks}) == 1 else None
     return size if isinstance(size, int) else 0
 
 
 def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[RankStatus]:
     """Return the status of each rank of a run, compared with the others by their latest steps."""
-    slow = stragglers.slowness({facts.rank: facts.pace.spent for facts in ranks if facts.pace})
-    return [replace(reported(facts, now_s), slowness=slow.get(facts.rank)) for facts in ranks]
+    slow = stragglers.slowness({report.rank: report.pace.spent for report in ranks if report.pace})
+    return [replace(reported(report, now_s), slowness=slow.get(report.rank)) for report in ranks]
 
 
-def reported(facts: RankReport, now_s: float | None = None) -> RankStatus:
+def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
     """Return the status of a rank from its report. ``now_s``: Unix time, by default its last sign of life."""
-    last_s = facts.last_s if now_s is None else now_s
-    trains = facts.state == "alive" and facts.phase != "idle"
+    last_s = report.last_s if now_s is None else now_s
+    trains = report.state == "alive" and report.phase != "idle"
     return rank_status(
-        facts.value,
-        rank=facts.rank,
-        state=facts.state,
-        reason=facts.reason,
-        up=facts.up,
-        phase=facts.phase,
+        report.value,
+        rank=report.rank,
+        state=report.state,
+        reason=report.reason,
+        up=report.up,
+        phase=report.phase,
         recorded=True,
-        beat_age_s=max(0.0, last_s - facts.last_s),
-        progress_age_s=max(0.0, last_s - (facts.steps[-1].end_s if facts.steps else facts.start_s)),
-        per_s=facts.pace.per_s if trains and facts.pace else None,
-        loss=last_loss(facts.value, last_known([step.loss for step in facts.steps])),
-        steps=int(facts.value(catalog.STEPS) or facts.last_step),
+        beat_age_s=max(0.0, last_s - report.last_s),
+        progress_age_s=max(0.0, last_s - (report.steps[-1].end_s if report.steps else report.start_s)),
+        per_s=report.pace.per_s if trains and report.pace else None,
+        loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
+        steps=int(report.value(catalog.STEPS) or report.last_step),
     )
 
 

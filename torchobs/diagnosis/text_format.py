@@ -34,7 +34,7 @@ def clean(value: object, longest: int = _LONGEST) -> str:
     return "".join("?" if unicodedata.category(char) in _FORBIDDEN else char for char in text)
 
 
-def place(text: str) -> str:
+def source_location(text: str) -> str:
     """Return a source location, shortened to start at the package's name for installed packages."""
     return re.sub(r"[^\s'\"]*/(?:site|dist)-packages/", "", text)
 
