@@ -74,13 +74,13 @@ def test_the_help_fits_the_terminal(columns: int) -> None:
     shown = torchobs("exporter", "--help", COLUMNS=str(columns)).stdout
     explained, _, examples = shown.partition("examples:")
     assert max(map(len, explained.splitlines())) in range(min(columns, 128) - 12, min(columns, 128) - 1)
-    assert "  torchobs exporter --flight-dir /dev/shm/run7        the files of one directory\n" in examples
+    assert "  torchobs exporter --flight-dir /dev/shm/run7        another directory\n" in examples
 
 
 def test_the_help_is_in_groups_and_says_what_holds_by_default() -> None:
     """What belongs together stands together; where OpenTelemetry's variable has another unit, it is told."""
     shown = " ".join(torchobs("exporter", "--help").stdout.split())
-    titles = ["where to serve:", "limits:", "commands to the ranks:", "push over OTLP:", "log:"]
+    titles = ["where to serve:", "limits:", "commands to ranks:", "push over OTLP:", "log:"]
     assert all(title in shown for title in titles)
     assert "[env: TORCHOBS_EXPORTER_GRACE] [default: 5m]" in shown
     assert "OTEL_EXPORTER_OTLP_TIMEOUT (milliseconds, at least 1)] [default: 10s]" in shown

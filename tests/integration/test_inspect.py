@@ -20,7 +20,7 @@ import pytest
 from tests.rank_files import BOOT, BORN_WALL_NS, PHASES_S, File, live_rank, train
 from tests.support import ROOT, clean_environment, wait_until
 from torchobs import catalog
-from torchobs.cli import inspect
+from torchobs.cli import dispatch
 from torchobs.flight.files.artifacts import named
 from torchobs.flight.format.layout import Exit, Live
 from torchobs.flight.format.step_record import RecordKind, StepFlag
@@ -32,7 +32,7 @@ EXIT_WORD = 4096 // 8 + Live.EXIT
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str]:
     """Exit status and what was printed."""
-    status = inspect.main([str(argument) for argument in arguments])
+    status = dispatch.main(["inspect", *map(str, arguments)])
     return status, capsys.readouterr().out
 
 
@@ -163,7 +163,7 @@ def test_of_several_runs_the_last_one_is_told_and_the_others_named(tmp_path: Pat
     assert [rank["run_id"] for rank in document(capsys, tmp_path)["ranks"]] == ["late"]
     assert [rank["run_id"] for rank in document(capsys, tmp_path, "--run", "ear")["ranks"]] == ["early"]
     assert "1 other run in this directory: --run early" in inspected(capsys, tmp_path)[1]
-    assert inspect.main([str(tmp_path), "--run", "none"]) == 2
+    assert dispatch.main(["inspect", str(tmp_path), "--run", "none"]) == 2
     assert "no run 'none'" in capsys.readouterr().err
 
 
@@ -282,7 +282,7 @@ def test_rubbish_is_refused_with_the_reason(tmp_path: Path, rubbish: bytes, caps
     """By a path, and in a directory beside a good file, which is told all the same."""
     bad = tmp_path / f"r9-{0:032x}.flight"
     bad.write_bytes(rubbish)
-    assert inspect.main([str(bad)]) == 2
+    assert dispatch.main(["inspect", str(bad)]) == 2
     assert f"nothing readable: {bad.name}: " in capsys.readouterr().err
     dead(tmp_path).save()
     status, out = inspected(capsys, tmp_path)
@@ -292,9 +292,9 @@ def test_rubbish_is_refused_with_the_reason(tmp_path: Path, rubbish: bytes, caps
 
 def test_what_is_not_there_is_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An empty directory, a missing path, no directory at all."""
-    assert inspect.main([str(tmp_path)]) == 2
+    assert dispatch.main(["inspect", str(tmp_path)]) == 2
     assert "torchobs run train.py" in capsys.readouterr().err
-    assert inspect.main([str(tmp_path / "nowhere")]) == 2
+    assert dispatch.main(["inspect", str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
 
 
@@ -352,8 +352,8 @@ def test_no_damage_makes_it_raise(tmp_path: Path, capsys: pytest.CaptureFixture[
         for _ in range(random.choice((0, 1, 100, 5000))):
             damaged[random.randrange(4096, len(damaged))] = random.randrange(256)
         target.write_bytes(damaged)
-        assert inspect.main([str(target)]) in {0, 1, 2}
-        assert inspect.main([str(target), "--json"]) in {0, 1, 2}
+        assert dispatch.main(["inspect", str(target)]) in {0, 1, 2}
+        assert dispatch.main(["inspect", str(target), "--json"]) in {0, 1, 2}
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert header.incarnation.hex() in shown

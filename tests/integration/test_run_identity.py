@@ -54,6 +54,12 @@ SCRIPTS = {
     # how it fails
     "error": "def f():\n    1 / 0\nf()",
     "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('x') from error",
+    "clipping": """
+        import torch
+        model = torch.nn.Linear(2, 1)
+        (model(torch.ones(1, 2)).sum() * float("nan")).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    """,
     "backward": """
         import torch
         def train(x):

@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def slowed(one: RankView, phase: int, by_s: float) -> RankView:
     """The same rank, whose steps take so much longer in a phase."""
     assert one.pace is not None
     times = [seconds + by_s * (index == phase) for index, seconds in enumerate(one.pace.phases_s)]
-    return one._replace(pace=one.pace._replace(phases_s=tuple(times)))
+    return replace(one, pace=one.pace._replace(phases_s=tuple(times)))
 
 
 def test_ranks_as_fast_as_each_other_keep_their_places(tmp_path: Path) -> None:

@@ -42,6 +42,18 @@ def test_the_rank_whose_own_phases_are_longest_is_the_slowest() -> None:
     )
 
 
+def test_the_times_told_are_those_of_the_rank_that_is_told() -> None:
+    """A rank that has ended was slower still, in another phase; those that live wait for rank 1."""
+    ended = rank(3, phases={**PHASES, "forward": 0.9})
+    alive = [
+        rank(number, phases=phases, state="alive", reason="", up=True)
+        for number, phases in enumerate(({**PHASES, "backward": 0.25}, {**PHASES, "data": 0.21}, {**PHASES, "backward": 0.25}))
+    ]
+    text = told(*alive, ended)["slowest_rank"]
+    assert text.startswith("Rank 1 is ")
+    assert text.endswith(" in data. It took 210 ms a step for data, and the others 10 ms, who waited.")
+
+
 def test_small_differences_have_no_slowest_rank() -> None:
     """Somebody is always last: by less than a tenth of a step it is noise."""
     assert "slowest_rank" not in told(rank(0), rank(1, phases={**PHASES, "data": 0.0149}))

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchobs.config import settings
+from torchobs.config.option_types import ValueKind
+from torchobs.config.options import Option
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from _typeshed import SupportsWrite
-
-    from torchobs.config.option_types import ValueKind
-    from torchobs.config.options import Option
 
 DIRECTORY = settings.named("flight_dir")._replace(flag="--dir", metavar="DIR")
 """The option for the flight directory, which most commands have."""
 
 _WIDEST = 128
+
+
+class CommandError(Exception):
+    """A command cannot do what was asked; the message says why, and what to do. It ends with ``status``."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,20 +7,18 @@ script, which is why a shell's start file sources the output instead of a copy o
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments
 from torchobs.cli.dispatch import BRIEFS
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 _DESCRIPTION = """\
-Print a script that makes the TAB key complete commands, options and their values. The shell's start file runs it, so that it is
-always that of the installed version. It takes shtab, which the extra `exporter` installs."""
+Print a script that completes commands, options and their values when TAB is pressed. Have the shell's start file run this
+command, as below: then the script is always that of the installed version. It needs shtab, which the extra `exporter`
+installs."""
 
 _EXAMPLES = """\
 examples:
@@ -34,7 +32,7 @@ examples:
 def parser() -> arguments.Parser:
     """Return the command's parser."""
     made = arguments.parser("completion", f"torchobs completion {'|'.join(SHELLS)}", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("shell", choices=SHELLS, help="the shell to make it for")
+    made.add_argument("shell", choices=SHELLS, help="The shell that will run the script.")
     return made
 
 
@@ -59,7 +57,7 @@ def whole_parser() -> arguments.Parser:
 
     offered = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "PATH": shtab.FILE, "FILE|DIR": shtab.FILE}
     whole = arguments.Parser("torchobs")
-    whole.add_argument("--version", action="store_true", help="show the version and end")
+    whole.add_argument("--version", action="store_true", help="Show the version and end.")
     commands = whole.add_subparsers()
     for name, brief in BRIEFS.items():
         made = import_module(f"torchobs.cli.{name}").parser()

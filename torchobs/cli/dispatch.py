@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from torchobs._version import __version__
 from torchobs.cli import stdio_guard
+from torchobs.cli.arguments import CommandError
 from torchobs.config import option_types
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 BRIEFS = {
-    "run": "Run a training script with torchobs watching it.",
-    "top": "Watch the ranks of this machine live.",
-    "inspect": "Say what became of a run, from its flight files.",
-    "stacks": "Print what the threads of a rank are doing.",
-    "profile": "Save a profiler's trace of some steps of a rank.",
-    "level": "Change how much is watched while training runs.",
-    "doctor": "Check this machine, and say what to do.",
-    "exporter": "Serve the flight files of a directory to Prometheus.",
-    "completion": "Print the completion script of a shell.",
+    "run": "Run a training script and record what happens in it.",
+    "top": "Show the ranks (training processes) of this machine live.",
+    "inspect": "Report what happened to a run, also after it died.",
+    "stacks": "Print the stacks of a rank's threads, to see where it hangs.",
+    "profile": "Profile some steps of a running rank with torch.profiler.",
+    "level": "Change how much is recorded of a running training.",
+    "doctor": "Check whether torchobs can work here, with remedies.",
+    "exporter": "Serve the metrics of a machine's trainings to Prometheus.",
+    "completion": "Print a script for the TAB key of a shell.",
 }
 OPTIONS = ("--help", "--version")
 
 _HELP = """\
 Usage: torchobs COMMAND [options] …
 
-Watch PyTorch training runs: what every rank does, and when one goes bad.
+Watch PyTorch training runs: what every rank does, and when one goes bad. Each rank records itself in a flight file,
+a small file that outlives it, and the commands read these files.
 
 Commands:
 {commands}
@@ -42,12 +41,12 @@ Commands:
 examples:
   torchobs run train.py --lr 3e-4            watch a training without changing it
   torchobs top                               see its ranks from another terminal, also over ssh
-  torchobs inspect                           after it died: what happened, and when it began
-  torchobs stacks 3                          it hangs: where
-  torchobs doctor                            when something is not shown: what is missing here, and the remedy
+  torchobs inspect                           what happened to it, also after it died
+  torchobs stacks 3                          where rank 3 hangs
+  torchobs doctor                            what keeps torchobs from working here, and the remedy
   source <(torchobs completion bash)         the TAB key completes commands and options
 
-`torchobs COMMAND --help` has more examples. Options: --help, --version."""
+`torchobs COMMAND --help` explains a command. Options: --help, --version."""
 
 _EXTRA = frozenset({"shtab", "prometheus_client", "starlette", "uvicorn", "h11", "anyio", "opentelemetry", "msgspec", "yaml"})
 
@@ -84,6 +83,9 @@ def _call(name: str, arguments: Sequence[str]) -> int:
     try:
         with _sigterm_kept_back() if name == "exporter" else nullcontext():
             return int(import_module(f"torchobs.cli.{name}").main(arguments))
+    except CommandError as problem:
+        sys.stderr.write(f"torchobs {name}: {problem}\n")
+        return problem.status
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if name == "run" or package not in _EXTRA:

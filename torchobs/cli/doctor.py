@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from torchobs._version import __version__
 from torchobs.cli import arguments, doctor_checks
@@ -16,14 +17,11 @@ from torchobs.config import settings
 from torchobs.diagnosis import text_format
 from torchobs.flight.files.location import find_existing
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Sequence
-
 _DESCRIPTION = """\
-Check this machine, container or pod: torch, which probes work (by five steps of a training in a process of its own), the flight
-directory and why it is there, its modes, room, the exporter, clock, shared memory, cgroup, GPUs, extras, and variables that
-nobody reads. Each with what to do. It changes nothing."""
+Check whether torchobs can do its work on this machine, in this container or pod, and print a remedy for each problem: torch,
+which probes work (by a training of five steps in another process), which flight directory is used and why, its permissions and
+free space, the exporter, clock, shared memory, cgroup, GPUs, optional packages, misspelt environment variables. It changes
+nothing."""
 
 _EXAMPLES = """\
 examples:
@@ -41,8 +39,8 @@ VERSION = 1
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("doctor", "torchobs doctor [options]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("--no-training", action="store_true", help="leave out the five steps, which import torch")
-    made.add_argument("--json", action="store_true", help="a document for programs")
+    made.add_argument("--no-training", action="store_true", help="Leave out the training of five steps, which imports torch.")
+    made.add_argument("--json", action="store_true", help="Print JSON for programs.")
     return made
 
 

@@ -12,17 +12,15 @@ import re
 import stat
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs.config import settings
 from torchobs.diagnosis import text_format
 from torchobs.exporter import config
 from torchobs.flight.files import headroom, location
 from torchobs.node import announcement
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 LEAST_TORCH = (2, 4)

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import platform
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from torchobs._version import __version__
 from torchobs.cli import arguments
 from torchobs.config import option_types, settings
 from torchobs.exporter import config, log_format
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 _DESCRIPTION = """\
-Serve what training processes write down about themselves to Prometheus.
+Serve the metrics of training processes to Prometheus, and a live page for people.
 
-Every rank that calls torchobs.init(), or runs under `torchobs run`, keeps a flight file. The exporter reads those of one
-directory, adds what only an outside process can see (is the rank alive, is it hung, how did it end), and serves all of it at
-/metrics. It never writes there, and a training never waits for it: it may be started, stopped and restarted at any time."""
+Every rank that calls torchobs.init(), or runs under `torchobs run`, records itself in a flight file. The exporter reads all of
+them in one directory, adds what only another process can know (whether a rank is alive, hangs, or how it ended), and serves the
+result at /metrics. It never writes there, and no training waits for it: it can be started, stopped and restarted any time."""
 
 _EXAMPLES = """\
 examples:
-  torchobs exporter                                   on the port 10960, with the files where this user's trainings put them
-  torchobs exporter --flight-dir /dev/shm/run7        the files of one directory
+  torchobs exporter                                   port 10960, the directory that this user's trainings write to
+  torchobs exporter --flight-dir /dev/shm/run7        another directory
   torchobs exporter --web.listen-address 127.0.0.1:9000 --web.listen-address '[::1]:9000'
   curl -s localhost:10960/metrics | grep torchobs_rank_state
 
-In Kubernetes it is a native sidecar. There it never leaves by itself, whatever is wrong with its configuration, for kubelet
-starts no training beside a sidecar that fails: it serves what it can, and torchobs_exporter_config_ok is 0. On SIGTERM it waits
-until every scraper it has seen has fetched the final state. Every option is also a variable; an option beats its variable."""
+In Kubernetes it is a native sidecar. As kubelet starts no training beside a sidecar that fails, it never ends by itself there,
+whatever is wrong with its configuration: it serves what it can, and torchobs_exporter_config_ok is 0. On SIGTERM it waits until
+every scraper that it knows has fetched the final state. Every option is also an environment variable, which it overrides."""
 
 _GROUPS = {
     "where to serve": ("--web.",),
     "limits": ("--series-limit", "--memory-limit", "--drop-metrics"),
-    "commands to the ranks": ("--api.", "--control."),
-    "numbers of the machine": ("--collect.", "--path."),
+    "commands to ranks": ("--api.", "--control."),
+    "metrics of the machine": ("--collect.", "--path."),
     "push over OTLP": ("--otlp.",),
     "log": ("--log.",),
 }
@@ -61,7 +59,7 @@ def parser(*, lenient: bool = False) -> arguments.Parser:
     """Return the command's parser; see :func:`torchobs.cli.arguments.add`."""
     made = arguments.parser("exporter", "torchobs exporter [options]", _DESCRIPTION, _EXAMPLES, _Parser)
     version = f"torchobs exporter {__version__} (Python {platform.python_version()})"
-    made.add_argument("--version", action="version", version=version, help="show the version and end")
+    made.add_argument("--version", action="version", version=version, help="Show the version and end.")
     groups = {
         prefix: group
         for title, prefixes in _GROUPS.items()

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import socket
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 from torchobs.cli import arguments
+from torchobs.cli.arguments import CommandError
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.exporter.api import unix_socket_path
 from torchobs.exporter.http import unix_socket
 from torchobs.flight.files.location import find_existing
-
-if TYPE_CHECKING:
-    import argparse
 
 _SOCKET = Option(
     "socket",
@@ -29,12 +27,10 @@ _SOCKET = Option(
     flag="--socket",
     metavar="PATH",
 )
+RANK = "A rank's number, or its incarnation (the id of one process)."
+"""Help text of the argument."""
 TIMEOUT_S = 30.0
 POLL_S = 0.2
-
-
-class RefusedError(Exception):
-    """The exporter is not reachable or refuses; the message says why, and what to do."""
 
 
 class _Connection(http.client.HTTPConnection):
@@ -55,31 +51,31 @@ def add_options(parser: arguments.Parser) -> None:
 
 
 def socket_of(options: argparse.Namespace) -> Path:
-    """Return the path of the exporter's socket. Raises :class:`RefusedError`."""
+    """Return the path of the exporter's socket. Raises ``CommandError``."""
     if options.socket:
         return Path(options.socket)
     environ = settings.environment()
     chosen, _ = settings.resolve({"flight_dir": options.flight_dir}, environ)
     directory = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, environ.get("XDG_RUNTIME_DIR"))
     if directory is None:
-        raise RefusedError("no training of this user has been here yet; --dir names another directory")
+        raise CommandError("no training of this user has run here yet; --dir names another flight directory")
     return Path(directory) / unix_socket_path.NAME
 
 
 def post(path: Path, what: str, content: object, rank: str | None) -> Any:
-    """Send a command and return the answer. Raises :class:`RefusedError`."""
+    """Send a command and return the answer. Raises ``CommandError``."""
     query = f"?{urlencode({'rank': rank})}" if rank is not None else ""
     status, body = _ask(path, "POST", f"/api/v1{what}{query}", json.dumps(content))
     answer = json.loads(body)
     if status >= http.client.BAD_REQUEST:
-        raise RefusedError(answer.get("detail", str(status)))
+        raise CommandError(answer.get("detail", str(status)))
     return answer
 
 
 def evidence(path: Path, href: str, timeout_s: float) -> bytes | None:
     """Wait for an artifact and return it; ``None`` on timeout.
 
-    Raises :class:`RefusedError`, also when the rank reports that it could not be written.
+    Raises ``CommandError``, also when the rank reports that it could not be written.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -87,16 +83,10 @@ def evidence(path: Path, href: str, timeout_s: float) -> bytes | None:
         if status == http.client.OK:
             return body
         if status == http.client.GONE:
-            raise RefusedError(json.loads(body)["detail"])
+            raise CommandError(json.loads(body)["detail"])
         if time.monotonic() > deadline_s:
             return None
         time.sleep(POLL_S)
-
-
-def refused(name: str, why: RefusedError) -> int:
-    """Print why it was refused; return the exit status."""
-    sys.stderr.write(f"torchobs {name}: {why}\n")
-    return 1
 
 
 def _ask(path: Path, method: str, target: str, content: str | None = None) -> tuple[int, bytes]:
@@ -108,6 +98,6 @@ def _ask(path: Path, method: str, target: str, content: str | None = None) -> tu
     except OSError as problem:
         reason = problem.strerror or problem
         hint = "`torchobs run` starts an exporter, `torchobs exporter --mode node` is one; a sidecar needs --api.socket"
-        raise RefusedError(f"no exporter answers at {path}: {reason}. {hint}") from None
+        raise CommandError(f"no exporter answers at {path}: {reason}. {hint}") from None
     finally:
         connection.close()

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs.cli import arguments
-from torchobs.cli.inspect_view import report
+from torchobs.cli.arguments import CommandError
+from torchobs.cli.inspect_view import report_lines
 from torchobs.cli.terminal_style import style_for, tolerant
 from torchobs.config import option_types, settings
 from torchobs.config.options import Option
 from torchobs.diagnosis import load, text_format
-from torchobs.diagnosis.exit_cause import ending, where
 from torchobs.diagnosis.json_report import Options, document
+from torchobs.diagnosis.load import LoadedFlight
+from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.files.location import find_existing
 from torchobs.runtime.spawned_ranks import LAUNCHED_BY
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from torchobs.diagnosis.load import LoadedFlight
-    from torchobs.diagnosis.rank_report import RankReport
-
 _DESCRIPTION = """\
-Say what became of a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events. It
-reads the flight files, which outlive the training however it ended; nothing has to run. Without a path it looks where this
-user's trainings put them. Of several runs in a directory the last one is told; --run chooses another."""
+Report what happened to a run: how each rank ended, what went wrong first, the last steps, where the time went, memory, events.
+It reads the flight files, in which the ranks record themselves and which stay however they end; nothing has to run. Without a
+path it reads the directory that this user's trainings write to. Of several runs there the latest is reported; --run selects
+another."""
 
 _EXAMPLES = """\
 examples:
-  torchobs inspect                                  the last run on this machine
+  torchobs inspect                                  the latest run on this machine
   torchobs inspect /dev/shm/torchobs-1000 --run 4711
-                                                    another run, by its run_id (or the beginning of it)
-  torchobs inspect r0-3f…9a.flight --steps 50       one rank; a copy (kubectl cp) does, even a part of one
+                                                    another run, by its run_id or the beginning of it
+  torchobs inspect r0-3f…9a.flight --steps 50       one rank; also from a copy (kubectl cp), or a part of one
   torchobs inspect --json | jq '.ranks[] | {rank, state, exit}'
 
-Exit status: 0 if every rank is alive or finished, 1 if one failed, is lost or hangs, 2 if there was nothing to read."""
+Exit status: 0 if every rank is alive or finished, 1 if one failed, was lost or hangs, 2 if there was nothing to read."""
 
 _MOST = option_types.integer(0, 1_000_000)  # beyond any file's capacity
-_STEPS = Option("steps", _MOST, "How many of the last steps.", "10", flag="--steps", metavar="N")
-_EVENTS = Option("events", _MOST, "How many of the last events.", "20", flag="--events", metavar="N")
+_STEPS = Option("steps", _MOST, "Number of last steps to list.", "10", flag="--steps", metavar="N")
+_EVENTS = Option("events", _MOST, "Number of last events to list.", "20", flag="--events", metavar="N")
+_NOTHING = 2
+"""Exit status if there was nothing to read."""
 
 
 class Chosen(NamedTuple):
@@ -55,18 +55,16 @@ class Chosen(NamedTuple):
     """processes that only started the ranks"""
 
 
-class NothingError(Exception):
-    """There is nothing to report; the message says what to do."""
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("inspect", "torchobs inspect [options] [FILE|DIR …]", _DESCRIPTION, _EXAMPLES)
-    made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="flight files, or a directory of them")
-    made.add_argument("--run", metavar="ID", help="the run to tell of, by its run_id or its beginning [default: the last one]")
+    made.add_argument("paths", nargs="*", metavar="FILE|DIR", type=Path, help="Flight files, or directories of them.")
+    made.add_argument(
+        "--run", metavar="ID", help="The run to report: its run_id, or the beginning of it. [default: the latest]"
+    )
     arguments.add(made, _STEPS, default=10)
     arguments.add(made, _EVENTS, default=20)
-    made.add_argument("--json", action="store_true", help="a document for programs (its form: docs/terminal.md)")
+    made.add_argument("--json", action="store_true", help="Print JSON for programs; docs/terminal.md describes its fields.")
     return made
 
 
@@ -76,23 +74,24 @@ def main(given: Sequence[str]) -> int:
     out, wanted = tolerant(sys.stdout), Options(options.steps, options.events)
     try:
         chosen = choose(options.paths or [_default()], options.run)
-    except (NothingError, OSError) as problem:
-        print(f"torchobs inspect: {load.reason(problem) if isinstance(problem, OSError) else problem}", file=sys.stderr)  # noqa: T201
-        return 2
+    except OSError as problem:
+        raise CommandError(load.reason(problem), _NOTHING) from None
     if options.json:
-        out.write(json.dumps(document(chosen.ranks, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
+        out.write(json.dumps(document(chosen.ranks, chosen.launchers, chosen.bad, wanted), indent=2, allow_nan=False) + "\n")
     else:
         style = style_for(out)
         unread = [text_format.cut(f"not read: {text_format.clean(name)}: {why}", style.width) for name, why in chosen.bad[:5]]
-        lines = [*report(chosen.ranks, wanted, style), *(["", *unread, *chosen.notes] if unread or chosen.notes else [])]
+        lines = report_lines(chosen.ranks, chosen.launchers, wanted, style)
+        if unread or chosen.notes:
+            lines += ["", *unread, *chosen.notes]
         out.write("".join(f"{line}\n" for line in lines))
-    return int(any(facts.state not in {"alive", "finished"} for facts in (*chosen.ranks, *chosen.launchers)))
+    return int(any(report.state not in {"alive", "finished"} for report in (*chosen.ranks, *chosen.launchers)))
 
 
 def choose(paths: Sequence[Path], run: str | None) -> Chosen:
-    """Read the files and directories. Raises :class:`NothingError`, or ``OSError`` for a directory that cannot be read."""
+    """Read the files and directories. Raises ``CommandError``, or ``OSError`` for a directory that cannot be read."""
     given = [path for path in paths if not path.is_dir()]
-    ranks, bad = load.facts_of_many(given)
+    ranks, bad = load.load_reports(given)
     notes: list[str] = []
     launchers: list[RankReport] = []
     for path in paths:
@@ -102,29 +101,21 @@ def choose(paths: Sequence[Path], run: str | None) -> Chosen:
             found, others = _run(listed.found, run)
             started = _launchers(found)
             launchers += started
-            apart = {facts.header.incarnation for facts in started}
+            apart = {report.header.incarnation for report in started}
             chosen, earlier = load.newest(item for item in found if item.header.incarnation not in apart)
-            more, worse = load.facts_of_many([item.path for item in chosen], load.limit_of(len(chosen)))
+            more, worse = load.load_reports([item.path for item in chosen], load.limit_of(len(chosen)))
             ranks, bad = ranks + more, bad + worse
-            notes += [*filter(None, map(_launched, started)), *_notes(earlier, others)]
+            notes += _notes(earlier, others)
     if not ranks:
-        raise NothingError(_nothing(paths, bad, run))
+        raise CommandError(_nothing(paths, bad, run), _NOTHING)
     return Chosen(ranks, bad, notes, launchers)
 
 
 def _launchers(found: Sequence[LoadedFlight]) -> list[RankReport]:
     """Return the reports of processes that started ranks of this run and made no step themselves."""
     incarnations = {item.header.resource.get(LAUNCHED_BY) for item in found}
-    facts, _ = load.facts_of_many([item.path for item in found if item.header.incarnation.hex() in incarnations])
-    return [one for one in facts if not one.last_step and not one.partial]
-
-
-def _launched(facts: RankReport) -> str:
-    """Return how the process that started the ranks ended, if abnormally."""
-    if facts.state in {"alive", "finished"}:
-        return ""
-    text = next(ending(facts)).text.removeprefix(f"Rank {facts.rank} ").replace(f", {where(facts)}", "")
-    return f"The process that started the ranks {text}"
+    reports, _ = load.load_reports([item.path for item in found if item.header.incarnation.hex() in incarnations])
+    return [one for one in reports if not one.last_step and not one.partial]
 
 
 def _run(found: Sequence[LoadedFlight], run: str | None) -> tuple[list[LoadedFlight], list[tuple[str, str]]]:
@@ -152,7 +143,9 @@ def _default() -> Path:
     chosen, _ = settings.resolve({})
     path = find_existing(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
     if path is None:
-        raise NothingError("no flight directory is there yet: `torchobs run train.py` makes one, `torchobs doctor` says where")
+        raise CommandError(
+            "there is no flight directory yet: `torchobs run train.py` creates one, `torchobs doctor` shows where", _NOTHING
+        )
     return Path(path)
 
 

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain, groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from math import isfinite
-from typing import TYPE_CHECKING
+from operator import itemgetter
 
 from torchobs import catalog
 from torchobs.cli.table import Column, bullets, flow, shares, table
-from torchobs.cli.terminal_style import STATE_COLOURS
+from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.diagnosis import text_format
-from torchobs.diagnosis.compare import compare, first_failed, typical_phases
-from torchobs.diagnosis.diagnosis import diagnose, worst
-from torchobs.diagnosis.health import BADGES, ERROR, LEVELS, WARNING, Finding
-from torchobs.diagnosis.json_report import device_memory, memory
-from torchobs.diagnosis.standing import run_health
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torchobs.cli.terminal_style import TerminalStyle
-    from torchobs.diagnosis.json_report import Options
-    from torchobs.diagnosis.rank_report import Fact, RankReport
-    from torchobs.diagnosis.scalars import Point
+from torchobs.diagnosis.compare import typical_phases
+from torchobs.diagnosis.diagnosis import RunDiagnosis, diagnose_run
+from torchobs.diagnosis.health import ERROR, WARNING, Finding
+from torchobs.diagnosis.json_report import Options, device_memory, memory
+from torchobs.diagnosis.rank_report import Fact, RankReport
+from torchobs.diagnosis.scalars import Point
+from torchobs.diagnosis.status import last_known
 
 _COLOURS = {ERROR: "red", WARNING: "yellow"}
 _MANY = 40
@@ -40,120 +35,91 @@ _RANK_COLUMNS = (
 )  # fmt: skip
 
 
-def report(ranks: Sequence[RankReport], options: Options, style: TerminalStyle) -> list[str]:
-    """Return the whole report of a run's ranks."""
-    lines = [*_heading(ranks, style), "", *_diagnosis(ranks, style)]
+def report_lines(
+    ranks: Sequence[RankReport], launchers: Sequence[RankReport], options: Options, style: TerminalStyle
+) -> list[str]:
+    """Return the whole report of a run; ``launchers``: processes that only started its ranks."""
+    known = diagnose_run(ranks, launchers)
+    lines = [*_heading(ranks, style), "", style("bold", "What happened")]
+    for finding in (known.verdict, *known.together, *_shown_findings(ranks, known)):
+        lines += (style(_COLOURS.get(finding.severity, ""), line) for line in bullets([finding.text], style.width))
     if len(ranks) > 1:
         lines += ["", style("bold", "Ranks"), *_ranks(ranks, style)]
-    for facts in shown_in_full(ranks):
-        lines += _rank(facts, options, style, alone=len(ranks) == 1)
-    return lines
-
-
-def shown_in_full(ranks: Sequence[RankReport]) -> list[RankReport]:
-    """Return the ranks to show in full: the one that failed first, else one that hangs, else the first."""
-    first, _ = first_failed(ranks)
-    stuck = [facts for facts in ranks if facts.state not in {"alive", "finished"}]
-    return [first] if first else stuck[:1] or list(ranks[:1])
+    return [*lines, *_rank(ranks[known.principal], options, style, alone=len(ranks) == 1)]
 
 
 def _heading(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]:
     first = ranks[0]
     job_name, run_id, _ = first.identity
-    begun, ended = min(facts.start_s for facts in ranks), max(facts.last_s for facts in ranks)
+    begun, ended = min(report.start_s for report in ranks), max(report.last_s for report in ranks)
     yield text_format.cut(f"{style('bold', job_name)}  {run_id}", style.width + (8 if style.colour else 0))
-    hosts = sorted({facts.described("host") for facts in ranks} - {""})
+    hosts = sorted({report.described("host") for report in ranks} - {""})
     where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} hosts" if hosts else ""
     world = first.header.resource.get("world_size")
     of = f" of {world}" if isinstance(world, int) and world > len(ranks) else ""
     versions = [f"{name} {first.described(f'{name}_version')}" for name in ("torch", "python", "torchobs")]
-    facts = [
+    parts = [
         f"{text_format.plural(len(ranks), 'rank')}{of} {where}".strip(), first.described("script"),
         f"started by {first.described('launcher')}", *(text for text in versions if not text.endswith(" ")),
         f"attempt {first.restart + 1}" if first.restart else "",
     ]  # fmt: skip
-    yield from flow([fact for fact in facts if fact], style.width)
+    yield from flow([part for part in parts if part], style.width)
     yield text_format.cut(
         f"{text_format.moment(begun)} to {text_format.moment(ended)} ({text_format.duration(ended - begun)})", style.width
     )
 
 
-def _diagnosis(ranks: Sequence[RankReport], style: TerminalStyle) -> Iterator[str]:
-    together = compare(ranks)
-    yield style("bold", "What happened")
-    findings = [verdict(ranks), *together, *_shown_findings(ranks)]
-    for finding in findings:
-        first, *rest = bullets([finding.text], style.width)
-        yield from (style(_COLOURS.get(finding.severity, ""), line) for line in (first, *rest))
-
-
-def verdict(ranks: Sequence[RankReport]) -> Finding:
-    """Return the live page's health of the run, with the worst severity of that and of all findings in the files."""
-    known = run_health(ranks)
-    found = [*compare(ranks), *chain.from_iterable(diagnose(facts) for facts in ranks)]
-    level = max(known.level, LEVELS[worst(found)], key=lambda level: level.value)
-    severity = next(name for name, one in LEVELS.items() if one is level)
-    return Finding(severity, "verdict", f"{BADGES[level]}. {known.headline}")
-
-
-def _shown_findings(ranks: Sequence[RankReport]) -> Iterator[Finding]:
+def _shown_findings(ranks: Sequence[RankReport], known: RunDiagnosis) -> Iterator[Finding]:
     """Yield the findings on the rank shown in full, and how the others ended; equal endings once."""
-    full = shown_in_full(ranks)
-    for facts in full:
-        yield from diagnose(facts)
-    rest = sorted((facts for facts in ranks if facts not in full), key=lambda facts: (facts.state, facts.reason))
-    for _, group in groupby(rest, key=lambda facts: (facts.state, facts.reason)):
-        same = list(group)
-        first = diagnose(same[0])[0]
-        also = f" The same goes for {text_format.plural(len(same) - 1, 'more rank')}." if len(same) > 1 else ""
+    yield from known.by_rank[known.principal]
+    rest = [(report.state, report.reason, index) for index, report in enumerate(ranks) if index != known.principal]
+    for _, group in groupby(sorted(rest), key=itemgetter(0, 1)):
+        first, *more = (known.by_rank[index][0] for _, _, index in group)
+        also = f" The same goes for {text_format.plural(len(more), 'more rank')}." if more else ""
         yield first._replace(text=first.text + also)
 
 
 def _ranks(ranks: Sequence[RankReport], style: TerminalStyle) -> list[str]:
-    worst_first = sorted(ranks, key=lambda facts: facts.state in {"alive", "finished"}) if len(ranks) > _MANY else ranks
-    lines = table(_RANK_COLUMNS, [_rank_row(facts) for facts in worst_first[:_MANY]], style.width)
-    colours = ["dim", *(STATE_COLOURS.get(facts.state, "") for facts in worst_first[:_MANY])]
+    worst_first = sorted(ranks, key=lambda report: report.state in {"alive", "finished"}) if len(ranks) > _MANY else ranks
+    lines = table(_RANK_COLUMNS, [_rank_row(report) for report in worst_first[:_MANY]], style.width)
+    colours = ["dim", *(STATE_COLOURS.get(report.state, "") for report in worst_first[:_MANY])]
     shown = [style(colour if colour != "green" else "", line) for colour, line in zip(colours, lines, strict=True)]
     return [*shown, *([f"… and {len(ranks) - _MANY:,} more"] if len(ranks) > _MANY else [])]
 
 
-def _rank_row(facts: RankReport) -> list[str]:
-    last, phases = (facts.steps[-1] if facts.steps else None), typical_phases(facts.steps)
+def _rank_row(report: RankReport) -> list[str]:
+    last, phases = (report.steps[-1] if report.steps else None), typical_phases(report.steps)
     most = max(phases, key=lambda name: phases[name], default="")
     return [
-        facts.rank,
-        facts.state,
-        facts.reason if facts.reason != facts.state else "",
-        f"{facts.last_step}",
+        report.rank,
+        report.state,
+        report.reason if report.reason != report.state else "",
+        f"{report.last_step}",
         text_format.number(last.loss if last else None),
-        text_format.number(_last_norm(facts)),
+        text_format.number(last_known([step.grad_norm for step in report.steps])),
         text_format.duration(sum(phases.values()) or None),
         f"{most} {text_format.duration(phases[most])}" if most else "",
-        text_format.moment(facts.last_s, "%H:%M:%S"),
-        facts.described("host"),
+        text_format.moment(report.last_s, "%H:%M:%S"),
+        report.described("host"),
     ]
 
 
-def _last_norm(facts: RankReport) -> float | None:
-    return next((step.grad_norm for step in reversed(facts.steps) if step.grad_norm is not None), None)
-
-
-def _rank(facts: RankReport, options: Options, style: TerminalStyle, *, alone: bool) -> Iterator[str]:
-    of = "" if alone else f" of rank {facts.rank}"
-    for problem in facts.problems:
+def _rank(report: RankReport, options: Options, style: TerminalStyle, *, alone: bool) -> Iterator[str]:
+    of = "" if alone else f" of rank {report.rank}"
+    for problem in report.problems:
         yield style(
-            "yellow", text_format.cut(f"{problem} ({facts.source})", style.width)
+            "yellow", text_format.cut(f"{problem} ({report.source})", style.width)
         )  # in this order: the path may be long
     parts = (
-        (f"Last steps{of}", _steps(facts, options, style.width)),
-        (f"Speed{of}", _speed(facts, style.width)),
-        (f"Course{of}", _course(facts, style)),
-        (f"Time{of}", shares(facts.by_attribute(catalog.GOODPUT_TIME), style.width)),
-        (f"Phases of a step{of}", shares(facts.by_attribute(catalog.STEP_PHASE_TIME), style.width)),
-        (f"Memory{of}", _memory(facts, style.width)),
-        (f"Mixed precision{of}", _amp(facts, style.width)),
-        (f"torch.compile{of}", _compile(facts, style.width)),
-        (f"Events{of}", _events(facts, options, style.width)),
+        (f"Last steps{of}", _steps(report, options, style.width)),
+        (f"Speed{of}", _speed(report, style.width)),
+        (f"Course{of}", _course(report, style)),
+        (f"Time{of}", shares(report.by_attribute(catalog.GOODPUT_TIME), style.width)),
+        (f"Phases of a step{of}", shares(report.by_attribute(catalog.STEP_PHASE_TIME), style.width)),
+        (f"Memory{of}", _memory(report, style.width)),
+        (f"Mixed precision{of}", _amp(report, style.width)),
+        (f"torch.compile{of}", _compile(report, style.width)),
+        (f"Events{of}", _events(report, options, style.width)),
     )
     for title, lines in parts:
         if lines:
@@ -162,8 +128,8 @@ def _rank(facts: RankReport, options: Options, style: TerminalStyle, *, alone: b
             yield from lines
 
 
-def _steps(facts: RankReport, options: Options, width: int) -> list[str]:
-    shown = facts.steps[-options.steps :] if options.steps else ()
+def _steps(report: RankReport, options: Options, width: int) -> list[str]:
+    shown = report.steps[-options.steps :] if options.steps else ()
     rows = [
         [
             f"{step.step}", text_format.moment(step.end_s, "%H:%M:%S"), text_format.duration(step.duration_s),
@@ -176,8 +142,8 @@ def _steps(facts: RankReport, options: Options, width: int) -> list[str]:
     return table(_STEP_COLUMNS, rows, width) if rows else []
 
 
-def _speed(facts: RankReport, width: int) -> list[str]:
-    pace = facts.pace
+def _speed(report: RankReport, width: int) -> list[str]:
+    pace = report.pace
     if pace is None or pace.per_s is None:
         return []
     rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))
@@ -185,17 +151,17 @@ def _speed(facts: RankReport, width: int) -> list[str]:
     return flow([*told, f"over {text_format.plural(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
 
 
-def _course(facts: RankReport, style: TerminalStyle) -> list[str]:
+def _course(report: RankReport, style: TerminalStyle) -> list[str]:
     """Return loss, gradient norm and step time over all steps in the file."""
     kinds = (
-        ("loss", [step.loss for step in facts.steps]),
-        ("grad norm", [step.grad_norm for step in facts.steps]),
-        ("step time", [step.duration_s for step in facts.steps]),
+        ("loss", [step.loss for step in report.steps]),
+        ("grad norm", [step.grad_norm for step in report.steps]),
+        ("step time", [step.duration_s for step in report.steps]),
     )
     lines = [_curve(name, values, style) for name, values in kinds if any(value is not None for value in values)]
-    span = f"steps {facts.steps[0].step:,} to {facts.steps[-1].step:,}" if facts.steps else ""
-    course = [*lines, f"{'':<9}  {span}"] if len(facts.steps) > 1 and lines else []
-    return [*course, *(_logged(name, points, style) for name, points in facts.scalars.items())]
+    span = f"steps {report.steps[0].step:,} to {report.steps[-1].step:,}" if report.steps else ""
+    course = [*lines, f"{'':<9}  {span}"] if len(report.steps) > 1 and lines else []
+    return [*course, *(_logged(name, points, style) for name, points in report.scalars.items())]
 
 
 def _logged(name: str, points: Sequence[Point], style: TerminalStyle) -> str:
@@ -212,42 +178,42 @@ def _curve(name: str, values: Sequence[float | None], style: TerminalStyle) -> s
     return f"{name:<9}  {text_format.sparkline(values, room, ascii_only=not style.unicode)} {ends}".rstrip()
 
 
-def _memory(facts: RankReport, width: int) -> list[str]:
-    host = [f"{name.replace('_', ' ')} {text_format.size(value)}" for name, value in memory(facts).items() if value]
+def _memory(report: RankReport, width: int) -> list[str]:
+    host = [f"{name.replace('_', ' ')} {text_format.size(value)}" for name, value in memory(report).items() if value]
     devices = [
         f"{device} " + ", ".join(f"{name} {text_format.size(value)}" for name, value in sizes.items())
-        for device, sizes in device_memory(facts).items()
+        for device, sizes in device_memory(report).items()
     ]
-    kills = int(facts.value(catalog.CGROUP_MEMORY_OOM_KILLS) or 0)
+    kills = int(report.value(catalog.CGROUP_MEMORY_OOM_KILLS) or 0)
     told = [f"{text_format.plural(kills, 'process', 'processes')} of the cgroup killed for memory"] if kills else []
     return [*flow(host, width), *flow(devices, width), *told]
 
 
-def _amp(facts: RankReport, width: int) -> list[str]:
-    scales = facts.by_attribute(catalog.AMP_SCALE)
+def _amp(report: RankReport, width: int) -> list[str]:
+    scales = report.by_attribute(catalog.AMP_SCALE)
     if not scales:
         return []
     items = [f"loss scale {text_format.number(scale)}" for scale in scales.values()]
-    items += [f"{int(facts.value(catalog.AMP_STEPS_SKIPPED) or 0):,} steps skipped"]
-    items += [f"{int(facts.value(catalog.AMP_SKIP_STREAK) or 0):,} of them in a row at the end"]
+    items += [f"{int(report.value(catalog.AMP_STEPS_SKIPPED) or 0):,} steps skipped"]
+    items += [f"{int(report.value(catalog.AMP_SKIP_STREAK) or 0):,} of them in a row at the end"]
     return flow(items, width)
 
 
-def _compile(facts: RankReport, width: int) -> list[str]:
-    times = {stage: seconds for stage, seconds in facts.by_attribute(catalog.COMPILE_TIME).items() if seconds}
+def _compile(report: RankReport, width: int) -> list[str]:
+    times = {stage: seconds for stage, seconds in report.by_attribute(catalog.COMPILE_TIME).items() if seconds}
     if not times:
         return []
-    counts = facts.by_attribute(catalog.COMPILE_COMPILATIONS)
-    breaks = int(sum(facts.by_attribute(catalog.COMPILE_GRAPH_BREAKS).values()))
+    counts = report.by_attribute(catalog.COMPILE_COMPILATIONS)
+    breaks = int(sum(report.by_attribute(catalog.COMPILE_GRAPH_BREAKS).values()))
     items = [f"{stage} {text_format.duration(seconds)}" for stage, seconds in times.items()]
     items += [f"{int(count):,} compilations ({cause})" for cause, count in counts.items() if count]
     return flow([*items, text_format.plural(breaks, "graph break")], width)
 
 
-def _events(facts: RankReport, options: Options, width: int) -> list[str]:
+def _events(report: RankReport, options: Options, width: int) -> list[str]:
     if not options.events:
         return []
-    shown = list(_joined(facts.events))[-options.events :]
+    shown = list(_joined(report.events))[-options.events :]
     return [text_format.cut(f"{text_format.moment(fact.time_s, '%H:%M:%S')}  {what}", width) for fact, what in shown]
 
 
@@ -263,13 +229,13 @@ def _joined(events: Iterable[Fact]) -> Iterator[tuple[Fact, str]]:
             yield from ((fact, _event(fact)) for fact in same)
 
 
-def _anomalies(facts: Sequence[Fact]) -> str:
+def _anomalies(events: Sequence[Fact]) -> str:
     kinds = Counter[str]()
-    for fact in facts:
+    for fact in events:
         kinds[fact.text("kind").replace("_", " ")] += 1 + fact.count("left_out")
     told = ", ".join(f"{kind} ×{count:,}" for kind, count in kinds.items())
-    steps = [fact.step for fact in facts if fact.step is not None]
-    first = facts[0]
+    steps = [fact.step for fact in events if fact.step is not None]
+    first = events[0]
     value, usual = text_format.number(first.number("value")), text_format.number(first.number("baseline"))
     where = f"steps {min(steps):,} to {max(steps):,}  " if steps else ""
     return f"{where}{told}  (first: {value}, usual {usual})"
@@ -290,5 +256,5 @@ def _attribute(fact: Fact, name: str) -> str:
     return text_format.clean(
         text_format.number(number)
         if isinstance(fact.attributes[name], float) and number is not None
-        else text_format.place(fact.text(name))
+        else text_format.source_location(fact.text(name))
     )

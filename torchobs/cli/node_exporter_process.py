@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torchobs.flight.files.location import open_directory
@@ -10,9 +11,7 @@ from torchobs.node import announcement
 from torchobs.node.daemonize import detach
 from torchobs.node.election import Election
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+if TYPE_CHECKING:  # imported if elected
     from torchobs.node.lifetime import Serve, ServiceStatus
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torchobs.cli import arguments, run_program
@@ -13,16 +15,15 @@ from torchobs.identity.process import exit_status
 from torchobs.support import error_guard
 
 if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
     from _typeshed import SupportsWrite
 
 _DESCRIPTION = """\
-Run a training script, or a module, as Python would, with torchobs watching it. The script is not changed; its arguments, exit
-status, signals, input and output are its own. One exporter per node serves what is seen on http://127.0.0.1:10960 (if the port
-is taken the next one; the flight directory's exporter.json says which) and leaves after the last training. On a terminal rank 0
-says where the live page is and, at the end, what became of the run (--quiet: neither)."""
+Run a training script or a module as Python would, and record what happens in it. The script needs no change: its arguments,
+exit status, signals, input and output stay its own.
+
+The first rank on a machine starts an exporter, which serves metrics and a live page on http://127.0.0.1:10960 (or the next free
+port; exporter.json in the flight directory has the address) and ends after the machine's last training. On a terminal, rank 0
+prints the page's address at the start and a summary of the run at the end."""
 
 _EXAMPLES = """\
 examples:
@@ -30,10 +31,10 @@ examples:
   torchobs run -m package.train               instead of: python -m package.train
   torchrun --nproc-per-node 2 --no-python torchobs run train.py
                                               instead of: torchrun --nproc-per-node 2 train.py
-  torchobs run --no-exporter train.py         without the exporter (`torchobs exporter` serves the files of others)
+  torchobs run --no-exporter train.py         record only; `torchobs inspect` and `torchobs top` need no exporter
   torchobs run -- --odd-name.py               a script whose name begins with a dash
 
-Every setting is also a variable, TORCHOBS_LEVEL and so on; an option beats its variable."""
+Every setting can also be given as an environment variable, such as TORCHOBS_LEVEL; an option overrides its variable."""
 
 
 class _Parser(arguments.Parser):
@@ -88,8 +89,8 @@ def parser() -> arguments.Parser:
     """Return the parser for the options before the script."""
     usage = "torchobs run [options] script.py [arguments …]\n       torchobs run [options] -m module [arguments …]"
     made = arguments.parser("run", usage, _DESCRIPTION, _EXAMPLES, _Parser)
-    made.add_argument("--no-exporter", action="store_true", help="start no exporter on this node")
-    made.add_argument("--quiet", action="store_true", help="say nothing on the terminal at the start and at the end")
+    made.add_argument("--no-exporter", action="store_true", help="Start no exporter on this machine.")
+    made.add_argument("--quiet", action="store_true", help="Print neither the page's address nor the summary.")
     for option in _VALUED:
         arguments.add(made, option)
     return made

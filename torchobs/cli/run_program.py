@@ -11,18 +11,14 @@ import os
 import pkgutil
 import runpy
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from types import CodeType, ModuleType, TracebackType
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import CodeType, TracebackType
-
-
-_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes" + os.sep, "traceable.py", "profiling.py"))
+_HOOKS = tuple(str(Path(__file__).parent.parent / name) for name in ("probes/", "support/graph_safe.py", "runtime/profiler.py"))
 
 
 class ProgramKind(Enum):

@@ -6,18 +6,14 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.cli.doctor_checks import FAIL, OK, WARN, Check
 from torchobs.config import settings
 from torchobs.diagnosis import load, text_format
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.rank_report import RankReport
 
 _STEPS = 5
 _LIMIT_S = 120
@@ -54,7 +50,7 @@ def selftest(where: Sequence[str | None]) -> Iterator[Check]:
         except subprocess.TimeoutExpired:
             yield Check("probes", FAIL, f"five steps took more than {_LIMIT_S} s", "is the machine overloaded? try again")
             return
-        yield from evaluate(_facts(Path(home)), ran.returncode, ran.stderr)
+        yield from evaluate(_report(Path(home)), ran.returncode, ran.stderr)
 
 
 def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | None:
@@ -64,7 +60,7 @@ def _home(where: Sequence[str | None]) -> tempfile.TemporaryDirectory[str] | Non
     return None
 
 
-def evaluate(facts: RankReport | None, status: int, stderr: str) -> Iterator[Check]:
+def evaluate(report: RankReport | None, status: int, stderr: str) -> Iterator[Check]:
     """Yield the results of the test; ``stderr``: its output on standard error."""
     lines = [text_format.clean(line) for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
@@ -76,15 +72,15 @@ def evaluate(facts: RankReport | None, status: int, stderr: str) -> Iterator[Che
             "does `python -c 'import torch'` work?",
         )
         return
-    if facts is None:
+    if report is None:
         yield Check("probes", FAIL, f"a training of five steps left no flight file: {last}", "see the checks above")
         return
-    off = {name: _reason(facts, name) for name, value in facts.by_attribute(catalog.PROBE_DISABLED).items() if value}
-    known = sorted(facts.by_attribute(catalog.PROBE_DISABLED))
+    off = {name: _reason(report, name) for name, value in report.by_attribute(catalog.PROBE_DISABLED).items() if value}
+    known = sorted(report.by_attribute(catalog.PROBE_DISABLED))
     at_work = [name for name in known if name not in off]
-    seen = facts.value(catalog.STEPS) == _STEPS and facts.value(catalog.LOSS) is not None
+    seen = report.value(catalog.STEPS) == _STEPS and report.value(catalog.LOSS) is not None
     text = f"a training of five steps was recorded; at work: {', '.join(at_work)}"
-    yield Check("probes", OK if seen else WARN, text, "" if seen else f"only {len(facts.steps)} steps were seen")
+    yield Check("probes", OK if seen else WARN, text, "" if seen else f"only {len(report.steps)} steps were seen")
     for name, why in off.items():
         yield Check("probes", WARN, f"{name} is off: {why}", "another version of torch? the log has the line")
     for name in settings.PROBES:
@@ -92,15 +88,15 @@ def evaluate(facts: RankReport | None, status: int, stderr: str) -> Iterator[Che
             yield Check("probes", OK, f"{name} is not installed (TORCHOBS_DISABLE_PROBES, or TORCHOBS_LEVEL)")
 
 
-def _reason(facts: RankReport, probe: str) -> str:
-    for fact in facts.events_named(catalog.EVENT_PROBE_DISABLED):
+def _reason(report: RankReport, probe: str) -> str:
+    for fact in report.events_named(catalog.EVENT_PROBE_DISABLED):
         if fact.text("probe") == probe:
             return f"{fact.text('exception.type')} at {fact.text('location')}"
     return "unknown"
 
 
-def _facts(home: Path) -> RankReport | None:
+def _report(home: Path) -> RankReport | None:
     with contextlib.suppress(OSError):
-        facts, _ = load.facts_of_many([item.path for item in load.listing(home).found])
-        return facts[0] if facts else None
+        reports, _ = load.load_reports([item.path for item in load.listing(home).found])
+        return reports[0] if reports else None
     return None

@@ -6,12 +6,9 @@ import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from torchobs.cli.terminal_style import tolerant
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 INTERRUPTED = 128 + signal.SIGINT
 NO_READER = 128 + signal.SIGPIPE

@@ -12,14 +12,13 @@ import shlex
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.support import error_guard
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+if TYPE_CHECKING:  # imported at the end: a training begins sooner without them
     from torchobs.diagnosis.rank_report import RankReport
     from torchobs.runtime.session import Session
 
@@ -69,7 +68,7 @@ class Summary:
 
         chosen = choose([Path(watched.directory)], watched.run_id)
         more = f"torchobs inspect {shlex.quote(watched.directory)} --run {shlex.quote(watched.run_id)}"
-        self._tell([*summary_lines(chosen.ranks), f"more: {more}"])
+        self._tell([*summary_lines(chosen.ranks, chosen.launchers), f"more: {more}"])
 
     def _say_address(self) -> None:
         error_guard.call(error_guard.CircuitBreaker("summary"), self._wait_for_address)
@@ -95,23 +94,21 @@ class Summary:
         self._write("".join(f"torchobs: {line}\n" for line in lines))
 
 
-def summary_lines(ranks: Sequence[RankReport]) -> list[str]:
+def summary_lines(ranks: Sequence[RankReport], launchers: Sequence[RankReport]) -> list[str]:
     """Return a summary of the run in a few lines: health, how it ended, worst findings, where the time went."""
     from torchobs import catalog
-    from torchobs.cli.inspect_view import shown_in_full, verdict
     from torchobs.cli.table import shares
-    from torchobs.diagnosis.compare import compare
-    from torchobs.diagnosis.diagnosis import diagnose
+    from torchobs.diagnosis.diagnosis import diagnose_run
     from torchobs.diagnosis.health import INFO
 
-    (full,) = shown_in_full(ranks)
-    ended, *rest = diagnose(full)
-    worst = [finding.text for finding in [*compare(ranks), *rest] if finding.severity != INFO][:_MOST_FINDINGS]
-    times = full.by_attribute(catalog.GOODPUT_TIME)
+    known = diagnose_run(ranks, launchers)
+    ended, *rest = known.by_rank[known.principal]
+    worst = [finding.text for finding in [*known.together, *rest] if finding.severity != INFO][:_MOST_FINDINGS]
+    times = ranks[known.principal].by_attribute(catalog.GOODPUT_TIME)
     whole = sum(times.values())
     large = {name: seconds for name, seconds in times.items() if whole and seconds >= _LEAST_NAMED * whole}
     went = ", ".join(shares(large, sys.maxsize, whole)).replace("  ", ", ")
-    return [verdict(ranks).text, ended.text, *worst, *([f"time: {went}"] if went else [])]
+    return [known.verdict.text, ended.text, *worst, *([f"time: {went}"] if went else [])]
 
 
 def _to_terminal(text: str) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs.diagnosis import text_format
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 GAP = "  "
 NARROWEST = 20

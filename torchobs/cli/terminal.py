@@ -8,11 +8,9 @@ import signal
 import sys
 import termios
 import tty
-from typing import TYPE_CHECKING, TextIO
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType, TracebackType
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import TextIO
 
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
 """Alternate screen, no cursor, no wrapping."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from torchobs.config import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 NARROWEST, WIDEST, UNKNOWN = 40, 200, 120
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}

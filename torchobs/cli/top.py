@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from torchobs.cli import arguments
 from torchobs.cli.terminal import QUIT, Terminal
@@ -20,30 +21,27 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.metrics.throughput import RECORDS, pace
 from torchobs.ranks.rank_file import READ_ERRORS
 from torchobs.ranks.scanner import Scanner
+from torchobs.ranks.snapshot import Rank, Snapshot
 from torchobs.ranks.state import FADED_AFTER_S
 
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from torchobs.ranks.snapshot import Rank, Snapshot
-
 _DESCRIPTION = """\
-Watch the ranks of this machine live: state, step, speed, loss, gradient norm, where a step's time goes, memory, who slows the
-others down, anomalies. It reads the flight files and needs no exporter; a training never waits for it. Keys: up and down move
-through ranks that do not fit (those in trouble come first), q leaves. Where no terminal reads it prints one look and ends."""
+Show the ranks (training processes) of this machine live: state, step, speed, loss, gradient norm, where the time of a step
+goes, memory, which rank slows the others down, anomalies. It only reads the flight files, in which the ranks record
+themselves: it needs no exporter and never delays a training. Keys: up and down scroll if not all ranks fit (those in trouble
+come first), q quits. If the output is no terminal, the ranks are printed once, as with --once."""
 
 _EXAMPLES = """\
 examples:
   torchobs top                                    every run of this user on this machine
-  ssh node7 -t torchobs top --interval 5          on another machine, one look in five seconds
-  torchobs top --dir /dev/shm/run7 --once         one look, for a script or a mail
+  ssh node7 -t torchobs top --interval 5s         on another machine, updated every five seconds
+  torchobs top --dir /dev/shm/run7 --once         printed once, for a script or a mail
   kubectl exec -it pod -c trainer -- torchobs top
 
-Columns: fwd, bwd, opt are the shares of a typical step; slow is the rank's own step time over the others' (1.00×: as fast)."""
+Columns: data, fwd, bwd, opt and other are shares of a typical step (waiting for data, forward, backward, optimizer, the rest);
+slow is the rank's own step time divided by that of the others, both without waiting for each other (1.00×: as fast)."""
 
 _INTERVAL = Option(
-    "interval", option_types.duration("0.1s", "1h"), "Time between two looks.", "1s", flag="--interval", metavar="DURATION"
+    "interval", option_types.duration("0.1s", "1h"), "Time between two updates.", "1s", flag="--interval", metavar="DURATION"
 )
 _CURVE, _OF_MANY, _MANY = 400, RECORDS, 16
 _LARGEST_SHARE = 0.1
@@ -54,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
     made = arguments.parser("top", "torchobs top [options]", _DESCRIPTION, _EXAMPLES)
     arguments.add(made, _INTERVAL, default=1.0)
-    made.add_argument("--once", action="store_true", help="print one look and end")
+    made.add_argument("--once", action="store_true", help="Print the ranks once and end.")
     arguments.add(made, arguments.DIRECTORY)
     return made
 
@@ -97,7 +95,7 @@ def _view_of(scanner: Scanner, rank: Rank, limit: int, *, logged: bool) -> RankV
 def _note(snapshot: Snapshot) -> str:
     if snapshot.problems:
         return f"{text_format.clean(snapshot.problems[0])}: start a training with `torchobs run train.py`"
-    return "no rank trains here, or did of late: `torchobs run train.py` starts one, `torchobs inspect` tells of the dead"
+    return "no rank trains here, or did lately: `torchobs run train.py` starts one, `torchobs inspect` reports on ended ones"
 
 
 def _once(scanner: Scanner) -> int:

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.cli.table import Column, table
-from torchobs.cli.terminal_style import STATE_COLOURS
+from torchobs.cli.terminal_style import STATE_COLOURS, TerminalStyle
 from torchobs.detect import stragglers
+from torchobs.detect.stragglers import Slowness
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.compare import typical_phases
-from torchobs.diagnosis.rank_report import values_of
-from torchobs.diagnosis.status import RankStatus, RunStatus, last_loss, rank_status
+from torchobs.diagnosis.rank_report import Step, values_of
+from torchobs.diagnosis.scalars import Point
+from torchobs.diagnosis.status import RankStatus, RunStatus, last_known, last_loss, rank_status
 from torchobs.exporter import exporter_metrics
-from torchobs.flight.metrics.throughput import time_left_s
-from torchobs.flight.reader.decode import Distribution
+from torchobs.flight.metrics.throughput import Throughput, time_left_s
+from torchobs.flight.reader.decode import Distribution, Value
+from torchobs.ranks.snapshot import Rank
 from torchobs.ranks.state import PATIENT_PHASES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from torchobs.cli.terminal_style import TerminalStyle
-    from torchobs.detect.stragglers import Slowness
-    from torchobs.diagnosis.rank_report import Step
-    from torchobs.diagnosis.scalars import Point
-    from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.flight.reader.decode import Value
-    from torchobs.ranks.snapshot import Rank
-
-Values = dict[tuple[str, ...], "Value"]
 
 _CURVE_ROWS = 4
 _MOST_SCALARS = 4
@@ -46,13 +38,29 @@ _COLUMNS = (
 _FINE = frozenset({"alive", "finished"})
 
 
-class RankView(NamedTuple):
+@dataclass(frozen=True)
+class RankView:
     """A rank with its last steps."""
 
     rank: Rank
     steps: Sequence[Step]
     pace: Throughput | None = None
-    scalars: Mapping[str, tuple[Point, ...]] = MappingProxyType({})
+    scalars: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> Mapping[tuple[str, ...], Value]:
+        """Its values by series name and attribute values."""
+        return values_of(self.rank.view)
+
+    def value(self, metric: catalog.Metric, *attributes: str) -> float | None:
+        """Return the value of a series; ``None`` if absent."""
+        found = self.values.get((metric.name, *attributes))
+        return None if isinstance(found, Distribution) else found
+
+    @property
+    def anomalous(self) -> bool:
+        """True if an anomaly is active now."""
+        return any(self.value(catalog.ANOMALY_ACTIVE, kind) for kind in catalog.ANOMALY_KINDS)
 
     @property
     def speed(self) -> Throughput | None:
@@ -112,14 +120,9 @@ def _verdict(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termi
 
 
 def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
-    rank, values = one.rank, values_of(one.rank.view)
-    newest = next((step.loss for step in reversed(one.steps) if step.loss is not None), None)
-
-    def get(metric: catalog.Metric, *attributes: str) -> float | None:
-        return _number(values, metric, *attributes)
-
+    rank = one.rank
     return rank_status(
-        get,
+        one.value,
         rank=rank.rank,
         state=rank.state,
         reason="" if rank.up else exporter_metrics.ending(rank),
@@ -129,7 +132,7 @@ def _status(one: RankView, slow: Mapping[str, Slowness]) -> RankStatus:
         beat_age_s=rank.beat_age_s,
         progress_age_s=rank.progress_age_s,
         per_s=one.speed.per_s if one.speed else None,
-        loss=last_loss(get, newest),
+        loss=last_loss(one.value, last_known([step.loss for step in one.steps])),
         slowness=slow.get(rank.incarnation),
     )
 
@@ -144,19 +147,19 @@ def _table(run: Sequence[RankView], slow: Mapping[str, Slowness], style: Termina
     heading, *lines = table(columns, [row[: len(columns)] for row in rows], style.width)
     yield style("dim", heading)
     for one, line in zip(shown, lines, strict=True):
-        colour = "" if one.rank.state == "alive" and not _active(one) else STATE_COLOURS.get(one.rank.state, "")
-        yield style("yellow" if one.rank.state == "alive" and _active(one) else colour, line)
+        colour = STATE_COLOURS.get(one.rank.state, "")
+        if one.rank.state == "alive":
+            colour = "yellow" if one.anomalous else ""
+        yield style(colour, line)
     if not fits:
-        yield style(
-            "dim",
-            text_format.cut(f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first", style.width),
-        )
+        more = f"… {len(ordered) - len(shown):,} more ranks: up, down; those in trouble come first"
+        yield style("dim", text_format.cut(more, style.width))
 
 
 def _trouble(one: RankView, slow: Mapping[str, Slowness]) -> tuple[bool, bool, float]:
     # rounded, so that nearly equal ranks keep their order
     own = slow.get(one.rank.incarnation)
-    return one.rank.state in _FINE, not _active(one), -max(1.0, round(own.factor, 1) if own else 1.0)
+    return one.rank.state in _FINE, not one.anomalous, -max(1.0, round(own.factor, 1) if own else 1.0)
 
 
 def _heading(run: Sequence[RankView], style: TerminalStyle, now: str) -> str:
@@ -171,7 +174,7 @@ def _heading(run: Sequence[RankView], style: TerminalStyle, now: str) -> str:
 
 def _progress(run: Sequence[RankView]) -> str:
     first = run[0]
-    total = _number(values_of(first.rank.view), catalog.STEPS_PLANNED)
+    total = first.value(catalog.STEPS_PLANNED)
     if not total or not first.steps:
         return ""
     left_s = max((left_s for one in run if (left_s := _left_s(one)) is not None), default=None)
@@ -180,10 +183,8 @@ def _progress(run: Sequence[RankView]) -> str:
 
 
 def _left_s(one: RankView) -> float | None:
-    values = values_of(one.rank.view)
-    aside_s = sum(_number(values, catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
-    done, total = _number(values, catalog.STEPS), _number(values, catalog.STEPS_PLANNED)
-    return time_left_s(one.speed, int(done or 0), total or 0, aside_s)
+    aside_s = sum(one.value(catalog.GOODPUT_TIME, state) or 0.0 for state in ("evaluation", "checkpoint"))
+    return time_left_s(one.speed, int(one.value(catalog.STEPS) or 0), one.value(catalog.STEPS_PLANNED) or 0, aside_s)
 
 
 def _curves(run: Sequence[RankView], style: TerminalStyle) -> list[str]:
@@ -196,18 +197,17 @@ def _curves(run: Sequence[RankView], style: TerminalStyle) -> list[str]:
     )
     lines = []
     for name, values, say in kinds:
-        last = next((value for value in reversed(values) if value is not None), None)
-        room = style.width - 22
-        curve = text_format.sparkline(values, room, ascii_only=not style.unicode)
-        line = f"{name:<9} {text_format.pad(say(last), 9, right=True)}  {curve}"
-        lines.append(style("cyan", line.rstrip()))
-    return [*lines, *(_logged(name, points, style) for name, points in list(first.scalars.items())[:_MOST_SCALARS]), ""]
+        lines.append(_curve(name, values, say(last_known(values)), style))
+    for name, points in list(first.scalars.items())[:_MOST_SCALARS]:
+        lines.append(_curve(name, [point.value for point in points], text_format.number(points[-1].value), style))
+    return [*lines, ""]
 
 
-def _logged(name: str, points: Sequence[Point], style: TerminalStyle) -> str:
-    bars = text_format.sparkline([point.value for point in points], style.width - 22, ascii_only=not style.unicode)
-    last = text_format.pad(text_format.number(points[-1].value), 9, right=True)
-    return style("cyan", f"{text_format.pad(text_format.clean(name), 9)} {last}  {bars}".rstrip())
+def _curve(name: str, values: Sequence[float | None], last: str, style: TerminalStyle) -> str:
+    bars = text_format.sparkline(values, style.width - 22, ascii_only=not style.unicode)
+    return style(
+        "cyan", f"{text_format.pad(text_format.clean(name), 9)} {text_format.pad(last, 9, right=True)}  {bars}".rstrip()
+    )
 
 
 def _curve_rows(run: Sequence[RankView]) -> int:
@@ -216,22 +216,20 @@ def _curve_rows(run: Sequence[RankView]) -> int:
 
 
 def _row(one: RankView, slow: Mapping[str, Slowness]) -> list[str]:
-    rank, steps, values = one.rank, one.steps, values_of(one.rank.view)
+    rank, steps = one.rank, one.steps
     last = steps[-1] if steps else None
-    shares = _shares(typical_phases(steps))
     stretch = slow.get(rank.incarnation)
-    norm = next((step.grad_norm for step in reversed(steps) if step.grad_norm is not None), None)
     return [
         rank.rank,
         _state(rank),
         f"{last.step}" if last else "-",
         text_format.rate(one.speed.per_s if one.speed else None),
         text_format.number(last.loss if last else None),
-        text_format.number(norm),
-        *shares,
-        _memory(values),
+        text_format.number(last_known([step.grad_norm for step in steps])),
+        *_shares(typical_phases(steps)),
+        _memory(one),
         "-" if stretch is None else f"{stretch.factor:.2f}×",
-        _anomalies(values),
+        _anomalies(one),
     ]
 
 
@@ -246,28 +244,16 @@ def _shares(phases: Mapping[str, float]) -> list[str]:
     return [text_format.percent(phases[phase] / whole) if whole > 0 else "-" for phase in catalog.PHASES]
 
 
-def _memory(values: Values) -> str:
+def _memory(one: RankView) -> str:
     """Return the fullest device's memory with its limit, else the process's resident set."""
-    reserved = {key[1:]: value for key, value in values.items() if key[0] == catalog.MEMORY_DEVICE_RESERVED.name}
-    limits = {key[1:]: value for key, value in values.items() if key[0] == catalog.MEMORY_DEVICE_LIMIT.name}
-    full = [(value, limits.get(device)) for device, value in reserved.items() if not isinstance(value, Distribution)]
-    if full:
-        value, limit = max(full, key=lambda pair: pair[0])
-        of = f" of {text_format.size(limit)}" if limit is not None and not isinstance(limit, Distribution) else ""
-        return f"{text_format.size(value)}{of}"
-    return text_format.size(_number(values, catalog.MEMORY_HOST_RSS))
+    devices = [device for name, *device in one.values if name == catalog.MEMORY_DEVICE_RESERVED.name]
+    if not devices:
+        return text_format.size(one.value(catalog.MEMORY_HOST_RSS))
+    fullest = max(devices, key=lambda device: one.value(catalog.MEMORY_DEVICE_RESERVED, *device) or 0.0)
+    used, limit = (one.value(metric, *fullest) for metric in (catalog.MEMORY_DEVICE_RESERVED, catalog.MEMORY_DEVICE_LIMIT))
+    return text_format.size(used) + (f" of {text_format.size(limit)}" if limit is not None else "")
 
 
-def _number(values: Values, metric: catalog.Metric, *attributes: str) -> float | None:
-    found = values.get((metric.name, *attributes))
-    return None if isinstance(found, Distribution) else found
-
-
-def _active(one: RankView) -> bool:
-    view = values_of(one.rank.view)
-    return any(_number(view, catalog.ANOMALY_ACTIVE, kind) for kind in catalog.ANOMALY_KINDS)
-
-
-def _anomalies(values: Values) -> str:
-    counts = {kind: _number(values, catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
+def _anomalies(one: RankView) -> str:
+    counts = {kind: one.value(catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
     return ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in counts.items() if count)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from types import CodeType
+from types import CodeType
 
 _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 

@@ -14,13 +14,11 @@ third before it, which no logarithm does (0.58 of it). A trend is extrapolated t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import combinations
 from math import sqrt
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import NamedTuple
 
 LEAST = 24
 """Points before the first verdict: four minutes at one in ten seconds; the first third is ignored."""

@@ -8,12 +8,9 @@ the median of a few steps jumps between two values.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from math import inf
 from statistics import fmean, median
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 FACTOR = 3.0
 LEAST_EXCESS_S = 0.005

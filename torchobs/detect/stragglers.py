@@ -13,11 +13,9 @@ time is subtracted from theirs first.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 _LATE = (0, 1, 3)
 """Indexes of data, forward and optimizer."""
@@ -67,12 +65,6 @@ def slowness(spent: Mapping[str, Spent]) -> dict[str, Slowness]:
     enough = {rank: own for rank, own in spent.items() if own.steps >= LEAST_STEPS}
     times = {rank: own.phases_s for rank, own in enough.items()}
     return compare(without_asides(times, {rank: own.aside_s for rank, own in enough.items()}))
-
-
-def slowest(found: Mapping[str, Slowness]) -> str | None:
-    """Return the rank that the others wait for most; ``None`` if none is slow."""
-    slow = [rank for rank, own in found.items() if own.is_slow]
-    return max(slow, key=lambda rank: found[rank].factor, default=None)
 
 
 def compare(times: Mapping[str, Sequence[float]]) -> dict[str, Slowness]:

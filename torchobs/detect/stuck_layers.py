@@ -18,10 +18,8 @@ belongs to the finding in a layer before a lost or unfed one, which blocks the g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 RESOLUTION = 2.0**-24
 FAR = 1e-6

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.exit_cause import main_exceptions
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
-from torchobs.diagnosis.standing import statuses
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import RankReport, Step
+from torchobs.diagnosis.rank_report import RankReport, Step
+from torchobs.diagnosis.status import compared, started_here
 
 RECENT = 200
+_MOST_NAMED = 8
 _BEAT_S = 0.5
 """Interval of the heartbeat: a rank that vanished died up to that long after its last one."""
 _COLLECTIVE = ("torch/distributed/", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError")
@@ -26,7 +23,7 @@ def compare(ranks: Sequence[RankReport]) -> list[Finding]:
     """Return the findings on ranks together; none for a single rank."""
     if len(ranks) < 2:  # noqa: PLR2004  # a single rank has no peers
         return []
-    return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *_slowest(ranks)]
+    return [*_first_to_fail(ranks), *_missing(ranks), *_out_of_step(ranks), *health.slowest(compared(ranks), detailed=True)]
 
 
 def typical_phases(steps: Sequence[Step]) -> dict[str, float]:
@@ -42,41 +39,41 @@ def first_failed(ranks: Sequence[RankReport]) -> tuple[RankReport | None, str]:
     likely first, for that is how they see a peer's end; one that raised in other code was likely first when the others
     vanished, for the launcher then kills them.
     """
-    failed = [facts for facts in ranks if facts.state in {"failed", "lost"} and facts.end_known]
-    ended = sorted(((_end_s(facts), facts) for facts in failed), key=lambda pair: pair[0])
+    failed = [report for report in ranks if report.state in {"failed", "lost"} and report.end_known]
+    ended = sorted(((_end_s(report), report) for report in failed), key=lambda pair: pair[0])
     if not ended:
         return None, ""
     (first_s, first), *others = ended
     if not others:
         return first, f"Only rank {first.rank} failed, at {text_format.moment(first_s, '%H:%M:%S')}."
-    doubt_s = max(_doubt_s(facts) for _, facts in ended[:2])
+    doubt_s = max(_doubt_s(report) for _, report in ended[:2])
     if others[0][0] - first_s > doubt_s:
         later = text_format.duration(others[0][0] - first_s)
         return first, f"Rank {first.rank} failed first, {later} before rank {others[0][1].rank}: look there for the cause."
-    return _likely_first([facts for end_s, facts in ended if end_s - first_s <= doubt_s], doubt_s)
+    return _likely_first([report for end_s, report in ended if end_s - first_s <= doubt_s], doubt_s)
 
 
 def _likely_first(together: Sequence[RankReport], doubt_s: float) -> tuple[RankReport, str]:
     within = f"within {text_format.duration(doubt_s)}"
-    silent = [facts for facts in together if facts.state == "lost"]
-    own = [facts for facts in together if facts.reason == "exception" and not _in_collective(facts)]
+    silent = [report for report in together if report.state == "lost"]
+    own = [report for report in together if report.reason == "exception" and not _in_collective(report)]
     if len(own) == 1:
         text = f"Rank {own[0].rank} raised in code of its own and the others ended {within} of it: it was likely first."
         return own[0], text
     if len(silent) == 1 and not own:
         text = f"Rank {silent[0].rank} vanished, and {within} the others raised in collective operations: it was likely first."
         return silent[0], text
-    names = text_format.joined(_few([facts.rank for facts in together]))
+    names = text_format.joined([report.rank for report in together], _MOST_NAMED)
     return together[0], f"Ranks {names} failed {within}: which was first cannot be told."
 
 
-def _in_collective(facts: RankReport) -> bool:
+def _in_collective(report: RankReport) -> bool:
     """Return True if a peer's end may have caused the exception: raised by torch.distributed, or by DDP within backward."""
-    for fact in main_exceptions(facts)[-1:]:
+    for fact in main_exceptions(report)[-1:]:
         place = fact.text("location")
         if any(sign in f"{place} {fact.text('exception.type')}" for sign in _COLLECTIVE):
             return True
-        return "_engine_run_backward" in place and len(facts.events_named(catalog.EVENT_DISTRIBUTED)) > 0
+        return "_engine_run_backward" in place and len(report.events_named(catalog.EVENT_DISTRIBUTED)) > 0
     return False
 
 
@@ -86,47 +83,29 @@ def _first_to_fail(ranks: Sequence[RankReport]) -> Iterator[Finding]:
         yield Finding(ERROR, "first_failed", text)
 
 
-def _end_s(facts: RankReport) -> float:
-    raised = main_exceptions(facts)
-    return raised[-1].time_s if raised and facts.reason == "exception" else facts.last_s
+def _end_s(report: RankReport) -> float:
+    raised = main_exceptions(report)
+    return raised[-1].time_s if raised and report.reason == "exception" else report.last_s
 
 
-def _doubt_s(facts: RankReport) -> float:
-    return 0.0 if facts.reason == "exception" and main_exceptions(facts) else _BEAT_S
+def _doubt_s(report: RankReport) -> float:
+    return 0.0 if report.reason == "exception" and main_exceptions(report) else _BEAT_S
 
 
 def _missing(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    local = {facts.header.resource.get("local_world_size") for facts in ranks}
-    hosts = {facts.described("host") for facts in ranks}
-    expected = local.pop() if len(local) == 1 else None
-    if isinstance(expected, int) and len(hosts) == 1 and len(ranks) < expected:
+    expected = started_here(ranks)
+    if len(ranks) < expected:
         text = f"{len(ranks):,} of the {expected:,} ranks of this machine are here: the others never started to record."
         yield Finding(WARNING, "ranks_missing", text)
 
 
 def _out_of_step(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    known = [facts for facts in ranks if not facts.partial or facts.last_step]
-    furthest = max((facts.last_step for facts in known), default=0)
-    behind = [facts for facts in known if facts.last_step < furthest]
-    if behind and any(not facts.up for facts in ranks):
-        least = min(behind, key=lambda facts: facts.last_step)
+    known = [report for report in ranks if not report.partial or report.last_step]
+    furthest = max((report.last_step for report in known), default=0)
+    behind = [report for report in known if report.last_step < furthest]
+    if behind and any(not report.up for report in ranks):
+        least = min(behind, key=lambda report: report.last_step)
         text = f"Rank {least.rank} ended after step {least.last_step:,}, the furthest after step {furthest:,}."
         if furthest - least.last_step > 1:
             text += f" {text_format.plural(len(behind), 'rank')} behind."
         yield Finding(INFO, "out_of_step", text)
-
-
-def _slowest(ranks: Sequence[RankReport]) -> Iterator[Finding]:
-    known = statuses(ranks)
-    for told in health.slowest(known):
-        worst = max((one.slowness for one in known if one.slowness), key=lambda found: found.factor)
-        phase, own, others = (
-            catalog.PHASES[worst.phase],
-            text_format.duration(worst.own_s),
-            text_format.duration(worst.others_s),
-        )
-        yield told._replace(text=f"{told.text} It took {own} a step for {phase}, and the others {others}, who waited.")
-
-
-def _few(names: Sequence[str], most: int = 8) -> list[str]:
-    return [*names[:most], f"{len(names) - most:,} more"] if len(names) > most else list(names)

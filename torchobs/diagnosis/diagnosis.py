@@ -1,27 +1,56 @@
-"""All findings on a rank, in the order of importance. Pure."""
+"""All findings on a rank and on a run, in the order of importance. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from torchobs.diagnosis.exit_cause import ending
-from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.compare import compare, first_failed
+from torchobs.diagnosis.exit_cause import ending, launcher_ending
+from torchobs.diagnosis.health import BADGES, ERROR, INFO, LEVELS, WARNING, Finding, Health, health
 from torchobs.diagnosis.numerics import numerics
 from torchobs.diagnosis.performance import pace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.rank_report import RankReport
+from torchobs.diagnosis.status import run_status
 
 _RULES = (ending, numerics, pace)
 _ORDER = (ERROR, WARNING, INFO)
 
 
-def diagnose(facts: RankReport) -> list[Finding]:
+class RunDiagnosis(NamedTuple):
+    """The findings on a run: what report, JSON and summary show of it."""
+
+    health: Health
+    """as on the live page"""
+    together: list[Finding]
+    """on the ranks compared with each other, and on processes that only started them"""
+    by_rank: list[list[Finding]]
+    """:func:`diagnose` of each rank"""
+    principal: int
+    """index of the rank to show in full: the one that failed first, else one that hangs, else the first"""
+
+    @property
+    def verdict(self) -> Finding:
+        """The health's headline, with the worst severity of all findings."""
+        found = worst(chain(self.together, *self.by_rank))
+        level = max(self.health.level, LEVELS[found], key=lambda level: level.value)
+        severity = next(name for name, one in LEVELS.items() if one is level)
+        return Finding(severity, "verdict", f"{BADGES[level]}. {self.health.headline}")
+
+
+def diagnose_run(ranks: Sequence[RankReport], launchers: Iterable[RankReport] = ()) -> RunDiagnosis:
+    """Return the findings on a run of one rank or more; ``launchers``: processes that only started the ranks."""
+    together = [*chain.from_iterable(map(launcher_ending, launchers)), *compare(ranks)]
+    first, _ = first_failed(ranks)
+    stuck = (report for report in ranks if report.state not in {"alive", "finished"})
+    principal = ranks.index(first or next(stuck, ranks[0]))
+    return RunDiagnosis(health(run_status(ranks)), together, [diagnose(report) for report in ranks], principal)
+
+
+def diagnose(report: RankReport) -> list[Finding]:
     """Return the findings on a rank: first how it ended, then the others, the worst first."""
-    first, *rest = chain.from_iterable(rule(facts) for rule in _RULES)
+    first, *rest = chain.from_iterable(rule(report) for rule in _RULES)
     return [first, *sorted(rest, key=lambda finding: _ORDER.index(finding.severity))]
 
 

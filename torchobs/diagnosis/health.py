@@ -6,18 +6,15 @@ The live page, ``torchobs top``, ``torchobs inspect`` and the summary of ``torch
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
-from torchobs.diagnosis import quantities
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from torchobs.diagnosis.status import RankStatus, RunStatus
+from torchobs.diagnosis import quantities, text_format
+from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
 LEVELS = {INFO: Severity.INFO, WARNING: Severity.WARNING, ERROR: Severity.ERROR}
@@ -88,18 +85,18 @@ def headline(run: RunStatus) -> Finding:
     up = [rank for rank in run.ranks if rank.up]
     if not up:
         done = all(rank.state == "finished" for rank in run.ranks)
-        word, ranks = ("Finished" if done else "Ended"), _many(len(run.ranks), "rank")
-        parts = [ranks, _many(run.steps, "step"), _loss(run, "last loss")]
-        return Finding(INFO, "headline", f"{word}: {_listed(parts)}.", f"{word}.")
+        word, ranks = ("Finished" if done else "Ended"), text_format.plural(len(run.ranks), "rank")
+        known = ", ".join(filter(None, [ranks, text_format.plural(run.steps, "step"), _loss(run, "last loss")]))
+        return Finding(INFO, "headline", f"{word}: {known}.", f"{word}.")
     alive = [rank for rank in up if rank.state != "unresponsive"]
     word = _activity(run, alive) if any(rank.recorded for rank in alive) else "Not recorded" if alive else "Not responding"
     here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
-    ranks = f"{len(alive):,} of {_many(run.expected, 'rank')} alive{here}"
+    ranks = f"{len(alive):,} of {text_format.plural(run.expected, 'rank')} alive{here}"
     speeds = [rank.per_s for rank in alive if rank.per_s]
     speed = f"{quantities.rate(min(speeds)).removesuffix('/s')} steps/s" if speeds and run.steps else ""
     step = f"step {run.steps:,}" if run.steps else "no step yet"
-    text = f"{word}: {_listed([ranks, step, _loss(run, 'loss'), speed])}."
-    return Finding(INFO, "headline", text, f"{word}, {ranks}.")
+    known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
+    return Finding(INFO, "headline", f"{word}: {known}.", f"{word}, {ranks}.")
 
 
 def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
@@ -118,7 +115,7 @@ def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
     yield from _unrecorded(ranks)
     missing = expected - len(ranks)
     if missing > 0:
-        text = f"{_many(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
+        text = f"{text_format.plural(missing, 'rank')} {'has' if missing == 1 else 'have'} not appeared."
         yield Finding(WARNING, "ranks_missing", text)
     yield from _anomalies(ranks)
     yield from _lost(ranks)
@@ -192,16 +189,16 @@ def _past(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     lately = {kind: max((rank.lately.get(kind, 0) for rank in ranks), default=0) for kind in seen}
     notable = any(number >= LEAST_NOTABLE.get(kind, 1) for kind, number in (seen if ended else lately).items())
     word = "There have been" if ended else "Lately:" if notable else "Earlier:"
-    listed = f"{', '.join(what[:-1])} and {what[-1]}" if len(what) > 1 else what[0]
-    yield Finding(WARNING if notable else INFO, "past_anomalies", f"{word} {listed}.", f"{word} anomalies.")
+    text = f"{word} {text_format.joined(what)}."
+    yield Finding(WARNING if notable else INFO, "past_anomalies", text, f"{word} anomalies.")
 
 
 def _unmoved(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield stuck layers, also of an ended run, for its result suffers."""
     layers = max((rank.unmoved_layers for rank in ranks), default=0)
     if layers:
-        text = f"{_many(layers, 'layer')} {'learns' if layers == 1 else 'learn'} nothing: hardly any gradient reaches them."
-        text = text.replace("reaches them", "reaches it") if layers == 1 else text
+        verb, them = ("learns", "it") if layers == 1 else ("learn", "them")
+        text = f"{text_format.plural(layers, 'layer')} {verb} nothing: hardly any gradient reaches {them}."
         yield Finding(WARNING, "unmoved_layers", text)
 
 
@@ -209,7 +206,7 @@ def _given_up(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     """Yield functions recompiled up to torch's limit; their events name the place and the failed guard."""
     functions = max((rank.given_up for rank in ranks), default=0)
     if functions:
-        text = f"torch.compile has given {_many(functions, 'function')} up, recompiled again and again."
+        text = f"torch.compile has given {text_format.plural(functions, 'function')} up, recompiled again and again."
         yield Finding(WARNING, "compile_failure", text)
 
 
@@ -225,15 +222,18 @@ def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
         yield Finding(WARNING, "data", f"{gist}{share}.", f"{gist}.")
 
 
-def slowest(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
-    """Yield the rank that the others wait for."""
+def slowest(ranks: Sequence[RankStatus], *, detailed: bool = False) -> Iterator[Finding]:
+    """Yield the rank that the others wait for; ``detailed``: with the times of a step."""
     there = [rank for rank in ranks if rank.up] or ranks
-    slow = [rank for rank in there if rank.slowness and rank.slowness.is_slow]
-    worst = max(slow, key=lambda rank: rank.slowness.factor if rank.slowness else 0.0, default=None)
-    if worst is not None and worst.slowness is not None:
-        verb, phase = "is" if worst.up else "was", PHASES[worst.slowness.phase]
-        text = f"Rank {worst.rank} {verb} {worst.slowness.factor:.1f} times slower than the others in {phase}."
-        yield Finding(WARNING, "slowest_rank", text, f"Rank {worst.rank} {verb} slower than the others in {phase}.")
+    slow = [(rank, rank.slowness) for rank in there if rank.slowness and rank.slowness.is_slow]
+    if slow:
+        rank, found = max(slow, key=lambda pair: pair[1].factor)
+        verb, phase = "is" if rank.up else "was", PHASES[found.phase]
+        text = f"Rank {rank.rank} {verb} {found.factor:.1f} times slower than the others in {phase}."
+        if detailed:
+            own, others = text_format.duration(found.own_s), text_format.duration(found.others_s)
+            text += f" It took {own} a step for {phase}, and the others {others}, who waited."
+        yield Finding(WARNING, "slowest_rank", text, f"Rank {rank.rank} {verb} slower than the others in {phase}.")
 
 
 def probes_off(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
@@ -248,16 +248,4 @@ def _where(affected: Sequence[RankStatus], ranks: Sequence[RankStatus]) -> str:
 
 
 def _ranks(ranks: Sequence[RankStatus]) -> str:
-    names = [rank.rank for rank in ranks[:_MOST_NAMED]]
-    more = len(ranks) - len(names)
-    if len(ranks) == 1:
-        return f"Rank {names[0]}"
-    return f"Ranks {', '.join(names)} and {more} more" if more else f"Ranks {', '.join(names[:-1])} and {names[-1]}"
-
-
-def _listed(parts: Iterable[str]) -> str:
-    return ", ".join(part for part in parts if part)
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {text_format.joined([rank.rank for rank in ranks], _MOST_NAMED)}"

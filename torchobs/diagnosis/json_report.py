@@ -5,22 +5,17 @@ Times are Unix seconds, durations seconds, memory bytes. A non-finite number is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.diagnosis.compare import compare, typical_phases
-from torchobs.diagnosis.diagnosis import diagnose
+from torchobs.diagnosis.compare import typical_phases
+from torchobs.diagnosis.diagnosis import diagnose_run
+from torchobs.diagnosis.health import Finding
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 from torchobs.diagnosis.stall import stall
-from torchobs.diagnosis.standing import run_health
 from torchobs.flight.format.event_ring import plain
 from torchobs.flight.metrics.throughput import speed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torchobs.diagnosis.health import Finding
-    from torchobs.diagnosis.rank_report import Fact, RankReport, Step
-    from torchobs.diagnosis.stall import Stall
 
 VERSION = 1
 _MEMORY = {
@@ -53,97 +48,99 @@ class Options(NamedTuple):
     events: int = 20
 
 
-def document(ranks: Sequence[RankReport], bad: Sequence[tuple[str, str]], options: Options) -> dict[str, Any]:
-    """Return the report of a run's ranks; ``bad``: files that could not be read, each with the reason."""
+def document(
+    ranks: Sequence[RankReport], launchers: Sequence[RankReport], bad: Sequence[tuple[str, str]], options: Options
+) -> dict[str, Any]:
+    """Return the report of a run of one rank or more.
+
+    ``launchers``: processes that only started the ranks; ``bad``: files that could not be read, each with the reason.
+    """
+    known = diagnose_run(ranks, launchers)
     made = {
         "version": VERSION,
-        "health": _health(ranks),
-        "findings": [_finding(finding) for finding in compare(ranks)],
-        "ranks": [rank_document(facts, options) for facts in ranks],
+        "health": {"level": known.health.level.name.lower(), "text": known.health.headline},
+        "findings": [_finding(finding) for finding in known.together],
+        "launchers": [_process(report, options) for report in launchers],
+        "ranks": [_rank(report, found, options) for report, found in zip(ranks, known.by_rank, strict=True)],
         "unreadable": [{"file": name, "reason": why} for name, why in bad],
     }
     found: dict[str, Any] = plain(made)
     return found
 
 
-def rank_document(facts: RankReport, options: Options) -> dict[str, Any]:
-    """Return the report of one rank."""
-    job_name, run_id, rank = facts.identity
-    shown_steps, shown_events = facts.steps[-options.steps :], facts.events[-options.events :]
+def _process(report: RankReport, options: Options) -> dict[str, Any]:
+    """Return what is known of any recorded process."""
     return {
-        "file": facts.source,
-        "problems": list(facts.problems),
-        "partial": facts.partial,
+        "file": report.source,
+        "problems": list(report.problems),
+        "partial": report.partial,
+        "incarnation": report.header.incarnation.hex(),
+        "resource": dict(report.header.resource),
+        "state": report.state,
+        "up": report.up,
+        "exit": {"reason": report.reason or None, "code": None if report.up else report.exit_code},
+        "started": report.start_s,
+        "last_seen": report.last_s,
+        "events": [_event(fact) for fact in report.events[-options.events :] if options.events],
+    }
+
+
+def _rank(report: RankReport, findings: Sequence[Finding], options: Options) -> dict[str, Any]:
+    """Return the report of one rank."""
+    job_name, run_id, rank = report.identity
+    return {
+        **_process(report, options),
         "job_name": job_name,
         "run_id": run_id,
         "rank": rank,
-        "restart": facts.restart,
-        "incarnation": facts.header.incarnation.hex(),
-        "resource": dict(facts.header.resource),
-        "state": facts.state,
-        "up": facts.up,
-        "exit": {"reason": facts.reason or None, "code": None if facts.up else facts.exit_code},
-        "started": facts.start_s,
-        "last_seen": facts.last_s,
-        "phase": facts.phase,
-        "last_step": facts.last_step,
-        "stall": _stall(stall(facts)),
-        "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in facts.left],
-        "findings": [_finding(finding) for finding in diagnose(facts)],
-        "speed": speed(facts.pace),
-        "steps": [_step(step) for step in shown_steps if options.steps],
-        "events": [_event(fact) for fact in shown_events if options.events],
-        "scalars": {name: [point._asdict() for point in points] for name, points in facts.scalars.items()},
-        "goodput": facts.by_attribute(catalog.GOODPUT_TIME),
-        "phases": facts.by_attribute(catalog.STEP_PHASE_TIME),
-        "typical_phases": typical_phases(facts.steps),
-        "anomalies": facts.by_attribute(catalog.ANOMALIES),
-        "memory": memory(facts),
-        "oom_kills": facts.value(catalog.CGROUP_MEMORY_OOM_KILLS),
-        "device_memory": device_memory(facts),
-        "checkpoint": {name: facts.value(metric) for name, metric in _CHECKPOINT.items()},
+        "restart": report.restart,
+        "phase": report.phase,
+        "last_step": report.last_step,
+        "stall": found._asdict() if (found := stall(report)) else None,
+        "evidence": [{"file": left.name, "kind": left.kind, "id": left.id} for left in report.left],
+        "findings": [_finding(finding) for finding in findings],
+        "speed": speed(report.pace),
+        "steps": [_step(step) for step in report.steps[-options.steps :] if options.steps],
+        "scalars": {name: [point._asdict() for point in points] for name, points in report.scalars.items()},
+        "goodput": report.by_attribute(catalog.GOODPUT_TIME),
+        "phases": report.by_attribute(catalog.STEP_PHASE_TIME),
+        "typical_phases": typical_phases(report.steps),
+        "anomalies": report.by_attribute(catalog.ANOMALIES),
+        "memory": memory(report),
+        "oom_kills": report.value(catalog.CGROUP_MEMORY_OOM_KILLS),
+        "device_memory": device_memory(report),
+        "checkpoint": {name: report.value(metric) for name, metric in _CHECKPOINT.items()},
         "amp": {
-            "scale": facts.by_attribute(catalog.AMP_SCALE),
-            "steps_skipped": facts.value(catalog.AMP_STEPS_SKIPPED),
-            "skip_streak": facts.value(catalog.AMP_SKIP_STREAK),
+            "scale": report.by_attribute(catalog.AMP_SCALE),
+            "steps_skipped": report.value(catalog.AMP_STEPS_SKIPPED),
+            "skip_streak": report.value(catalog.AMP_SKIP_STREAK),
         },
         "compile": {
-            "time": facts.by_attribute(catalog.COMPILE_TIME),
-            "compilations": facts.by_attribute(catalog.COMPILE_COMPILATIONS),
-            "recompiles": facts.by_attribute(catalog.COMPILE_RECOMPILES),
-            "failures": facts.by_attribute(catalog.COMPILE_FAILURES),
-            "graph_breaks": facts.by_attribute(catalog.COMPILE_GRAPH_BREAKS),
+            "time": report.by_attribute(catalog.COMPILE_TIME),
+            "compilations": report.by_attribute(catalog.COMPILE_COMPILATIONS),
+            "recompiles": report.by_attribute(catalog.COMPILE_RECOMPILES),
+            "failures": report.by_attribute(catalog.COMPILE_FAILURES),
+            "graph_breaks": report.by_attribute(catalog.COMPILE_GRAPH_BREAKS),
         },
     }
 
 
-def memory(facts: RankReport) -> dict[str, float | None]:
+def memory(report: RankReport) -> dict[str, float | None]:
     """Return the last known use of host memory, in bytes."""
-    return {name: facts.value(metric) for name, metric in _MEMORY.items()}
+    return {name: report.value(metric) for name, metric in _MEMORY.items()}
 
 
-def device_memory(facts: RankReport) -> dict[str, dict[str, float]]:
+def device_memory(report: RankReport) -> dict[str, dict[str, float]]:
     """Return the last known memory use of each device, in bytes."""
     found: dict[str, dict[str, float]] = {}
     for name, metric in _DEVICE_MEMORY.items():
-        for device, value in facts.by_attribute(metric).items():
+        for device, value in report.by_attribute(metric).items():
             found.setdefault(device, {})[name] = value
     return found
 
 
-def _health(ranks: Sequence[RankReport]) -> dict[str, str] | None:
-    if not ranks:
-        return None
-    known = run_health(ranks)
-    return {"level": known.level.name.lower(), "text": known.headline}
-
-
 def _finding(finding: Finding) -> dict[str, str]:
     return {"severity": finding.severity, "kind": finding.kind, "text": finding.text}
-
-
-def _stall(found: Stall | None) -> dict[str, Any] | None:
-    return None if found is None else found._asdict()
 
 
 def _step(step: Step) -> dict[str, Any]:

@@ -5,35 +5,30 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import scalars, text_format
 from torchobs.diagnosis.rank_report import RankReport, events_of, last_phase, missing_records, steps_of, values_of
 from torchobs.flight.files import artifacts
+from torchobs.flight.files.artifacts import ArtifactName
 from torchobs.flight.files.create import file_name, lock_name
 from torchobs.flight.format.layout import HEADER_SIZE, MAX_READ_SIZE, BadFlightFileError, Header, Region, decode_header
+from torchobs.flight.format.step_record import StepRecord
 from torchobs.flight.metrics.throughput import pace
 from torchobs.flight.reader import reader
-from torchobs.flight.reader.reader import FlightFile
+from torchobs.flight.reader.decode import Value
+from torchobs.flight.reader.reader import FlightFile, View
 from torchobs.ranks import labels
 from torchobs.ranks import state as rank_state
 from torchobs.ranks.incarnations import RankCandidate, resolve
-from torchobs.ranks.rank_file import READ_ERRORS, RankFile, open_tracked
+from torchobs.ranks.rank_file import READ_ERRORS, Now, RankFile, open_tracked
 from torchobs.ranks.scanner import system_clock
 from torchobs.ranks.state import last_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.format.step_record import StepRecord
-    from torchobs.flight.reader.decode import Value
-    from torchobs.flight.reader.reader import View
-    from torchobs.ranks.rank_file import Now
 
 _FEW = 16
 _STEPS_OF_MANY = 1024
@@ -83,7 +78,7 @@ def newest(found: Iterable[LoadedFlight]) -> tuple[list[LoadedFlight], list[Load
     return sorted(chosen, key=lambda item: _by_rank(item.claim)), sorted(others, key=lambda item: item.header.wall_ns)
 
 
-def facts_of_many(paths: Sequence[Path], limit: int | None = None) -> tuple[list[RankReport], list[tuple[str, str]]]:
+def load_reports(paths: Sequence[Path], limit: int | None = None) -> tuple[list[RankReport], list[tuple[str, str]]]:
     """Read flight files and their artifacts; ``limit``: most step records per file.
 
     Returns the reports, and the unreadable files with reasons. Ranks that may just have died are read again together, half a
@@ -97,8 +92,8 @@ def facts_of_many(paths: Sequence[Path], limit: int | None = None) -> tuple[list
             _look(path, limit) if isinstance(one, _Look) and one.fading else one for path, one in zip(paths, found, strict=True)
         ]
     told = list(zip(paths, found, strict=True))
-    facts = [_with(one.facts, left[path.parent]) for path, one in told if isinstance(one, _Look)]
-    return facts, [(path.name, one) for path, one in told if isinstance(one, str)]
+    reports = [_with(one.report, left[path.parent]) for path, one in told if isinstance(one, _Look)]
+    return reports, [(path.name, one) for path, one in told if isinstance(one, str)]
 
 
 def limit_of(count: int) -> int | None:
@@ -107,7 +102,7 @@ def limit_of(count: int) -> int | None:
 
 
 class _Look(NamedTuple):
-    facts: RankReport
+    report: RankReport
     fading: bool
     """True if probably dead, to be confirmed by another read"""
 
@@ -135,7 +130,7 @@ def _look_at(path: Path, limit: int | None) -> _Look:
     else:
         with closing(tracked.file):
             tracked.observe(fd, now, None)
-            return _Look(_facts(tracked, path.name, limit), tracked.fading)
+            return _Look(_report(tracked, path.name, limit), tracked.fading)
     finally:
         os.close(fd)
 
@@ -164,8 +159,8 @@ def _salvage(path: Path, limit: int | None, now: Now) -> RankReport:
         # a copy has no lock: it counts as dead, however recent its heartbeat
         tracked.same_boot = False
         tracked.observe(-1, now, None)
-        facts = _facts(tracked, path.name, limit)
-        return replace(facts, problems=(*problems, *facts.problems), copied=bool(problems), partial=cut or facts.partial)
+        report = _report(tracked, path.name, limit)
+        return replace(report, problems=(*problems, *report.problems), copied=bool(problems), partial=cut or report.partial)
 
 
 def _copy(raw: bytes) -> int:
@@ -183,7 +178,7 @@ def _nameless() -> int:
         return os.dup(file.fileno())
 
 
-def _facts(tracked: RankFile, source: str, limit: int | None) -> RankReport:
+def _report(tracked: RankFile, source: str, limit: int | None) -> RankReport:
     header, view, up = tracked.header, tracked.view, tracked.up
     memory, live, values = last_memory(view), view.live, values_of(view)
     begun_ns, records = live.phase_begun_ns, tracked.file.steps(limit)
@@ -248,9 +243,9 @@ def _left(directory: Path) -> dict[str, list[ArtifactName]]:
     return left
 
 
-def _with(facts: RankReport, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
-    own = sorted(left.get(file_name(facts.header), ()), key=lambda one: (one.kind, one.number))
-    return replace(facts, left=tuple(own))
+def _with(report: RankReport, left: Mapping[str, Sequence[ArtifactName]]) -> RankReport:
+    own = sorted(left.get(file_name(report.header), ()), key=lambda one: (one.kind, one.number))
+    return replace(report, left=tuple(own))
 
 
 def _found(path: Path, file: FlightFile, now: Now) -> LoadedFlight:

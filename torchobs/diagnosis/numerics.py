@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import exp, isfinite, isnan
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_SCALE, START, WARM_UP, leaves_start
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, LEAST_NOTABLE, WARNING, Finding
-from torchobs.diagnosis.rank_report import model_begins
+from torchobs.diagnosis.rank_report import Fact, RankReport, Step, model_begins
 from torchobs.flight.metrics.gradient_norms import LEAST_NORM_EXCESS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import Fact, RankReport, Step
 
 _BEFORE = 50
 """Steps before a bad loss that are searched for its cause."""
@@ -46,19 +42,19 @@ class Rise(NamedTuple):
         return self.value / self.usual
 
 
-def numerics(facts: RankReport) -> Iterator[Finding]:
+def numerics(report: RankReport) -> Iterator[Finding]:
     """Yield numerical problems, the loss first."""
-    lost = _onset(facts.steps)
+    lost = _onset(report.steps)
     if lost is not None:
-        yield _nonfinite_loss(facts, lost)
-    elif not _all_fine(facts):
-        yield from _spikes(facts)
-    yield from _layers(facts)
-    yield from _vanished(facts)
-    yield from _unmoved(facts)
-    yield from _scaler(facts)
-    yield from _scheduler(facts)
-    for fact in facts.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
+        yield _nonfinite_loss(report, lost)
+    elif not _all_fine(report):
+        yield from _spikes(report)
+    yield from _layers(report)
+    yield from _vanished(report)
+    yield from _unmoved(report)
+    yield from _scaler(report)
+    yield from _scheduler(report)
+    for fact in report.events_named(catalog.EVENT_DEVICE_UNREAD)[:1]:
         kind = fact.text("device_type")
         yield Finding(INFO, "device_unread", f"Loss and gradient norm were not recorded: on {kind} reading them would wait.")
 
@@ -74,12 +70,12 @@ def _onset(steps: Sequence[Step]) -> int | None:
     return onset
 
 
-def _nonfinite_loss(facts: RankReport, onset: int) -> Finding:
-    steps, step = facts.steps, facts.steps[onset]
+def _nonfinite_loss(report: RankReport, onset: int) -> Finding:
+    steps, step = report.steps, report.steps[onset]
     first = all(before.loss is None for before in steps[:onset])
     name = "NaN" if step.loss is None or isnan(step.loss) else "infinite"
     if first and step.step > 1:
-        return Finding(ERROR, "nonfinite_loss", _long_ago(facts, step, name))
+        return Finding(ERROR, "nonfinite_loss", _long_ago(report, step, name))
     if first:
         return Finding(ERROR, "nonfinite_loss", f"The loss was {name} from the first step on{_with_rate(step)}.")
     text, note = f"The loss turned {name} in step {step.step:,}{_cause(steps, onset)}", _rate_note(steps, onset)
@@ -87,20 +83,20 @@ def _nonfinite_loss(facts: RankReport, onset: int) -> Finding:
     return Finding(ERROR, "nonfinite_loss", f"{text}{note}{_afterwards(steps, onset)}")
 
 
-def _long_ago(facts: RankReport, step: Step, name: str) -> str:
+def _long_ago(report: RankReport, step: Step, name: str) -> str:
     """Return since when, if the steps of that time are no longer in the file."""
-    first = _began(facts)
+    first = _began(report)
     if first is None or first.step is None:
         return f"The loss has been {name} since step {step.step:,} or before: older steps are gone from the file."
-    usual, wasted = text_format.number(first.number("baseline")), text_format.plural(facts.last_step - first.step, "step")
+    usual, wasted = text_format.number(first.number("baseline")), text_format.plural(report.last_step - first.step, "step")
     return f"The loss turned {name} in step {first.step:,}, where {usual} was usual. It trained on for {wasted} with it."
 
 
-def _began(facts: RankReport) -> Fact | None:
+def _began(report: RankReport) -> Fact | None:
     """Return the first event of a non-finite loss, if all losses since were non-finite."""
-    told = (fact for fact in facts.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
-    first, count = next(told, None), facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0
-    since = facts.last_step - first.step + 1 if first is not None and first.step is not None else 0
+    told = (fact for fact in report.events_named(catalog.EVENT_ANOMALY) if fact.text("kind") == "nonfinite_loss")
+    first, count = next(told, None), report.value(catalog.ANOMALIES, "nonfinite_loss") or 0
+    since = report.last_step - first.step + 1 if first is not None and first.step is not None else 0
     return first if _ALL_SINCE * count <= since <= count / _ALL_SINCE else None
 
 
@@ -191,47 +187,47 @@ def _afterwards(steps: Sequence[Step], onset: int) -> str:
     return f" It trained on for {text_format.plural(wasted, 'step')} with it." if wasted else ""
 
 
-def _all_fine(facts: RankReport) -> bool:
-    return not any(facts.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss"))
+def _all_fine(report: RankReport) -> bool:
+    return not any(report.value(catalog.ANOMALIES, kind) for kind in ("gradient_explosion", "loss_spike", "nonfinite_loss"))
 
 
-def _spikes(facts: RankReport) -> Iterator[Finding]:
+def _spikes(report: RankReport) -> Iterator[Finding]:
     """Yield loss spikes and explosions, with their causes, if the last loss was finite."""
-    told, told_of_rate = facts.events_named(catalog.EVENT_ANOMALY), ""
+    told, told_of_rate = report.events_named(catalog.EVENT_ANOMALY), ""
     for kind, what in (("gradient_explosion", "The gradient norm"), ("loss_spike", "The loss")):
-        count = int(facts.value(catalog.ANOMALIES, kind) or 0)
+        count = int(report.value(catalog.ANOMALIES, kind) or 0)
         first = next((fact for fact in told if fact.text("kind") == kind), None)
         if not count or first is None or first.step is None:
             continue
         value, usual = text_format.number(first.number("value")), text_format.number(first.number("baseline"))
-        again = _again(facts, first.step, count - 1, "grad_norm" if kind == "gradient_explosion" else "loss")
-        note = _rate_note(facts.steps, _index(facts.steps, first.step))
+        again = _again(report, first.step, count - 1, "grad_norm" if kind == "gradient_explosion" else "loss")
+        note = _rate_note(report.steps, _index(report.steps, first.step))
         known = "" if note == told_of_rate else note
         told_of_rate = note
         severity = WARNING if count >= LEAST_NOTABLE[kind] else INFO
         yield Finding(severity, kind, f"{what} rose in step {first.step:,} to {value}, usual was {usual}{again}.{known}")
-    count = int(facts.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
+    count = int(report.value(catalog.ANOMALIES, "nonfinite_loss") or 0)
     if count:
-        then = "and recovered" if _recovered(facts, count) else "and whether it recovered is not in this part of the file"
+        then = "and recovered" if _recovered(report, count) else "and whether it recovered is not in this part of the file"
         yield Finding(WARNING, "nonfinite_loss", f"The loss was not finite in {text_format.plural(count, 'step')}, {then}.")
 
 
-def _recovered(facts: RankReport, count: int) -> bool:
+def _recovered(report: RankReport, count: int) -> bool:
     """Return True if the last loss was finite, as far as known: records may be missing."""
-    if not facts.partial:
+    if not report.partial:
         return True
-    seen = [step for step in facts.steps if step.loss is not None]
+    seen = [step for step in report.steps if step.loss is not None]
     odd = sum(step.loss is not None and not isfinite(step.loss) for step in seen)
-    return bool(seen) and (seen[-1].step >= facts.last_step or odd >= count)
+    return bool(seen) and (seen[-1].step >= report.last_step or odd >= count)
 
 
-def _again(facts: RankReport, step: int, more: int, field: str) -> str:
+def _again(report: RankReport, step: int, more: int, field: str) -> str:
     """Return in how many later steps it recurred, of those with a measurement: fewer have a norm than a loss."""
     if not more:
         return ""
-    later = [each for each in facts.steps if each.step > step]
+    later = [each for each in report.steps if each.step > step]
     measured = sum(getattr(each, field) is not None for each in later)
-    whole = bool(facts.steps) and facts.steps[0].step <= step + 1 and more <= measured and not facts.partial
+    whole = bool(report.steps) and report.steps[0].step <= step + 1 and more <= measured and not report.partial
     of = f"of the {measured:,} later steps" if whole else "later steps"
     what = "a measured gradient norm" if field == "grad_norm" else "a measured loss"
     return f"; so it did in {more:,} more {of} with {what}"
@@ -241,18 +237,18 @@ def _index(steps: Sequence[Step], number: int) -> int:
     return next((index for index, step in enumerate(steps) if step.step >= number), len(steps) - 1)
 
 
-def _layers(facts: RankReport) -> Iterator[Finding]:
+def _layers(report: RankReport) -> Iterator[Finding]:
     """Yield the layers where gradients first became non-finite."""
-    told = facts.events_named(catalog.EVENT_NONFINITE_GRADIENT)
+    told = report.events_named(catalog.EVENT_NONFINITE_GRADIENT)
     if not told:
         return
-    first, scaled = told[0], bool(facts.by_attribute(catalog.AMP_SCALE))
+    first, scaled = told[0], bool(report.by_attribute(catalog.AMP_SCALE))
     affected = first.count("layers_affected")
     names = _named(first)
     more = f" and {text_format.plural(affected - len(names), 'more layer')}" if affected > len(names) else ""
     where = f", in {', '.join(names)}{more}" if names else ""
     step = f" in step {first.step:,}" if first.step is not None else ""
-    steps = int(facts.value(catalog.GRAD_NONFINITE_STEPS) or 0)
+    steps = int(report.value(catalog.GRAD_NONFINITE_STEPS) or 0)
     text = f"Gradients were {_kinds(first)} first{step}{where}; in {text_format.plural(steps, 'measured step')} in all."
     hint = " With a loss scaler a few such steps are ordinary: it skips them." if scaled else ""
     yield Finding(INFO if scaled else WARNING, "nonfinite_gradient", text + hint)
@@ -267,9 +263,9 @@ def _named(fact: Fact) -> list[str]:
     return [text_format.clean(layer, 80) for layer in layers[:3]] if isinstance(layers, list) else []
 
 
-def _vanished(facts: RankReport) -> Iterator[Finding]:
-    count = int(facts.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
-    zero = facts.value(catalog.GRAD_ZERO) or 0.0
+def _vanished(report: RankReport) -> Iterator[Finding]:
+    count = int(report.value(catalog.ANOMALIES, "gradient_vanishing") or 0)
+    zero = report.value(catalog.GRAD_ZERO) or 0.0
     if count:
         zeros = f" At the end {text_format.percent(zero)} of the parameters had gradients of exactly zero." if zero else ""
         steps = text_format.plural(count, "step")
@@ -277,9 +273,9 @@ def _vanished(facts: RankReport) -> Iterator[Finding]:
         yield Finding(WARNING, "gradient_vanishing", text)
 
 
-def _unmoved(facts: RankReport) -> Iterator[Finding]:
+def _unmoved(report: RankReport) -> Iterator[Finding]:
     """Yield the layers that have not changed, by the last event."""
-    for fact in facts.events_named(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
+    for fact in report.events_named(catalog.EVENT_UNMOVED_LAYERS)[-1:]:
         count, of = fact.count("layers_affected"), fact.count("layers_measured")
         names, at = _named(fact), fact.text("at")
         more = f" and {count - len(names):,} more" if count > len(names) else ""
@@ -290,11 +286,11 @@ def _unmoved(facts: RankReport) -> Iterator[Finding]:
         yield Finding(WARNING, "unmoved_layers", text)
 
 
-def _scaler(facts: RankReport) -> Iterator[Finding]:
-    skipped = int(facts.value(catalog.AMP_STEPS_SKIPPED) or 0)
-    streak, steps = facts.value(catalog.AMP_SKIP_STREAK) or 0, int(facts.value(catalog.STEPS) or 0)
-    if facts.events_named(catalog.EVENT_AMP_SCALE_COLLAPSED):
-        scale = text_format.number(min(facts.by_attribute(catalog.AMP_SCALE).values(), default=None))
+def _scaler(report: RankReport) -> Iterator[Finding]:
+    skipped = int(report.value(catalog.AMP_STEPS_SKIPPED) or 0)
+    streak, steps = report.value(catalog.AMP_SKIP_STREAK) or 0, int(report.value(catalog.STEPS) or 0)
+    if report.events_named(catalog.EVENT_AMP_SCALE_COLLAPSED):
+        scale = text_format.number(min(report.by_attribute(catalog.AMP_SCALE).values(), default=None))
         text = f"The loss scale collapsed (it ended at {scale}): no scale makes the gradients finite."
         yield Finding(ERROR, "amp_scale_collapsed", text)
     elif streak >= _LATELY:
@@ -302,22 +298,22 @@ def _scaler(facts: RankReport) -> Iterator[Finding]:
         yield Finding(WARNING, "amp_skips", text)
     elif skipped and skipped >= _MANY_SKIPPED * steps:
         yield Finding(WARNING, "amp_skips", f"The loss scaler skipped {text_format.plural(skipped, 'step')} of {steps:,}.")
-    for fact in facts.events_named(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
+    for fact in report.events_named(catalog.EVENT_AMP_CLIPPED_SCALED)[:1]:
         limit, scale = text_format.number(fact.number("limit")), text_format.number(fact.number("scale"))
         text = f"Gradients were clipped by norm before scaler.unscale_(optimizer): to {limit} over the loss scale, {scale}."
         yield Finding(WARNING, "clipped_scaled", text)
-    if facts.events_named(catalog.EVENT_AMP_UNSCALED):
+    if report.events_named(catalog.EVENT_AMP_UNSCALED):
         yield Finding(
             WARNING, "amp_unscaled", "It trained in float16 autocast without a GradScaler: small gradients became zero."
         )
 
 
-def _scheduler(facts: RankReport) -> Iterator[Finding]:
+def _scheduler(report: RankReport) -> Iterator[Finding]:
     how = {
         "before_optimizer": "was stepped before the optimizer, so that its first value was never used",
         "never_stepped": "was never stepped: the learning rate stayed as it began",
         "idle_optimizer": "belongs to an optimizer that does not step",
     }
-    for fact in facts.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
+    for fact in report.events_named(catalog.EVENT_SCHEDULER_MISUSED)[:3]:
         text = how.get(fact.text("kind"), "was used wrongly")
         yield Finding(WARNING, "scheduler_misused", f"A scheduler ({fact.text('scheduler') or 'unknown'}) {text}.")

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from statistics import fmean, median
-from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.detect import slow_steps
 from torchobs.diagnosis import health, text_format
 from torchobs.diagnosis.health import INFO, WARNING, Finding
-from torchobs.diagnosis.rank_report import model_begins
+from torchobs.diagnosis.rank_report import RankReport, Step, model_begins
 from torchobs.diagnosis.stall import LEAST_S
-from torchobs.diagnosis.standing import status
+from torchobs.diagnosis.status import reported
 from torchobs.ranks import state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torchobs.diagnosis.rank_report import RankReport, Step
 
 _FIRST = 3
 """First steps, which start workers and fill caches."""
@@ -32,35 +27,35 @@ _AT_ONCE_S = 0.5
 """Interval of the heartbeat."""
 
 
-def pace(facts: RankReport) -> Iterator[Finding]:
+def pace(report: RankReport) -> Iterator[Finding]:
     """Yield the findings on time and memory."""
-    yield from _unsaved(facts)
-    yield from _held_up(facts)
-    yield from _slowed(facts)
-    yield from _waited(facts)
-    yield from _grew(facts)
-    yield from _recompiled(facts)
-    yield from _changed(facts)
-    yield from _unseen(facts)
+    yield from _unsaved(report)
+    yield from _held_up(report)
+    yield from _slowed(report)
+    yield from _waited(report)
+    yield from _grew(report)
+    yield from _recompiled(report)
+    yield from _changed(report)
+    yield from _unseen(report)
 
 
-def _unsaved(facts: RankReport) -> Iterator[Finding]:
+def _unsaved(report: RankReport) -> Iterator[Finding]:
     """Yield how much unsaved work was lost with a rank that did not finish."""
-    if facts.up or facts.reason == "finished" or not facts.last_step or not facts.end_known:
+    if report.up or report.reason == "finished" or not report.last_step or not report.end_known:
         return
-    saved_s = facts.value(catalog.CHECKPOINT_TIMESTAMP)
-    ran_s = facts.last_s - facts.start_s
-    if saved_s is None or saved_s < facts.start_s:
-        if facts.partial:
+    saved_s = report.value(catalog.CHECKPOINT_TIMESTAMP)
+    ran_s = report.last_s - report.start_s
+    if saved_s is None or saved_s < report.start_s:
+        if report.partial:
             return  # the event may be among the missing ones
-        if ran_s >= _LEAST_LOSS_S and facts.rank == "0":
+        if ran_s >= _LEAST_LOSS_S and report.rank == "0":
             text = f"No checkpoint was seen: all of its {text_format.duration(ran_s)} are lost, unless something unseen saved."
             yield Finding(WARNING, "no_checkpoint", text)
         return
-    later = sum(step.end_s > saved_s for step in facts.steps)
-    more = "" if later < len(facts.steps) and not facts.partial else " or more"
+    later = sum(step.end_s > saved_s for step in report.steps)
+    more = "" if later < len(report.steps) and not report.partial else " or more"
     # the clocks are read separately, and the last heartbeat may be older than a save right at the end
-    age_s = facts.last_s - saved_s
+    age_s = report.last_s - saved_s
     when = f"{text_format.duration(age_s)} before the end" if age_s >= _AT_ONCE_S else "at the end"
     if not later and not more:
         yield Finding(INFO, "checkpoint_age", f"The last checkpoint was complete {when}: no step must be done again.")
@@ -69,9 +64,9 @@ def _unsaved(facts: RankReport) -> Iterator[Finding]:
     yield Finding(INFO, "checkpoint_age", f"{text}: {text_format.plural(later, 'step')}{more} must be done again.")
 
 
-def _held_up(facts: RankReport) -> Iterator[Finding]:
+def _held_up(report: RankReport) -> Iterator[Finding]:
     """Yield steps as long as a stall (see ``stall``) after which training continued."""
-    took = [(_own_s(step), step) for step in facts.steps[model_begins(facts.steps, len(facts.steps)) :]][_FIRST:]
+    took = [(_own_s(step), step) for step in report.steps[model_begins(report.steps, len(report.steps)) :]][_FIRST:]
     if len(took) < _LEAST_EARLIER:
         return
     usual_s = median([seconds for seconds, _ in took])
@@ -91,11 +86,11 @@ def _own_s(step: Step) -> float:
     return sum(step.phase_s.get(name, 0.0) for name in catalog.PHASES)
 
 
-def _slowed(facts: RankReport) -> Iterator[Finding]:
+def _slowed(report: RankReport) -> Iterator[Finding]:
     """Yield that the last steps were slow, and in which phase."""
-    latest = facts.steps[model_begins(facts.steps, len(facts.steps)) :]
+    latest = report.steps[model_begins(report.steps, len(report.steps)) :]
     timed = [step for step in latest if step.duration_s is not None and 0 <= step.duration_s < _LONGEST_S][_FIRST:]
-    begin = slow_steps.slowed_from([step.duration_s or 0.0 for step in timed]) if facts.newest_is_here else None
+    begin = slow_steps.slowed_from([step.duration_s or 0.0 for step in timed]) if report.newest_is_here else None
     if begin is None:
         return
     earlier, late = timed[:begin], timed[begin:]
@@ -120,61 +115,61 @@ def _grown_phase(earlier: Sequence[Step], late: Sequence[Step]) -> tuple[str, fl
     return phase, excess[phase]
 
 
-def _waited(facts: RankReport) -> Iterator[Finding]:
+def _waited(report: RankReport) -> Iterator[Finding]:
     """Yield that training waited for data, with the workers' queue."""
-    for told in health.waiting([status(facts)]):
-        ready = facts.value(catalog.DATA_BATCHES_READY)
+    for told in health.waiting([reported(report)]):
+        ready = report.value(catalog.DATA_BATCHES_READY)
         hint = " Its workers had no batch ready at the end: more workers, or less work for each." if ready == 0 else ""
         yield told._replace(text=told.text + hint)
 
 
-def _grew(facts: RankReport) -> Iterator[Finding]:
-    for fact in facts.events_named(catalog.EVENT_MEMORY_GROWTH)[-1:]:
+def _grew(report: RankReport) -> Iterator[Finding]:
+    for fact in report.events_named(catalog.EVENT_MEMORY_GROWTH)[-1:]:
         where = "Device" if fact.text("space") == "device" else "Host"
         grown, left = text_format.size(fact.number("per_step")), text_format.duration(fact.number("time_to_limit"))
         text = f"{where} memory grew by {grown} a step, and would have reached its limit in {left} when this was found."
         yield Finding(WARNING, "memory_growth", text)
 
 
-def _recompiled(facts: RankReport) -> Iterator[Finding]:
-    storms = {fact.text("location"): fact for fact in facts.events_named(catalog.EVENT_RECOMPILE_STORM)}
-    again = Counter(fact.text("location") for fact in facts.events_named(catalog.EVENT_RECOMPILE))
+def _recompiled(report: RankReport) -> Iterator[Finding]:
+    storms = {fact.text("location"): fact for fact in report.events_named(catalog.EVENT_RECOMPILE_STORM)}
+    again = Counter(fact.text("location") for fact in report.events_named(catalog.EVENT_RECOMPILE))
     for location, fact in list(storms.items())[-_PLACES:]:
         times = max(again[location], fact.count("recompiles"))  # reported at the fourth, then once a minute
         why = f"its guard on {fact.text('guard')} failed, {fact.text('expression')}"
         text = f"torch.compile compiled {location} again and again ({times:,} times): {why}."
         yield Finding(WARNING, "recompile_storm", text)
-    count = len(facts.events_named(catalog.EVENT_COMPILE_FAILED))
+    count = len(report.events_named(catalog.EVENT_COMPILE_FAILED))
     if count:
-        last = facts.events_named(catalog.EVENT_COMPILE_FAILED)[-1]
+        last = report.events_named(catalog.EVENT_COMPILE_FAILED)[-1]
         text = f"torch.compile gave {last.text('location')} up ({last.text('reason')}): it ran uncompiled"
         yield Finding(WARNING, "compile_failure", f"{text}{f', and {count - 1} more' if count > 1 else ''}.")
-    yield from _broken(facts)
+    yield from _broken(report)
 
 
-def _broken(facts: RankReport) -> Iterator[Finding]:
+def _broken(report: RankReport) -> Iterator[Finding]:
     """Yield graph breaks in compiled code, which is correct but slower than intended."""
-    told = facts.events_named(catalog.EVENT_GRAPH_BREAK)
+    told = report.events_named(catalog.EVENT_GRAPH_BREAK)
     if told:
         places = [f"{fact.text('location')} ({fact.text('message')})" for fact in told[:_PLACES]]
         more = f", and {text_format.plural(len(told) - len(places), 'more place')}" if len(told) > len(places) else ""
         yield Finding(INFO, "graph_breaks", f"torch.compile had to end a graph at {', '.join(places)}{more}.")
 
 
-def _changed(facts: RankReport) -> Iterator[Finding]:
+def _changed(report: RankReport) -> Iterator[Finding]:
     """Yield that several models were trained in turn: their losses and step times are not comparable."""
-    changes = int(facts.value(catalog.MODEL_CHANGES) or 0)
+    changes = int(report.value(catalog.MODEL_CHANGES) or 0)
     if changes:
-        last = facts.events_named(catalog.EVENT_MODEL_CHANGE)[-1:]
+        last = report.events_named(catalog.EVENT_MODEL_CHANGE)[-1:]
         began = f", the last one from step {last[0].step:,} on" if last and last[0].step is not None else ""
         text = f"It trained {changes + 1:,} models one after the other{began}: each is judged by its own past."
         yield Finding(INFO, "model_changes", text)
 
 
-def _unseen(facts: RankReport) -> Iterator[Finding]:
+def _unseen(report: RankReport) -> Iterator[Finding]:
     """Yield gaps in the data: probes that are off, items that did not fit."""
-    yield from health.probes_off([status(facts)])
-    dropped = {what: int(count) for what, count in facts.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
+    yield from health.probes_off([reported(report)])
+    dropped = {what: int(count) for what, count in report.by_attribute(catalog.FLIGHT_DROPPED).items() if count}
     if dropped:
         items = ", ".join(f"{count:,} {what}s" for what, count in dropped.items())
         yield Finding(INFO, "dropped", f"Did not fit the file: {items}.")

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchobs import catalog
+from torchobs.catalog import Metric
 from torchobs.diagnosis import text_format
-from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag
-from torchobs.flight.reader.decode import Distribution
+from torchobs.diagnosis.scalars import Point
+from torchobs.flight.files.artifacts import ArtifactName
+from torchobs.flight.format.layout import Header
+from torchobs.flight.format.step_record import PHASE_NAMES, RecordKind, StepFlag, StepRecord
+from torchobs.flight.metrics.throughput import Throughput
+from torchobs.flight.reader.decode import Distribution, Value
+from torchobs.flight.reader.reader import View
 from torchobs.ranks import labels
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torchobs.catalog import Metric
-    from torchobs.diagnosis.scalars import Point
-    from torchobs.flight.files.artifacts import ArtifactName
-    from torchobs.flight.format.layout import Header
-    from torchobs.flight.format.step_record import StepRecord
-    from torchobs.flight.metrics.throughput import Throughput
-    from torchobs.flight.reader.decode import Value
-    from torchobs.flight.reader.reader import View
-    from torchobs.ranks.state import MemoryUse
+from torchobs.ranks.state import MemoryUse
 
 _FAR = 1 << 62
 _NAMES = ("NaN", "Infinity", "-Infinity")

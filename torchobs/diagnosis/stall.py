@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torchobs import catalog
 from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import ERROR, INFO, WARNING, Finding
+from torchobs.diagnosis.rank_report import RankReport
 from torchobs.flight.files.artifacts import PROFILE, STUCK
 from torchobs.flight.reader.decode import Distribution
 from torchobs.ranks import state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torchobs.diagnosis.rank_report import RankReport
 
 LEAST_S = 10.0
 """Shortest stall: people wait about that long before Ctrl-C. Shorter ones may be a slow batch or an unobserved save."""
@@ -41,48 +38,52 @@ class Stall(NamedTuple):
     """names of stack dumps taken meanwhile, and ids of those that no longer exist"""
 
 
-def stall(facts: RankReport) -> Stall | None:
+def stall(report: RankReport) -> Stall | None:
     """Return the time without a step at the end; ``None`` if it was no longer than 20 usual steps and 10 s.
 
     The factor is the exporter's, which calls no rank hung before a minute, as that may page a person. If the GIL was held, the
     known stall is short, because the heartbeat stopped with it.
     """
-    if not facts.newest_is_here or not facts.end_known:
+    if not report.newest_is_here or not report.end_known:
         return None
-    timed = [step.duration_s for step in facts.steps[-_RECENT:] if step.duration_s is not None]
-    usual_s, since_s = median(timed) if timed else None, facts.steps[-1].end_s if facts.steps else facts.start_s
-    quiet_s, timeout_s = max(0.0, facts.last_s - since_s), _timeout_s(facts)
+    timed = [step.duration_s for step in report.steps[-_RECENT:] if step.duration_s is not None]
+    usual_s, since_s = median(timed) if timed else None, report.steps[-1].end_s if report.steps else report.start_s
+    quiet_s, timeout_s = max(0.0, report.last_s - since_s), _timeout_s(report)
     least_s = timeout_s if usual_s is None else max(LEAST_S, state.HANG_FACTOR * usual_s)
-    held = any(left.kind == STUCK and not left.number for left in facts.left) and facts.reason in {"", "lost", "out_of_memory"}
-    if facts.reason == "finished" or not (quiet_s >= least_s or held or facts.state == "hung"):
+    held = any(left.kind == STUCK and not left.number for left in report.left) and report.reason in {
+        "",
+        "lost",
+        "out_of_memory",
+    }
+    if report.reason == "finished" or not (quiet_s >= least_s or held or report.state == "hung"):
         return None
-    begun_s = facts.phase_begun_s
+    begun_s = report.phase_begun_s
     return Stall(
         seconds=quiet_s,
         usual_step=usual_s,
-        phase=facts.phase,
-        phase_seconds=None if begun_s is None else min(quiet_s, max(0.0, facts.last_s - begun_s)),
-        hung=facts.state == "hung" or (quiet_s > timeout_s and facts.phase not in state.PATIENT_PHASES),
+        phase=report.phase,
+        phase_seconds=None if begun_s is None else min(quiet_s, max(0.0, report.last_s - begun_s)),
+        hung=report.state == "hung" or (quiet_s > timeout_s and report.phase not in state.PATIENT_PHASES),
         lock_held=held,
-        stacks=_stacks(facts, since_s),
+        stacks=_stacks(report, since_s),
     )
 
 
-def stalled(facts: RankReport) -> Iterator[Finding]:
+def stalled(report: RankReport) -> Iterator[Finding]:
     """Yield the stall, if there was one."""
-    found = stall(facts)
+    found = stall(report)
     if found is None:
         return
     patient = found.phase in state.PATIENT_PHASES and not found.lock_held
     severity = ERROR if found.hung or found.lock_held else INFO if patient else WARNING
     yield Finding(
-        severity, "stalled", f"{_held(found, facts) if found.lock_held else _quiet(found, facts)} {_where(found, facts)}"
+        severity, "stalled", f"{_held(found, report) if found.lock_held else _quiet(found, report)} {_where(found, report)}"
     )
 
 
-def _quiet(found: Stall, facts: RankReport) -> str:
+def _quiet(found: Stall, report: RankReport) -> str:
     usual = f", where one usually took {text_format.duration(found.usual_step)}" if found.usual_step is not None else ""
-    begin = "It likely hung: no" if found.hung and not facts.up else "No"
+    begin = "It likely hung: no" if found.hung and not report.up else "No"
     head = f"{begin} step ended in the last {text_format.duration(found.seconds)}{usual}"
     if found.phase == "idle":
         return f"{head}: it had left its training loop, and did something else."
@@ -97,31 +98,31 @@ def _within(phase: str) -> str:
     return "outside of all phases" if phase == "other" else f"in the phase {phase}"
 
 
-def _held(found: Stall, facts: RankReport) -> str:
-    when = "It holds Python's lock in native code" if facts.up else "It ended with Python's lock held in native code"
+def _held(found: Stall, report: RankReport) -> str:
+    when = "It holds Python's lock in native code" if report.up else "It ended with Python's lock held in native code"
     phase = f", {_within(found.phase)}" if found.phase else ""
     usual = f", where a step usually took {text_format.duration(found.usual_step)}" if found.usual_step is not None else ""
     return f"{when}{phase}: for seconds at least{usual}, and how long cannot be told, for the heartbeat stops with it."
 
 
-def _where(found: Stall, facts: RankReport) -> str:
+def _where(found: Stall, report: RankReport) -> str:
     if found.stacks:
         return f"Where its threads were then is written in {text_format.joined(found.stacks)}, beside the flight file."
-    if facts.up:
+    if report.up:
         return "`torchobs stacks` shows where its threads are."
     if found.phase == "idle":
         return "That is no hang."
     return "No stacks of that time are here: `torchobs stacks` asks for them while it lasts, and an exporter once a rank hangs."
 
 
-def _stacks(facts: RankReport, since_s: float) -> tuple[str, ...]:
-    files = [left for left in facts.left if left.kind != PROFILE]
+def _stacks(report: RankReport, since_s: float) -> tuple[str, ...]:
+    files = [left for left in report.left if left.kind != PROFILE]
     late = [left.name for left in files if not left.number or left.number / 1e3 >= since_s - 1]  # 1 s for clock adjustments
-    told = [fact.text("evidence") for fact in facts.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s]
+    told = [fact.text("evidence") for fact in report.events_named(catalog.EVENT_STACKS) if fact.time_s >= since_s]
     known = {left.id for left in files}
     return tuple(sorted(late) or [f"evidence {name}" for name in told if name and name not in known])
 
 
-def _timeout_s(facts: RankReport) -> float:
-    durations = facts.values.get((catalog.STEP_DURATION.name,))
+def _timeout_s(report: RankReport) -> float:
+    durations = report.values.get((catalog.STEP_DURATION.name,))
     return state.hang_timeout_s(durations if isinstance(durations, Distribution) else None, catalog.SECONDS_BOUNDS)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isfinite, nan
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torchobs import catalog
+from torchobs.catalog import Metric
 from torchobs.config.settings import PROBES
-from torchobs.detect import starvation
-from torchobs.flight.format.step_record import StepFlag
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from torchobs.catalog import Metric
-    from torchobs.detect.stragglers import Slowness
-    from torchobs.flight.format.step_record import StepRecord
+from torchobs.detect import starvation, stragglers
+from torchobs.detect.stragglers import Slowness
+from torchobs.diagnosis.rank_report import RankReport
+from torchobs.flight.format.step_record import StepFlag, StepRecord
 
 
 class Get(Protocol):
@@ -176,3 +173,49 @@ def rank_status(  # noqa: PLR0913  # fields not available from ``get``
         slowness=slowness,
         probes_off=tuple(probe for probe in PROBES if get(catalog.PROBE_DISABLED, probe)),
     )
+
+
+def run_status(ranks: Sequence[RankReport]) -> RunStatus:
+    """Return the status of a run from its reports, at the last sign of life of any rank."""
+    last_s = max(report.last_s for report in ranks)
+    sizes = [size for report in ranks if isinstance(size := report.header.resource.get("world_size"), int)]
+    here = max(started_here(ranks), len(ranks))
+    return RunStatus(compared(ranks, last_s), here, max([*sizes, here]))
+
+
+def started_here(ranks: Sequence[RankReport]) -> int:
+    """Return how many ranks the launcher started on the machine of the reports; 0 if unknown, or of several machines."""
+    sizes = {report.header.resource.get("local_world_size") for report in ranks}
+    size = sizes.pop() if len(sizes) == 1 and len({report.described("host") for report in ranks}) == 1 else None
+    return size if isinstance(size, int) else 0
+
+
+def compared(ranks: Sequence[RankReport], now_s: float | None = None) -> list[RankStatus]:
+    """Return the status of each rank of a run, compared with the others by their latest steps."""
+    slow = stragglers.slowness({report.rank: report.pace.spent for report in ranks if report.pace})
+    return [replace(reported(report, now_s), slowness=slow.get(report.rank)) for report in ranks]
+
+
+def reported(report: RankReport, now_s: float | None = None) -> RankStatus:
+    """Return the status of a rank from its report. ``now_s``: Unix time, by default its last sign of life."""
+    last_s = report.last_s if now_s is None else now_s
+    trains = report.state == "alive" and report.phase != "idle"
+    return rank_status(
+        report.value,
+        rank=report.rank,
+        state=report.state,
+        reason=report.reason,
+        up=report.up,
+        phase=report.phase,
+        recorded=True,
+        beat_age_s=max(0.0, last_s - report.last_s),
+        progress_age_s=max(0.0, last_s - (report.steps[-1].end_s if report.steps else report.start_s)),
+        per_s=report.pace.per_s if trains and report.pace else None,
+        loss=last_loss(report.value, last_known([step.loss for step in report.steps])),
+        steps=int(report.value(catalog.STEPS) or report.last_step),
+    )
+
+
+def last_known(values: Sequence[float | None]) -> float | None:
+    """Return the last value that is not ``None``, if there is one."""
+    return next((value for value in reversed(values) if value is not None), None)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import pairwise
 from math import inf, isfinite, isnan, log
-from typing import TYPE_CHECKING
 
+from torchobs.diagnosis import quantities
 from torchobs.flight.metrics.throughput import in_figures
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
@@ -21,7 +19,7 @@ _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that move the cursor, change the writing direction or are invisible; escape sequences begin with one."""
 
-_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
+_MINUTE = 60.0
 _BASE = 1024.0
 _LOGARITHMIC = 100.0
 
@@ -36,7 +34,7 @@ def clean(value: object, longest: int = _LONGEST) -> str:
     return "".join("?" if unicodedata.category(char) in _FORBIDDEN else char for char in text)
 
 
-def place(text: str) -> str:
+def source_location(text: str) -> str:
     """Return a source location, shortened to start at the package's name for installed packages."""
     return re.sub(r"[^\s'\"]*/(?:site|dist)-packages/", "", text)
 
@@ -106,20 +104,12 @@ def duration(seconds: float | None) -> str:
         return "-"
     if abs(seconds) < 0.9995:  # noqa: PLR2004  # above, it would round to 1,000 ms
         return f"{1e3 * seconds:.3g} ms" if seconds else "0"
-    return f"{seconds:.3g} s" if seconds < _MINUTE else _long(seconds)
+    return f"{seconds:.3g} s" if seconds < _MINUTE else quantities.span(seconds)
 
 
 def rate(per_s: float | None) -> str:
     """Return a rate per second."""
     return "-" if per_s is None else in_figures(per_s)
-
-
-def _long(seconds: float) -> str:
-    if seconds < _HOUR:
-        return f"{seconds // _MINUTE:.0f} min {seconds % _MINUTE:.0f} s"
-    if seconds < _DAY:
-        return f"{seconds // _HOUR:.0f} h {seconds % _HOUR // _MINUTE:.0f} min"
-    return f"{seconds // _DAY:.0f} d {seconds % _DAY // _HOUR:.0f} h"
 
 
 def moment(unix_s: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -135,10 +125,12 @@ def plural(count: int, one: str, more: str = "") -> str:
     return f"{count:,} {one if count == 1 else more or f'{one}s'}"
 
 
-def joined(items: Sequence[object], last: str = "and") -> str:
-    """Return ``a, b and c``."""
-    shown = [str(item) for item in items]
-    return f"{', '.join(shown[:-1])} {last} {shown[-1]}" if len(shown) > 1 else "".join(shown)
+def joined(items: Sequence[object], most: int | None = None) -> str:
+    """Return ``a, b and c``, of more than ``most`` items ``a, b and 3 more``."""
+    shown = [str(item) for item in items[:most]]
+    if len(items) > len(shown):
+        shown.append(f"{len(items) - len(shown):,} more")
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
 
 
 def sparkline(values: Iterable[float | None], room: int, *, ascii_only: bool = False) -> str:

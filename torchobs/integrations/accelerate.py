@@ -54,7 +54,6 @@ class TorchobsTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not fo
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         """Record the numbers. ``step`` is the script's own count; torchobs has its own."""
-        del step
         self._hooks.call(_log, values)
 
     def finish(self) -> None:

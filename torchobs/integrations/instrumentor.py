@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torchobs
 from torchobs.integrations.hooks import missing
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 try:
     from opentelemetry.instrumentation.instrumentor import BaseInstrumentor

@@ -7,16 +7,14 @@ in every rank once the process group exists, however the ranks were started.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torchobs
 from torchobs.integrations.batches import samples_in, tokens_in
 from torchobs.integrations.hooks import Hooks, missing, record_trainer, scalars
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["TorchobsCallback"]
 
@@ -55,7 +53,6 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Start recording, now that the process group exists."""
-        del trainer, pl_module, stage
         torchobs.init(**self._settings)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -64,12 +61,10 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the epoch, and the metrics logged for the last one."""
-        del pl_module
         self._hooks.call(_log_metrics, trainer)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Record samples and tokens before the step ends: afterwards they would need a second record."""
-        del trainer, pl_module, batch_idx
         self._hooks.call(self._count, batch)
 
     def _count(self, batch: Any) -> None:
@@ -77,12 +72,10 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the evaluation phase."""
-        del trainer, pl_module
         self._hooks.call(self._hooks.begin, "evaluation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the evaluation phase and record its metrics, except those of the sanity check, which Lightning drops too."""
-        del pl_module
         self._hooks.call(self._hooks.end)
         if not trainer.sanity_checking:
             self._hooks.call(_log_metrics, trainer)
@@ -92,12 +85,10 @@ class TorchobsCallback(_lightning.Callback):  # type: ignore[misc, name-defined]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the metrics logged last."""
-        del pl_module
         self._hooks.call(_log_metrics, trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the open phase; the exception propagates."""
-        del trainer, pl_module, exception
         self._hooks.call(self._hooks.end)
 
 

@@ -43,7 +43,6 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start recording, now that the process group exists."""
-        del args, state, control
         torchobs.init(**self._settings)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -61,19 +60,16 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close an open phase at the start of a step, even if another callback canceled it."""
-        del args, state, control
         if self._hooks.phase is not None:
             self._hooks.call(self._hooks.end)
         self._passes = 0
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count a gradient accumulation pass, not the step's last."""
-        del args, state, control
         self._passes += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record samples and tokens before the step ends: afterwards they would need a second record."""
-        del control
         self._hooks.call(self._count, args, state)
 
     def _count(self, args: Any, state: Any) -> None:
@@ -84,7 +80,6 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Open the phase that follows: evaluation, then saving, if they are due."""
-        del args, state
         if control.should_evaluate:
             self._hooks.call(self._hooks.begin, "evaluation")
         elif control.should_save:
@@ -94,13 +89,11 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Return to the evaluation phase: there is another dataset."""
-        del args, state, control
         if self._hooks.phase == "checkpoint":
             self._hooks.call(self._hooks.begin, "evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the evaluation phase; during training, saving may follow."""
-        del args, state
         if self._hooks.phase is None:
             return
         self._hooks.call(self._hooks.end)
@@ -109,17 +102,14 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the checkpoint phase."""
-        del args, state, control
         self._hooks.call(self._hooks.end)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Record the logged numbers, including the epoch."""
-        del args, state, control
         self._hooks.call(_log, logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the open phase."""
-        del args, state, control
         self._hooks.call(self._hooks.end)
 
 
