@@ -34,7 +34,7 @@ demo: setup ## Train a small GPT on two ranks, watch it live, and see an alert f
 test: setup test-tools lint ## Everything that must hold for a change to land: lint, all tests, the wheel
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
 	$(BIN)/pytest -m serial
-	$(BIN)/python -m tests.bench.overhead --blocks 1 --gate
+	$(BIN)/python -m tests.bench.overhead --gate
 	tests/wheel.sh $(VENV)
 
 test-long: setup test-tools soak ## What only time finds, of which `make test` does a twentieth; SHARE=0.1 does a tenth, MINUTES=3 of its half hour
