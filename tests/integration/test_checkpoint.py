@@ -22,7 +22,8 @@ from tests.training import Recording, loss_of, mlp, recording
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NAP_S = 0.06
+NAP_S = 0.15
+"""longer than a step lasts, on a busy machine, too"""
 BIG = 64 * 1024 // 4
 """float32 elements that make a checkpoint of what is saved to memory"""
 
