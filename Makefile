@@ -11,16 +11,18 @@ BIN := $(VENV)/bin
 TORCH ?= 2.13.0+cpu
 PROGRAMS := $(CURDIR)/.cache/debian
 # For two cores: half of its time a test waits for a program or a timer.
-WORKERS ?= 3
+WORKERS ?= 4
 # Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.
 SHARE ?= 1
 MINUTES ?= 30
+# Nothing, if the cluster has the images of `make kube-test` already.
+KUBE_IMAGES ?= kube-images
 
 export PATH := $(CURDIR)/$(BIN):$(PATH):$(PROGRAMS)/usr/bin
 # What one process of the tests has compiled, the next need not: of pytest's own start it is half.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test clean
+.PHONY: help setup demo test test-long lint docs bench gpu scale soak wheel-test test-tools kube-test kube-images clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -34,7 +36,7 @@ demo: setup ## Train a small GPT on two ranks, watch it live, and see an alert f
 test: setup test-tools lint ## Everything that must hold for a change to land: lint, all tests, the wheel
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not serial"
 	$(BIN)/pytest -m serial
-	$(BIN)/python -m tests.bench.overhead --blocks 1 --gate
+	$(BIN)/python -m tests.bench.overhead --gate
 	tests/wheel.sh $(VENV)
 
 test-long: setup test-tools soak ## What only time finds, of which `make test` does a twentieth; SHARE=0.1 does a tenth, MINUTES=3 of its half hour
@@ -68,11 +70,13 @@ soak: setup ## Half an hour of ranks that start, die and come back: the exporter
 wheel-test: setup ## Build sdist and wheel, and test what the installed wheel could lack
 	tests/wheel.sh $(VENV)
 
-kube-test: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test
-kube-test: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
-kube-test: setup test-tools ## Run Jobs with the sidecar on the cluster of KUBECONFIG (tests/kubernetes/images.sh says what it needs)
-	tests/kubernetes/images.sh $(BIN)/python $$TORCHOBS_TEST_EXPORTER_IMAGE $$TORCHOBS_TEST_TRAINER_IMAGE
+kube-test kube-images: export TORCHOBS_TEST_EXPORTER_IMAGE ?= localhost/torchobs-exporter:test
+kube-test kube-images: export TORCHOBS_TEST_TRAINER_IMAGE ?= localhost/torchobs-trainer:test
+kube-test: setup test-tools $(KUBE_IMAGES) ## Run Jobs with the sidecar on the cluster of KUBECONFIG (tests/kubernetes/images.sh says what it needs)
 	$(BIN)/pytest -m kubernetes tests/e2e
+
+kube-images: setup
+	tests/kubernetes/images.sh $(BIN)/python $$TORCHOBS_TEST_EXPORTER_IMAGE $$TORCHOBS_TEST_TRAINER_IMAGE
 
 test-tools: ## Fetch the programs that tests run and this machine lacks (Prometheus, promtool, node_exporter)
 	@tests/tools.sh $(PROGRAMS)

@@ -156,7 +156,7 @@ def report(screen: Screen, watcher: Watcher, prometheus: Prometheus | None) -> N
     for (name, state), seconds in watcher.first_seen.items():
         screen.print(f"  alert {name}: {state} after {seconds:.0f} s")
     if prometheus and not prometheus.is_running:
-        screen.print(f"  Prometheus ended before its time: {prometheus.last_log_line}")
+        screen.print(f"  Prometheus ended before its time: {next(reversed(prometheus.output), '')}")
     elif prometheus and not watcher.first_seen:
         screen.print("  no alert")
 
@@ -164,7 +164,7 @@ def report(screen: Screen, watcher: Watcher, prometheus: Prometheus | None) -> N
 def fail(screen: Screen, exporter: Exporter, job: Job, reason: str) -> int:
     """Print why, with the last lines of the exporter and of the ranks; return the exit code."""
     screen.print(f"\n{reason}")
-    for origin, lines in (("exporter", exporter.log[-LAST_LINES:]), ("job", job.output[-LAST_LINES:])):
+    for origin, lines in (("exporter", exporter.output[-LAST_LINES:]), ("job", job.output[-LAST_LINES:])):
         screen.print("\n".join([f"--- the {origin}'s last lines:", *lines]))
     return 1
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import final
 from urllib.parse import quote
 
-from examples._demo import processes
+from examples._demo.processes import Program
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "rules"
 HOW_TO_INSTALL = """\
@@ -40,7 +38,7 @@ class Alert:
 
 
 @final
-class Prometheus:
+class Prometheus(Program):
     """Runs a Prometheus for the length of a `with` block.
 
     Args:
@@ -50,37 +48,19 @@ class Prometheus:
     """
 
     def __init__(self, program: str, home: Path, target: str) -> None:
-        self._home, self._program, self._target = home / "prometheus", program, target
-        self._process: subprocess.Popen[bytes] | None = None
+        own = home / "prometheus"
         self.url = f"http://127.0.0.1:{_free_port()}"
-
-    def __enter__(self) -> Prometheus:
-        self._home.mkdir(mode=0o700)
-        rules = json.dumps([str(path) for path in sorted(RULES.glob("*.yml"))])  # JSON is YAML
-        configuration = CONFIGURATION.format(rules=rules, targets=json.dumps([self._target]))
-        (self._home / "prometheus.yml").write_text(configuration, "utf-8")
         argv = [
-            self._program,
-            f"--config.file={self._home / 'prometheus.yml'}",
-            f"--storage.tsdb.path={self._home / 'data'}",
+            program,
+            f"--config.file={own / 'prometheus.yml'}",
+            f"--storage.tsdb.path={own / 'data'}",
             f"--web.listen-address={self.url.removeprefix('http://')}",
         ]
-        self._process = processes.start(argv, self._home / "log", os.environ, self._home)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process:
-            processes.end_tree(self._process)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the process lives."""
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def last_log_line(self) -> str:
-        """The last line of its log."""
-        return next(reversed(processes.lines(self._home / "log")), "")
+        super().__init__(argv, own / "log", os.environ, own)
+        own.mkdir(mode=0o700)
+        rules = json.dumps([str(path) for path in sorted(RULES.glob("*.yml"))])  # JSON is YAML
+        configuration = CONFIGURATION.format(rules=rules, targets=json.dumps([target]))
+        (own / "prometheus.yml").write_text(configuration, "utf-8")
 
     def graph(self, *expressions: str) -> str:
         """Return the address of its page with a graph for each expression."""

@@ -41,6 +41,8 @@ WORKLOADS: dict[str, tuple[Callable[..., Iterator[None]], int]] = {
 LEVELS = ("basic", "advanced", "extreme")
 BLOCKS = 5
 WARM_UP = 10
+WARM_UP_S = 3.0
+"""Until the sampler has chosen layers, and the pace of what is measured now and then is found."""
 
 
 class Block(NamedTuple):
@@ -158,7 +160,7 @@ def measure(device: Any, training: Iterator[None], steps: int, blocks: int, leve
             torchobs.shutdown()
         if failed:
             sys.exit(f"switched off: {', '.join(failed)}")
-    alone, (meter, interval, _) = meter_alone(training, steps), in_situ(training, steps, directory, level)
+    alone, (meter, interval, _) = meter_alone(training, steps), in_situ(training, steps, directory, level, WARM_UP_S)
     return Result(plain, observed, meter.ours_us - alone.ours_us, meter.norms_us, interval)
 
 

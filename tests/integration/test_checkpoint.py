@@ -22,16 +22,22 @@ from tests.training import Recording, loss_of, mlp, recording
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-NAP_S = 0.06
+NAP_S = 0.15
+"""longer than a step lasts, on a busy machine, too"""
 BIG = 64 * 1024 // 4
 """float32 elements that make a checkpoint of what is saved to memory"""
 
 
 class Sleepy:
-    """Takes its time to be pickled."""
+    """Takes its time to be pickled, and says how long that was."""
+
+    def __init__(self) -> None:
+        self.napped_s = 0.0
 
     def __getstate__(self) -> dict[str, int]:
+        begun = time.perf_counter()
         time.sleep(NAP_S)
+        self.napped_s = time.perf_counter() - begun
         return {"state": 1}
 
 
@@ -71,28 +77,32 @@ def alike(found: list[float], timed: list[float]) -> bool:
 
 @pytest.mark.serial
 def test_a_save_is_timed_and_sized_and_no_part_of_the_step(run: Recording, tmp_path: Path) -> None:
-    """Within 5 % of what the loop waited; the step's own duration is without it; a span each."""
+    """At most what the loop waited, at least what a part of that took; the step's own duration is without it; a span each."""
+    napped: list[float] = []
     waited: list[float] = []
 
     def save(step: int) -> None:
+        sleepy = Sleepy()
         begun = time.perf_counter()
-        torch.save({"model": torch.zeros(1000), "sleepy": Sleepy()}, tmp_path / f"{step}.pt")
+        torch.save({"model": torch.zeros(1000), "sleepy": sleepy}, tmp_path / f"{step}.pt")
         waited.append(time.perf_counter() - begun)
+        napped.append(sleepy.napped_s)
 
     train(save)
     assert checkpoint_s(run)[0] == 0.0
-    assert alike(checkpoint_s(run)[1:], waited)
+    phases, spans = checkpoint_s(run)[1:], run.frames("torchobs.checkpoint")
+    lengths = [(span["t1"] - span["t0"]) / 1e9 for span in spans]
+    rounding_s = 1e-4
+    for least, phase, length, most in zip(napped, phases, lengths, waited, strict=True):
+        assert least - rounding_s <= phase <= most + rounding_s
+        assert least - rounding_s <= length <= most + rounding_s
     assert all(record.duration_s < NAP_S / 2 for record in run.steps()[1:])
     found = saved(run)
     assert (found["saved"], found["failed"]) == (2, 0)
-    assert found["duration"] == pytest.approx(waited[-1], rel=0.05, abs=0.001)
+    assert napped[-1] - rounding_s <= found["duration"] <= waited[-1] + rounding_s
     assert found["size"] == (tmp_path / "2.pt").stat().st_size
     assert found["timestamp"] == pytest.approx(time.time(), abs=60)
-    spans = run.frames("torchobs.checkpoint")
     assert [span["attrs"]["step"] for span in spans] == [1, 2]
-    assert all(
-        (span["t1"] - span["t0"]) / 1e9 == pytest.approx(length, abs=0.01) for span, length in zip(spans, waited, strict=True)
-    )
 
 
 def test_the_bytes_are_those_of_a_save_without_torchobs(flight_dir: Path, tmp_path: Path) -> None:

@@ -151,10 +151,12 @@ def test_the_stages_are_the_time_that_it_took(run: Recording) -> None:
         return graph.forward
 
     model = mlp()
+    torch.compile(scaled, backend="eager")(torch.ones(3))  # what torch does once in a process is over
+    before = counted(series(run), catalog.COMPILE_TIME)
     begun = time.perf_counter()
     torch.compile(model, backend=backend)(torch.ones(4, 8))
     elapsed = time.perf_counter() - begun
-    stages = counted(series(run), catalog.COMPILE_TIME)
+    stages = {stage: spent - before.get(stage, 0.0) for stage, spent in counted(series(run), catalog.COMPILE_TIME).items()}
     assert 0.9 * elapsed <= sum(stages.values()) <= elapsed
     assert slept[0] <= stages["aot"] < 2 * slept[0]
     assert set(stages) == {"dynamo", "aot"}

@@ -451,7 +451,7 @@ def test_no_gradient_outlives_its_step(run: Recording) -> None:
 
 
 def test_a_large_gradient_is_not_copied(flight_dir: Path) -> None:
-    """A bfloat16 gradient of 100 million elements (200 MB): measuring it adds nothing to the peak of the memory."""
+    """A bfloat16 gradient of 25 million elements (50 MB): measuring it adds nothing to the peak of the memory."""
     program = f"""
 import torch, torchobs
 from torch.optim import optimizer as hooks
@@ -459,7 +459,7 @@ def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 torchobs.init(flight_dir={str(flight_dir)!r}, grad_interval=1)
 small = torch.nn.Parameter(torch.zeros(200_000, dtype=torch.bfloat16))
-large = torch.nn.Parameter(torch.zeros(100_000_000, dtype=torch.bfloat16))
+large = torch.nn.Parameter(torch.zeros(25_000_000, dtype=torch.bfloat16))
 for parameter in (small, large):
     parameter.grad = torch.full_like(parameter, 0.5)
     optimizer = torch.optim.SGD([parameter], lr=0.0, foreach=False)

@@ -97,7 +97,6 @@ def test_a_norm_that_a_device_delivers_late_is_told(flight_dir: Path) -> None:
         assert anomalous["attrs"]["grad_norm"] == 3.5
 
 
-@pytest.mark.serial
 def test_a_slow_step_is_there_with_its_phases(run: Recording) -> None:
     """Whoever looks for what was slow finds it, phase by phase."""
     napped: dict[int, tuple[float, float]] = {}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from tests.bench import gpu
 from tests.bench.gpu import Block, Processor, Result, measure
 from tests.training import loss_of, mlp
 
@@ -31,6 +32,7 @@ def training() -> Iterator[None]:
 def test_a_training_is_measured_with_and_without_us(flight_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks of each, and the session is over: torch is as it was."""
     monkeypatch.setenv("TORCHOBS_GRAD_INTERVAL", "1")
+    monkeypatch.setattr(gpu, "WARM_UP_S", 0.1)  # the figures are not looked at
     before = torch.autograd.backward
     result = measure(Processor(), training(), 5, 2, "advanced", flight_dir)
     assert len(result.plain) == len(result.observed) == 2

@@ -200,7 +200,7 @@ def test_a_network_file_system_is_refused(flight_dir: Path, monkeypatch: pytest.
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(NoPlaceError, match=kind.partition(".")[0]):
         open_place(str(flight_dir), None)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
 
 
 @pytest.mark.parametrize(

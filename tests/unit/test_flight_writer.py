@@ -407,7 +407,7 @@ def test_a_closed_writer_stores_nowhere_and_its_file_stays(flight_dir: Path) -> 
     assert (view.live.exit_reason, view.live.exit_code) == (Exit.EXCEPTION, -9)
     file.close()
     del made
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile
 
 
 def test_live_words_say_what_was_said_last(image: flights.Image) -> None:

@@ -16,6 +16,7 @@ AVOIDABLE = ["needs promtool on PATH"]
 
 def run(pytester: pytest.Pytester, source: str) -> pytest.RunResult:
     """The outcome of `source` under the rule and nothing else: loading every plug-in again costs a second."""
+    pytester.makeini("[pytest]")  # or a folder above may lend its own
     pytester.makepyfile(source)
     others = ("hypothesispytest", "xdist", "timeout", "anyio")
     return pytester.runpytest("-p", "tests.skips", *(f"-pno:{name}" for name in others))

@@ -168,4 +168,4 @@ def test_no_descriptor_is_left_open(path: Path) -> None:
             connect(path).close()
     with pytest.raises(ConnectionRefusedError):
         connect(path)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before  # an earlier test's thread may close its own meanwhile

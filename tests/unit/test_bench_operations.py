@@ -1,0 +1,45 @@
+"""The count of what a step executes: one call more is seen, what is not ours is not, and too much is told."""
+
+from __future__ import annotations
+
+import math
+
+from tests.bench.operations import CEILINGS, Counts, OperationCounter, Operations, over_ceiling
+
+
+def hypotenuse(a: float, b: float) -> float:
+    """One call of a function of C's, one frame."""
+    return math.sqrt(a * a + b * b)
+
+
+def counted(times: int, ours: str = __file__) -> Operations:
+    """What so many calls of it are counted as, made from a frame that was there before."""
+    counter = OperationCounter(ours)
+    with counter:
+        counter.step()
+        for _ in range(times):
+            hypotenuse(3.0, 4.0)
+        counter.step()
+    return counter.plain[1]
+
+
+def test_every_call_and_instruction_more_is_counted() -> None:
+    """Each call is its own and that of ``sqrt``, and the same number of instructions every time."""
+    none, one, three = counted(0), counted(1), counted(3)
+    assert (one.calls - none.calls, three.calls - none.calls) == (2, 6)
+    assert one.instructions - none.instructions > 5
+    assert three.instructions - none.instructions == 3 * (one.instructions - none.instructions)
+    assert counted(3) == three
+
+
+def test_what_is_not_ours_does_not_count() -> None:
+    """Torch's own code, or the script's, whoever calls it."""
+    assert counted(3, ours="/nowhere").instructions == 0
+
+
+def test_too_much_is_told_with_the_figure() -> None:
+    """By kind of step and by what there is too much of; at the ceiling nothing is."""
+    most = CEILINGS["mlp"]
+    assert over_ceiling("mlp", most) == []
+    found = Counts(most.plain._replace(calls=most.plain.calls + 1), most.measuring)
+    assert over_ceiling("mlp", found) == [f"mlp: a plain step has {most.plain.calls + 1} calls, {most.plain.calls} are allowed"]
