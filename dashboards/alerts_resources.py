@@ -17,7 +17,7 @@ a dynamic size, used in training and evaluation, has a handful in its first minu
 THROTTLED = 0.1
 """Share of the time. Throttling by the power limit is normal, and may last all the time; thermal throttling is not."""
 _GIVEN_UP = 'reason="recompile_limit"'
-_GPU_ERRORS = 'error_type=~"xid|ecc_uncorrected"'
+_GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
 
 
 def resources() -> Group:

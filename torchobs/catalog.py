@@ -215,7 +215,12 @@ EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
 GPU_ID = Attribute("hw.id", "UUID of the GPU, or of the MIG instance")
 HW_TYPE = Attribute("hw.type", "kind of component", ("gpu",))
 HW_STATE = Attribute("hw.state", "one is 1, the others 0", ("ok", "degraded", "failed"))
-HW_ERROR = Attribute("error.type", "what failed", ("ecc_corrected", "ecc_uncorrected", "xid", "nvlink", "pcie_replay"))
+XID_ERRORS = ("xid_application", "xid_driver", "xid_hardware")
+HW_ERROR = Attribute(
+    "error.type",
+    "what failed; an XID by whose fault it most likely is, as NVIDIA's catalog has it",
+    ("ecc_corrected", "ecc_uncorrected", *XID_ERRORS, "nvlink", "pcie_replay"),
+)
 HW_SENSOR = Attribute("hw.sensor_location", "where it is measured", ("gpu", "memory"))
 GPU_TASK = Attribute("hw.gpu.task", "kind of work", ("general",))
 GPU_THROTTLE = Attribute("reason", "cause of the throttling", ("power", "thermal"))

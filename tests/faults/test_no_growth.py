@@ -33,7 +33,8 @@ def resident() -> int:
 
 def blocks() -> int:
     """Objects of Python's: the fewest within two seconds in which nothing trains, for what the sampler thread still has to work
-    off (some ten thousand of them) is not forgotten."""
+    off (some ten thousand of them) is not forgotten.
+    """
     gc.collect()
     fewest = sys.maxsize
     for _ in range(20):
