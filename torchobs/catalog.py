@@ -194,7 +194,7 @@ COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
 COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
-EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "lost", "out_of_memory")
+EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "terminated", "lost", "out_of_memory")
 
 ANOMALY_SEVERITY = {
     "nonfinite_loss": Severity.ERROR,

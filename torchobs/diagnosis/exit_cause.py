@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from torchobs.diagnosis.rank_report import Fact, RankReport
 
+_NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
 _NO_STEPS = "its steps are not in this part of the file"
 _SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
@@ -33,6 +34,7 @@ def ending(facts: RankReport) -> Iterator[Finding]:
         "exception": _exception,
         "exit_code": _exit_code,
         "interrupted": _interrupted,
+        "terminated": _terminated,
         "out_of_memory": _out_of_memory,
         "lost": _lost,
     }
@@ -106,6 +108,11 @@ def _interrupted(facts: RankReport) -> Finding:
     return Finding(WARNING, "interrupted", f"Rank {facts.rank} was interrupted (Ctrl-C, SIGINT) {where(facts)}.")
 
 
+def _terminated(facts: RankReport) -> Finding:
+    text = f"Rank {facts.rank} was told to end (SIGTERM: by the scheduler, the launcher or a person) {where(facts)}"
+    return Finding(WARNING, "terminated", f"{text}{_phase(facts)}.")
+
+
 def _exit_code(facts: RankReport) -> Finding:
     return Finding(ERROR, "exit_code", f"Rank {facts.rank} left with exit status {facts.exit_code}, {where(facts)}.")
 
@@ -114,7 +121,7 @@ def _lost(facts: RankReport) -> Finding:
     text = f"Rank {facts.rank} vanished without a word {where(facts)}{_phase(facts)}"
     if not facts.same_boot and not facts.copied:
         return Finding(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
-    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL, or a SIGTERM that it did not handle), os._exit or a crash.")
+    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL), os._exit or a crash.")
 
 
 def _out_of_memory(facts: RankReport) -> Finding:
@@ -150,7 +157,7 @@ def _before(seconds: float) -> str:
 
 def _complaints(facts: RankReport) -> Iterator[Finding]:
     """Yield errors reported shortly before an abnormal end."""
-    if facts.reason in {"finished", "interrupted"}:
+    if facts.reason in _NO_FAILURE:
         return
     for event, severity, tell in (
         (catalog.EVENT_OUT_OF_MEMORY, ERROR, _device_memory),
@@ -172,7 +179,7 @@ def _threads(facts: RankReport) -> Iterator[Finding]:
     However long before the end it was: the main thread may have waited for hours.
     """
     ended = [fact for fact in facts.events_named(catalog.EVENT_EXCEPTION) if fact.text("thread")]
-    if not ended or facts.reason in {"finished", "interrupted"}:
+    if not ended or facts.reason in _NO_FAILURE:
         return
     last, others = ended[-1], {fact.text("thread") for fact in ended[:-1]} - {ended[-1].text("thread")}
     during = f", after step {last.step:,}" if last.step else ""
