@@ -672,6 +672,12 @@ CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", "Bytes that this rank
 
 # --- distributed training -----------------------------------------------------------------------------------------------------
 DISTRIBUTED_WORLD_SIZE = _gauge("torchobs.distributed.world_size", "{rank}", "Ranks in the default process group.")
+DISTRIBUTED_COPIES = _gauge(
+    "torchobs.distributed.copies",
+    "{rank}",
+    "Ranks that train on the same batch, where the mesh is known: the product of its tensor- and pipeline-parallel dimensions.",
+    quiet=1.0,
+)
 DISTRIBUTED_INFO = _gauge(
     "torchobs.distributed.info",
     "",
