@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from dashboards import (
+    alertmanager,
     alerts,
     alerts_checkpoints,
     alerts_exporter,
@@ -44,6 +45,7 @@ def rendered(chosen: Values = values.DEFAULT) -> dict[str, str]:
         raise ValuesError(f"there is no alert {', '.join(unknown)}")
     return {
         **_dashboards(),
+        "alertmanager/alertmanager.yml": alertmanager.render(),
         "prometheus/rules/torchobs-alerts.yml": rules.render(groups, chosen, ALERTS),
         "prometheus/rules/torchobs-recordings.yml": rules.render(recording_groups(), chosen, RECORDINGS),
         "prometheus/rules/torchobs-percentiles.yml": rules.render(percentiles.split(percentiles.classic()), chosen, CLASSIC),

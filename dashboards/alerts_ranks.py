@@ -135,6 +135,8 @@ def _run_down() -> Alert:
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
                 last_over_time({FAILED}[{GONE}]) > 0
+                and on ({ONE_RUN})
+                max_over_time({ALIVE}[{GONE}]) > 0
                 unless on ({ONE_RUN})
                 max_over_time({ALIVE}[{ABSENT}]) > 0
             )

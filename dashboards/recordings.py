@@ -158,7 +158,7 @@ def goodput() -> Group:
             ),
             Recording(
                 GOODPUT,
-                f"clamp_max({_STEP_S} * sum_over_time(({productive})[{PAST}:{_STEP_S}s]) / {ON_RUN} group_left () "
+                f"clamp_max({_STEP_S} * sum {BY_RUN} (sum_over_time({productive}[{PAST}:{_STEP_S}s])) / {ON_RUN} "
                 f"(last_over_time({WORLD_SIZE}[{GONE}]) * {ON_RUN} (time() - {FIRST_START})), 1)",
             ),
         ),

@@ -70,6 +70,12 @@ def test_every_alert_has_cases(checkout: Path) -> None:
 
 
 @PROGRAMS
+def test_what_is_recorded_of_runs(name: str, program: Callable[[str], str], checkout: Path) -> None:
+    """Goodput over a gap, runs of two clusters, ranks that left, tokens of copies."""
+    check(program(name), "test", "rules", checkout / "tests" / "rules" / "recordings.yml")
+
+
+@PROGRAMS
 def test_percentiles_of_classic_histograms(name: str, program: Callable[[str], str], checkout: Path) -> None:
     """By rank and by run; a rank without steps has none."""
     check(program(name), "test", "rules", checkout / "tests" / "rules" / "percentiles.yml")
