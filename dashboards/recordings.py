@@ -126,6 +126,7 @@ def speed() -> Group:
             Recording(RUN_STEP_MEAN, f"avg {BY_RUN} ({STEP_MEAN})"),
             Recording(RUN_STEP_BEST, _best()),
         ),
+        interval="1m",  # means of ten minutes: five series for each rank
     )
 
 
