@@ -1,25 +1,59 @@
-"""The alerts. Each has a runbook in docs/runbooks, and test cases that fire and that do not in tests/rules."""
+"""The alerts about what a run learns.
+
+Each alert has a runbook in docs/runbooks, and test cases that fire and that do not in tests/rules.
+"""
 
 from __future__ import annotations
 
-from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.alert_texts import THIS_RUN, Culprits
+from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, select
 from dashboards.recent import name, recent
 from dashboards.rules import WINDOW, Alert, Group
+from dashboards.values import DEFAULT, Values
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.vanishing import LASTING
 
-MOST_SKIPS = 20
-"""A loss scaler starts at 2^16 and halves at each skipped step: 16 reduce it to 1, and a starting job may need some."""
+LEAST_NONFINITE = LEAST_EXPLOSIONS
+"""One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run."""
+LEAST_NONFINITE_LOSSES = 10
+"""So many, and more than half of the steps: the loss stays so."""
+_WORST_RANKS = Culprits(
+    f"sum {BY_RANK_EVERYWHERE} ({select(name(catalog.ANOMALIES), THIS_RUN)})",
+    '{{ printf "%.0f" $v }} anomalous steps',
+    "Most on",
+)
 
 
-def anomalies() -> Group:
+def anomalies(values: Values = DEFAULT) -> Group:
     """Return the rules about anomalous steps."""
     counted = (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)
-    return Group("torchobs.anomalies", (*map(recent, counted), _gradient_explosion(), _gradient_vanishing()))
+    rules = (_loss_not_finite(), _gradient_explosion(values), _gradient_vanishing(), _ranks_disagree())
+    return Group("torchobs.anomalies", (*map(recent, counted), *rules))
 
 
-def _gradient_explosion() -> Alert:
+def _loss_not_finite() -> Alert:
+    losses = select(name(catalog.ANOMALIES), f'kind="{_kind("nonfinite_loss")}"')
+    return Alert(
+        alert="TorchobsLossNotFinite",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {losses} >= {LEAST_NONFINITE_LOSSES}
+                and on ({ONE_RANK})
+                {losses} > on ({ONE_RANK}) 0.5 * {name(catalog.STEPS)}
+            )
+        """,
+        severity="page",
+        summary="trains on with a loss that is NaN or infinite.",
+        description=(
+            'In the last 10 minutes the loss of {{ printf "%.0f" $value }} steps, more than half, was not finite. The weights '
+            "are lost; what helps is the last checkpoint before it."
+        ),
+        culprits=Culprits(losses.replace("{", f"{{{THIS_RUN}, "), '{{ printf "%.0f" $v }} losses', "Most on"),
+    )
+
+
+def _gradient_explosion(values: Values) -> Alert:
     """Return one alert per run, however many of its ranks see the same gradient.
 
     With a loss scaler, non-finite gradients are normal: where it has skipped steps, only skipping most of them is an explosion.
@@ -36,11 +70,11 @@ def _gradient_explosion() -> Alert:
           or
             {leaps} >= {LEAST_LOSS_SPIKES}
           or
-            {nonfinite}
+            {nonfinite} >= {LEAST_NONFINITE}
             unless on ({ONE_RANK})
             max_over_time({skipped}[{WINDOW}]) > 0
           or
-            {lately} > {MOST_SKIPS}
+            {lately} > {values.thresholds.skipped:g}
             and
             {lately} > 0.5 * {steps}
         )
@@ -48,11 +82,17 @@ def _gradient_explosion() -> Alert:
     return Alert(
         alert="TorchobsGradientExplosion",
         expr=expr,
-        severity="critical",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} is blowing up.",
+        severity="ticket",
+        summary="is blowing up.",
         description=(
             'In the last 10 minutes the worst rank had {{ printf "%.0f" $value }} steps whose gradient or loss was NaN, '
-            "infinite or far above its own past. What the run learns from here on is likely worthless."
+            "infinite or far above its own past."
+        ),
+        culprits=Culprits(
+            select(catalog.GRAD_LAYER_NORM, THIS_RUN),
+            'layer {{ $l.layer }} of rank {{ $l.rank }} with a gradient norm of {{ printf "%.3g" $v }}',
+            "Largest at present",
+            named=False,
         ),
     )
 
@@ -69,12 +109,52 @@ def _gradient_vanishing() -> Alert:
                 {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
             )
         """,
-        severity="warning",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} does not learn, or a part of its model does not.",
+        severity="ticket",
+        summary="does not learn, or a part of its model does not.",
         description=(
             'One of its ranks had {{ printf "%.0f" $value }} steps in the last 10 minutes whose gradient had all but '
             "disappeared, or has as many layers that hardly any gradient reaches: such weights stay as they are, whatever the "
             "loss does."
+        ),
+        culprits=Culprits(
+            f"bottomk(3, {select(catalog.GRAD_LAYER_NORM, THIS_RUN)})",
+            'layer {{ $l.layer }} of rank {{ $l.rank }} with a gradient norm of {{ printf "%.3g" $v }}',
+            "Smallest at present",
+            named=False,
+        ),
+    )
+
+
+def _ranks_disagree() -> Alert:
+    """Return the alert on what must be equal on all ranks of a run: learning rate, world size, versions of torch."""
+    rates = select(catalog.LEARNING_RATE)
+    of_group = f"by ({ONE_RUN}, group)"
+    sizes = select(catalog.DISTRIBUTED_WORLD_SIZE)
+    return Alert(
+        alert="TorchobsRanksDisagree",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                min {of_group} (max_over_time({rates}[{WINDOW}])) > 0
+                and
+                min {of_group} (max_over_time({rates}[{WINDOW}])) < 0.9 * max {of_group} (min_over_time({rates}[{WINDOW}]))
+              or
+                max {BY_RUN_EVERYWHERE} ({sizes}) != min {BY_RUN_EVERYWHERE} ({sizes})
+              or
+                count {BY_RUN_EVERYWHERE} (count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO)})) > 1
+            )
+        """,
+        severity="ticket",
+        summary="has ranks that do not agree with each other.",
+        description=(
+            "Their learning rates have differed for 10 minutes, or the sizes of their process groups or their "
+            "versions of torch "
+            "do: they do not train one model."
+        ),
+        culprits=Culprits(
+            f"count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO, THIS_RUN)})",
+            '{{ printf "%.0f" $v }} ranks with torch {{ $l.torch_version }}',
+            "There are",
+            named=False,
         ),
     )
 

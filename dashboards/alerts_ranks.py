@@ -1,125 +1,220 @@
-"""Alerts about ranks: failed, hung, slower than before, slower than the others."""
+"""Alerts about ranks and runs that fail, hang, are missing or come again and again."""
 
 from __future__ import annotations
 
-from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, select
-from dashboards.rules import WINDOW, Alert, Group
+from dashboards.alert_texts import DURATION, THIS_RUN, Culprits
+from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, lasting, select
+from dashboards.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
+from dashboards.rules import Alert, Group
+from dashboards.values import DEFAULT, Values
 from torchobs import catalog
+from torchobs.ranks.state import FIRST_STEP_S
 
+SEEN = "5m"
+"""How long a crash is looked for: rules are evaluated each minute by default, and the series of a dead rank ends before."""
 WAITS_S = 1800
 """Default timeout of torch.distributed's process groups with gloo: after it, a peer's evaluation explains no wait."""
-UNRESPONSIVE_S = 120
-"""A process that is being torn down is unresponsive, too: measured 29 ms per GiB of its memory, 11 s with a core dump."""
-SLOWER = 1.5
-"""Steps half as long again waste a third of the machines' time, which matters in a run of any length."""
-BEFORE, COMPARED = "1h", "70m"
+UNRESPONSIVE = "2m"
+"""A process that is being torn down is unresponsive, too: measured 29 ms per GiB of its memory, 11 s with a core dump. And so
+is one that loads a model with Python's lock held."""
+HUNG_RUN = "5m"
+ABSENT = "10m"
+LOOP = "15m"
+"""Kubernetes' back-off gives a pod five restarts in this time, torchrun any number"""
 
 
-def ranks() -> Group:
+def ranks(values: Values = DEFAULT) -> Group:
     """Return the rules."""
-    return Group("torchobs.ranks", (_failed(), _hung(), _slowdown(), _straggler()))
+    return Group(
+        "torchobs.ranks", (_failed(), _hung(), _run_hung(), _run_down(), _crash_loop(values), _missing(), _telemetry_gone())
+    )
 
 
 def _failed() -> Alert:
-    """Return the alert, without ranks ended by Ctrl-C: whoever pressed it knows."""
-    reasons = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in {"finished", "interrupted"})
-    failed = select(catalog.RANK_EXIT, f'reason=~"{reasons}"')
+    """Return the alert, without ranks that were told to end, by Ctrl-C or SIGTERM: whoever did it knows."""
+    failed = select(catalog.RANK_EXIT, f'reason=~"{FAULTS}"')
     return Alert(
         alert="TorchobsRankFailed",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                count {BY_RUN_EVERYWHERE} ({failed} == 1)
+                count {BY_RUN_EVERYWHERE} (max_over_time({failed}[{SEEN}]) == 1)
             )
         """,
-        severity="critical",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} has lost a rank.",
+        severity="ticket",
+        summary="has lost a rank.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks ended with an exception or an exit code, or vanished (killed, likely out '
             "of memory). The others wait for them until their collectives time out."
         ),
+        culprits=_faults(SEEN),
     )
+
+
+def _state(state: str, *matchers: str) -> str:
+    return select(catalog.RANK_STATE_SET, *matchers, f'state="{state}"')
+
+
+def _lasting_state(state: str, range_: str) -> str:
+    """Return the ranks that have been in a state all the time: other states have no series, or one at 0."""
+    others = select(catalog.RANK_STATE_SET, f'state!="{state}"')
+    return f"({lasting(_state(state), '== 1', range_, ONE_RANK)} unless on ({ONE_RANK}) max_over_time({others}[{range_}]) == 1)"
+
+
+def _stuck(hung: str) -> str:
+    """Return ranks that hang (``hung``: the selection) or do not answer, by their time without a step.
+
+    Ranks in a phase that may last are not hung, nor ranks that wait for another rank's evaluation, even on another machine.
+    Before its first step a rank may load a model, with Python's lock held, for as long as the exporter allows.
+    """
+    age, steps = select(catalog.RANK_PROGRESS_AGE), select(catalog.STEPS)
+    aside = select(catalog.GOODPUT_TIME, 'state=~"evaluation|checkpoint|compile"')
+    return f"""
+        {age} and on ({ONE_RANK}) (
+            (
+                {hung}
+              unless on ({ONE_RANK}) (
+                  {age} < {WAITS_S}
+                and on ({ONE_RUN})
+                  sum {BY_RUN_EVERYWHERE} (rate({aside}[2m])) > 0
+              )
+            )
+          or
+            {_lasting_state("unresponsive", UNRESPONSIVE)}
+            and on ({ONE_RANK}) {age} > {UNRESPONSIVE[:-1]} * 60
+            and on ({ONE_RANK}) (max_over_time({steps}[{UNRESPONSIVE}]) > 0 or {age} > {FIRST_STEP_S:g})
+        )"""
 
 
 def _hung() -> Alert:
-    """Return the alert on the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute.
-
-    Ranks in a phase that may last are not hung, nor ranks that wait for another rank's evaluation, even on another machine.
-    """
-    hung, stopped = (select(catalog.RANK_STATE_SET, f'state="{state}"') for state in ("hung", "unresponsive"))
-    age = select(catalog.RANK_PROGRESS_AGE)
-    aside = select(catalog.GOODPUT_TIME, 'state=~"evaluation|checkpoint|compile"')
+    """Return the alert on the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute."""
     return Alert(
         alert="TorchobsRankHung",
-        expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                count {BY_RUN_EVERYWHERE} (
-                    (
-                        {hung} == 1
-                      unless on ({ONE_RANK}) (
-                          {age} < {WAITS_S}
-                        and on ({ONE_RUN})
-                          sum {BY_RUN_EVERYWHERE} (rate({aside}[2m])) > 0
-                      )
-                    )
-                  or
-                    {stopped} == 1 and on ({ONE_RANK}) {age} > {UNRESPONSIVE_S}
-                )
-            )
-        """,
-        severity="critical",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} does not move.",
+        expr=f"max {BY_RUN_EVERYWHERE} (count {BY_RUN_EVERYWHERE} ({_stuck(_state('hung') + ' == 1')}\n))",
+        severity="ticket",
+        summary="does not move.",
         description='{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.',
+        culprits=_behind(),
     )
 
 
-def _slowdown() -> Alert:
-    """Return the alert, computed from the phases' time and the steps, which exist with classic and native histograms.
-
-    Not after a change of the model (the next fold or trial), whose steps cannot be compared with those before.
-    """
-
-    def step_s(range_: str, offset: str = "") -> str:
-        time_, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
-        trained, taken = f"rate({time_}[{range_}]{offset})", f"rate({steps}[{range_}]{offset})"
-        return f"sum {BY_RANK_EVERYWHERE} ({trained}) / sum {BY_RANK_EVERYWHERE} ({taken} > 0)"
-
+def _run_hung() -> Alert:
+    hung = _lasting_state("hung", HUNG_RUN)
     return Alert(
-        alert="TorchobsSlowdown",
+        alert="TorchobsRunHung",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                ({step_s(WINDOW)})
-                /
-                ({step_s(BEFORE, f" offset {WINDOW}")})
-                > {SLOWER}
-                unless on ({ONE_RANK})
-                increase({select(catalog.MODEL_CHANGES)}[{COMPARED}]) > 0
-                and on ({ONE_RANK})
-                time() - {select(catalog.RANK_START_TIME)} > 3600
+                min {BY_RUN_EVERYWHERE} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
+                and on ({ONE_RUN})
+                ({_stuck(hung)})
             )
         """,
-        severity="warning",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} has become slow.",
+        severity="page",
+        summary="has stood still for {{ $value | humanizeDuration }}.",
         description=(
-            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in the hour before, '
-            "evaluation, checkpoints and compilation not counted."
+            "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five "
+            "minutes. It will "
+            "not go on by itself: look at the stacks, then restart it."
+        ),
+        culprits=_behind(),
+    )
+
+
+def _faults(range_: str) -> Culprits:
+    ended = select(catalog.RANK_EXIT, THIS_RUN, f'reason=~"{FAULTS}"')
+    return Culprits(f"max_over_time({ended}[{range_}])", "{{ $l.reason }}", "Among them")
+
+
+def _behind() -> Culprits:
+    return Culprits(select(catalog.RANK_PROGRESS_AGE, THIS_RUN), DURATION, "Longest without a step")
+
+
+def _run_down() -> Alert:
+    """Return the alert: a run that failed, has not come back, and was not told to end."""
+    return Alert(
+        alert="TorchobsRunDown",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                last_over_time({FAILED}[{GONE}]) > 0
+                and on ({ONE_RUN})
+                max_over_time({ALIVE}[{GONE}]) > 0
+                unless on ({ONE_RUN})
+                max_over_time({ALIVE}[{ABSENT}]) > 0
+            )
+        """,
+        severity="page",
+        summary="is down.",
+        description=(
+            "Nobody has been alive for ten minutes, the run has not finished, and "
+            '{{ printf "%.0f" $value }} of its ranks ended by a fault. Nothing restarts it.'
+        ),
+        culprits=_faults(GONE),
+    )
+
+
+def _crash_loop(values: Values) -> Alert:
+    """Return the alert. A pod that was replaced has another instance and a count of 0: its rank's start is what changes."""
+    restarts = values.thresholds.restarts
+    counted = f"increase({select(catalog.RANK_RESTARTS)}[{LOOP}])"
+    return Alert(
+        alert="TorchobsCrashLoop",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                max {BY_RUN_EVERYWHERE} ({counted}) >= {restarts:g}
+              or
+                max {BY_RUN_EVERYWHERE} (changes({STARTED}[{LOOP}])) >= {restarts:g}
+            )
+        """,
+        severity="page",
+        summary="crashes again and again.",
+        description=(
+            'It was restarted {{ printf "%.0f" $value }} times in the last 15 minutes. Each restart repeats the work '
+            "since the last "
+            "checkpoint."
+        ),
+        culprits=_faults(LOOP),
+    )
+
+
+def _missing() -> Alert:
+    return Alert(
+        alert="TorchobsRanksMissing",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {lasting(MISSING, "> 0", ABSENT, ONE_RUN)}
+            )
+        """,
+        severity="ticket",
+        summary="lacks ranks.",
+        description=(
+            '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others live: they '
+            "never came, or "
+            "their exporter does not answer."
+        ),
+        culprits=Culprits(
+            f"count by ({ONE_RUN}, instance) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",
+            '{{ printf "%.0f" $v }} at {{ $l.instance }}',
+            "Seen are",
+            named=False,
         ),
     )
 
 
-def _straggler() -> Alert:
-    """Return the alert, only for runs compared for the whole window: a rank's first seconds are no median of ten minutes."""
-    slow = select(catalog.RANK_SLOWDOWN)
+def _telemetry_gone() -> Alert:
     return Alert(
-        alert="TorchobsStraggler",
+        alert="TorchobsTelemetryGone",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                quantile_over_time(0.5, {slow}[{WINDOW}]) > {SLOWER} and {slow} offset {WINDOW}
+                last_over_time({ALIVE}[{GONE}]) > 0
+                unless on ({ONE_RUN})
+                max_over_time({ALIVE}[{ABSENT}]) > 0
+                unless on ({ONE_RUN})
+                last_over_time({LEFT}[{GONE}]) > 0
             )
         """,
-        severity="warning",
-        summary="All ranks of training run {{ $labels.run_id }} of {{ $labels.job_name }} wait for one of them.",
+        severity="ticket",
+        summary="is not seen any more.",
         description=(
-            'In the last 10 minutes the slowest rank took {{ printf "%.1f" $value }} times as long for a step as its peers on '
-            "its machine, waiting for each other not counted."
+            'When it was last scraped, {{ printf "%.0f" $value }} of its ranks lived, and none said that it ended. Either the '
+            "machines are gone, or Prometheus does not reach the exporters."
         ),
     )

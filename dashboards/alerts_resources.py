@@ -1,142 +1,324 @@
-"""Alerts about resources of a training: memory, data, compilation, loss scale, GPUs."""
+"""Alerts about what a run lives on: memory, disks, GPUs, loader workers."""
 
 from __future__ import annotations
 
-from dashboards.alerts import MOST_SKIPS
-from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.alert_texts import DURATION, SHARE, THIS_RUN, Culprits
+from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
 from dashboards.recent import name, recent
 from dashboards.rules import WINDOW, Alert, Group
+from dashboards.values import DEFAULT, Values
 from torchobs import catalog
 
-TIME_TO_ACT_S = 4 * 3600
-"""A trend is extrapolated to at most 60 times its observed length (`torchobs/detect/growth.py`), so that one of four hours was
-observed for at least four minutes; and four hours suffice to let the run reach a checkpoint."""
-MANY_RECOMPILES = 16
-"""Within the window, of all functions. torch stops at 8 for one function (`torch._dynamo.config.recompile_limit`); a model with
-a dynamic size, used in training and evaluation, has a handful in its first minutes."""
-THROTTLED = 0.1
-"""Share of the time. Throttling by the power limit is normal, and may last all the time; thermal throttling is not."""
-_GIVEN_UP = 'reason="recompile_limit"'
-_GPU_ERRORS = 'error_type=~"xid|ecc_uncorrected"'
+_GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
+_MACHINE = "cluster, namespace, instance"
+_FILESYSTEM = f"{_MACHINE}, system_filesystem_mountpoint, system_filesystem_type"
 
 
-def resources() -> Group:
-    """Return the rules."""
+def memory(values: Values = DEFAULT) -> Group:
+    """Return the rules about memory and disks."""
     return Group(
-        "torchobs.resources",
+        "torchobs.memory",
         (
-            recent(catalog.COMPILE_RECOMPILES, born_later=True),
-            recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True),
-            recent(catalog.HW_ERRORS, _GPU_ERRORS),
-            *(_memory(), _data(), _recompiles(), _scaler(), _gpu_fault(), _gpu_throttled()),
+            recent(catalog.MEMORY_ALLOC_RETRIES, born_later=True),
+            *(_growth(values), _near_limit(values), _oom_kill(), _gpu_memory(values), _fragmented(values)),
+            *(_shared_memory(values), _filesystem(values), _cpu(values)),
         ),
     )
 
 
-def _memory() -> Alert:
+def resources(values: Values = DEFAULT) -> Group:
+    """Return the rules about devices and workers."""
+    return Group(
+        "torchobs.resources",
+        (
+            recent(catalog.HW_ERRORS, _GPU_ERRORS),
+            recent(catalog.DATA_WORKERS_DIED, born_later=True),
+            *(_scaler(values), _gpu_fault(), _gpu_throttled(values), _nvlink(), _worker()),
+        ),
+    )
+
+
+def _growth(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryGrowth",
         expr=f"""
             min {BY_RUN_EVERYWHERE} (
-                {select(catalog.MEMORY_TIME_TO_LIMIT)} < {TIME_TO_ACT_S}
+                {select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}
             )
         """,
-        severity="warning",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} runs out of memory.",
+        severity="ticket",
+        summary="runs out of memory.",
         description=(
             "The memory of one of its ranks grows steadily with the steps, and reaches its limit in "
             "{{ $value | humanizeDuration }}."
         ),
-    )
-
-
-def _data() -> Alert:
-    time_ = select(catalog.STEP_PHASE_TIME)
-    waiting = select(catalog.STEP_PHASE_TIME, 'phase="data"')
-    return Alert(
-        alert="TorchobsDataStarvation",
-        expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                sum {BY_RANK_EVERYWHERE} (rate({waiting}[{WINDOW}])) / sum {BY_RANK_EVERYWHERE} (rate({time_}[{WINDOW}]) > 0)
-                and on ({ONE_RANK})
-                min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
-                and on ({ONE_RANK})
-                time() - {select(catalog.RANK_START_TIME)} > 600
-            )
-        """,
-        severity="warning",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} waits for its data.",
-        description="One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches.",
-    )
-
-
-def _recompiles() -> Alert:
-    """Return the alert, also on functions at the recompile limit: they run uncompiled, and only a counter shows it."""
-    return Alert(
-        alert="TorchobsRecompileStorm",
-        expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                {name(catalog.COMPILE_FAILURES)} > 0
-              or
-                sum {BY_RANK_EVERYWHERE} ({name(catalog.COMPILE_RECOMPILES)}) > {MANY_RECOMPILES}
-            )
-        """,
-        severity="warning",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} is compiled again and again.",
-        description=(
-            'In the last 10 minutes one of its ranks had {{ printf "%.0f" $value }} recompilations, or functions that '
-            "torch.compile gave up because of them."
+        culprits=Culprits(
+            f"bottomk(3, {select(catalog.MEMORY_TIME_TO_LIMIT, THIS_RUN)})", f"{DURATION} left ({{{{ $l.space }}}})", "First"
         ),
     )
 
 
-def _scaler() -> Alert:
+def _near_limit(values: Values) -> Alert:
+    used = select(catalog.MEMORY_HOST_UTILIZATION)
+    return Alert(
+        alert="TorchobsOutOfMemoryNear",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}
+            )
+        """,
+        severity="ticket",
+        summary="is near the limit of its memory.",
+        description=(
+            "For 10 minutes {{ $value | humanizePercentage }} of a container's or a machine's memory has been in use and not "
+            "reclaimable; at 100 % the kernel kills processes."
+        ),
+        culprits=Culprits(
+            select(catalog.MEMORY_HOST_UTILIZATION, THIS_RUN),
+            f"{SHARE} of the {{{{ $l.limit }}}} at {{{{ $l.instance }}}}",
+            named=False,
+        ),
+    )
+
+
+def _oom_kill() -> Alert:
+    kills = select(catalog.CGROUP_MEMORY_OOM_KILLS)
+    return Alert(
+        alert="TorchobsCgroupOomKill",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                sum {BY_RUN_EVERYWHERE} (increase({kills}[{WINDOW}])) > 0
+            )
+        """,
+        severity="ticket",
+        summary="had processes killed for want of memory.",
+        description=(
+            'The kernel killed {{ printf "%.0f" $value }} processes of its containers in the last 10 minutes: ranks, '
+            "or workers of "
+            "their data loaders."
+        ),
+        culprits=Culprits(
+            f"increase({select(catalog.CGROUP_MEMORY_OOM_KILLS, THIS_RUN)}[{WINDOW}]) > 0",
+            '{{ printf "%.0f" $v }} at {{ $l.instance }}',
+            "Most",
+            named=False,
+        ),
+    )
+
+
+def _gpu_memory(values: Values) -> Alert:
+    def share(*matchers: str) -> str:
+        allocated, limit = (
+            select(metric, *matchers) for metric in (catalog.MEMORY_DEVICE_ALLOCATED, catalog.MEMORY_DEVICE_LIMIT)
+        )
+        return f"min_over_time({allocated}[{WINDOW}]) / on ({ONE_RANK}, device) ({limit} > 0)"
+
+    return Alert(
+        alert="TorchobsGpuMemoryNearLimit",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {share()} > {values.thresholds.gpu_memory:g}
+            )
+        """,
+        severity="ticket",
+        summary="is near the limit of its GPU memory.",
+        description=(
+            "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on "
+            "its device; a "
+            "longer sequence or a larger batch fails."
+        ),
+        culprits=Culprits(f"max by ({ONE_RANK}) ({share(THIS_RUN)})", SHARE),
+    )
+
+
+def _fragmented(values: Values) -> Alert:
+    def share(*matchers: str) -> str:
+        split, reserved = (
+            select(metric, *matchers) for metric in (catalog.MEMORY_DEVICE_INACTIVE_SPLIT, catalog.MEMORY_DEVICE_RESERVED)
+        )
+        return f"{split} / on ({ONE_RANK}, device) ({reserved} > 0)"
+
+    return Alert(
+        alert="TorchobsMemoryFragmented",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {share()} > {values.thresholds.fragmented:g}
+                and on ({ONE_RANK}, device)
+                {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
+            )
+        """,
+        severity="ticket",
+        summary="runs out of GPU memory for fragmentation.",
+        description=(
+            "Allocations were retried in the last 10 minutes, while {{ $value | humanizePercentage }} of the memory that the "
+            "allocator holds lies in pieces too small to be used."
+        ),
+        culprits=Culprits(f"max by ({ONE_RANK}) ({share(THIS_RUN)})", SHARE),
+    )
+
+
+def _shared_memory(values: Values) -> Alert:
+    used, size = select(catalog.MEMORY_SHARED_USED), select(catalog.MEMORY_SHARED_SIZE)
+    return Alert(
+        alert="TorchobsSharedMemoryFull",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {used} / ({size} > 0) > {values.thresholds.shared_memory:g}
+            )
+        """,
+        severity="ticket",
+        summary="has hardly any shared memory left.",
+        description=(
+            "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data "
+            "through it; where "
+            "it is full they die of SIGBUS."
+        ),
+        culprits=Culprits(
+            f"{select(catalog.MEMORY_SHARED_USED, THIS_RUN)} / ({select(catalog.MEMORY_SHARED_SIZE, THIS_RUN)} > 0)",
+            f"{SHARE} at {{{{ $l.instance }}}}",
+            named=False,
+        ),
+    )
+
+
+def _filesystem(values: Values) -> Alert:
+    usage, limit = (
+        select(catalog.SYSTEM_FILESYSTEM_USAGE, 'system_filesystem_state="used"'),
+        select(catalog.SYSTEM_FILESYSTEM_LIMIT),
+    )
+    used, every = select(catalog.SYSTEM_FILESYSTEM_INODES, 'state="used"'), select(catalog.SYSTEM_FILESYSTEM_INODES)
+    return Alert(
+        alert="TorchobsFilesystemFull",
+        expr=f"""
+            max by ({_FILESYSTEM}) (
+                {usage} / on ({_FILESYSTEM}) ({limit} > 0) > {values.thresholds.filesystem:g}
+              or
+                {used} / on ({_FILESYSTEM}) (sum by ({_FILESYSTEM}) ({every}) > 0) > {values.thresholds.filesystem:g}
+            )
+        """,
+        severity="ticket",
+        summary="The file system {{ $labels.system_filesystem_mountpoint }} of {{ $labels.instance }} is nearly full.",
+        description=(
+            "{{ $value | humanizePercentage }} of its space or its inodes is in use. The next checkpoint may not find room."
+        ),
+        of_run=False,
+    )
+
+
+def _cpu(values: Values) -> Alert:
+    idle, cpus = select(catalog.SYSTEM_CPU_TIME, 'cpu_mode="idle"'), select(catalog.HOST_CPUS)
+    return Alert(
+        alert="TorchobsCpuSaturated",
+        expr=f"""
+            max by ({_MACHINE}) (
+                1 - sum by ({_MACHINE}) (rate({idle}[{WINDOW}])) / on ({_MACHINE}) ({cpus} > 0) > {values.thresholds.cpu:g}
+            )
+        """,
+        severity="ticket",
+        summary="The processors of {{ $labels.instance }} are busy.",
+        description=(
+            "{{ $value | humanizePercentage }} of their time of the last 10 minutes was used: data loaders and "
+            "launches of kernels "
+            "wait for each other."
+        ),
+        of_run=False,
+    )
+
+
+def _scaler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsLossScaleStuck",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                {select(catalog.AMP_SKIP_STREAK)} >= {MOST_SKIPS}
+                {select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}
             )
         """,
-        severity="critical",
-        summary="Training run {{ $labels.run_id }} of {{ $labels.job_name }} makes no steps.",
+        severity="ticket",
+        summary="makes no steps.",
         description=(
             'Its loss scaler has skipped {{ printf "%.0f" $value }} steps in a row: it finds no scale at which the gradients '
             "are finite."
         ),
+        culprits=Culprits(select(catalog.AMP_SKIP_STREAK, THIS_RUN), '{{ printf "%.0f" $v }} steps in a row', "Longest"),
     )
 
 
 def _gpu_fault() -> Alert:
-    failed = select(catalog.HW_STATUS, 'hw_state="failed"')
+    failed, here = (select(catalog.HW_STATUS, *more, 'hw_state="failed"') for more in ((), (THIS_RUN,)))
+    errors, errors_here = name(catalog.HW_ERRORS), select(name(catalog.HW_ERRORS), THIS_RUN)
     return Alert(
         alert="TorchobsGpuFault",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                {name(catalog.HW_ERRORS)} > 0
+                {errors} > 0
               or
                 {failed} == 1
             )
         """,
-        severity="critical",
-        summary="A GPU of training run {{ $labels.run_id }} of {{ $labels.job_name }} is faulty.",
+        severity="page",
+        summary="has a faulty GPU.",
         description=(
-            'It is lost or asks to be replaced, or had {{ printf "%.0f" $value }} errors (XID, or of its memory) in the last '
+            'It is lost or asks to be replaced, or had {{ printf "%.0f" $value }} errors of its hardware (XID, '
+            "memory) in the last "
             "10 minutes."
+        ),
+        culprits=Culprits(
+            f"max by ({ONE_RANK}, hw_id, error_type) ({errors_here} or {here} == 1)",
+            "GPU {{ $l.hw_id }}{{ with $l.error_type }}, {{ . }}{{ else }}, lost{{ end }}",
+            "Observed by",
         ),
     )
 
 
-def _gpu_throttled() -> Alert:
-    held = select(catalog.GPU_THROTTLE_TIME, 'reason="thermal"')
+def _gpu_throttled(values: Values) -> Alert:
+    held, here = (select(catalog.GPU_THROTTLE_TIME, *more, 'reason="thermal"') for more in ((), (THIS_RUN,)))
     return Alert(
         alert="TorchobsGpuThrottled",
         expr=f"""
             max {BY_RUN_EVERYWHERE} (
-                rate({held}[{WINDOW}]) > {THROTTLED}
+                rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}
             )
         """,
-        severity="warning",
-        summary="A GPU of training run {{ $labels.run_id }} of {{ $labels.job_name }} is too hot.",
+        severity="ticket",
+        summary="has a GPU that is too hot.",
         description="Its clocks were held down by heat for {{ $value | humanizePercentage }} of the last 10 minutes.",
+        culprits=Culprits(f"rate({here}[{WINDOW}])", f"GPU {{{{ $l.hw_id }}}}, {SHARE}", "Observed by"),
+    )
+
+
+def _nvlink() -> Alert:
+    def lost(*matchers: str) -> str:
+        links = select(catalog.GPU_NVLINK_LINKS, *matchers)
+        return f"max_over_time({links}[1d]) - {links}"
+
+    return Alert(
+        alert="TorchobsNvlinkDown",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {lost()} > 0
+            )
+        """,
+        severity="ticket",
+        summary="has lost NVLinks.",
+        description='A GPU has {{ printf "%.0f" $value }} links fewer than it had within a day: collectives take another way.',
+        culprits=Culprits(f"{lost(THIS_RUN)} > 0", 'GPU {{ $l.hw_id }}, {{ printf "%.0f" $v }} links', "Observed by"),
+    )
+
+
+def _worker() -> Alert:
+    return Alert(
+        alert="TorchobsLoaderWorkerDied",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                sum {BY_RUN_EVERYWHERE} ({name(catalog.DATA_WORKERS_DIED)}) > 0
+            )
+        """,
+        severity="ticket",
+        summary="lost workers of its data loaders.",
+        description=(
+            '{{ printf "%.0f" $value }} of them were ended by a signal or an error in the last 10 minutes. The loader '
+            "raises, or waits "
+            "for their batches."
+        ),
+        culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), '{{ printf "%.0f" $v }} workers', "Most on"),
     )

@@ -6,12 +6,17 @@ with `convert_classic_histograms_to_nhcb` there are no `_bucket` series.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from dashboards.labels import RUN
 from dashboards.promql import select
 from dashboards.rules import Group, Recording
 from torchobs import catalog
 from torchobs.catalog import Metric
 
 QUANTILES = ("0.5", "0.99")
+INTERVAL = "1m"
+"""For a thousand ranks a percentile takes half a second: 23 buckets each."""
 WINDOW = "5m"
 """Five scrapes at the longest usual interval, a minute, so that one may fail; steps of a minute still count."""
 
@@ -28,12 +33,20 @@ def run_quantile(metric: Metric) -> str:
 
 def classic() -> Group:
     """Return the rules for classic histograms (`_bucket` series)."""
-    return _group(suffix="_bucket", by=("namespace", "job_name", "run_id", "le"))
+    return _group(suffix="_bucket", by=(*RUN, "le"))
 
 
 def native() -> Group:
     """Return the rules for native histograms, including those with custom buckets."""
-    return _group(suffix="", by=("namespace", "job_name", "run_id"))
+    return _group(suffix="", by=RUN)
+
+
+def split(group: Group) -> list[Group]:
+    """Return a group for each rule: they are evaluated side by side, and not one after the other."""
+    return [
+        replace(group, name=f"{group.name}.{number}", rules=(rule,), interval=INTERVAL)
+        for number, rule in enumerate(group.rules, start=1)
+    ]
 
 
 def _group(suffix: str, by: tuple[str, ...]) -> Group:

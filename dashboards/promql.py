@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from dashboards import labels
 from torchobs.catalog import Metric
 
-ONE_RANK = "run_id, rank, instance"
+ONE_RANK = ", ".join(labels.RANK)
 """Labels that identify a rank: its number is unique only within one target."""
-ONE_RUN = "namespace, job_name, run_id"
+ONE_RUN = ", ".join(labels.RUN)
 """Labels that identify a run across machines."""
 BY_RUN = "by (job_name, run_id)"
 BY_RUN_EVERYWHERE = f"by ({ONE_RUN})"
 """Grouping for alerts, which cover all namespaces of a Prometheus server."""
 BY_RANK = "by (job_name, run_id, rank, instance)"
-BY_RANK_EVERYWHERE = "by (namespace, job_name, run_id, rank, instance)"
+BY_RANK_EVERYWHERE = f"by ({ONE_RANK})"
+
+
+def lasting(selector: str, comparison: str, range_: str, on: str) -> str:
+    """Return the condition that a series has compared so for the whole time; ``on``: labels that identify it.
+
+    ``min_over_time`` alone is true for a series that is younger than its range, which one scrape suffices for.
+    """
+    return f"min_over_time({selector}[{range_}]) {comparison} and on ({on}) {selector} offset {range_} {comparison}"
 
 
 def select(metric: Metric | str, *matchers: str, suffix: str = "") -> str:

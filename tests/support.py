@@ -29,7 +29,7 @@ UNAVOIDABLE = (
 )
 """Beginnings of the only reasons for which a test may be skipped in CI (`tests/skips.py`)."""
 
-FETCHED_BY_MAKE = frozenset({"prometheus", "promtool", "prometheus-node-exporter"})
+FETCHED_BY_MAKE = frozenset({"prometheus", "promtool", "prometheus-alertmanager", "amtool", "prometheus-node-exporter"})
 """Programs that `make test-tools` provides, so that there is no excuse for skipping their tests."""
 
 INSTALLED_BY_HAND = frozenset({"chromium"})

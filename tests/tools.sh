@@ -36,5 +36,7 @@ provide() { # program package
 
 provide prometheus prometheus
 provide promtool prometheus
+provide prometheus-alertmanager prometheus-alertmanager
+provide amtool prometheus-alertmanager
 provide prometheus-node-exporter prometheus-node-exporter
 [ "$wanted" != "  " ] || command -v chromium > /dev/null || give_up chromium "not unpacked, for it depends on much" chromium

@@ -198,7 +198,7 @@ COMPILE_STAGES = ("dynamo", "aot", "inductor", "kernels")
 COMPILE_GUARDS = ("shape", "tensor", "global_state", "type", "value", "other")
 RANK_STATES = ("alive", "unresponsive", "hung", "finished", "failed", "lost")
 SAVE_RESULTS = ("saved", "failed")
-EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "lost", "out_of_memory")
+EXIT_REASONS = ("finished", "exception", "exit_code", "interrupted", "terminated", "lost", "out_of_memory")
 
 ANOMALY_SEVERITY = dict.fromkeys(ANOMALY_KINDS, Severity.WARNING) | {"nonfinite_loss": Severity.ERROR}
 """Severity by kind, so no label. A non-finite gradient is only a warning, because a loss scaler may have caused it."""
@@ -213,7 +213,12 @@ EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
 GPU_ID = Attribute("hw.id", "UUID of the GPU, or of the MIG instance")
 HW_TYPE = Attribute("hw.type", "kind of component", ("gpu",))
 HW_STATE = Attribute("hw.state", "one is 1, the others 0", ("ok", "degraded", "failed"))
-HW_ERROR = Attribute("error.type", "what failed", ("ecc_corrected", "ecc_uncorrected", "xid", "nvlink", "pcie_replay"))
+XID_ERRORS = ("xid_application", "xid_driver", "xid_hardware")
+HW_ERROR = Attribute(
+    "error.type",
+    "what failed; an XID by whose fault it most likely is, as NVIDIA's catalog has it",
+    ("ecc_corrected", "ecc_uncorrected", *XID_ERRORS, "nvlink", "pcie_replay"),
+)
 HW_SENSOR = Attribute("hw.sensor_location", "where it is measured", ("gpu", "memory"))
 GPU_TASK = Attribute("hw.gpu.task", "kind of work", ("general",))
 GPU_THROTTLE = Attribute("reason", "cause of the throttling", ("power", "thermal"))
@@ -524,6 +529,9 @@ CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", survives=True).descri
 
 # --- distributed training -----------------------------------------------------------------------------------------------------
 DISTRIBUTED_WORLD_SIZE = _gauge("torchobs.distributed.world_size", "{rank}").described("Ranks in the default process group.")
+DISTRIBUTED_COPIES = _gauge("torchobs.distributed.copies", "{rank}", quiet=1.0).described(
+    "Ranks that train on the same batch, where the mesh is known: the product of its tensor- and pipeline-parallel dimensions."
+)
 DISTRIBUTED_INFO = _gauge(
     "torchobs.distributed.info",
     "",

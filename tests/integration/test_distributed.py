@@ -158,7 +158,7 @@ def test_kinds_are_told_apart_by_mesh_and_placement() -> None:
     """A dimension on which nothing is sharded is no tensor parallelism; plain parameters are none of all this."""
     assert recognise([], ddp=True) == Parallelism(("ddp",), ())
     assert recognise([Optimizer(torch.nn.Parameter(torch.ones(1)))], ddp=False) == Parallelism()
-    assert recognise([Optimizer(Spread(), Spread())], ddp=True) == Parallelism(("ddp", "tensor"), (("dp", 4), ("tp", 2)))
+    assert recognise([Optimizer(Spread(), Spread())], ddp=True) == Parallelism(("ddp", "tensor"), (("dp", 4), ("tp", 2)), 2)
     assert recognise([Optimizer(FlatParameter())], ddp=False) == Parallelism(("fsdp1",), ())
 
 

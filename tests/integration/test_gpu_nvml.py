@@ -93,7 +93,7 @@ def made(**what: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("bench", [lambda: dict(what)], indirect=True, ids=[""])
 
 
-def test_a_full_gpu_has_all_it_can_tell_in_25_series(bench: Bench) -> None:
+def test_a_full_gpu_has_all_it_can_tell_in_27_series(bench: Bench) -> None:
     """Shares as ratios, SI units, counters from 0: what the GPU did before we looked is none of ours."""
     bench.look()
     assert bench.of("hw.gpu.utilization") == {("general",): 0.97}
@@ -109,11 +109,11 @@ def test_a_full_gpu_has_all_it_can_tell_in_25_series(bench: Bench) -> None:
     assert bench.of("hw.energy") == {(): 0.0}
     assert bench.of("torchobs.gpu.throttle.time") == {("power",): 0.0, ("thermal",): 0.0}
     assert bench.of("torchobs.gpu.nvlink.io") == {("receive",): 0.0, ("transmit",): 0.0}
-    kinds = ("ecc_corrected", "ecc_uncorrected", "xid", "nvlink", "pcie_replay")
+    kinds = ("ecc_corrected", "ecc_uncorrected", "xid_application", "xid_driver", "xid_hardware", "nvlink", "pcie_replay")
     assert bench.of("hw.errors") == dict.fromkeys([(kind,) for kind in kinds], 0)
     assert bench.of("hw.status") == {("ok",): 1.0, ("degraded",): 0.0, ("failed",): 0.0}
     series = [point.series for point in bench.run.view().points if "hw.id" in dict(point.series.attributes)]
-    assert len(series) == 24  # and one that says whose it is
+    assert len(series) == 26  # and one that says whose it is
 
 
 def test_counters_grow_by_what_the_driver_counted(bench: Bench) -> None:
@@ -232,15 +232,21 @@ def test_the_state_is_what_the_driver_says_of_memory_and_recovery(bench: Bench, 
 
 
 def test_an_xid_is_counted_and_told_with_its_number(bench: Bench) -> None:
-    """Without ever waiting for one."""
+    """Without ever waiting for one; as the fault of the program, the driver or the hardware, by NVIDIA's catalog."""
     bench.look()
     (gpu,) = bench.fake.gpus
-    bench.fake.xids += [(gpu, 79), (gpu, 9999)]
+    bench.fake.xids += [(gpu, 79), (gpu, 9999), (gpu, 31), (gpu, 13)]
     bench.look()
-    assert bench.of("hw.errors")[("xid",)] == 2
+    assert {kind: count for (kind,), count in bench.of("hw.errors").items() if count} == {
+        "xid_hardware": 1,
+        "xid_driver": 1,
+        "xid_application": 2,
+    }
     assert bench.events("torchobs.gpu.xid") == [
         {"hw.id": G0, "xid": 79, "meaning": "fell off the bus"},
         {"hw.id": G0, "xid": 9999, "meaning": ""},
+        {"hw.id": G0, "xid": 31, "meaning": "memory page fault"},
+        {"hw.id": G0, "xid": 13, "meaning": "graphics engine exception"},
     ]
 
 
@@ -249,7 +255,7 @@ def test_what_is_not_permitted_is_absent(bench: Bench) -> None:
     """A container without the rights goes on without XIDs, and has no counter that could never count."""
     bench.look()
     bench.look()
-    assert ("xid",) not in bench.of("hw.errors")
+    assert not {("xid_application",), ("xid_driver",), ("xid_hardware",)} & bench.of("hw.errors").keys()
     assert bench.of("hw.power") == {}
     assert bench.of("hw.temperature") != {}
 

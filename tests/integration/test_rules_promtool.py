@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dashboards.promql import ONE_RANK, ONE_RUN
+from tests import rule_cases
 from tests.support import ROOT
 
 ALERTS = sorted(path.stem for path in (ROOT / "tests" / "rules").glob("Torchobs*.yml"))
@@ -26,38 +28,51 @@ def check(program: str, *arguments: str | Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def group_of(rules: str, alert: str) -> str:
-    """The one group of a rule file that has this alert: groups are evaluated by themselves, and others cost time only."""
-    (found,) = (group for group in yaml.safe_load(rules)["groups"] if alert in {rule.get("alert") for rule in group["rules"]})
-    return yaml.safe_dump({"groups": [found]})
+def written(
+    folder: Path, checkout: Path, alert: str, interval: str, *, only: str = "", change: tuple[str, str] = ("", "")
+) -> Path:
+    """Write the cases of an alert and its rules into a folder; `change`: a part of the rules, and what to put in its place."""
+    rules = checkout / "deploy" / "prometheus" / "rules"
+    files = [(rules / name).read_text() for name in ("torchobs-recordings.yml", "torchobs-alerts.yml")]
+    if change[0]:
+        files = [text.replace(*change) for text in files]
+    groups = rule_cases.groups_of(files, alert)
+    order = [group["name"] for group in groups["groups"]]
+    cases = rule_cases.document(checkout / "tests" / "rules" / f"{alert}.yml", interval, only=only)
+    (folder / "rules.yml").write_text(yaml.safe_dump(groups))
+    (folder / "cases.yml").write_text(yaml.safe_dump(cases | {"group_eval_order": order}, width=4096))
+    return folder / "cases.yml"
 
 
 @PROGRAMS
 def test_every_rule_file_is_valid(name: str, program: Callable[[str], str], checkout: Path) -> None:
     """Promtool's own checks, its lints (duplicate rules) as errors."""
     files = sorted((checkout / "deploy" / "prometheus").rglob("torchobs-*.yml"))
-    assert len(files) == 3
+    assert len(files) == 4
     for path in files:
         check(program(name), "check", "rules", "--lint-fatal", path)
 
 
 @PROGRAMS
+@pytest.mark.parametrize("interval", rule_cases.INTERVALS)
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_fires_and_stays_quiet(
-    name: str, program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str
+    name: str, program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, interval: str
 ) -> None:
-    """Every case of tests/rules/Torchobs*.yml."""
-    rules = (checkout / "deploy" / "prometheus" / "rules" / "torchobs-alerts.yml").read_text()
-    document = yaml.safe_load((checkout / "tests" / "rules" / f"{alert}.yml").read_text())
-    (tmp_path / "cases.yml").write_text(yaml.safe_dump(document | {"rule_files": ["rules.yml"]}))
-    (tmp_path / "rules.yml").write_text(group_of(rules, alert))
-    check(program(name), "test", "rules", tmp_path / "cases.yml")
+    """Every case of tests/rules/Torchobs*.yml, however often rules are evaluated."""
+    check(program(name), "test", "rules", written(tmp_path, checkout, alert, interval))
 
 
 def test_every_alert_has_cases(checkout: Path) -> None:
     """One file for each."""
     rules = yaml.safe_load((checkout / "deploy" / "prometheus" / "rules" / "torchobs-alerts.yml").read_text())
     assert {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule} == set(ALERTS)
+
+
+@PROGRAMS
+def test_what_is_recorded_of_runs(name: str, program: Callable[[str], str], checkout: Path) -> None:
+    """Goodput over a gap, runs of two clusters, ranks that left, tokens of copies."""
+    check(program(name), "test", "rules", checkout / "tests" / "rules" / "recordings.yml")
 
 
 @PROGRAMS
@@ -82,10 +97,10 @@ MUTATIONS = [
         "two scrapes, a minute apart, were missed",
     ),
     ("increase(torchobs_anomalies_total[10m])", "torchobs_nothing", "before the job crashed"),
-    ("unless on (run_id, rank, instance)", "and on (run_id, rank, instance)", "no loss scaler is at work"),
-    ("unless on (run_id, rank, instance)", "unless on (rank, instance)", "not for the one beside it"),
+    (f"unless on ({ONE_RANK})", f"and on ({ONE_RANK})", "no loss scaler is at work"),
+    (f"unless on ({ONE_RANK})", "unless on (rank, instance)", "not for the one beside it"),
     ("max_over_time(torchobs_amp_steps_skipped_total[10m])", "torchobs_amp_steps_skipped_total", "ends in order soon after"),
-    (">= 3", ">= 2", "two lone spikes"),
+    (">= 3", ">= 2", "two lone spikes of the norm"),
     (">= 3", ">= 5", "explodes on every rank"),
     (">= 5", ">= 4", "two lone spikes of the norm and four of the loss"),
     (">= 5", ">= 7", "the loss leaps and stays up"),
@@ -93,9 +108,9 @@ MUTATIONS = [
     ("> 20", "> 10", "of a slow job calibrates"),
     ("rank:torchobs_amp_steps_skipped:recent > 0.5", "rank:torchobs_steps:recent > 0.5", "for a fast job"),
     ("torchobs_amp_steps_skipped_total and on", "torchobs_nothing and on", "every step before the first scrape"),
-    ("max by (namespace, job_name, run_id)", "max by (namespace, job_name, run_id, rank)", "explodes on every rank"),
-    ("max by (namespace, job_name, run_id)", "sum by (namespace, job_name, run_id)", "explodes on every rank"),
-    ("max by (namespace, job_name, run_id)", "max by (job_name, run_id)", "explodes on every rank"),
+    (f"max by ({ONE_RUN}) (\n", f"max by ({ONE_RUN}, rank) (\n", "explodes on every rank"),
+    (f"max by ({ONE_RUN}) (\n", f"sum by ({ONE_RUN}) (\n", "explodes on every rank"),
+    (f"max by ({ONE_RUN}) (\n", "max by (job_name, run_id) (\n", "explodes on every rank"),
     ("keep_firing_for: 10m", "keep_firing_for: 1m", "explodes on every rank"),
     ("for: 0s", "for: 5m", "before the job crashed"),
 ]
@@ -105,7 +120,7 @@ LATE = [
     ("torchobs_compile_recompiles_total and on", "torchobs_nothing and on", "before the first scrape"),
     ("unless torchobs_compile_failures_total", "and torchobs_compile_failures_total", "between two scrapes"),
     ("torchobs_rank_start_time_seconds < 600", "torchobs_rank_start_time_seconds < 60000", "before the first scrape"),
-    ("and on (run_id, rank, instance) torchobs_rank_start_time_seconds offset 10m", "", "scraped again after an outage"),
+    (f"and on ({ONE_RANK}) torchobs_rank_start_time_seconds offset 10m", "", "scraped again after an outage"),
 ]
 
 
@@ -120,12 +135,10 @@ def test_every_part_of_the_alert_is_needed(
     program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, part: str, instead: str, case: str
 ) -> None:
     """The cases are able to fail: each part of the rule, made wrong, is noticed by the case that stands for it."""
-    rules = (checkout / "deploy" / "prometheus" / "rules" / "torchobs-alerts.yml").read_text()
-    document = yaml.safe_load((checkout / "tests" / "rules" / f"{alert}.yml").read_text())
-    document |= {"rule_files": ["rules.yml"], "tests": [test for test in document["tests"] if case in test["name"]]}
-    assert len(document["tests"]) == 1
-    (tmp_path / "cases.yml").write_text(yaml.safe_dump(document))
-    (tmp_path / "rules.yml").write_text(group_of(rules, alert))
-    check(program("promtool"), "test", "rules", tmp_path / "cases.yml")
-    (tmp_path / "rules.yml").write_text(group_of(rules.replace(part, instead), alert))
-    assert promtool(program("promtool"), "test", "rules", tmp_path / "cases.yml").returncode != 0
+    cases = written(tmp_path, checkout, alert, "15s", only=case)
+    assert len(yaml.safe_load(cases.read_text())["tests"]) == 1
+    check(program("promtool"), "test", "rules", cases)
+    before = (tmp_path / "rules.yml").read_text()
+    written(tmp_path, checkout, alert, "15s", only=case, change=(part, instead))
+    assert (tmp_path / "rules.yml").read_text() != before, "the part is not there"
+    assert promtool(program("promtool"), "test", "rules", cases).returncode != 0

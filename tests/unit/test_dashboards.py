@@ -31,7 +31,7 @@ QUERIES = [target["expr"] for _, target in TARGETS] + [annotation["expr"] for an
 BY_NAME = {metric.prometheus + suffix: metric for metric in catalog.METRICS for suffix in ("", "_bucket", "_count", "_sum")}
 RECORDED = {rule.record for rule in (*percentiles.classic().rules, *percentiles.native().rules) if hasattr(rule, "record")}
 RANK_LABELS = {"job_name", "run_id", "rank"}
-TARGET_LABELS = {"instance", "le"}
+TARGET_LABELS = {"cluster", "namespace", "instance", "le"}
 
 each_panel = pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
 each_query = pytest.mark.parametrize("query", QUERIES)

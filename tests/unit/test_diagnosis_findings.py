@@ -75,7 +75,7 @@ PART = "(its steps are not in this part of the file)"
     ("reason", "said"),
     [
         ("finished", "Rank 0 finished in order after 0; its steps are not in this part of the file."),
-        ("lost", f"Rank 0 vanished without a word {PART}: killed (SIGKILL, or a SIGTERM that it did not handle), os._exit or"),
+        ("lost", f"Rank 0 vanished without a word {PART}: killed (SIGKILL), os._exit or"),
         ("exit_code", f"Rank 0 left with exit status 0, {PART}."),
     ],
 )

@@ -51,6 +51,7 @@ def durations(**counts: int) -> Distribution:
         (GONE._replace(exit_reason=Exit.EXIT_CODE, exit_code=3), "failed"),
         (GONE._replace(exit_reason=Exit.EXIT_CODE, exit_code=-9), "failed"),
         (GONE._replace(exit_reason=Exit.EXCEPTION, exit_code=1), "failed"),
+        (GONE._replace(exit_reason=Exit.TERMINATED, exit_code=143), "failed"),
         (GONE._replace(exit_reason=77), "lost"),
     ],
 )
@@ -145,6 +146,14 @@ def test_every_ending_has_a_series_created_beforehand(reason: int | None, code: 
 def test_who_vanishes_near_a_limit_likely_ran_out_of_memory(memory: MemoryUse | None, why: str) -> None:
     """The state is lost all the same: nobody saw the kernel do it."""
     assert rank_state.ending(None, 0, memory) == ("lost", why)
+
+
+def test_who_is_told_to_end_has_not_failed_by_itself() -> None:
+    """The mark of a SIGTERM, and the status of a program that handles it itself; and it is not for memory, however full."""
+    full = MemoryUse(cgroup=1.0, machine=1.0, kill_age_s=0.0)
+    for reason, code in ((Exit.TERMINATED, 143), (Exit.EXIT_CODE, 143), (Exit.EXIT_CODE, -15)):
+        assert rank_state.ending(reason, code, full) == ("failed", "terminated")
+    assert rank_state.ending(Exit.EXIT_CODE, 137) == ("failed", "exit_code")
 
 
 def test_who_said_how_it_ends_did_not_run_out_of_memory() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards import alerts, alerts_ranks, alerts_resources, percentiles, rules
+from dashboards import alerts, labels, percentiles, rules, values
+from dashboards.__main__ import alert_groups, main, recording_groups, rendered
 from dashboards.promql import ONE_RANK, ONE_RUN
 from dashboards.recent import RECENT
 from dashboards.rules import WINDOW, WINDOW_S
@@ -16,11 +17,13 @@ from torchobs import catalog
 from torchobs.catalog import Kind, prometheus_label
 from torchobs.detect import spikes
 
-RUNBOOKS = "https://example.org/runbooks"
-SHIPPED = (
-    alerts.anomalies(), alerts_ranks.ranks(), alerts_resources.resources(), percentiles.classic(), percentiles.native(),
-)  # fmt: skip
-GROUPS = [group.rendered(RUNBOOKS) for group in SHIPPED]
+CHOSEN = values.Values(runbooks="https://example.org/runbooks", grafana_url="https://grafana.example.org")
+SHIPPED = (*alert_groups(CHOSEN), *recording_groups(), percentiles.classic(), percentiles.native())
+GROUPS = [group.rendered(CHOSEN) for group in SHIPPED]
+PAGES = {
+    "TorchobsRunDown", "TorchobsRunHung", "TorchobsCrashLoop", "TorchobsGpuFault", "TorchobsLossNotFinite",
+    "TorchobsCheckpointFailed",
+}  # fmt: skip
 RULES: list[dict[str, Any]] = [rule for group in GROUPS for rule in group["rules"]]
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDINGS = [rule for rule in RULES if "record" in rule]
@@ -53,9 +56,15 @@ def test_counters_are_only_looked_at_as_increases(rule: dict[str, Any]) -> None:
 
 
 @each_rule
-def test_joins_tell_ranks_apart(rule: dict[str, Any]) -> None:
-    """A rank is unique only within a target: whatever is matched, it is by run, rank and instance, or by the whole run."""
-    assert set(re.findall(r"\bon \(([^)]*)\)", rule["expr"])) <= {ONE_RANK, ONE_RUN}
+def test_joins_and_sums_tell_runs_and_ranks_apart(rule: dict[str, Any]) -> None:
+    """A rank is unique only within a target, a run only within a cluster and a namespace."""
+    for by in re.findall(r"\b(?:on|by) \(([^)]*)\)", rule["expr"]):
+        assert by.split(", ")[: len(labels.RUN)] == list(labels.RUN) or by.split(", ")[:3] == [
+            "cluster",
+            "namespace",
+            "instance",
+        ]
+    assert {ONE_RANK.split(", ")[-1], ONE_RUN.split(", ")[0]} == {"instance", "cluster"}
     assert "ignoring" not in rule["expr"]
 
 
@@ -63,15 +72,16 @@ def test_joins_tell_ranks_apart(rule: dict[str, Any]) -> None:
 def test_recorded_series_are_named_level_metric_operation(rule: dict[str, Any]) -> None:
     """Prometheus' convention; the metric is one of the catalog's."""
     level, name, operation = rule["record"].split(":")
-    assert level.split("_")[0] in {"rank", "run"}
+    assert level.split("_")[0] in {"rank", "node", "run"}
     assert operation
-    assert name in {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS}
+    known = {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS}
+    assert name in known or name == "torchobs_goodput"
 
 
 def test_both_variants_of_the_percentiles_record_the_same() -> None:
     """A dashboard does not know how Prometheus stores a histogram."""
     classic, native = (
-        [(rule["record"], rule["labels"]) for rule in group.rendered(RUNBOOKS)["rules"]]
+        [(rule["record"], rule["labels"]) for rule in group.rendered(CHOSEN)["rules"]]
         for group in (percentiles.classic(), percentiles.native())
     )
     assert classic == native
@@ -80,11 +90,30 @@ def test_both_variants_of_the_percentiles_record_the_same() -> None:
 
 @each_alert
 def test_alerts_say_what_is_wrong_and_where_to_read_on(rule: dict[str, Any]) -> None:
-    """A severity, a summary with the run, a description with the value, a link to the runbook."""
-    assert rule["labels"]["severity"] in {"critical", "warning"}
-    assert {"$labels.run_id", "$labels.job_name"} <= set(re.findall(r"\$labels\.\w+", rule["annotations"]["summary"]))
-    assert "$value" in rule["annotations"]["description"]
-    assert rule["annotations"]["runbook_url"] == f"{RUNBOOKS}/{rule['alert']}.md"
+    """A severity; a summary with the run (or the exporter); a link to the runbook, and one to the dashboard of the run."""
+    notes = rule["annotations"]
+    assert rule["labels"]["severity"] == ("page" if rule["alert"] in PAGES else "ticket")
+    assert "$value" in notes["summary"] + notes["description"] or rule["alert"] in {
+        "TorchobsExporterConfig", "TorchobsRanksDisagree",
+    }  # fmt: skip
+    assert notes["runbook_url"] == f"https://example.org/runbooks/{rule['alert']}.md"
+    if "run_id" not in rule["expr"].split(")")[0]:
+        assert "$labels.instance" in notes["summary"]
+        assert "dashboard_url" not in notes
+        return
+    assert {"$labels.run_id", "$labels.job_name", "$labels.cluster"} <= set(re.findall(r"\$labels\.\w+", notes["summary"]))
+    assert notes["dashboard_url"].startswith("https://grafana.example.org/d/torchobs-run?from={{")
+    assert "&var-run_id={{ . | urlquery }}" in notes["dashboard_url"]
+
+
+@each_alert
+def test_alerts_name_the_culprit_by_queries_of_their_own_run(rule: dict[str, Any]) -> None:
+    """Each query in a text is PromQL about metrics that exist, whose every selector is limited to the run."""
+    for query in re.findall(r'query \(printf "((?:[^"\\]|\\.)*)" \$run\)', rule["annotations"]["description"]):
+        asked = query.replace('\\"', '"').replace("%[1]s", 'run_id="a"')
+        for selector in promql.selectors(asked):
+            assert selector.name in BY_NAME or selector.name in RECORDED
+            assert selector.matchers["run_id"] == "a"
 
 
 @each_alert
@@ -92,7 +121,8 @@ def test_alerts_outlast_a_short_sickness_and_come_once_per_run(rule: dict[str, A
     """No `for` that a job's exit could cut short; one alert for a thousand ranks; its labels are the ones its text uses."""
     assert rule["for"] == "0s"
     assert rule["keep_firing_for"] == "10m"
-    assert rule["expr"].startswith(("max by (namespace, job_name, run_id) (", "min by (namespace, job_name, run_id) ("))
+    run, exporter = ", ".join(labels.RUN), "cluster, namespace, instance"
+    assert rule["expr"].startswith((f"max by ({run}) (", f"min by ({run}) (", f"max by ({exporter}"))
     assert "absent" not in rule["expr"]
 
 
@@ -108,13 +138,13 @@ def test_alerts_have_a_runbook(rule: dict[str, Any], checkout: Path) -> None:
     ]
     assert queries
     for query in [*queries, *re.findall(r"`(rate\(.*?\))`", page)]:
-        assert all(selector.name in BY_NAME for selector in promql.selectors(query))
+        assert all(selector.name in BY_NAME.keys() | RECORDED | {"up"} for selector in promql.selectors(query))
 
 
 def test_the_runbook_s_figures_are_the_rule_s(checkout: Path) -> None:
     """Three explosions, five leaps of the loss, more than twenty skips, ten minutes: said where they are decided."""
     page = " ".join((checkout / "docs" / "runbooks" / "TorchobsGradientExplosion.md").read_text().split())
-    assert (spikes.LEAST_EXPLOSIONS, spikes.LEAST_LOSS_SPIKES, alerts.MOST_SKIPS) == (3, 5, 20)
+    assert (spikes.LEAST_EXPLOSIONS, spikes.LEAST_LOSS_SPIKES, values.DEFAULT.thresholds.skipped) == (3, 5, 20)
     assert (WINDOW, WINDOW_S) == ("10m", 600)
     for words in (
         "at least **three** steps",
@@ -138,11 +168,11 @@ def test_alerts_have_cases_that_fire_and_cases_that_stay_quiet(rule: dict[str, A
 
 def test_a_rule_file_is_yaml_that_a_person_can_read() -> None:
     """It says that it is generated and what it is for; an expression of several lines is one."""
-    text = rules.render([alerts.anomalies()], RUNBOOKS, "What it is for.")
+    text = rules.render([alerts.anomalies()], CHOSEN, "What it is for.")
     assert text.startswith("# Generated by `python -m dashboards`")
     assert "# What it is for.\n" in text
     assert "expr: |-\n      max by (" in text
-    assert yaml.safe_load(text) == {"groups": [alerts.anomalies().rendered(RUNBOOKS)]}
+    assert yaml.safe_load(text) == {"groups": [alerts.anomalies().rendered(CHOSEN)]}
     assert all(line == line.rstrip() for line in text.splitlines())
 
 
@@ -150,3 +180,51 @@ def test_an_unknown_kind_of_anomaly_cannot_be_asked_for() -> None:
     """A kind that the catalog no longer has breaks the generator, not the alert."""
     with pytest.raises(ValueError, match="not in tuple"):
         alerts._kind("gradient_implosion")
+
+
+def test_a_person_sets_thresholds_and_severities_in_one_file(tmp_path: Path) -> None:
+    """And where Grafana and the runbooks are, and what to leave out."""
+    file = tmp_path / "my.yml"
+    file.write_text(
+        "thresholds: {memory: 0.8}\nseverities: {TorchobsRankFailed: page}\ndisabled: [TorchobsCheckpointNever]\n"
+        "grafana_url: https://g.example/\nrunbooks: https://r.example/\n"
+    )
+    assert main(["--values", str(file), "--out", str(tmp_path)]) == 0
+    groups = yaml.safe_load((tmp_path / "prometheus/rules/torchobs-alerts.yml").read_text())["groups"]
+    found = {rule["alert"]: rule for group in groups for rule in group["rules"] if "alert" in rule}
+    assert "> 0.8\n" in found["TorchobsOutOfMemoryNear"]["expr"]
+    assert found["TorchobsRankFailed"]["labels"] == {"severity": "page"}
+    assert found["TorchobsRankFailed"]["annotations"]["runbook_url"] == "https://r.example/TorchobsRankFailed.md"
+    assert found["TorchobsRankFailed"]["annotations"]["dashboard_url"].startswith("https://g.example/d/")
+    assert found.keys() == {rule["alert"] for rule in ALERTS} - {"TorchobsCheckpointNever"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("treshold: {}", "treshold means nothing here"),
+        ("thresholds: {memmory: 1}", "memmory means nothing here"),
+        ("thresholds: {memory: yes}", "memory is True, not a number above 0"),
+        ("severities: {TorchobsRankFailed: critical}", "'critical', not one of page, ticket"),
+        ("disabled: [TorchobsRankFaild]", "there is no alert TorchobsRankFaild"),
+        ("- 1", "names and values are expected"),
+    ],
+)
+def test_an_entry_that_means_nothing_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    """A threshold with a typing error must not leave the default in force."""
+    (tmp_path / "my.yml").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["--values", str(tmp_path / "my.yml"), "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err
+
+
+def test_runbooks_are_those_of_the_released_version() -> None:
+    """A link into the main branch would show another version's page."""
+    from torchobs._version import __version__
+
+    text = rendered()["prometheus/rules/torchobs-alerts.yml"]
+    assert set(re.findall(r"runbook_url: (\S+)/Torchobs", text)) == {
+        f"https://github.com/torchobs/torchobs/blob/v{__version__}/docs/runbooks"
+    }

@@ -11,6 +11,7 @@ from torchobs.diagnosis.rank_report import Fact, RankReport
 from torchobs.diagnosis.stall import stalled
 from torchobs.ranks import state
 
+_NO_FAILURE = frozenset({"finished", "interrupted", "terminated"})
 _NO_STEPS = "its steps are not in this part of the file"
 _SHORTLY_S = 60.0
 """Errors of machine, device or workers within this time before the end are reported with it."""
@@ -29,6 +30,7 @@ def ending(report: RankReport) -> Iterator[Finding]:
         "exception": _exception,
         "exit_code": _exit_code,
         "interrupted": _interrupted,
+        "terminated": _terminated,
         "out_of_memory": _out_of_memory,
         "lost": _lost,
     }
@@ -111,6 +113,11 @@ def _interrupted(report: RankReport) -> Finding:
     return Finding(WARNING, "interrupted", f"Rank {report.rank} was interrupted (Ctrl-C, SIGINT) {_where(report)}.")
 
 
+def _terminated(report: RankReport) -> Finding:
+    text = f"Rank {report.rank} was told to end (SIGTERM: by the scheduler, the launcher or a person) {_where(report)}"
+    return Finding(WARNING, "terminated", f"{text}{_phase(report)}.")
+
+
 def _exit_code(report: RankReport) -> Finding:
     return Finding(ERROR, "exit_code", f"Rank {report.rank} left with exit status {report.exit_code}, {_where(report)}.")
 
@@ -119,7 +126,7 @@ def _lost(report: RankReport) -> Finding:
     text = f"Rank {report.rank} vanished without a word {_where(report)}{_phase(report)}"
     if not report.same_boot and not report.copied:
         return Finding(ERROR, "lost", f"{text}: the machine has been started again since, or the file is another machine's.")
-    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL, or a SIGTERM that it did not handle), os._exit or a crash.")
+    return Finding(ERROR, "lost", f"{text}: killed (SIGKILL), os._exit or a crash.")
 
 
 def _out_of_memory(report: RankReport) -> Finding:
@@ -155,7 +162,7 @@ def _before(seconds: float) -> str:
 
 def _complaints(report: RankReport) -> Iterator[Finding]:
     """Yield errors reported shortly before an abnormal end."""
-    if report.reason in {"finished", "interrupted"}:
+    if report.reason in _NO_FAILURE:
         return
     for event, severity, tell in (
         (catalog.EVENT_OUT_OF_MEMORY, ERROR, _device_memory),
@@ -177,7 +184,7 @@ def _threads(report: RankReport) -> Iterator[Finding]:
     However long before the end it was: the main thread may have waited for hours.
     """
     ended = [fact for fact in report.events_named(catalog.EVENT_EXCEPTION) if fact.text("thread")]
-    if not ended or report.reason in {"finished", "interrupted"}:
+    if not ended or report.reason in _NO_FAILURE:
         return
     last, others = ended[-1], {fact.text("thread") for fact in ended[:-1]} - {ended[-1].text("thread")}
     during = f", after step {last.step:,}" if last.step else ""

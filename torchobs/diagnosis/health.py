@@ -26,6 +26,7 @@ _ENDINGS = {
     "exception": "failed {ago} ago with an exception",
     "exit_code": "failed {ago} ago with an exit status",
     "interrupted": "was interrupted {ago} ago",
+    "terminated": "was told to end {ago} ago",
     "out_of_memory": "was lost {ago} ago, likely out of memory",
 }
 _ANOMALIES = {

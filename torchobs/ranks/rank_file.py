@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import struct
 from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs import catalog
-from torchobs.flight.files import lock
+from torchobs.flight.files import lock, termination
 from torchobs.flight.files.create import file_name, lock_name
-from torchobs.flight.format.layout import BadFlightFileError, Region
+from torchobs.flight.format.layout import BadFlightFileError, Exit, Region
 from torchobs.flight.reader import reader
 from torchobs.flight.reader.decode import DecodedBlock, Distribution
 from torchobs.flight.reader.reader import FlightFile, View
@@ -72,6 +73,7 @@ class RankFile:
         self.view: View = file.read()
         self._exemplars = exemplars.Exemplars(header)
         self.lock_held = False
+        self._terminated_s: float | None = None
         self.opened = 0
         self.state = "alive"
         self.fading = False
@@ -121,6 +123,7 @@ class RankFile:
         # the lock first: if it is free, the following read is final
         self.lock_held = self.same_boot and _is_held(directory_fd, lock_name(self.name), before=self.lock_held)
         was_up = self.up
+        self._terminated_s = None if self.lock_held else termination.marked_at(directory_fd, lock_name(self.name))
         try:
             self._read(now)
         finally:  # an unreadable file counts as one without a heartbeat
@@ -195,13 +198,23 @@ class RankFile:
         self._exemplars = exemplars.Exemplars(self.header)
 
     def _read(self, now: Now) -> None:
-        before, self.view = self.view.live.heartbeat_ns, self.file.read(final=not self.up)
+        before, self.view = self.view.live.heartbeat_ns, self._with_termination(self.file.read(final=not self.up))
         self._learned_s = self._durations.timeout_s(self.view)
         beat = self.view.live.heartbeat_ns
         if beat is not None and beat != before:
             # the rank's own time is exact if comparable with ours: both CLOCK_MONOTONIC, unless in another time namespace
             self._beat_ns = beat if self._looked_ns <= beat <= now.monotonic_ns else now.monotonic_ns
         self._exemplars.look(self.file, self.view.live.event_head)
+
+    def _with_termination(self, view: View) -> View:
+        """Return the view, with the SIGTERM that ended the rank as its exit, unless it said something else itself."""
+        live = view.live
+        if self._terminated_s is None or live.exit_reason is not None:
+            return view
+        last_s = self.header.wall_s(live.heartbeat_ns or self.header.monotonic_ns)
+        if last_s - self._terminated_s > termination.LASTING_S:
+            return view
+        return replace(view, live=replace(live, exit_reason=Exit.TERMINATED, exit_code=143))
 
     def _observation(self, now: Now, hang_timeout_s: float) -> state.Observation:
         live = self.view.live

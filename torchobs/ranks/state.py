@@ -61,6 +61,10 @@ OOM_KILL_LATELY_S = 60.0
 kernel kills one process, the launcher or the container runtime the others."""
 
 
+TERMINATED_CODES = frozenset({143, -15})
+"""Exit codes by which a program says that it ended itself on SIGTERM: the shell's, and multiprocessing's."""
+
+
 class MemoryUse(NamedTuple):
     """A rank's last known memory use: shares of its limits (0: unknown), and seconds since the last OOM kill it saw."""
 
@@ -114,6 +118,8 @@ def ending(exit_reason: int | None, exit_code: int, memory: MemoryUse | None = N
         return "failed", "exception"
     if exit_reason == Exit.INTERRUPTED:
         return "failed", "interrupted"  # as the exit status says; Ctrl-C shall not raise an alert
+    if exit_reason == Exit.TERMINATED or (exit_reason == Exit.EXIT_CODE and exit_code in TERMINATED_CODES):
+        return "failed", "terminated"  # nor shall preemption, scancel or a launcher that ends the siblings
     if exit_reason == Exit.EXIT_CODE and exit_code:
         return "failed", "exit_code"
     if exit_reason in {Exit.FINISHED, Exit.EXIT_CODE}:

@@ -109,6 +109,8 @@ class Exit:
     EXCEPTION = 2
     EXIT_CODE = 3
     INTERRUPTED = 4
+    TERMINATED = 5
+    """never written: the mark of a SIGTERM says it"""
 
 
 EXIT_SET = 1 << 63

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from torchobs.flight.files import entries, lock
+from torchobs.flight.files import entries, lock, termination
 from torchobs.flight.files.create import CreatedFile, create, lock_name, new_header, relock
 from torchobs.flight.files.location import FlightDirectory, renew
 from torchobs.flight.format.event_ring import EventRing
@@ -51,6 +51,7 @@ class FlightWriter:
         self._created = created
         self.hidden = False
         """True while the file shall have no name; :meth:`check_name` does not restore it then"""
+        self._marks_termination = False
         self._live_at = regions[Region.LIVE].offset // 8
         self._steps_at, self._mask = regions[Region.STEPS].offset, regions[Region.STEPS].count - 1
         self._sequence = count(1)
@@ -258,8 +259,20 @@ class FlightWriter:
             renew(created.place)
         entries.remove(directory_fd, lock_name(created.name))
         self._created = relock(created) if file_is_there else self._move(created)
+        if self._marks_termination:
+            self.mark_termination()  # before the old descriptor's number can be another file's
         lock.release(created.lock_fd)
         return True
+
+    def mark_termination(self) -> None:
+        """Have a SIGTERM leave its mark beside the file, if it would end the process."""
+        if self._created is not None:
+            self._marks_termination = termination.mark_in(self._created.lock_fd)
+
+    def _unmark_termination(self) -> None:
+        if self._marks_termination:
+            self._marks_termination = False
+            termination.unmark()
 
     def hide(self) -> None:
         """Unlink the file and its lock, so that no exporter sees the rank for now."""
@@ -294,6 +307,7 @@ class FlightWriter:
         self.fold()
         self.publish()
         self.memory.detach()
+        self._unmark_termination()
         lock.release(created.lock_fd)
         os.close(created.place.fd)
 

@@ -18,7 +18,7 @@ from torchobs.probes.gpu.sensors import Sensors
 from torchobs.probes.gpu.series import GpuSeries
 from torchobs.probes.gpu.torch_devices import Used, used
 from torchobs.probes.gpu.visible_devices import visible
-from torchobs.probes.gpu.xids import MEANINGS, Xids
+from torchobs.probes.gpu.xids import MEANINGS, Xids, kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -166,7 +166,8 @@ class GpuMonitor:
 
     def _watch_xids(self, member: _Member) -> None:
         if member.sensors.has_state and self._xids is not None and self._xids.watch(member.gpu):
-            member.series.add(catalog.HW_ERRORS, _XID, 0)
+            for error in catalog.XID_ERRORS:
+                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", error)), 0)
 
     def _sample(self, library: Library, member: _Member) -> None:
         try:
@@ -203,7 +204,7 @@ class GpuMonitor:
             self._writer.event(catalog.EVENT_GPU_XID.name, attributes)
             member = self._members.get(xid.uuid)
             if member is not None:
-                member.series.add(catalog.HW_ERRORS, _XID, 1)
+                member.series.add(catalog.HW_ERRORS, (_GPU, ("error.type", kind(xid.number))), 1)
 
     def _warn_limited(self, cause: str, message: str) -> None:
         """Log a cause once, at INFO: most machines have no GPU."""
@@ -212,4 +213,4 @@ class GpuMonitor:
             logger.info("torchobs: %s", message)
 
 
-_XID = (("hw.type", "gpu"), ("error.type", "xid"))
+_GPU = ("hw.type", "gpu")

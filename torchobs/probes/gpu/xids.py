@@ -43,6 +43,12 @@ MEANINGS = {
 }
 """Source: NVIDIA, "XID Errors" (docs.nvidia.com/deploy/xid-errors)."""
 
+_APPLICATION = frozenset(
+    {8, 11, 13, 25, 31, 32, 37, 39, 40, 41, 43, 45, 60, 68, 69, 70, 71, 72, 75, 76, 77, 80, 82, 83, 84, 85, 86, 88, 89}
+    | {*range(96, 106), *range(126, 136), 137, 139, 141}
+)
+_HARDWARE = frozenset({46, 48, 54, 62, 64, 74, 79, 94, 95, 136, 140, 143, *range(144, 151), 156, 157, 158, 167, 168, 171, 172})
+
 
 class Xid(NamedTuple):
     """One XID report."""
@@ -92,6 +98,21 @@ class Xids:
                 self._library.api.nvmlEventSetFree(events)
             except self._library.error:
                 return
+
+
+def kind(number: int) -> str:
+    """Return the XID's ``error.type``: whose affair it is, by the action that NVIDIA recommends.
+
+    *application*: to restart or check the program (a kernel's wild pointer, and the cleanup after it); *hardware*: to reset,
+    restart or examine the hardware (its memory, NVLink, the bus; a contained memory error, too); *driver*: firmware, driver,
+    what may be ignored (a memory row was replaced), and what the catalog does not have.
+
+    Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog", the columns "Resolution Bucket"
+    (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html).
+    """
+    if number in _HARDWARE:
+        return "xid_hardware"
+    return "xid_application" if number in _APPLICATION else "xid_driver"
 
 
 def _address(handle: Any) -> int:

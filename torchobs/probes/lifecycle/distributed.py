@@ -121,6 +121,7 @@ class DistributedProbe:
         spread = self._parallelism
         parallelism, mesh = "+".join(spread.kinds), ",".join(f"{name}={size}" for name, size in spread.mesh)
         self._set(catalog.DISTRIBUTED_WORLD_SIZE, float(world_size))
+        self._set(catalog.DISTRIBUTED_COPIES, float(spread.copies))
         if self._published != (backend, world_size, parallelism, mesh):
             self._published = (backend, world_size, parallelism, mesh)
             described = {"backend": backend, "parallelism": parallelism, "mesh": mesh}

@@ -1,7 +1,8 @@
 """How the rank ends: by an uncaught exception, ``sys.exit(n)``, Ctrl-C, or normally.
 
-SIGKILL, the default SIGTERM and ``os._exit`` leave no trace: such a rank is *lost*. No signal handler is installed: a Python
-handler does not run while a rank is stuck in a collective, and would make it ignore SIGTERM.
+SIGKILL and ``os._exit`` leave no trace: such a rank is *lost*. The default SIGTERM leaves a mark by a handler in C
+(:mod:`torchobs.flight.files.termination`): a Python handler does not run while a rank is stuck in a collective, and would make
+it ignore SIGTERM.
 
 An exception that ends a notebook cell, a test or a line at the prompt does not end the rank. IPython, pytest and Python's own
 prompt store it in ``sys.last_value``, where the sampler finds it unless another one follows within a tenth of a second.
@@ -46,6 +47,7 @@ class ExitProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._context, self._breaker = context, context.breaker(self.name)
         self._last = id(getattr(sys, "last_value", None))
+        context.writer.mark_termination()
         self._patches = [
             Patch(owner, name, make, probe=self.name, nests=True)
             for owner, name, make in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -14,8 +15,12 @@ class Parallelism(NamedTuple):
 
     kinds: tuple[str, ...] = ()
     mesh: tuple[tuple[str, int], ...] = ()
+    copies: int = 1
+    """ranks that train on the same batch: the product of the mesh's tensor- and pipeline-parallel dimensions"""
 
 
+_SAME_BATCH = frozenset({"tp", "tensor", "pp", "pipeline"})
+"""Usual names of the dimensions along which all ranks have the same batch"""
 _ORDER = ("ddp", "fsdp1", "fsdp2", "hsdp", "tensor")
 
 
@@ -26,7 +31,7 @@ def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
     tensor parallelism. ``ddp``: a ``DistributedDataParallel`` model is known.
     """
     kinds, mesh = {"ddp"} if ddp else set(), dict[str, int]()
-    fsdp_dimensions = set[str]()
+    fsdp_dimensions, same_batch = set[str](), set[str]()
     for one, dimensions in _fully_sharded():
         kinds.add(one)
         mesh |= dimensions
@@ -37,12 +42,16 @@ def recognise(optimizers: Iterable[Any], *, ddp: bool) -> Parallelism:
             continue
         dimensions = _dimensions(parameter.device_mesh)
         mesh |= dimensions
-        if any(
-            name not in fsdp_dimensions and place.is_shard()
+        split = {
+            name
             for name, place in zip(dimensions, parameter.placements, strict=True)
-        ):
+            if name not in fsdp_dimensions and place.is_shard()
+        }
+        if split:
             kinds.add("tensor")
-    return Parallelism(tuple(kind for kind in _ORDER if kind in kinds), tuple(sorted(mesh.items())))
+            same_batch |= split
+    copies = prod(size for name, size in mesh.items() if name in same_batch | _SAME_BATCH)
+    return Parallelism(tuple(kind for kind in _ORDER if kind in kinds), tuple(sorted(mesh.items())), copies)
 
 
 def _distributed_parameters(optimizers: Iterable[Any]) -> Iterator[Any]:

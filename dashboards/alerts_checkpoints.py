@@ -1,0 +1,90 @@
+"""Alerts about checkpoints that fail, do not come, or never came."""
+
+from __future__ import annotations
+
+from dashboards.alert_texts import THIS_RUN, Culprits
+from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RUN, select
+from dashboards.recent import name, recent
+from dashboards.recordings import ALIVE, CHECKPOINT, FIRST_START
+from dashboards.rules import Alert, Group
+from dashboards.values import DEFAULT, Values
+from torchobs import catalog
+
+RETRIED = "5m"
+"""Whoever saves again after an error has done so by then."""
+PAST = "1d"
+"""From which a run's own cadence is known: three saves suffice."""
+
+
+def checkpoints(values: Values = DEFAULT) -> Group:
+    """Return the rules."""
+    counted = recent(catalog.CHECKPOINTS, born_later=True)
+    return Group("torchobs.checkpoints", (counted, _failed(), _overdue(values), _never(values)))
+
+
+def _failed() -> Alert:
+    failed, saved = (select(name(catalog.CHECKPOINTS), f'result="{result}"') for result in ("failed", "saved"))
+    return Alert(
+        alert="TorchobsCheckpointFailed",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {failed} offset {RETRIED} > 0
+                unless on ({ONE_RUN})
+                {saved} > 0
+            )
+        """,
+        severity="page",
+        summary="cannot save its checkpoints.",
+        description=(
+            '{{ printf "%.0f" $value }} saves raised an exception within ten minutes, and none has succeeded since. '
+            "If the run ends now, "
+            "all since the last checkpoint is lost."
+        ),
+        culprits=Culprits(
+            select(name(catalog.CHECKPOINTS), THIS_RUN, 'result="failed"'), '{{ printf "%.0f" $v }} failed saves', "On"
+        ),
+    )
+
+
+def _overdue(values: Values) -> Alert:
+    """Return the alert: the usual interval is the time between the first and the last of a day's over their number."""
+    changes = f"changes({CHECKPOINT}[{PAST}])"
+    usual = f"(max_over_time({CHECKPOINT}[{PAST}]) - min_over_time({CHECKPOINT}[{PAST}])) / ({changes} >= 2)"
+    return Alert(
+        alert="TorchobsCheckpointOverdue",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                (time() - last_over_time({CHECKPOINT}[{PAST}]))
+                > on ({ONE_RUN}) {values.thresholds.checkpoint_cadences:g} * {usual}
+                and on ({ONE_RUN})
+                time() - last_over_time({CHECKPOINT}[{PAST}]) > 600
+                and on ({ONE_RUN})
+                {ALIVE} > 0
+            )
+        """,
+        severity="ticket",
+        summary="has saved no checkpoint for {{ $value | humanizeDuration }}.",
+        description=(
+            f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, "
+            f"all since then is "
+            "lost."
+        ),
+    )
+
+
+def _never(values: Values) -> Alert:
+    return Alert(
+        alert="TorchobsCheckpointNever",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                time() - {FIRST_START} > {values.thresholds.no_checkpoint_s:g}
+                and on ({ONE_RUN})
+                {ALIVE} > 0
+                unless on ({ONE_RUN})
+                last_over_time({CHECKPOINT}[{PAST}]) > 0
+            )
+        """,
+        severity="ticket",
+        summary="has never saved a checkpoint.",
+        description="It has run for {{ $value | humanizeDuration }}, all of which is lost if it ends now.",
+    )

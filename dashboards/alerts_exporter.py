@@ -1,0 +1,102 @@
+"""Alerts about torchobs itself: an observer that has gone blind must not look like a healthy run."""
+
+from __future__ import annotations
+
+from dashboards.alert_texts import THIS_RUN, Culprits
+from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RUN, select
+from dashboards.recent import name, recent
+from dashboards.rules import WINDOW, Alert, Group
+from torchobs import catalog
+from torchobs.catalog import Metric
+
+_EXPORTER = "cluster, namespace, instance"
+
+
+def itself() -> Group:
+    """Return the rules."""
+    return Group(
+        "torchobs.itself",
+        (recent(catalog.FLIGHT_DROPPED, born_later=True), _disabled(), _dropped(), _config(), _read(), _series(), _push()),
+    )
+
+
+def _disabled() -> Alert:
+    probes = f"count by ({ONE_RUN}, probe) ({select(catalog.PROBE_DISABLED, THIS_RUN)} == 1)"
+    return Alert(
+        alert="TorchobsProbeDisabled",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                count {BY_RUN_EVERYWHERE} ({select(catalog.PROBE_DISABLED)} == 1)
+            )
+        """,
+        severity="ticket",
+        summary="is watched by fewer probes.",
+        description=(
+            '{{ printf "%.0f" $value }} probes raised an exception and were switched off: what they measure is not '
+            "seen in those "
+            "ranks any more. Training is not affected."
+        ),
+        culprits=Culprits(probes, '{{ $l.probe }} on {{ printf "%.0f" $v }} ranks', "Most", named=False),
+    )
+
+
+def _dropped() -> Alert:
+    dropped = name(catalog.FLIGHT_DROPPED)
+    return Alert(
+        alert="TorchobsFlightDropped",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                sum {BY_RUN_EVERYWHERE} ({dropped}) > 0
+            )
+        """,
+        severity="ticket",
+        summary="records more than its flight files hold.",
+        description='{{ printf "%.0f" $value }} series, events or steps of the last 10 minutes did not fit and are missing.',
+        culprits=Culprits(select(dropped, THIS_RUN), '{{ printf "%.0f" $v }} of kind {{ $l.what }}', "Most on"),
+    )
+
+
+def _config() -> Alert:
+    ok = select(catalog.EXPORTER_CONFIG_OK)
+    return _of_exporter(
+        "TorchobsExporterConfig",
+        f"count by ({_EXPORTER}) (max_over_time({ok}[{WINDOW}]) == 0)",
+        "The exporter {{ $labels.instance }} runs with an invalid configuration.",
+        "A part of it cannot be applied; the exporter serves what it can, and its log says what is wrong.",
+    )
+
+
+def _read() -> Alert:
+    return _of_exporter(
+        "TorchobsExporterReadErrors",
+        _growing(catalog.EXPORTER_READ_ERRORS),
+        "The exporter {{ $labels.instance }} cannot read flight files.",
+        'It failed {{ printf "%.0f" $value }} times in the last 10 minutes: ranks are missing on its page.',
+    )
+
+
+def _series() -> Alert:
+    return _of_exporter(
+        "TorchobsSeriesDropped",
+        _growing(catalog.EXPORTER_SERIES_DROPPED, 'reason!="drop_list"'),
+        "The exporter {{ $labels.instance }} does not serve all series.",
+        '{{ printf "%.0f" $value }} were left out in the last 10 minutes, for a limit on their number or a conflict of names.',
+    )
+
+
+def _push() -> Alert:
+    return _of_exporter(
+        "TorchobsPushDropped",
+        _growing(catalog.OTLP_DROPPED, 'reason!="shutdown"'),
+        "The exporter {{ $labels.instance }} loses what it pushes.",
+        '{{ printf "%.0f" $value }} data points or spans of the last 10 minutes did not reach the receiver and were dropped.',
+    )
+
+
+def _growing(counter: Metric, *matchers: str) -> str:
+    """Return a counter's increase, if there is some."""
+    return f"sum by ({_EXPORTER}) (increase({select(counter, *matchers)}[{WINDOW}])) > 0"
+
+
+def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
+    return Alert(alert, f"max by ({_EXPORTER}) (\n    {expr}\n)", "ticket", summary, description, of_run=False)

@@ -1,0 +1,170 @@
+"""Alerts about a run that is slow, or that does not use its machines."""
+
+from __future__ import annotations
+
+from dashboards.alert_texts import SHARE, THIS_RUN, TIMES, Culprits, first
+from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, select
+from dashboards.recent import name, recent
+from dashboards.recordings import GOODPUT_NOW, LATE, NODE_SLOWDOWN, RUN_STEP_BEST, RUN_STEP_MEAN, SLOWDOWN
+from dashboards.rules import WINDOW, Alert, Group
+from dashboards.values import DEFAULT, Values
+from torchobs import catalog
+from torchobs.detect.stragglers import LEAST_EXCESS_S, SLOW
+
+BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
+"""Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
+_SLOW_NODE = ' The ranks of node {{ $l.host }} take {{ printf "%.2f" $v }} times as long on average.'
+_GIVEN_UP = 'reason="recompile_limit"'
+
+
+def speed(values: Values = DEFAULT) -> Group:
+    """Return the rules."""
+    return Group(
+        "torchobs.slow",
+        (
+            recent(catalog.COMPILE_RECOMPILES, born_later=True),
+            recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True),
+            *(_slowdown(values), _straggler(values), _data(), _recompiles(values), _throttled(values), _goodput(values)),
+        ),
+    )
+
+
+def _slowdown(values: Values) -> Alert:
+    """Return the alert; the baseline is the run's best ten minutes, which begin anew with another model (the next fold)."""
+    return Alert(
+        alert="TorchobsSlowdown",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {RUN_STEP_MEAN} / on ({ONE_RUN}) {RUN_STEP_BEST} > {values.thresholds.slower:g}
+            )
+        """,
+        severity="ticket",
+        summary="has become slow.",
+        description=(
+            'In the last 10 minutes a step took {{ printf "%.1f" $value }} times as long as in its best ones, evaluation, '
+            "checkpoints and compilation not counted."
+        ),
+        culprits=Culprits(select(SLOWDOWN, THIS_RUN), TIMES, "Slowest relative to its peers"),
+    )
+
+
+def _straggler(values: Values) -> Alert:
+    """Return the alert: a rank against the median of its run, on whatever machines they are."""
+    return Alert(
+        alert="TorchobsStraggler",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {LATE} > {LEAST_EXCESS_S:g}
+            )
+        """,
+        severity="ticket",
+        summary="waits for one of its ranks.",
+        description=(
+            'In the last 10 minutes the slowest rank took {{ printf "%.1f" $value }} times as long for a step as its peers, '
+            "waiting for each other not counted."
+            f"{first(f'topk(1, {select(NODE_SLOWDOWN, THIS_RUN)} > {SLOW:g})', _SLOW_NODE)}"
+        ),
+        culprits=Culprits(f"{select(SLOWDOWN, THIS_RUN)} > {SLOW:g}", TIMES, "Slowest"),
+    )
+
+
+def _data() -> Alert:
+    time_ = select(catalog.STEP_PHASE_TIME)
+    waiting = select(catalog.STEP_PHASE_TIME, 'phase="data"')
+    here, all_here = select(catalog.STEP_PHASE_TIME, THIS_RUN, 'phase="data"'), select(catalog.STEP_PHASE_TIME, THIS_RUN)
+    return Alert(
+        alert="TorchobsDataStarvation",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                sum {BY_RANK_EVERYWHERE} (rate({waiting}[{WINDOW}])) / sum {BY_RANK_EVERYWHERE} (rate({time_}[{WINDOW}]) > 0)
+                and on ({ONE_RANK})
+                min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
+                and on ({ONE_RANK})
+                time() - {select(catalog.RANK_START_TIME)} > 600
+            )
+        """,
+        severity="ticket",
+        summary="waits for its data.",
+        description="One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches.",
+        culprits=Culprits(
+            f"sum {BY_RANK_EVERYWHERE} (rate({here}[{WINDOW}])) / sum {BY_RANK_EVERYWHERE} (rate({all_here}[{WINDOW}]) > 0)",
+            SHARE,
+        ),
+    )
+
+
+def _recompiles(values: Values) -> Alert:
+    """Return the alert, also on functions at the recompile limit: they run uncompiled, and only a counter shows it."""
+    recompiles = f"sum {BY_RANK_EVERYWHERE} ({name(catalog.COMPILE_RECOMPILES)})"
+    return Alert(
+        alert="TorchobsRecompileStorm",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                {name(catalog.COMPILE_FAILURES)} > 0
+              or
+                {recompiles} > {values.thresholds.recompiles:g}
+            )
+        """,
+        severity="ticket",
+        summary="is compiled again and again.",
+        description=(
+            'In the last 10 minutes one of its ranks had {{ printf "%.0f" $value }} recompilations, or functions that '
+            "torch.compile gave up because of them."
+        ),
+        culprits=Culprits(
+            f"max by ({ONE_RUN}, guard) ({select(name(catalog.COMPILE_RECOMPILES), THIS_RUN)})",
+            '{{ printf "%.0f" $v }} by a guard of kind {{ $l.guard }}',
+            "Most",
+            named=False,
+        ),
+    )
+
+
+def _throttled(values: Values) -> Alert:
+    throttled, periods = select(catalog.CGROUP_CPU_THROTTLED_PERIODS), select(catalog.CGROUP_CPU_PERIODS)
+    return Alert(
+        alert="TorchobsCpuThrottled",
+        expr=f"""
+            max {BY_RUN_EVERYWHERE} (
+                rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}
+            )
+        """,
+        severity="ticket",
+        summary="is held back by its CPU limit.",
+        description=(
+            "In {{ $value | humanizePercentage }} of the quota's periods of the last 10 minutes a container stood still."
+        ),
+        culprits=Culprits(
+            f"rate({select(catalog.CGROUP_CPU_THROTTLED_TIME, THIS_RUN)}[{WINDOW}])",
+            "{{ $l.instance }}, whose threads lost {{ $v | humanizeDuration }} each second",
+            "Most",
+            named=False,
+        ),
+    )
+
+
+def _goodput(values: Values) -> Alert:
+    """Return the alert: the budget of lost time is used up faster than allowed over a long and a short window."""
+    allowed = 1 - values.thresholds.goodput
+    lost = [
+        f"""
+            (1 - avg_over_time({GOODPUT_NOW}[{long}])) / {allowed:.3g} > {burn:g}
+            and on ({ONE_RUN}) (1 - avg_over_time({GOODPUT_NOW}[{short}])) / {allowed:.3g} > {burn:g}
+            and on ({ONE_RUN}) {GOODPUT_NOW} offset {short} >= 0
+            and on ({ONE_RUN}) {GOODPUT_NOW} >= 0"""
+        for long, short, burn in BURNS
+    ]
+    return Alert(
+        alert="TorchobsGoodputLow",
+        expr=f"max {BY_RUN_EVERYWHERE} ({_either(lost)}\n)",
+        severity="ticket",
+        summary="wastes its machines.",
+        description=(
+            'It loses the time of its machines {{ $value | printf "%.0f" }} times as fast as the objective of '
+            f"{values.thresholds.goodput:.0%} productive allows: restarts, waiting, evaluation, compilation."
+        ),
+    )
+
+
+def _either(expressions: list[str]) -> str:
+    return "\n          or".join(expressions)

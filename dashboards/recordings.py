@@ -1,0 +1,167 @@
+"""Recording rules of ranks, nodes and runs, named level:metric:operation: what alerts and dashboards compare and add up.
+
+A run's series outlive its ranks' where they have to: who was alive, and how it ended, is asked for when nobody is there.
+"""
+
+from __future__ import annotations
+
+from dashboards.promql import ONE_RANK, ONE_RUN, select
+from dashboards.rules import WINDOW, WINDOW_S, Group, Recording
+from torchobs import catalog
+
+BY_RUN, BY_RANK = f"by ({ONE_RUN})", f"by ({ONE_RANK})"
+ON_RUN, ON_RANK = f"on ({ONE_RUN})", f"on ({ONE_RANK})"
+ONE_NUMBER = f"{ONE_RUN}, rank"
+"""A rank whatever machine it is on: after a restart elsewhere it has another instance."""
+
+STARTED = "rank_number:torchobs_rank_start_time_seconds:max"
+RUN_STARTED = "run:torchobs_rank_start_time_seconds:max"
+ALIVE = "run:torchobs_rank_up:sum"
+FAILED = "run:torchobs_rank_exit:failed"
+LEFT = "run:torchobs_rank_exit:left"
+WORLD_SIZE = "run:torchobs_world_size:max"
+MISSING = "run:torchobs_rank_up:missing"
+FIRST_START = "run:torchobs_rank_start_time_seconds:first"
+CHECKPOINT = "run:torchobs_checkpoint_timestamp_seconds:max"
+PHASE_MEAN = "rank_phase:torchobs_step_phase_time_seconds:mean10m"
+STEP_MEAN = "rank:torchobs_step_duration_seconds:mean10m"
+LATE = "rank:torchobs_step_phase_time_seconds:late10m"
+WAIT = "rank:torchobs_step_phase_time_seconds:wait10m"
+SLOWDOWN = "rank:torchobs_rank_slowdown_ratio:run10m"
+NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
+RUN_STEP_MEAN = "run:torchobs_step_duration_seconds:mean10m"
+RUN_STEP_BEST = "run:torchobs_step_duration_seconds:best"
+RUN_GOODPUT_RATE = "run:torchobs_goodput_time_seconds:rate5m"
+GOODPUT_NOW = "run:torchobs_goodput:ratio5m"
+GOODPUT = "run:torchobs_goodput:ratio"
+TOKENS = "run:torchobs_tokens:rate5m"
+
+NO_FAULT = ("finished", "interrupted", "terminated")
+"""Exit reasons that are somebody's wish, and no fault."""
+FAULTS = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in NO_FAULT)
+PAST = "7d"
+"""How far back a run's best and its first start are remembered over a gap."""
+GONE = "1h"
+"""How long a run without a living rank may be restarted: its wall time counts on, as time lost."""
+_STEP_S = 60
+"""Resolution of the integral of the goodput"""
+LATE_PHASES = 'phase=~"data|forward|optimizer"'
+"""Phases in which no rank waits for another (`torchobs/detect/stragglers.py`)"""
+
+
+def runs() -> Group:
+    """Return the rules about who is there: a handful of series for each run."""
+    started, up, exited = select(catalog.RANK_START_TIME), select(catalog.RANK_UP), catalog.RANK_EXIT
+    again = f"unless on ({ONE_NUMBER}) {up} == 1"
+    failed, left = (select(exited, f'reason=~"{reasons}"') for reasons in (FAULTS, "|".join(NO_FAULT)))
+    return Group(
+        "torchobs.runs",
+        (
+            Recording(STARTED, f"max by ({ONE_NUMBER}) ({started})"),
+            Recording(RUN_STARTED, f"max {BY_RUN} ({started})"),
+            Recording(ALIVE, f"sum {BY_RUN} ({up})"),
+            Recording(
+                FAILED,
+                f"count {BY_RUN} (max by ({ONE_NUMBER}) (max_over_time({failed}[5m])) == 1 {again}) or 0 * sum {BY_RUN} ({up})",
+            ),
+            Recording(LEFT, f"count {BY_RUN} (max by ({ONE_NUMBER}) ({left}) == 1 {again}) or 0 * sum {BY_RUN} ({up})"),
+            Recording(WORLD_SIZE, f"max {BY_RUN} ({select(catalog.WORLD_SIZE)})"),
+            Recording(MISSING, f"clamp_min({WORLD_SIZE} - {ON_RUN} {ALIVE} - {ON_RUN} {LEFT}, 0) and {ON_RUN} {ALIVE} > 0"),
+            Recording(FIRST_START, _first_start()),
+            Recording(CHECKPOINT, f"max {BY_RUN} ({select(catalog.CHECKPOINT_TIMESTAMP)})"),
+            Recording(TOKENS, _tokens()),
+        ),
+    )
+
+
+def _first_start() -> str:
+    """Return the time at which the run first started, remembered; none after it has ended in order or for an hour."""
+    earliest = f"min {BY_RUN} ({select(catalog.RANK_START_TIME)})"
+    before = f"last_over_time({FIRST_START}[{PAST}])"
+    return f"""
+        ({before} <= {ON_RUN} {earliest} or {earliest} or {before})
+        and {ON_RUN} max_over_time({ALIVE}[{GONE}]) > 0
+        unless {ON_RUN} (last_over_time({ALIVE}[{GONE}]) == 0 and {ON_RUN} last_over_time({FAILED}[{GONE}]) == 0)
+    """
+
+
+def _tokens() -> str:
+    """Return the run's tokens a second: a data-parallel group's ranks each count their own, copies count the same ones.
+
+    Ranks of a mesh with tensor or pipeline dimensions count the same tokens as often as there are such copies.
+    """
+    rate = f"sum {BY_RUN} (rate({select(catalog.TOKENS)}[5m]))"
+    copies = f"max {BY_RUN} ({select(catalog.DISTRIBUTED_COPIES)})"
+    return f"{rate} / {ON_RUN} {copies} or {rate}"
+
+
+def speed() -> Group:
+    """Return the rules about step times, over all machines: a rank's phases against the median of its run."""
+    phases, steps = select(catalog.STEP_PHASE_TIME), select(catalog.STEPS)
+    rate = f"(rate({steps}[{WINDOW}]) > 0)"
+    young = f"unless {ON_RANK} time() - {select(catalog.RANK_START_TIME)} < {WINDOW_S}"
+    median = f"quantile by ({ONE_RUN}, phase) (0.5, {PHASE_MEAN})"
+    of_phase = f"on ({ONE_RUN}, phase) group_left ()"
+    typical = f"quantile {BY_RUN} (0.5, {STEP_MEAN})"
+    # the median of two is their mean, half way to the other
+    peers = f"{ON_RUN} group_left () (1 + (count {BY_RUN} ({STEP_MEAN}) == bool 2))"
+    late = select(PHASE_MEAN, LATE_PHASES)
+    info = f"topk {BY_RANK} (1, {select(catalog.RANK_INFO)})"
+    return Group(
+        "torchobs.speed",
+        (
+            Recording(PHASE_MEAN, f"rate({phases}[{WINDOW}]) / {ON_RANK} group_left () {rate} {young}"),
+            Recording(STEP_MEAN, f"sum {BY_RANK} ({PHASE_MEAN})"),
+            Recording(LATE, f"clamp_min(max {BY_RANK} ({late} - {of_phase} {median}) * {peers}, 0)"),
+            Recording(WAIT, f"clamp_min(max {BY_RANK} (-1 * ({PHASE_MEAN} - {of_phase} {median})) * {peers}, 0)"),
+            Recording(
+                SLOWDOWN,
+                f"{STEP_MEAN} / {ON_RANK} "
+                f"({_typical_of_each(typical)} - {ON_RANK} ({LATE} < {ON_RANK} {WAIT} or {ON_RANK} {WAIT}) > 0)",
+            ),
+            Recording(
+                NODE_SLOWDOWN,
+                f"avg by ({ONE_RUN}, host) ({SLOWDOWN} * {ON_RANK} group_left (host) {info})",
+            ),
+            Recording(RUN_STEP_MEAN, f"avg {BY_RUN} ({STEP_MEAN})"),
+            Recording(RUN_STEP_BEST, _best()),
+        ),
+        interval="1m",  # means of ten minutes: five series for each rank
+    )
+
+
+def _typical_of_each(typical: str) -> str:
+    """Return the run's typical step for each of its ranks."""
+    return f"({STEP_MEAN} * 0 + {ON_RUN} group_left () {typical})"
+
+
+def _best() -> str:
+    """Return the run's best mean so far, remembered over restarts; it begins anew with a model never trained before."""
+    before = f"last_over_time({RUN_STEP_BEST}[{PAST}])"
+    changed = f"{ON_RUN} sum {BY_RUN} (increase({select(catalog.MODEL_CHANGES)}[{WINDOW}])) > 0"
+    return f"{RUN_STEP_MEAN} and {changed} or {before} <= {ON_RUN} {RUN_STEP_MEAN} or {RUN_STEP_MEAN}"
+
+
+def goodput() -> Group:
+    """Return the rules about the use of the machines' time: productive rank seconds over world size times wall time.
+
+    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive.
+    """
+    productive = f'{RUN_GOODPUT_RATE}{{state="productive"}}'
+    return Group(
+        "torchobs.goodput",
+        (
+            Recording(RUN_GOODPUT_RATE, f"sum by ({ONE_RUN}, state) (rate({select(catalog.GOODPUT_TIME)}[5m]))"),
+            Recording(
+                GOODPUT_NOW,
+                f"clamp_max(sum {BY_RUN} ({productive}) / {ON_RUN} last_over_time({WORLD_SIZE}[{GONE}]), 1) and {ON_RUN} "
+                f"{FIRST_START} or 0 * {FIRST_START}",
+            ),
+            Recording(
+                GOODPUT,
+                f"clamp_max({_STEP_S} * sum {BY_RUN} (sum_over_time({productive}[{PAST}:{_STEP_S}s])) / {ON_RUN} "
+                f"(last_over_time({WORLD_SIZE}[{GONE}]) * {ON_RUN} (time() - {FIRST_START})), 1)",
+            ),
+        ),
+        interval="1m",
+    )

@@ -1,0 +1,168 @@
+"""The shipped Alertmanager configuration in a real one, behind a real Prometheus with the shipped rules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from dashboards import alertmanager
+from dashboards.__main__ import alert_groups
+from dashboards.rules import Alert
+from tests.prometheus_server import PrometheusServer
+from tests.support import NEEDS_MOUNT, clean_environment, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+SEVERITIES = {rule.alert: rule.severity for group in alert_groups() for rule in group.rules if isinstance(rule, Alert)}
+TEMPLATE = "prometheus/alertmanager/default.tmpl"
+RUN_OF = 'job_name="gpt", run_id="{run}"'
+SICK = """\
+torchobs_rank_exit{{{a}, rank="0", reason="exception"}} 1
+torchobs_rank_info{{{a}, rank="0", host="gpu-7"}} 1
+torchobs_rank_up{{{a}, rank="0"}} 0
+torchobs_rank_up{{{a}, rank="1"}} 1
+torchobs_rank_state{{{a}, rank="1", state="hung"}} 1
+torchobs_rank_progress_age_seconds{{{a}, rank="1"}} 90
+torchobs_rank_exit{{{b}, rank="0", reason="terminated"}} 1
+torchobs_rank_exit{{{b}, rank="1", reason="finished"}} 1
+torchobs_rank_up{{{b}, rank="0"}} 0
+torchobs_rank_up{{{b}, rank="1"}} 0
+torchobs_rank_up{{{c}, rank="3"}} 1
+hw_status{{{c}, rank="3", hw_id="GPU-1", hw_type="gpu", hw_state="failed"}} {lost}
+hw_errors_total{{{c}, rank="3", hw_id="GPU-1", hw_type="gpu", error_type="xid_application"}} 7
+""".format  # fmt: skip
+
+
+@contextmanager
+def serving(
+    handle: Callable[[BaseHTTPRequestHandler], bytes],
+) -> Iterator[str]:
+    """An HTTP server of this machine: its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = handle(self)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815  # as http.server names it
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as http.server names it
+            del format, args
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def alertmanager_command(binary: str) -> list[str]:
+    """How to start Debian's Alertmanager. Unpacked and not installed, its templates are not where it looks for them."""
+    share = Path(binary).resolve().parent.parent / "share"
+    if (Path("/usr/share") / TEMPLATE).exists() or not (share / TEMPLATE).exists():
+        return [binary]
+    moved = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /usr/share && exec "$@"', str(share)]
+    if subprocess.run([*moved, "true"], capture_output=True, check=False).returncode:
+        pytest.skip(NEEDS_MOUNT)
+    return [*moved, binary]
+
+
+def test_amtool_is_content(program: Callable[[str], str], checkout: Path) -> None:
+    """And a page goes to the pager, everything else to the tickets."""
+    path = checkout / "deploy" / "alertmanager" / "alertmanager.yml"
+    subprocess.run([program("amtool"), "check-config", path], check=True, capture_output=True)
+    for severity, receiver in (("page", "pager"), ("ticket", "tickets")):
+        arguments = ["config", "routes", "test", f"--config.file={path}", f"severity={severity}", "run_id=a"]
+        done = subprocess.run([program("amtool"), *arguments], check=True, capture_output=True, text=True)
+        assert done.stdout.strip() == receiver
+
+
+def test_only_alerts_that_exist_are_named_and_no_ticket_silences_a_page() -> None:
+    """A run that hangs because a rank died wakes somebody up all the same."""
+    assert alertmanager.named() <= SEVERITIES.keys()
+    for rule in alertmanager.config()["inhibit_rules"]:
+        sources, targets = (
+            {SEVERITIES[name] for name in rule[side][0].split('"')[1].split("|")}
+            for side in ("source_matchers", "target_matchers")
+        )
+        assert sources == {"page"} or targets == {"ticket"}
+
+
+@pytest.mark.parametrize("name", ["prometheus", "prometheus3"])
+def test_the_right_alert_arrives_once_with_its_culprit_and_resolves(
+    name: str,
+    program: Callable[[str], str],
+    free_port: Callable[[], int],
+    start: Callable[..., subprocess.Popen[str]],
+    checkout: Path,
+    tmp_path: Path,
+) -> None:
+    """Of a run with a dead rank the hang is not told; of two clusters each its own; of a run that was told to end nothing."""
+    binary = alertmanager_command(program("prometheus-alertmanager"))
+    runs = {run: RUN_OF.format(run=run) for run in "abc"}
+    page = {"text": SICK(**runs, lost=1)}
+    told: list[dict[str, Any]] = []
+
+    def webhook(request: BaseHTTPRequestHandler) -> bytes:
+        told.append(json.loads(request.rfile.read(int(request.headers["Content-Length"]))))
+        return b""
+
+    def gpu(status: str) -> list[dict[str, Any]]:
+        return [one for one in told if one["receiver"] == "pager" and one["status"] == status]
+
+    with serving(lambda _: page["text"].encode()) as target, serving(webhook) as receiver:
+        config = yaml.safe_load((checkout / "deploy" / "alertmanager" / "alertmanager.yml").read_text())
+        for route in (config["route"], *config["route"]["routes"]):
+            route |= {"group_wait": "3s", "group_interval": "1s"}
+        for one in config["receivers"]:
+            one["webhook_configs"][0]["url"] = f"http://{receiver}/"
+        (tmp_path / "alertmanager.yml").write_text(yaml.safe_dump(config))
+        address = f"127.0.0.1:{free_port()}"
+        start(
+            *binary, f"--config.file={tmp_path / 'alertmanager.yml'}", f"--storage.path={tmp_path / 'am'}",
+            f"--web.listen-address={address}", "--cluster.listen-address=", env=clean_environment(),
+        )  # fmt: skip
+        rules = []
+        for path in sorted((checkout / "deploy" / "prometheus" / "rules").glob("torchobs-*.yml")):
+            rules.append(tmp_path / path.name)  # an alert's end within the test, not after ten minutes
+            rules[-1].write_text(path.read_text().replace("keep_firing_for: 10m", "keep_firing_for: 1s"))
+        scrape = {
+            "job_name": "torchobs",
+            "static_configs": [{"targets": [target], "labels": {"cluster": cluster}} for cluster in ("east", "west")],
+        }
+        settings = {"scrape_configs": [scrape], "alerting": {"alertmanagers": [{"static_configs": [{"targets": [address]}]}]}}
+        with PrometheusServer(program(name), rules=rules, interval="1s", settings=settings):
+            wait_until(lambda: len(gpu("firing")) == 2 and len(told) >= 4, timeout_s=60)
+            page["text"] = SICK(**runs, lost=0)
+            wait_until(lambda: len(gpu("resolved")) == 2, timeout_s=60)
+    firing = [one for one in told if one["status"] == "firing"]
+    found = sorted(
+        (one["receiver"], one["groupLabels"]["cluster"], one["groupLabels"]["run_id"], alert["labels"]["alertname"])
+        for one in firing
+        for alert in one["alerts"]
+    )
+    assert found == [
+        ("pager", "east", "c", "TorchobsGpuFault"),
+        ("pager", "west", "c", "TorchobsGpuFault"),
+        ("tickets", "east", "a", "TorchobsRankFailed"),
+        ("tickets", "west", "a", "TorchobsRankFailed"),
+    ]
+    notes = {alert["labels"]["alertname"]: alert["annotations"] for one in firing for alert in one["alerts"]}
+    assert notes["TorchobsGpuFault"]["description"].endswith("Observed by: rank 3: GPU GPU-1, lost.")
+    assert notes["TorchobsRankFailed"]["description"].endswith("Among them: rank 0 on gpu-7: exception.")
+    assert "&var-cluster=" in notes["TorchobsRankFailed"]["dashboard_url"]

@@ -1,0 +1,138 @@
+"""A SIGTERM that somebody sent: the process ends by it as it always would, and the exporter knows why."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import ROOT, clean_environment, wait_until
+from torchobs.exporter import exporter_metrics
+from torchobs.exporter.config import ExporterConfig
+from torchobs.ranks.scanner import Scanner
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torchobs.ranks.snapshot import Rank
+
+WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
+ENDS_CHILDREN = """
+import os, signal
+for _ in range(50):
+    child = os.fork()
+    if not child: signal.pause()
+    os.kill(child, signal.SIGTERM)
+    assert os.waitpid(child, 0)[1] == signal.SIGTERM
+"""
+
+
+@pytest.fixture
+def seen(flight_dir: Path) -> Iterator[Callable[[], Rank]]:
+    """The one rank of the directory, once it is dead, as the exporter sees it."""
+    scanner = Scanner(ExporterConfig(flight_dir=str(flight_dir)))
+
+    def look() -> Rank:
+        (dead,) = wait_until(lambda: [rank for rank in scanner.scan().ranks if not rank.up], timeout_s=15)
+        return dead
+
+    yield look
+    scanner.close()
+
+
+def begin(start: Callable[..., subprocess.Popen[str]], flight_dir: Path, script: str) -> subprocess.Popen[str]:
+    """Start the script, and wait for its first line."""
+    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+    child = start(sys.executable, "-c", script, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert child.stdout
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+@pytest.mark.parametrize(
+    ("script", "number", "status", "state", "reason"),
+    [
+        (WAITS, signal.SIGTERM, -signal.SIGTERM, "failed", "terminated"),
+        (WAITS, signal.SIGKILL, -signal.SIGKILL, "lost", "lost"),
+        (
+            f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n{WAITS}",
+            signal.SIGTERM,
+            143,
+            "failed",
+            "terminated",
+        ),
+        (
+            f"import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n{WAITS}",
+            signal.SIGTERM,
+            3,
+            "failed",
+            "exit_code",
+        ),
+        # children are ended by the same signal, as multiprocessing ends its own, however young they are
+        (
+            f"{ENDS_CHILDREN}{WAITS}",
+            signal.SIGKILL,
+            -signal.SIGKILL,
+            "lost",
+            "lost",
+        ),
+        (
+            "import re\nprint('ready', flush=True)\nre.match('(a|aa)+$' , 'a' * 200 + 'b')\n",
+            signal.SIGTERM,
+            -signal.SIGTERM,
+            "failed",
+            "terminated",
+        ),
+    ],
+    ids=["by default", "SIGKILL", "own handler", "own handler, own status", "only a child's", "the GIL is held"],
+)
+def test_who_was_told_to_end_says_so(  # noqa: PLR0913, PLR0917  # one row of the table
+    start: Callable[..., subprocess.Popen[str]],
+    flight_dir: Path,
+    seen: Callable[[], Rank],
+    script: str,
+    number: int,
+    status: int,
+    state: str,
+    reason: str,
+) -> None:
+    """The exit status is the one without torchobs, and a rank is terminated only by a SIGTERM of its own."""
+    child = begin(start, flight_dir, f"import torchobs\ntorchobs.init()\n{script}")
+    child.send_signal(number)
+    assert child.wait(timeout=30) == status
+    rank = seen()
+    assert (rank.state, exporter_metrics.ending(rank)) == (state, reason)
+
+
+def test_the_mark_moves_with_the_lock(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, seen: Callable[[], Rank]
+) -> None:
+    """A lock file that somebody deleted is made again, and SIGTERM leaves its mark in the new one."""
+    child = begin(start, flight_dir, f"import torchobs\ntorchobs.init()\n{WAITS}")
+    (lock,) = flight_dir.glob("*.lock")
+    before = lock.stat().st_ino
+    lock.unlink()
+    wait_until(lambda: lock.exists() and lock.stat().st_ino != before, timeout_s=30)
+    child.terminate()
+    assert child.wait(timeout=30) == -signal.SIGTERM
+    assert lock.stat().st_size > 0
+    assert exporter_metrics.ending(seen()) == "terminated"
+
+
+def test_nothing_is_left_of_it_after_the_end(flight_dir: Path) -> None:
+    """After shutdown() SIGTERM is what it was, and a handler that somebody installed is still theirs."""
+    look = "print(int(next(l for l in open('/proc/self/status') if l.startswith('SigCgt')).split()[1], 16) >> 14 & 1)"
+    script = (
+        "import signal, torchobs\n"
+        f"{look}\ntorchobs.init(); {look}\ntorchobs.shutdown(); {look}\n"
+        "torchobs.init(); signal.signal(signal.SIGTERM, print); torchobs.shutdown(); "
+        f"{look}\nprint(signal.getsignal(signal.SIGTERM) is print)"
+    )
+    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1", "0", "1", "True"], done.stderr
+    assert all(not path.stat().st_size for path in flight_dir.glob("*.lock"))

@@ -1,0 +1,92 @@
+"""The mark of a SIGTERM: whoever is told to end (preemption, ``scancel``, a deleted pod, a launcher) has not failed.
+
+The default SIGTERM leaves no trace, and a Python handler would not run while a rank is stuck in a collective. So
+``faulthandler`` writes, in C and without the GIL, the stack of the main thread into the rank's lock file, and then has the
+signal do what it did before (``chain``): the process ends as it would have ended, with the same status. A lock file that is
+not empty is the mark.
+
+Nothing is registered where SIGTERM has a handler or is ignored; a handler that is installed later replaces this one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import stat
+from pathlib import Path
+
+LASTING_S = 900.0
+"""A mark counts for this long. A process that survives SIGTERM (the first of a container, which has it ignored) is killed after
+a grace: half a minute by default in Kubernetes and Slurm, some minutes where a last checkpoint takes long."""
+
+_BIT = 1 << (signal.SIGTERM - 1)
+_registered: list[int] = []
+"""The descriptor that the handler writes to, while there is one"""
+_held_back: list[bool] = []
+"""Not empty while a fork holds SIGTERM back"""
+
+
+def mark_in(lock_fd: int) -> bool:
+    """Have SIGTERM leave its mark in the lock file; return True if so. Again with another file, it replaces the first."""
+    if not _registered and (_python_has_handler() or _kernel_has_handler() is not False):
+        return False
+    if _registered and not _is_ours():
+        return False
+    faulthandler.register(signal.SIGTERM, file=lock_fd, all_threads=False, chain=True)
+    _registered[:] = [lock_fd]
+    return True
+
+
+def unmark() -> None:
+    """Give SIGTERM its default back, unless somebody else has installed a handler."""
+    if _registered and _is_ours():
+        faulthandler.unregister(signal.SIGTERM)
+    _registered.clear()
+
+
+def marked_at(directory_fd: int, lock_name: str) -> float | None:
+    """Return the Unix time of the mark in a lock file; ``None`` without one, or without the file."""
+    try:
+        status = os.stat(lock_name, dir_fd=directory_fd, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_mtime if status.st_size and stat.S_ISREG(status.st_mode) else None
+
+
+def _before_fork() -> None:
+    """Hold SIGTERM back: a child that gets one before it has let go of the handler would mark its parent's file."""
+    if _registered and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]):
+        _held_back.append(True)
+
+
+def _after_fork_in_parent() -> None:
+    if _held_back:
+        _held_back.clear()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _after_fork_in_child() -> None:
+    unmark()
+    _after_fork_in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def _is_ours() -> bool:
+    """Return True if the handler is the one in C that Python does not know of."""
+    return not _python_has_handler() and _kernel_has_handler() is True
+
+
+def _python_has_handler() -> bool:
+    return signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+
+def _kernel_has_handler() -> bool | None:
+    """Return whether SIGTERM is caught or ignored; ``None`` where the kernel does not say (macOS)."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    return any(int(line.split()[1], 16) & _BIT for line in lines if line.startswith(("SigCgt:", "SigIgn:")))
