@@ -22,7 +22,7 @@ for example with `convert_classic_histograms_to_nhcb: true`."""
 def rendered(runbooks: str = RUNBOOKS) -> dict[str, str]:
     """Return every file by its path under `deploy/`; ``runbooks`` is the URL that alerts link to."""
     return {
-        **_dashboards(),
+        **_dashboards(runbooks),
         "prometheus/rules/torchobs-alerts.yml": rules.render(
             [alerts.anomalies(), alerts_ranks.ranks(), alerts_resources.resources()], runbooks, ALERTS
         ),
@@ -31,13 +31,13 @@ def rendered(runbooks: str = RUNBOOKS) -> dict[str, str]:
     }
 
 
-def _dashboards() -> dict[str, str]:
+def _dashboards(runbooks: str) -> dict[str, str]:
     if find_spec("grafana_foundation_sdk") is None:
         print("No dashboards without grafana-foundation-sdk, which needs Python 3.11: only the rules.")
         return {}
-    from dashboards import run
+    from dashboards import grafana
 
-    return {"grafana/dashboards/torchobs-run.json": run.render()}
+    return {f"grafana/dashboards/{uid}.json": text for uid, text in grafana.render(runbooks).items()}
 
 
 def main(argv: list[str] | None = None) -> int:

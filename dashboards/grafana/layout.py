@@ -13,22 +13,33 @@ WIDTH = 24
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and its panels, placed from left to right, then in the next row. ``grid_pos`` holds a panel's size."""
+    """A heading and its panels, placed from left to right, then in the next row. ``grid_pos`` holds a panel's size.
+
+    ``collapsed``: the panels are shown, and their queries asked, when the heading is opened.
+    """
 
     title: str
     panels: tuple[Panel, ...]
+    collapsed: bool = False
 
 
 def arrange(sections: Sequence[Section]) -> list[Panel | RowPanel]:
     """Return headings and panels with positions, and with ids from 1, in reading order."""
     arranged: list[Panel | RowPanel] = []
     top = 0
+    number = 0
     for section in sections:
-        arranged.append(RowPanel(title=section.title, grid_pos=GridPos(h=1, w=WIDTH, x=0, y=top)))
-        top = _place(section.panels, top + 1)
-        arranged.extend(section.panels)
-    for number, panel in enumerate(arranged, start=1):
-        panel.id_val = number
+        row = RowPanel(title=section.title, grid_pos=GridPos(h=1, w=WIDTH, x=0, y=top), collapsed=section.collapsed)
+        bottom = _place(section.panels, top + 1)
+        for number, panel in enumerate((row, *section.panels), start=number + 1):  # noqa: B020  # goes on from the last section
+            panel.id_val = number
+        arranged.append(row)
+        if section.collapsed:
+            row.panels = list(section.panels)
+            top += 1
+        else:
+            arranged.extend(section.panels)
+            top = bottom
     return arranged
 
 
