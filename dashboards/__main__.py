@@ -37,7 +37,7 @@ def _dashboards(runbooks: str) -> dict[str, str]:
         return {}
     from dashboards import grafana
 
-    return {f"grafana/dashboards/{uid}.json": text for uid, text in grafana.render(runbooks).items()}
+    return grafana.files(runbooks)
 
 
 def main(argv: list[str] | None = None) -> int:

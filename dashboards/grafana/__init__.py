@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from dashboards.grafana import alerts, compilation, data, fleet, gpu, gradients, itself, memory, node, precision, ranks, run
+from dashboards.grafana import (
+    alerts,
+    compilation,
+    data,
+    fleet,
+    gpu,
+    gradients,
+    itself,
+    memory,
+    node,
+    precision,
+    provisioning,
+    ranks,
+    run,
+)
 from torchobs.catalog import Metric
 
 if TYPE_CHECKING:
@@ -21,6 +35,16 @@ def dashboards(runbooks: str) -> tuple[Dashboard, ...]:
     """Return all of them; ``runbooks`` is the URL of the folder with the runbooks."""
     modules = (fleet, run, ranks, gradients, memory, data, precision, compilation, gpu, node, itself)
     return (*(module.dashboard() for module in modules), alerts.dashboard(runbooks))
+
+
+def files(runbooks: str) -> dict[str, str]:
+    """Return the dashboards, and what brings them into a Grafana on Kubernetes, by their path under `deploy/`."""
+    rendered = render(runbooks)
+    return {
+        **{f"grafana/dashboards/{uid}.json": text for uid, text in rendered.items()},
+        "grafana/kustomization.yaml": provisioning.kustomization(rendered),
+        "grafana/grafana-operator.yaml": provisioning.operator(rendered),
+    }
 
 
 def render(runbooks: str) -> dict[str, str]:

@@ -117,7 +117,7 @@ def data() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Epochs and unpinned batches",
-            "Epochs begun, and batches found in pageable memory. Good: none of the latter.",
+            "Epochs begun, and batches found in pageable memory. Good: none of the latter. Empty: while there are none.",
             "short",
             Query(f"max({increase(catalog.EPOCHS, *RANKS)})", "epochs"),
             Query(f"sum({increase(catalog.DATA_UNPINNED_BATCHES, *RANKS)})", "unpinned batches"),

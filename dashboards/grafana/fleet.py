@@ -105,7 +105,8 @@ def table() -> Panel:
     return panels.rows(
         "All runs",
         "Each run: age since its last start, ranks alive of how many, sick ones, starts within the graphs' time, progress. A "
-        "click on a run leads to its story. Good: nothing in red, no step older than the longest evaluation.",
+        "click on a run leads to its story. Good: nothing in red, no step older than the longest evaluation. Empty: "
+        "alerts, while none fires; GPU busy, without GPUs.",
         columns,
         labels={"job_name": "job", "run_id": "run"},
         links={"run": {"The story of this run": link("torchobs-run"), "Its ranks": link("torchobs-ranks")}},

@@ -105,7 +105,8 @@ def whole() -> tuple[Panel, ...]:
         panels.lines(
             "Non-finite gradients",
             "Measured steps with a NaN or infinite gradient, and elements that were: a few elements are one layer, all "
-            "are a NaN in the loss. Good: 0, or some steps under a loss scaler.",
+            "are a NaN in the loss. Good: 0, or some steps under a loss scaler. "
+            "Empty: the elements, while there are none.",
             "short",
             Query(f"max({increase(catalog.GRAD_NONFINITE_STEPS, *RANKS)})", "steps"),
             Query(f"max({increase(catalog.GRAD_NONFINITE_ELEMENTS, *RANKS)})", "elements"),
@@ -185,7 +186,8 @@ def clipping() -> tuple[Panel, ...]:
         ),
         panels.lines(
             "Interval of measurement",
-            "Steps from one measurement of the gradient norm to the next. Good: small and level.",
+            "Steps from one measurement of the gradient norm to the next, and ranks over which the gradient is sharded. "
+            "Good: small and level. Empty: the ranks, where each has the whole gradient.",
             "short",
             Query(f"max({select(catalog.GRAD_INTERVAL, *RANKS)})", "steps"),
             Query(f"max({select(catalog.GRAD_NORM_RANKS, *RANKS)})", "ranks that share a gradient"),

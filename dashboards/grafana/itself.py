@@ -53,7 +53,7 @@ def training() -> tuple[Panel, ...]:
         panels.lines(
             "Not recorded",
             "What did not fit the flight files, and series that the exporters did not serve. Good: 0; a drop list drops "
-            "on purpose.",
+            "on purpose. Empty: the flight files, while nothing was too much for them.",
             "short",
             Query(f"sum by (what) ({increase(catalog.FLIGHT_DROPPED, *RANKS)})", "flight file: {{what}}"),
             Query(f"sum by (reason) ({increase(catalog.EXPORTER_SERIES_DROPPED, *EXPORTERS)})", "series: {{reason}}"),

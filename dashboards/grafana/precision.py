@@ -95,7 +95,8 @@ def numerics() -> tuple[Panel, ...]:
         panels.lines(
             "Non-finite steps",
             "Measured steps with a NaN or infinite gradient, beside those that a loss scaler skipped. Good: as many "
-            "skipped as non-finite; where none are skipped, one ruins the weights.",
+            "skipped as non-finite; where none are skipped, one ruins the weights. Empty: the skipped ones, without a "
+            "loss scaler.",
             "short",
             Query(f"max({increase(catalog.GRAD_NONFINITE_STEPS, *RANKS)})", "non-finite"),
             Query(f"max({increase(catalog.AMP_STEPS_SKIPPED, *RANKS)})", "skipped"),

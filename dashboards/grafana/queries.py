@@ -30,6 +30,7 @@ RANK_SLOWDOWN = "rank:torchobs_rank_slowdown_ratio:run10m"
 NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
 """Step time over that of the run's other ranks on all nodes, all without waiting for each other; of a node its ranks' mean."""
 
+PRODUCTIVE = 'state="productive"'
 MOST = 5
 """Number of ranks in panels that show the worst: a graph of a thousand lines shows nothing."""
 
@@ -42,11 +43,6 @@ def per_run(operator: str, of: str, *labels: str) -> str:
 def per_rank(of: str, *labels: str, operator: str = "max") -> str:
     """Aggregate by rank, and by more labels."""
     return per_run(operator, of, "rank", "instance", *labels)
-
-
-def quantile(share: float, of: str) -> str:
-    """Return a quantile over the ranks of each run."""
-    return f"quantile {BY_RUN} ({share:g}, {of})"
 
 
 def worst(of: str, number: int = MOST) -> str:
@@ -116,10 +112,20 @@ def rank_step_s(*matchers: str) -> str:
     return f"{recorded} or {share_of(time_, steps)}"
 
 
-def goodput(*matchers: str) -> str:
-    """Return the recorded goodput of a run; where rules are not loaded, the productive share of its ranks' time now."""
-    useful = per_run("sum", rate(catalog.GOODPUT_TIME, *matchers, 'state="productive"'))
-    return f"{select(RUN_GOODPUT, *matchers)} or {share_of(useful, per_run('sum', rate(catalog.GOODPUT_TIME, *matchers)))}"
+def goodput(*runs: str) -> str:
+    """Return the recorded goodput of a run; where rules are not loaded, the productive share of its living ranks' time now."""
+    productive = per_run("sum", rate(catalog.GOODPUT_TIME, *runs, PRODUCTIVE))
+    return f"{select(RUN_GOODPUT, *runs)} or {share_of(productive, _living(*runs))}"
+
+
+def uses(*ranks: str) -> str:
+    """Return the share of a run's time in each goodput state: those of a rank add up to its lifetime."""
+    states = per_run("sum", rate(catalog.GOODPUT_TIME, *ranks), "state")
+    return f"{states} / {ON_RUN} group_left () ({_living(*ranks)} > 0)"
+
+
+def _living(*ranks: str) -> str:
+    return per_run("sum", select(catalog.RANK_UP, *ranks))
 
 
 def starts(*matchers: str) -> str:

@@ -10,12 +10,12 @@ from dashboards.grafana.panels import Column, Query
 from dashboards.grafana.queries import (
     MOST,
     ON_RANK,
+    PRODUCTIVE,
     RANKS,
     RUNS,
     own_step_s,
     per_rank,
     per_run,
-    quantile,
     rank_step_s,
     slow_nodes,
     straggling,
@@ -62,21 +62,25 @@ def slow() -> tuple[Panel, ...]:
             f"{per_rank(rate(catalog.STEP_PHASE_TIME, *RANKS, BACKWARD), operator='sum')}"
             f" / ({per_rank(rate(catalog.STEP_PHASE_TIME, *RANKS), operator='sum')} > 0)",
         ),
-        panels.lines(
-            "Stragglers across nodes",
-            f"The {MOST} ranks with the greatest own step time, over the median of the run's ranks on all nodes. Good: "
-            "below 1.2.",
-            "short",
-            Query(worst(straggling(*RANKS)), RANK),
-            steps=thresholds.STRAGGLER,
+        panels.coarse(
+            panels.lines(
+                "Stragglers across nodes",
+                f"The {MOST} ranks with the greatest own step time, over the median of the run's ranks on all nodes. Good: "
+                "below 1.2.",
+                "short",
+                Query(worst(straggling(*RANKS)), RANK),
+                steps=thresholds.STRAGGLER,
+            )
         ),
-        panels.lines(
-            "Slow nodes",
-            f"The {MOST} machines whose ranks are slowest on average, over the median of the run's ranks. Good: below "
-            "1.2; a whole node above it has a hot GPU, a busy CPU or a slow disk.",
-            "short",
-            Query(worst(slow_nodes(*RANKS)), "{{host}}"),
-            steps=thresholds.STRAGGLER,
+        panels.coarse(
+            panels.lines(
+                "Slow nodes",
+                f"The {MOST} machines whose ranks are slowest on average, over the median of the run's ranks. Good: below "
+                "1.2; a whole node above it has a hot GPU, a busy CPU or a slow disk.",
+                "short",
+                Query(worst(slow_nodes(*RANKS)), "{{host}}"),
+                steps=thresholds.STRAGGLER,
+            )
         ),
         panels.lines(
             "Slowest on their machine",
@@ -93,14 +97,6 @@ def slow() -> tuple[Panel, ...]:
             "Empty: with one rank per exporter.",
             "s",
             Query(worst(select(catalog.RANK_EXCESS, *RANKS)), "rank {{rank}} {{phase}}"),
-        ),
-        panels.lines(
-            "Spread of the step time",
-            "Own step time of the fastest, the median and the slowest rank. Good: close together.",
-            "s",
-            Query(quantile(1.0, own_step_s(*RANKS)), "slowest"),
-            Query(quantile(0.5, own_step_s(*RANKS)), "median"),
-            Query(quantile(0.0, own_step_s(*RANKS)), "fastest"),
         ),
         panels.shares(
             "Step time by phase and rank",
@@ -134,8 +130,7 @@ def where() -> tuple[Panel, ...]:
             "Goodput by rank",
             "Productive share of each rank's time. Good: green.",
             "percentunit",
-            f"{per_rank(rate(catalog.GOODPUT_TIME, *RANKS, PRODUCTIVE), operator='sum')}"
-            f" / ({per_rank(rate(catalog.GOODPUT_TIME, *RANKS), operator='sum')} > 0)",
+            per_rank(rate(catalog.GOODPUT_TIME, *RANKS, PRODUCTIVE)),
             reverse=True,
         ),
         panels.lines(
@@ -163,9 +158,6 @@ def where() -> tuple[Panel, ...]:
     )
 
 
-PRODUCTIVE = 'state="productive"'
-
-
 def alive() -> tuple[Panel, ...]:
     """Return life signs."""
     beat = per_rank(select(catalog.RANK_HEARTBEAT_TIMESTAMP, *RANKS))
@@ -191,7 +183,7 @@ def alive() -> tuple[Panel, ...]:
         panels.lines(
             "Threads, children and files",
             "The most of any rank: threads, processes that descend from it, and its share of the file descriptors that "
-            "it may open. Good: level; growth is a leak.",
+            "it may open. Good: level; growth is a leak. Empty: the children, while there are none.",
             "short",
             Query(f"max({select(catalog.PROCESS_THREADS, *RANKS)})", "threads"),
             Query(f"max({select(catalog.PROCESS_CHILDREN, *RANKS)})", "children"),

@@ -20,6 +20,7 @@ from dashboards.grafana.queries import (
     shares,
     starts,
     tokens,
+    uses,
     worst,
 )
 from dashboards.grafana.template import Choice, page
@@ -277,7 +278,7 @@ def use_of_time() -> tuple[Panel, ...]:
             "Share of the wall time that was productive, spent waiting for data, in steps that a loss scaler skipped, in "
             "evaluation, checkpoints, compilation, or idle. Good: nearly all productive.",
             "percentunit",
-            Query(shares(catalog.GOODPUT_TIME, "state", *RANKS), "{{state}}"),
+            Query(uses(*RANKS), "{{state}}"),
             stacked=True,
         ),
         panels.lines(

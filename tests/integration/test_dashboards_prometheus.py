@@ -59,7 +59,8 @@ def unanswered(prometheus: PrometheusServer, dashboards: dict[str, dict[str, Any
             if "@ 0" in target["expr"]:
                 continue
             found = prometheus.query(filled(target["expr"], **GIVEN))
-            named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - {"cluster", "namespace"}
+            # a label that the target has not, or that a native histogram is stored without
+            named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - {"cluster", "namespace", "le"}
             if not found or not all(named <= series.labels.keys() for series in found):
                 wrong[uid, panel["title"]] = target["expr"]
         for annotation in dashboard["annotations"]["list"]:

@@ -27,6 +27,7 @@ BRIEFS = {
     "level": "Change how much is watched while training runs.",
     "doctor": "Check this machine, and say what to do.",
     "exporter": "Serve the flight files of a directory to Prometheus.",
+    "dashboards": "Write the dashboards for Grafana into a directory.",
     "completion": "Print the completion script of a shell.",
 }
 OPTIONS = ("--help", "--version")
