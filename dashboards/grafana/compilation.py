@@ -123,6 +123,7 @@ def compilation() -> tuple[Panel, ...]:
             "without torch.compile.",
             "short",
             select(catalog.COMPILE_IN_PROGRESS, *RANKS),
+            highest=1,
             width=24,
         ),
     )

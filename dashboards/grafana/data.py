@@ -136,6 +136,7 @@ def checkpoints() -> tuple[Panel, ...]:
             "before the first.",
             "s",
             Query(f"time() - max({last})"),
+            width=8,
         ),
         panels.number(
             "Failed checkpoints",
@@ -146,12 +147,14 @@ def checkpoints() -> tuple[Panel, ...]:
                 instant=True,
             ),
             steps=thresholds.NONE_IS_GOOD,
+            width=8,
         ),
         panels.number(
             "Time for checkpoints",
             "Share of the wall time that training waited for saves. Good: below 5 %. Empty: before the first.",
             "percentunit",
             Query(f"avg({per_rank(spent)})"),
+            width=8,
         ),
         panels.lines(
             "Age of the last checkpoint",
@@ -159,7 +162,6 @@ def checkpoints() -> tuple[Panel, ...]:
             "overdue. Empty: before the first.",
             "s",
             Query(f"time() - max({last})", "age"),
-            width=12,
         ),
         panels.lines(
             "Saved and failed",

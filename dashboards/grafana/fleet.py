@@ -98,7 +98,7 @@ def table() -> Panel:
         Column("no step for", per_run("max", select(catalog.RANK_PROGRESS_AGE, *FLEET)), "s", thresholds.PROGRESS_AGE),
         Column("goodput", goodput(*FLEET), "percentunit", thresholds.GOODPUT),
         Column("loss", per_run("avg", select(catalog.LOSS, *FLEET))),
-        Column("anomalies", per_run("max", f"increase({select(catalog.ANOMALIES, *FLEET)}[$__range])")),
+        Column("anomalies", f"round({per_run('max', f'increase({select(catalog.ANOMALIES, *FLEET)}[$__range])')})"),
         Column("GPU busy", per_run("avg", busy), "percentunit", thresholds.BUSY),
         Column("alerts", per_run("count", FIRING), steps=thresholds.NONE_IS_GOOD),
     )

@@ -44,12 +44,30 @@ def arrange(sections: Sequence[Section]) -> list[Panel | RowPanel]:
 
 
 def _place(panels: Sequence[Panel], top: int) -> int:
-    """Place the panels from grid row ``top`` on and return the first free row below them."""
-    left, bottom = 0, top
+    """Place the panels from grid row ``top`` on and return the first free row below them.
+
+    Panels that do not fill their row, of one height, are made wider until they do.
+    """
+    for row in _rows(panels):
+        sizes = [panel.grid_pos for panel in row]
+        free = WIDTH - sum(size.w for size in sizes) if len({size.h for size in sizes}) == 1 else 0
+        left = 0
+        for number, (panel, size) in enumerate(zip(row, sizes, strict=True)):
+            wider = free // len(row) + (number < free % len(row))
+            panel.grid_pos = GridPos(h=size.h, w=size.w + wider, x=left, y=top)
+            left += size.w + wider
+        top += max(size.h for size in sizes)
+    return top
+
+
+def _rows(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Divide panels into rows of at most the grid's width."""
+    rows: list[list[Panel]] = []
+    left = WIDTH
     for panel in panels:
-        size = panel.grid_pos
-        if left + size.w > WIDTH:
-            left, top = 0, bottom
-        panel.grid_pos = GridPos(h=size.h, w=size.w, x=left, y=top)
-        left, bottom = left + size.w, max(bottom, top + size.h)
-    return bottom
+        if left + panel.grid_pos.w > WIDTH:
+            rows.append([])
+            left = 0
+        rows[-1].append(panel)
+        left += panel.grid_pos.w
+    return rows

@@ -111,6 +111,8 @@ def number(
     panel.color_mode(choices.BigValueColorMode.VALUE).no_value("–")
     if texts:
         panel.mappings([_words(texts)])
+    if unit == "short":
+        panel.decimals(0)  # an increase is extrapolated to the ends of its window, and so has a fraction
     return _sized(panel.build(), width=width, height=4)
 
 
@@ -123,14 +125,19 @@ def distribution(title: str, description: str, query: Query, width: int = 12) ->
     return panel.build()
 
 
-def by_rank(title: str, description: str, unit: str, of: str, *, reverse: bool = False, width: int = 12) -> model.Panel:
+def by_rank(
+    title: str, description: str, unit: str, of: str, *, reverse: bool = False, highest: float = 0, width: int = 12
+) -> model.Panel:
     """Return a heatmap of ranks (upward) over time (to the right), coloured by the greatest value of each.
 
-    ``reverse``: low values, instead of high ones, are in red.
+    ``reverse``: low values, instead of high ones, are in red. ``highest``: the value of the last colour, else the greatest
+    that there is; shares are between 0 and 1.
     """
     panel = _heatmap(title, description, unit, width)
     panel.targets([_target(0, Query(by_padded_rank(of), "{{row}}"))]).max_data_points(COARSE)
     color = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("RdYlGn").steps(64)
+    if highest or unit == "percentunit":
+        color.min(0).max(highest or 1)
     panel.color(color.reverse(reverse=not reverse))
     return panel.build()
 
@@ -140,7 +147,7 @@ def _heatmap(title: str, description: str, unit: str, width: int) -> heatmap.Pan
     panel.y_axis(heatmap.YAxisConfig().unit("short").axis_placement(choices.AxisPlacement.LEFT)).cell_gap(1)
     panel.cell_values(heatmap.CellValues().unit(unit)).show_legend()
     panel.tooltip(heatmap.HeatmapTooltip().mode(choices.TooltipDisplayMode.SINGLE).y_histogram(y_histogram=True))
-    return panel.grid_pos(model.GridPos(h=10, w=width))
+    return panel.grid_pos(model.GridPos(h=8, w=width))
 
 
 def shares(title: str, description: str, query: Query, row: str, column: str) -> model.Panel:

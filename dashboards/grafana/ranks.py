@@ -125,6 +125,7 @@ def where() -> tuple[Panel, ...]:
             "training means a rank that has stopped. Empty: with one rank per exporter.",
             "short",
             select(catalog.RANK_BEHIND, *RANKS),
+            highest=10,
         ),
         panels.by_rank(
             "Goodput by rank",
