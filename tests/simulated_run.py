@@ -118,7 +118,7 @@ def phase(life: Life, name: str) -> Array:
 def use(life: Life, state: str) -> Array:
     """Seconds per second of a goodput state."""
     age = life.age
-    evaluating, saving = (age % 900 > 840).astype(float), (age % 600 > 585).astype(float)
+    evaluating, saving = (age % 900 > 840).astype(float), (age % 600 > 585) & (age % 900 <= 840)
     starting, compiling = (age < 30).astype(float), ((age >= 30) & (age < 90)).astype(float)
     busy = 1 - np.maximum.reduce([evaluating, saving, starting, compiling])
     data = busy * np.minimum(1, phase(life, "data"))
@@ -132,12 +132,14 @@ def use(life: Life, state: str) -> Array:
 def loss(life: Life) -> Array:
     """It falls; the restart goes on from the last checkpoint."""
     seconds = life.age + 1800 * life.number
-    return 2.1 + 4.2 * np.exp(-seconds / 700) + life.wobble(0.04, 1.0)
+    falling: Array = 2.1 + 4.2 * np.exp(-seconds / 700)
+    return falling + life.wobble(0.04, 1.0)
 
 
 def bursts(life: Life, at_s: tuple[float, ...], size: float = 1.0) -> Array:
     """A counter that jumps at these ages."""
-    return size * sum((life.age > second).astype(float) for second in at_s)
+    jumps: Array = size * np.sum([life.age > second for second in at_s], axis=0) + 0 * life.age
+    return jumps
 
 
 def layer_norm(life: Life, layer: str) -> Array:

@@ -78,12 +78,14 @@ def data() -> tuple[Panel, ...]:
             "short",
             Query(f"max({select(catalog.EPOCHS, *RANKS)})"),
         ),
-        panels.lines(
-            "Waiting for data over time",
-            f"Share of the step time, of the {MOST} ranks that wait most. Good: below 10 %. The alert fires from 20 % on.",
-            "percentunit",
-            Query(worst(waiting()), "rank {{rank}}"),
-            steps=thresholds.STARVED,
+        panels.coarse(
+            panels.lines(
+                "Waiting for data over time",
+                f"Share of the step time, of the {MOST} ranks that wait most. Good: below 10 %. The alert fires from 20 % on.",
+                "percentunit",
+                Query(worst(waiting()), "rank {{rank}}"),
+                steps=thresholds.STARVED,
+            )
         ),
         panels.by_rank(
             "Waiting for data by rank",
@@ -91,6 +93,7 @@ def data() -> tuple[Panel, ...]:
             "percentunit",
             waiting(),
             width=8,
+            highest=0.5,
         ),
         panels.lines(
             "Batches ready over time",

@@ -126,6 +126,7 @@ def work() -> tuple[Panel, ...]:
             "percentunit",
             busy,
             reverse=True,
+            highest=1,
         ),
         panels.lines(
             "Least used GPUs",

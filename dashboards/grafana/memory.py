@@ -163,6 +163,7 @@ def device() -> tuple[Panel, ...]:
             "percentunit",
             used_share(),
             width=8,
+            highest=1,
         ),
         panels.lines(
             "Fragmentation",

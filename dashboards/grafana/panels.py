@@ -126,18 +126,18 @@ def distribution(title: str, description: str, query: Query, width: int = 12) ->
 
 
 def by_rank(
-    title: str, description: str, unit: str, of: str, *, reverse: bool = False, highest: float = 0, width: int = 12
+    title: str, description: str, unit: str, of: str, *, reverse: bool = False, highest: float | None = None, width: int = 12
 ) -> model.Panel:
     """Return a heatmap of ranks (upward) over time (to the right), coloured by the greatest value of each.
 
-    ``reverse``: low values, instead of high ones, are in red. ``highest``: the value of the last colour, else the greatest
-    that there is; shares are between 0 and 1.
+    ``reverse``: low values, instead of high ones, are in red. ``highest``: the value of the last colour, from 0; else
+    colours are of what there is, so that little stands out, too.
     """
     panel = _heatmap(title, description, unit, width)
     panel.targets([_target(0, Query(by_padded_rank(of), "{{row}}"))]).max_data_points(COARSE)
     color = heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("RdYlGn").steps(64)
-    if highest or unit == "percentunit":
-        color.min(0).max(highest or 1)
+    if highest is not None:
+        color.min(0).max(highest)
     panel.color(color.reverse(reverse=not reverse))
     return panel.build()
 
@@ -216,7 +216,7 @@ def rows(
 
 
 def coarse(panel: model.Panel) -> model.Panel:
-    """Ask for few points in time: for a query that compares all ranks of a run."""
+    """Ask for few points in time: for a query that adds up or compares several series of each rank."""
     panel.max_data_points = COARSE
     return panel
 

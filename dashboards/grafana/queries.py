@@ -62,13 +62,14 @@ def shares(metric: Metric, by: str, *matchers: str) -> str:
 
 
 def own_step_s(*matchers: str) -> str:
-    """Return the seconds of a step that a rank does not spend waiting for others.
+    """Return the seconds of a step that a rank does not spend waiting for others."""
+    return f"{_own_time(*matchers)} / {per_rank(rate(catalog.STEPS, *matchers) + ' > 0', operator='sum')}"
 
-    The backward pass is left out, in which ranks wait for the slowest one.
-    """
+
+def _own_time(*matchers: str) -> str:
+    """Return each rank's seconds per second without the backward pass, in which ranks wait for the slowest one."""
     phases = "|".join(catalog.OWN_PHASES)
-    own = rate(catalog.STEP_PHASE_TIME, *matchers, f'phase=~"{phases}"')
-    return f"{per_rank(own, operator='sum')} / {per_rank(rate(catalog.STEPS, *matchers) + ' > 0', operator='sum')}"
+    return per_rank(rate(catalog.STEP_PHASE_TIME, *matchers, f'phase=~"{phases}"'), operator="sum")
 
 
 def straggling(*matchers: str) -> str:
@@ -84,8 +85,9 @@ def slow_nodes(*matchers: str) -> str:
 
 
 def _over_median(*matchers: str) -> str:
-    own = own_step_s(*matchers)
-    return f"({own}) / {ON_RUN} group_left () quantile {BY_RUN} (0.5, {own})"
+    """Return each rank's own time over the median. Of time, not of a step: who wait for each other do as many steps."""
+    own = _own_time(*matchers)
+    return f"{own} / {ON_RUN} group_left () quantile {BY_RUN} (0.5, {own})"
 
 
 def tokens(*matchers: str) -> str:
@@ -94,9 +96,8 @@ def tokens(*matchers: str) -> str:
 
 
 def run_step_s(share: str, *matchers: str) -> str:
-    """Return the recorded quantile of a run's step durations; where rules are not loaded, the mean."""
-    recorded = per_run("max", select(run_quantile(catalog.STEP_DURATION), *matchers, f'quantile="{share}"'))
-    return f"{recorded} or {mean_step_s(*matchers)}"
+    """Return the recorded quantile of a run's step durations; without the rules there is only :func:`mean_step_s`."""
+    return per_run("max", select(run_quantile(catalog.STEP_DURATION), *matchers, f'quantile="{share}"'))
 
 
 def mean_step_s(*matchers: str) -> str:

@@ -133,6 +133,7 @@ def where() -> tuple[Panel, ...]:
             "percentunit",
             per_rank(rate(catalog.GOODPUT_TIME, *RANKS, PRODUCTIVE)),
             reverse=True,
+            highest=1,
         ),
         panels.lines(
             "Step spread",
@@ -149,12 +150,14 @@ def where() -> tuple[Panel, ...]:
             Query(worst(f"time() - {per_rank(select(catalog.LAST_STEP_TIMESTAMP, *RANKS))}"), RANK),
             steps=thresholds.PROGRESS_AGE,
         ),
-        panels.lines(
-            "Slowest by whole step",
-            f"Median step duration of the {MOST} slowest ranks, waiting included; the mean where recording rules are not "
-            "loaded. Good: all alike, for ranks that wait for each other take the same time.",
-            "s",
-            Query(worst(rank_step_s(*RANKS)), RANK),
+        panels.coarse(
+            panels.lines(
+                "Slowest by whole step",
+                f"Median step duration of the {MOST} slowest ranks, waiting included; the mean where recording rules are not "
+                "loaded. Good: all alike, for ranks that wait for each other take the same time.",
+                "s",
+                Query(worst(rank_step_s(*RANKS)), RANK),
+            )
         ),
     )
 

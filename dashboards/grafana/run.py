@@ -209,23 +209,28 @@ def progress() -> tuple[Panel, ...]:
             "short",
             Query(speed(), RUN),
         ),
-        panels.lines(
-            "Step duration",
-            "Half of the steps of all ranks were faster than the median, 99 % faster than p99; the mean where recording "
-            "rules are not loaded. Evaluation and checkpoints are not in it. Good: p99 is no more than twice the median. "
-            "A dot is one step: its span is a click away where exemplars are stored.",
-            "s",
-            Query(run_step_s("0.5", *RUNS), "median"),
-            Query(run_step_s("0.99", *RUNS), "p99"),
-            Query(mean_step_s(*RANKS), "mean"),
-            Query(exemplars(catalog.STEP_DURATION, *RANKS), exemplars=True),
+        panels.coarse(
+            panels.lines(
+                "Step duration",
+                "Half of the steps of all ranks were faster than the median, 99 % faster than p99; where recording rules are "
+                "not loaded, there is only the mean. Evaluation and checkpoints are not in it. Good: p99 is no more than "
+                "twice the median. A dot is one step: its span is a click away where exemplars are stored. Empty: the "
+                "quantiles, without the rules.",
+                "s",
+                Query(run_step_s("0.5", *RUNS), "median"),
+                Query(run_step_s("0.99", *RUNS), "p99"),
+                Query(mean_step_s(*RANKS), "mean"),
+                Query(exemplars(catalog.STEP_DURATION, *RANKS), exemplars=True),
+            )
         ),
-        panels.lines(
-            "Step duration of the slowest ranks",
-            "The ranks with the greatest median; the mean where recording rules are not loaded. Good: they are close "
-            "together, and not always the same.",
-            "s",
-            Query(worst(rank_step_s(*RANKS)), "rank {{rank}}"),
+        panels.coarse(
+            panels.lines(
+                "Step duration of the slowest ranks",
+                "The ranks with the greatest median; the mean where recording rules are not loaded. Good: they are close "
+                "together, and not always the same.",
+                "s",
+                Query(worst(rank_step_s(*RANKS)), "rank {{rank}}"),
+            )
         ),
         panels.lines(
             "Tokens per second",
@@ -265,29 +270,35 @@ def grad_norm() -> str:
 def use_of_time() -> tuple[Panel, ...]:
     """Return phases of steps and the use of the wall time."""
     return (
-        panels.lines(
-            "Step time by phase",
-            "Share of the steps' time in each phase, over all ranks. Good: mostly forward and backward. Much data: the input "
-            "pipeline is too slow.",
-            "percentunit",
-            Query(shares(catalog.STEP_PHASE_TIME, "phase", *RANKS), "{{phase}}"),
-            stacked=True,
+        panels.coarse(
+            panels.lines(
+                "Step time by phase",
+                "Share of the steps' time in each phase, over all ranks. Good: mostly forward and backward. Much data: "
+                "the input pipeline is too slow.",
+                "percentunit",
+                Query(shares(catalog.STEP_PHASE_TIME, "phase", *RANKS), "{{phase}}"),
+                stacked=True,
+            )
         ),
-        panels.lines(
-            "Wall time by use",
-            "Share of the wall time that was productive, spent waiting for data, in steps that a loss scaler skipped, in "
-            "evaluation, checkpoints, compilation, or idle. Good: nearly all productive.",
-            "percentunit",
-            Query(uses(*RANKS), "{{state}}"),
-            stacked=True,
+        panels.coarse(
+            panels.lines(
+                "Wall time by use",
+                "Share of the wall time that was productive, spent waiting for data, in steps that a loss scaler skipped, in "
+                "evaluation, checkpoints, compilation, or idle. Good: nearly all productive.",
+                "percentunit",
+                Query(uses(*RANKS), "{{state}}"),
+                stacked=True,
+            )
         ),
-        panels.lines(
-            "Goodput over time",
-            "Productive share of the time; with the recording rule, restarts, gaps and lost ranks count as lost. Good: above "
-            "80 %.",
-            "percentunit",
-            Query(goodput(*RUNS), RUN),
-            steps=thresholds.GOODPUT,
+        panels.coarse(
+            panels.lines(
+                "Goodput over time",
+                "Productive share of the time; with the recording rule, restarts, gaps and lost ranks count as lost. "
+                "Good: above 80 %.",
+                "percentunit",
+                Query(goodput(*RUNS), RUN),
+                steps=thresholds.GOODPUT,
+            )
         ),
     )
 
