@@ -44,7 +44,7 @@ def rendered(chosen: Values = values.DEFAULT) -> dict[str, str]:
     if unknown := sorted({*chosen.severities, *chosen.disabled} - known):
         raise ValuesError(f"there is no alert {', '.join(unknown)}")
     return {
-        **_dashboards(),
+        **_dashboards(chosen.runbooks),
         "alertmanager/alertmanager.yml": alertmanager.render(),
         "prometheus/rules/torchobs-alerts.yml": rules.render(groups, chosen, ALERTS),
         "prometheus/rules/torchobs-recordings.yml": rules.render(recording_groups(), chosen, RECORDINGS),
@@ -73,13 +73,13 @@ def recording_groups() -> list[rules.Group]:
     return [recordings.runs(), recordings.speed(), recordings.goodput()]
 
 
-def _dashboards() -> dict[str, str]:
+def _dashboards(runbooks: str) -> dict[str, str]:
     if find_spec("grafana_foundation_sdk") is None:
         print("No dashboards without grafana-foundation-sdk, which needs Python 3.11: only the rules.")
         return {}
-    from dashboards import run
+    from dashboards import grafana
 
-    return {"grafana/dashboards/torchobs-run.json": run.render()}
+    return grafana.files(runbooks)
 
 
 def main(argv: list[str] | None = None) -> int:

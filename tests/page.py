@@ -13,12 +13,15 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 
 EXPORTER_S = ("torchobs.exporter.", "torchobs.build.", "torchobs.host.", "system.")
 """Beginnings of the names of what the exporter says of itself and of the machine; everything else is said of a rank."""
 TYPES = {Kind.COUNTER: "counter", Kind.UPDOWN: "gauge", Kind.GAUGE: "gauge", Kind.HISTOGRAM: "histogram"}
 JOB_NAME, RUN_ID = "gpt", "run-1"
+DESCRIBED = {"host": "node-1", "script": "train", "launcher": "torchrun", "torch_version": "2", "python_version": "3"}
+"""Labels of a rank that the catalog does not name."""
 
 
 def page(metrics: Iterable[Metric], elapsed_s: float = 60.0, ranks: int = 2) -> str:
@@ -59,7 +62,8 @@ def _label_sets(metric: Metric, ranks: int) -> Iterator[tuple[int, dict[str, str
         choices = (attribute.values or (f"{attribute.name}0",) for attribute in metric.attributes)
         for number, values in enumerate(itertools.product(*choices), start=1):
             names = (prometheus_label(attribute.name) for attribute in metric.attributes)
-            yield number, {**identity, **dict(zip(names, values, strict=True))}
+            described = DESCRIBED if metric is catalog.RANK_INFO else {}
+            yield number, {**identity, **described, **dict(zip(names, values, strict=True))}
 
 
 def _samples(metric: Metric, elapsed_s: float, number: int) -> Iterator[tuple[str, Mapping[str, str], float]]:

@@ -7,7 +7,13 @@ from typing import Any
 import promql_parser
 
 # What Grafana puts in place of its variables; the exact values matter to no test.
-VARIABLES = {"$__rate_interval": "1m", "$job_name": ".*", "$run_id": ".*", "$rank": ".*", "$instance": ".*"}
+CHOICES = ("cluster", "namespace", "job_name", "run_id", "rank", "layer", "instance")
+VARIABLES = {
+    "$__rate_interval": "1m",
+    "$__interval": "15s",
+    "$__range": "1h",
+    **{f"${choice}": ".*" for choice in CHOICES},
+}
 
 
 @dataclass(frozen=True, slots=True)

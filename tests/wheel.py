@@ -1,7 +1,8 @@
 """What an installed wheel could lack: `python -m tests.wheel CHECKOUT`, with the Python that the wheel is installed for.
 
-The wheel has the checkout's files, byte for byte and no others, so that the checkout's tests are tests of it, too. Left to be
-shown is what the files alone do not: that every module is imported from there, and that the entry points load.
+The wheel has the checkout's files and the rendered dashboards, byte for byte and no others, so that the checkout's tests are
+tests of it, too. Left to be shown is what the files alone do not: that every module is imported from there, and that the entry
+points load.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
-def missing_or_other(checkout: Path, installed: Path) -> list[str]:
+def expected(checkout: Path) -> dict[str, bytes]:
+    """What the package should have: the checkout's, and what is rendered into `deploy/` for commands that write it out."""
+    ours, rendered = contents(checkout / "torchobs"), "deploy/grafana/dashboards"
+    return {**ours, **{f"{rendered}/{name}": text for name, text in contents(checkout / rendered).items()}}
+
+
+def missing_or_other(ours: dict[str, bytes], theirs: dict[str, bytes]) -> list[str]:
     """Files that only one of the two has, or that differ."""
-    ours, theirs = contents(checkout), contents(installed)
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
@@ -38,7 +44,7 @@ def main(checkout: Path) -> str:
     installed = Path(torchobs.__file__).parent
     if not installed.is_relative_to(sys.prefix):
         return f"torchobs is imported from {installed}, which is not the installed wheel"
-    if different := missing_or_other(checkout / "torchobs", installed):
+    if different := missing_or_other(expected(checkout), contents(installed)):
         return f"the wheel lacks, or has otherwise than the checkout: {different}"
     names = modules()
     for name in names:

@@ -23,6 +23,7 @@ COMMANDS = {
     "run": ["run", "--help"],
     "inspect_help": ["inspect", "--help"],
     "completion": ["completion", "bash"],
+    "dashboards": ["dashboards", "--help"],
     "doctor": ["doctor", "--no-training"],
     "inspect": ["inspect", "--dir"],
     "json": ["inspect", "--json", "--dir"],

@@ -24,6 +24,7 @@ CASES = [
     (["exporter", "--mode", "n"], {"node"}),
     (["completion", "z"], {"zsh"}),
     (["doctor", "--js"], {"--json"}),
+    (["dashboards", "ex"], {"export"}),
 ]
 
 
@@ -137,6 +138,7 @@ def test_the_help_teaches(command: str) -> None:
         (("--verison",), "no such option: '--verison', did you mean --version?"),
         (("top", "--interval", "0"), "expected a duration from 0.1s to 1h"),
         (("inspect", "--steps", "-3"), "expected an integer, from 0 to 1000000"),
+        (("dashboards", "import", "."), "invalid choice: 'import'"),
         (("completion", "csh"), "invalid choice: 'csh'"),
     ],
 )

@@ -1,6 +1,6 @@
 """Every panel and every annotation gets an answer from a real Prometheus that scrapes every metric."""
 
-import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +10,20 @@ from typing import Any
 
 import pytest
 
+from tests.dashboards import shipped, targets, variables
 from tests.page import openmetrics_page
 from tests.prometheus_server import PrometheusServer, Series
 from tests.promql import filled
 from tests.support import wait_until
 from torchobs import catalog
+
+OPTIONAL = {"cluster", "namespace", "le", "job_name"}
+"""Labels that a legend names, and that a target, a native histogram or an alert about an exporter has not."""
+GIVEN = {"rate_interval": "5s", "range": "30s", "interval": "1s"}
+"""What Grafana would put in place of its variables of time."""
+PROFILED = ("DCGM_FI_PROF_SM_ACTIVE", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "DCGM_FI_PROF_DRAM_ACTIVE")
+DCGM = "".join(f'# TYPE {name} gauge\n{name}{{UUID="UUID0",GPU_I_ID="GPU_I_ID0",Hostname="node"}} 0.5\n' for name in PROFILED)
+"""As dcgm-exporter says it of the GPU that the page's ranks use."""
 
 
 @pytest.fixture
@@ -24,7 +33,8 @@ def target() -> Iterator[str]:
 
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = openmetrics_page(catalog.METRICS, elapsed_s=time.monotonic() - started).encode()
+            page = openmetrics_page(catalog.METRICS, elapsed_s=time.monotonic() - started)
+            body = page.replace("# EOF", f"{DCGM}# EOF").encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/openmetrics-text; version=1.0.0; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
@@ -43,34 +53,42 @@ def target() -> Iterator[str]:
     thread.join()
 
 
-def unanswered(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str, str]:
-    """The queries of the dashboard that Prometheus has no series or exemplars for, by the title of the panel."""
-    targets = [(panel["title"], target) for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    asked = [(title, target["expr"]) for title, target in targets if "@ 0" not in target["expr"]] + [
-        (annotation["name"], annotation["expr"]) for annotation in dashboard["annotations"]["list"]
-    ]
-    assert len(asked) > 30
-    # nothing restarts here
-    series = {
-        title: expr for title, expr in asked if title != "Restarts" and not prometheus.query(filled(expr, rate_interval="5s"))
-    }
-    with_exemplars = [(title, target["expr"]) for title, target in targets if target.get("exemplar")]
-    assert {title for title, _ in with_exemplars} == {"Step duration", "Gradient norms"}
-    return series | {title: expr for title, expr in with_exemplars if len(exemplars(prometheus, expr)) != 2}
+def unanswered(prometheus: PrometheusServer, dashboards: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """The queries that Prometheus has no series for, or whose series lack what the legend names, by dashboard and panel."""
+    wrong = {}
+    for uid, dashboard in dashboards.items():
+        for panel, target in targets(dashboard):
+            if "@ 0" in target["expr"]:
+                continue
+            found = prometheus.query(filled(target["expr"], **GIVEN))
+            named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) - OPTIONAL
+            if not found or not all(named <= series.labels.keys() for series in found):
+                wrong[uid, panel["title"]] = target["expr"]
+        for annotation in dashboard["annotations"]["list"]:
+            if not prometheus.query(filled(annotation["expr"], **GIVEN)):
+                wrong[uid, annotation["name"]] = annotation["expr"]
+    return wrong
 
 
 def exemplars(prometheus: PrometheusServer, expr: str) -> list[Any]:
     """The exemplars of a query, as Grafana asks for them: one list for each series."""
     when = {"start": f"{time.time() - 60:.3f}", "end": f"{time.time():.3f}"}
-    found: list[Any] = prometheus.get("/api/v1/query_exemplars", query=filled(expr, rate_interval="5s"), **when)
+    found: list[Any] = prometheus.get("/api/v1/query_exemplars", query=filled(expr, **GIVEN), **when)
     return found
 
 
 def choices(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str, set[str]]:
     """What Grafana would offer for each variable."""
-    variables = [variable for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
-    series = prometheus.get("/api/v1/series", **{"match[]": "torchobs_rank_up"})
-    return {variable["name"]: {one[variable["name"]] for one in series} for variable in variables}
+    offered = {}
+    for name, variable in variables(dashboard).items():
+        if name == "run_id":
+            query = variable["definition"].removeprefix("query_result")
+            offered[name] = {series.labels[name] for series in prometheus.query(filled(query, **GIVEN))}
+        elif variable["type"] == "query":
+            selector = filled(variable["definition"].removeprefix("label_values(").rpartition(",")[0])
+            series = prometheus.get("/api/v1/series", **{"match[]": selector})
+            offered[name] = {one[name] for one in series if name in one}
+    return offered
 
 
 @pytest.mark.parametrize(
@@ -78,13 +96,14 @@ def choices(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> dict[str
     [
         ("prometheus", "rules", {}),
         ("prometheus3", "rules", {}),
+        ("prometheus3", "", {}),
         (
             "prometheus3",
             "rules-native",
             {"convert_classic_histograms_to_nhcb": True, "always_scrape_classic_histograms": False},
         ),
     ],
-    ids=["2.42", "3", "3 with native histograms"],
+    ids=["2.42", "3", "3 without rules", "3 with native histograms"],
 )
 def test_every_panel_has_data(
     name: str,
@@ -95,48 +114,82 @@ def test_every_panel_has_data(
     tmp_path: Path,
     target: str,
 ) -> None:
-    """With the shipped rules, however the histograms are stored; and they judge what the page says."""
-    dashboard = json.loads((checkout / "deploy" / "grafana" / "dashboards" / "torchobs-run.json").read_text())
+    """However the histograms are stored; without the rules all have but those that show alerts and quantiles."""
+    dashboards = shipped()
     rules = checkout / "deploy" / "prometheus"
-    shipped = [rules / "rules" / "torchobs-alerts.yml", rules / variant / "torchobs-percentiles.yml"]
-    files = [tmp_path / path.name for path in shipped]
-    for path, copy in zip(shipped, files, strict=True):
+    given_rules = (
+        [*(rules / "rules").glob("torchobs-[!p]*.yml"), rules / variant / "torchobs-percentiles.yml"] if variant else []
+    )
+    files = [tmp_path / path.name for path in given_rules]
+    for path, copy in zip(loaded, files, strict=True):
         copy.write_text(path.read_text().replace("  interval: 1m\n", ""))  # each second, not each minute
     scrape = {"job_name": "torchobs", "static_configs": [{"targets": [target]}], **settings}
     given: Any = {"settings": {"scrape_configs": [scrape]}, "arguments": ["--enable-feature=exemplar-storage"]}
     with PrometheusServer(program(name), rules=files, interval="1s", **given) as prometheus:
         prometheus.wait_for_scrapes(4)
-        wait_until(lambda: not unanswered(prometheus, dashboard), timeout_s=60, interval_s=0.5)
-        assert choices(prometheus, dashboard) == {
-            "job_name": {"gpt"},
-            "run_id": {"run-1"},
-            "rank": {"0", "1"},
-            "instance": {target},
-        }
+        expected = {} if variant else only_by_rules(dashboards)
+        wait_until(lambda: unanswered(prometheus, dashboards) == expected, timeout_s=150, interval_s=1.0)
+        offered = choices(prometheus, dashboards["torchobs-itself"])
+        ranks, run = {"0", "1"}, {"run-1"}
+        no_labels: dict[str, set[str]] = {"cluster": set(), "namespace": set()}
+        assert offered == {**no_labels, "job_name": {"gpt"}, "run_id": run, "rank": ranks, "instance": {target}}
+        assert choices(prometheus, dashboards["torchobs-gradients"])["layer"] == {"layer0"}
         native = "native" in variant
         assert bool(prometheus.query("count_over_time(torchobs_step_duration_seconds_bucket[1m])")) != native
-        check_figures(prometheus, dashboard)
-        (alert,) = wait_until(lambda: prometheus.alerts("TorchobsGradientExplosion"))
-        assert (alert.state, alert.labels["job_name"], alert.labels["run_id"]) == ("firing", "gpt", "run-1")
+        check_exemplars(prometheus, dashboards)
+        check_figures(prometheus, dashboards, recorded=bool(variant))
+        if variant:
+            (alert,) = wait_until(lambda: prometheus.alerts("TorchobsGradientExplosion"))
+            assert (alert.state, alert.labels["job_name"], alert.labels["run_id"]) == ("firing", "gpt", "run-1")
 
 
-def check_figures(prometheus: PrometheusServer, dashboard: dict[str, Any]) -> None:
-    """The page's numbers are known, so those on the panels are; there are none while a scrape has failed or been late."""
-    exprs = {
-        panel["title"]: filled(panel["targets"][0]["expr"], rate_interval="5s")
-        for panel in dashboard["panels"]
-        if "targets" in panel
+def only_by_rules(dashboards: dict[str, dict[str, Any]]) -> dict[tuple[str, str], str]:
+    """The queries that only rules answer: alerts, and quantiles, beside which the mean is shown."""
+    return {
+        (uid, panel["title"]): target["expr"]
+        for uid, dashboard in dashboards.items()
+        for panel, target in targets(dashboard)
+        if ("ALERTS" in target["expr"] and "vector(0)" not in target["expr"])
+        or ("run_quantile:" in target["expr"] and " or " not in target["expr"])
     }
 
-    def shown(title: str) -> list[Series]:
-        return wait_until(lambda: prometheus.query(exprs[title]))
 
-    assert [series.value for series in shown("Ranks up")] == [2]
-    assert wait_until(lambda: prometheus.value(exprs["Anomalous now"])) == 2
-    shares = {series.labels["phase"]: series.value for series in shown("Step time by phase")}
+def check_exemplars(prometheus: PrometheusServer, dashboards: dict[str, dict[str, Any]]) -> None:
+    """Two panels show them, one for each rank."""
+    asked = {
+        panel["title"]: target["expr"]
+        for dashboard in dashboards.values()
+        for panel, target in targets(dashboard)
+        if target.get("exemplar")
+    }
+    assert set(asked) == {"Step duration", "Gradient norms"}
+    for expr in asked.values():
+        assert len(wait_until(lambda expr=expr: exemplars(prometheus, expr))) == 2  # type: ignore[misc]
+
+
+def check_figures(prometheus: PrometheusServer, dashboards: dict[str, dict[str, Any]], *, recorded: bool) -> None:
+    """The page's numbers are known, so those on the panels are; there are none while a scrape has failed or been late."""
+    exprs: dict[tuple[str, str], list[str]] = {}
+    for uid, dashboard in dashboards.items():
+        for panel, target in targets(dashboard):
+            exprs.setdefault((uid.removeprefix("torchobs-"), panel["title"]), []).append(filled(target["expr"], **GIVEN))
+
+    def shown(uid: str, title: str, number: int = 0) -> list[Series]:
+        return wait_until(lambda: prometheus.query(exprs[uid, title][number]))
+
+    assert [series.value for series in shown("run", "Ranks up")] == [2]
+    assert [series.value for series in shown("run", "Anomalous ranks")] == [2]
+    shares = {series.labels["phase"]: series.value for series in shown("run", "Step time by phase")}
     # the n-th phase of five grows n times as fast as the first
     assert shares == pytest.approx({phase: number / 15 for number, phase in enumerate(catalog.PHASES, start=1)})
-    durations = {series.labels["quantile"]: series.value for series in shown("Step duration")}
+    # all in one bucket, in which both kinds of histogram interpolate linearly; the phases grow by 15 s a step
     typical = catalog.SECONDS_BOUNDS[len(catalog.SECONDS_BOUNDS) // 2]
-    # all in one bucket, in which both kinds of histogram interpolate linearly
-    assert durations == pytest.approx({"0.5": typical * 0.75, "0.99": typical * 0.995})
+    for number, quantile in enumerate((0.5, 0.99) if recorded else ()):
+        (series,) = shown("run", "Step duration", number)
+        assert series.value == pytest.approx(typical * (1 + quantile) / 2, rel=1e-3)
+    assert shown("run", "Step duration", 2)[0].value == pytest.approx(15.0, rel=1e-3)
+    # both ranks do the same, at two targets or one
+    assert [series.value for series in shown("ranks", "Stragglers across nodes")] == pytest.approx([1.0, 1.0])
+    assert sorted(series.labels["row"] for series in shown("ranks", "Own step time by rank")) == ["00000", "00001"]
+    assert {series.value for series in shown("gpu", "Busy tensor cores")} == {0.5}
+    assert {series.labels["rank"] for series in shown("gpu", "Busy tensor cores")} == {"0", "1"}

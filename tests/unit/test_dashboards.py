@@ -1,4 +1,4 @@
-"""The dashboard, as Grafana's own linter would judge it, and as its queries would fare."""
+"""The dashboards, as Grafana's own linter would judge them, and as their queries would fare."""
 
 import itertools
 import json
@@ -7,222 +7,373 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 pytest.importorskip("grafana_foundation_sdk", reason="needs grafana-foundation-sdk, which needs Python 3.11")
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from dashboards import percentiles, run
+from dashboards import grafana
 from dashboards.__main__ import main
-from dashboards.layout import WIDTH
+from dashboards.grafana.layout import WIDTH
+from dashboards.labels import RUN
+from dashboards.values import DEFAULT, RUNBOOKS
 from tests import promql
+from tests.dashboards import panels, targets, variables
 from torchobs import catalog
-from torchobs.catalog import Kind, Metric
+from torchobs.catalog import Kind, Metric, prometheus_label
+from torchobs.detect.starvation import BEGINS
 
-DASHBOARD: dict[str, Any] = json.loads(run.render())
-ROWS = [panel for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-TARGETS = [(panel, target) for panel in PANELS for target in panel["targets"]]
-ANNOTATIONS: list[dict[str, Any]] = DASHBOARD["annotations"]["list"]
-VARIABLES: dict[str, dict[str, Any]] = {variable["name"]: variable for variable in DASHBOARD["templating"]["list"]}
-QUERIES = [target["expr"] for _, target in TARGETS] + [annotation["expr"] for annotation in ANNOTATIONS]
+DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(RUNBOOKS).items()}
+PANELS = [(uid, panel) for uid, dashboard in DASHBOARDS.items() for panel in panels(dashboard)]
+QUERIES = [(uid, panel["title"], target["expr"]) for uid, one in DASHBOARDS.items() for panel, target in targets(one)]
+QUERIES += [
+    (uid, annotation["name"], annotation["expr"])
+    for uid, one in DASHBOARDS.items()
+    for annotation in one["annotations"]["list"]
+]
 
 BY_NAME = {metric.prometheus + suffix: metric for metric in catalog.METRICS for suffix in ("", "_bucket", "_count", "_sum")}
-RECORDED = {rule.record for rule in (*percentiles.classic().rules, *percentiles.native().rules) if hasattr(rule, "record")}
-RANK_LABELS = {"job_name", "run_id", "rank"}
-TARGET_LABELS = {"cluster", "namespace", "instance", "le"}
+RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
+RECORDED = {
+    rule["record"]
+    for path in RULES.glob("*.yml")
+    for group in yaml.safe_load(path.read_text())["groups"]
+    for rule in group["rules"]
+    if "record" in rule
+}
+FOREIGN = {"ALERTS", "ALERTS_FOR_STATE", *grafana.gpu.DCGM}
+"""Series that Prometheus itself or dcgm-exporter makes."""
+FOREIGN_LABELS = {"alertname", "alertstate", "severity", "UUID", "GPU_I_ID"}
+RANK_LABELS = {*RUN, "rank", "instance"}
+INFO_LABELS = {"host", "script", "launcher", "torch_version", "python_version"}
+"""Labels of `torchobs_rank_info`, which the catalog does not name."""
+OWN_COUNTS = (catalog.STEPS, catalog.EPOCHS, catalog.RANK_RESTARTS)
+"""Counters whose value is asked for, too: how far the run is since it was last started."""
 
-each_panel = pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-each_query = pytest.mark.parametrize("query", QUERIES)
+each_dashboard = pytest.mark.parametrize("uid", DASHBOARDS)
+each_panel = pytest.mark.parametrize(
+    ("uid", "panel"), PANELS, ids=[f"{uid.removeprefix('torchobs-')}: {panel['title']}" for uid, panel in PANELS]
+)
+each_query = pytest.mark.parametrize(
+    ("uid", "query"),
+    [(uid, query) for uid, _, query in QUERIES],
+    ids=[f"{uid.removeprefix('torchobs-')}: {title} {number}" for number, (uid, title, _) in enumerate(QUERIES)],
+)
 
 
 def metric_of(selector: promql.Selector) -> Metric | None:
-    """The metric, or None for a recorded series."""
-    return None if selector.name in RECORDED else BY_NAME[selector.name]
+    """The metric, or None for a series that is recorded or not ours."""
+    return None if selector.name in RECORDED | FOREIGN else BY_NAME[selector.name]
 
 
-def is_exporter_s(metric: Metric | None) -> bool:
-    """Whether it is said of an exporter and not of a rank."""
-    return metric is not None and metric.name.startswith("torchobs.exporter.")
+def is_exporter_s(metric: Metric) -> bool:
+    """Whether it is said of an exporter or its machine and not of a rank."""
+    return metric.name.startswith(("torchobs.exporter.", "torchobs.build.", "torchobs.host.", "system."))
+
+
+# --- metrics
+
+
+def test_every_metric_has_a_panel_or_a_reason() -> None:
+    """What torchobs measures can be seen; what has no panel stands in a list that says why."""
+    asked = {
+        BY_NAME[selector.name] for _, _, query in QUERIES for selector in promql.selectors(query) if selector.name in BY_NAME
+    }
+    without = {metric for metric in catalog.METRICS if metric not in asked}
+    assert without == set(grafana.WITHOUT_PANEL)
+    assert all(reason.endswith(".") for reason in grafana.WITHOUT_PANEL.values())
 
 
 # --- queries
 
 
 @each_query
-def test_queries_are_about_metrics_that_are_recorded(query: str) -> None:
-    """Every name is a metric of the catalog that something records, or a series that the rules record."""
-    for selector in promql.selectors(query):
-        metric_of(selector)  # raises for what is neither
-
-
-@each_query
-def test_queries_name_labels_and_values_that_exist(query: str) -> None:
+def test_queries_name_metrics_labels_and_values_that_exist(uid: str, query: str) -> None:
     """A label is the metric's own, the rank's or the target's; a value that is asked for is one of the closed set."""
-    known = RANK_LABELS | TARGET_LABELS | {"quantile"}
+    known = RANK_LABELS | {"quantile", "le", "row"}
     for selector in promql.selectors(query):
-        metric = metric_of(selector)
-        own = {attribute.name: attribute.values for attribute in metric.attributes} if metric else {"quantile": ("0.5", "0.99")}
-        assert selector.matchers.keys() <= RANK_LABELS | TARGET_LABELS | own.keys()
+        metric = metric_of(selector)  # raises for a metric that nothing records
+        own = {prometheus_label(one.name): one.values for one in metric.attributes} if metric else dict[str, tuple[str, ...]]()
+        foreign = FOREIGN_LABELS if selector.name in FOREIGN else set()
+        assert selector.matchers.keys() <= RANK_LABELS | {"quantile"} | own.keys() | foreign, uid
         for label, values in own.items():
-            asked = selector.matchers.get(label, "")
-            assert not asked or not values or set(asked.split("|")) <= set(values)
-        known |= own.keys()
+            wanted = selector.matchers.get(label, ".*")
+            assert wanted == ".*" or not values or set(wanted.split("|")) <= set(values)
+        known |= own.keys() | foreign | (INFO_LABELS if metric is catalog.RANK_INFO else set())
     assert promql.grouped_by(query) <= known
 
 
 @each_query
-def test_queries_are_limited_to_what_was_chosen(query: str) -> None:
-    """Each selector has the variables of job, run and rank; what the exporter says of itself has its instances instead."""
-    for found in re.findall(r"([a-z_:]+)\{([^}]*)\}", query):
-        name, matchers = found
-        expected = {'job_name=~"$job_name"', 'run_id=~"$run_id"'}
+def test_queries_are_limited_to_what_was_chosen(uid: str, query: str) -> None:
+    """Each selector has every variable that the dashboard offers and its series have labels for."""
+    offered = set(variables(DASHBOARDS[uid]))
+    for name, text in re.findall(r"([A-Za-z_:]\w*(?::\w+)*)\{([^}]*)\}", query):
+        matchers = set(text.split(", "))
+        wanted = {f'{label}=~"${label}"' for label in RUN if label in offered}
         if name in BY_NAME and is_exporter_s(BY_NAME[name]):
-            expected = {'instance=~"$instance"'}
-        assert expected <= set(matchers.split(", "))
-    assert len(re.findall(r"\{", query)) == len(promql.selectors(query))
+            wanted = {'instance=~"$instance"'}
+        elif name in FOREIGN:
+            wanted &= {'job_name=~"$job_name"', 'run_id=~"$run_id"'}  # an alert has the labels of its rule
+        assert wanted <= matchers
+        assert set(re.findall(r"\$(\w+)", text)) <= offered
+    unlimited = len(promql.selectors(query)) - len(re.findall(r"\{[^}]*\"", query))
+    assert unlimited == sum(query.count(f"({name})") for name in FOREIGN)
 
 
 @each_query
-def test_counters_are_only_looked_at_as_rates(query: str) -> None:
+def test_counters_are_only_looked_at_as_rates(uid: str, query: str) -> None:
     """A counter's value is nobody's business, its growth is; a gauge has no rate."""
     for selector in promql.selectors(query):
         metric = metric_of(selector)
-        if metric is None or query == STEPS_DONE:
+        if metric is None or (metric in OWN_COUNTS and not selector.function):
             continue
-        assert (selector.function in {"rate", "increase"}) == (metric.kind is not Kind.GAUGE)
-
-
-STEPS_DONE = next(target["expr"] for panel, target in TARGETS if panel["title"] == "Steps")
-"""The one exception: how far the run is since it was last started, which is just what the counter's value means."""
+        counted = metric.kind in {Kind.COUNTER, Kind.HISTOGRAM}
+        assert (selector.function in {"rate", "increase"}) == counted, uid
 
 
 @each_query
-def test_ranges_suit_the_graph(query: str) -> None:
-    """`$__rate_interval` and nothing else: at least four scrapes, and no gap between two points of the graph."""
-    assert set(re.findall(r"\[([^]]+)\]", query)) <= {"$__rate_interval"}
+def test_ranges_suit_the_graph(uid: str, query: str) -> None:
+    """`$__rate_interval`: at least four scrapes, no gap between two points; the whole range; or the window of an alert."""
+    alert_s = {"10m"} if uid == "torchobs-compile" else set()
+    assert set(re.findall(r"\[([^]]+)\]", query)) <= {"$__rate_interval", "$__range", "$__range:$__interval"} | alert_s
+
+
+@each_query
+def test_joins_name_the_labels_that_identify(uid: str, query: str) -> None:
+    """A rank is unique only within a target and a run only within a cluster: whatever is joined is so by all of them."""
+    run = ", ".join(RUN)
+    allowed = {run, f"{run}, rank, instance", "UUID, GPU_I_ID", "rank", "", ", ".join(grafana.alerts.OF)}
+    assert set(re.findall(r"\bon \(([^)]*)\)", query)) <= allowed, uid
+    assert "ignoring" not in query
+
+
+def test_restarts_of_replaced_pods_are_seen() -> None:
+    """The start of a rank is looked at over all targets, because a new pod is a new series."""
+    for _, title, query in QUERIES:
+        if "changes(" in query:
+            assert re.search(
+                r"changes\(max by \(cluster, namespace, job_name, run_id, rank\) \(torchobs_rank_start_time", query
+            )
+        if title == "Starts":
+            assert query.startswith("1000 * floor(max by (cluster, namespace, job_name, run_id) (torchobs_rank_start_time")
 
 
 # --- panels
 
 
 @each_panel
-def test_panels_explain_themselves(panel: dict[str, Any]) -> None:
-    """A title, a description that is a sentence, a unit, and a legend that is shown."""
-    assert panel["title"]
-    assert panel["description"].endswith(".")
+def test_panels_explain_themselves(uid: str, panel: dict[str, Any]) -> None:
+    """A title, a description that says what good looks like, a unit, queries, and a legend that is shown."""
+    assert panel["title"], uid
+    description = panel["description"]
+    assert description.endswith(".")
+    assert "Good: " in description
+    assert " Good:" not in description.partition("Good: ")[2]
+    assert panel["targets"]
     assert panel["fieldConfig"]["defaults"]["unit"]
-    if panel["type"] in {"timeseries", "barchart"}:
+    if panel["type"] in {"timeseries", "barchart", "state-timeline"}:
         assert panel["options"]["legend"]["showLegend"] is True
 
 
 @each_panel
-def test_panels_ask_the_chosen_data_source(panel: dict[str, Any]) -> None:
+def test_panels_ask_the_chosen_data_source(uid: str, panel: dict[str, Any]) -> None:
     """The panel and each of its queries; their names are A, B, C."""
     expected = {"type": "prometheus", "uid": "${datasource}"}
-    assert panel["datasource"] == expected
+    assert panel["datasource"] == expected, uid
     assert [target["datasource"] for target in panel["targets"]] == [expected] * len(panel["targets"])
-    assert [target["refId"] for target in panel["targets"]] == list("ABC"[: len(panel["targets"])])
+    assert [target["refId"] for target in panel["targets"]] == list("ABCDEFGHIJKLMNOP"[: len(panel["targets"])])
 
 
 @each_panel
-def test_units_are_those_of_the_metrics(panel: dict[str, Any]) -> None:
-    """Seconds are shown as seconds, shares of time as percentages, and a rate of seconds is such a share."""
+def test_units_are_those_of_the_metrics(uid: str, panel: dict[str, Any]) -> None:
+    """Bytes are shown as bytes, seconds as seconds, and a rate of seconds is a share."""
     unit = panel["fieldConfig"]["defaults"]["unit"]
-    for target in panel["targets"]:
-        if "/" in target["expr"]:
-            assert unit == "percentunit"
+    for target in () if panel["type"] == "table" else panel["targets"]:
+        selectors = [one for one in promql.selectors(target["expr"]) if one.name in BY_NAME]
+        if not selectors or re.search(r" / |@ 0|changes\(|count\(|100 \*|UUID", target["expr"]):
             continue
-        selectors = promql.selectors(target["expr"])
-        seconds = {"_seconds" in selector.name for selector in selectors}
-        rates = {selector.function == "rate" for selector in selectors}
-        assert (seconds == {True}) == (unit in {"s", "percentunit"}) or panel["type"] == "table"
-        assert unit != "percentunit" or rates == {True}
+        units = {BY_NAME[one.name].unit for one in selectors}
+        rates = {one.function for one in selectors} <= {"rate"}
+        expected = {
+            "By": {"Bps"} if rates else {"bytes"},
+            "s": {"percentunit", "short"} if rates else {"s"},
+            "1": {"percentunit", "short"},
+            "W": {"watt"},
+            "Cel": {"celsius"},
+            "J": {"joule"},
+        }
+        for one in units:
+            if one in expected and not target["legendFormat"].startswith(("seconds", "restarts")):
+                assert unit in expected[one], (uid, target["expr"])
 
 
 @each_panel
-def test_panels_over_time_ask_for_a_range(panel: dict[str, Any]) -> None:
-    """Tables and bars show the values now."""
-    instant = panel["type"] in {"table", "barchart"}
-    assert {(target["instant"], target["range"]) for target in panel["targets"]} == {(instant, not instant)}
-
-
-@each_panel
-def test_every_legend_names_a_label_that_the_query_leaves(panel: dict[str, Any]) -> None:
-    """A legend of a label that was summed away would be empty."""
+def test_panels_over_time_ask_for_a_range(uid: str, panel: dict[str, Any]) -> None:
+    """Tables and bars show the values now; what is counted over the whole range is asked once."""
     for target in panel["targets"]:
-        named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-        recorded = {selector.name for selector in promql.selectors(target["expr"])} <= RECORDED
-        assert named <= (RANK_LABELS | {"quantile"} if recorded else promql.grouped_by(target["expr"]))
+        instant = panel["type"] in {"table", "barchart"} or "$__range" in target["expr"]
+        assert (target["instant"], target["range"]) == (instant, not instant), uid
 
 
-def test_thresholds_that_colour_are_in_order() -> None:
+@each_panel
+def test_a_thousand_ranks_are_not_a_thousand_lines(uid: str, panel: dict[str, Any]) -> None:
+    """Whoever names a rank, a GPU or a machine in a legend shows only the worst or a heat map of all."""
+    for target in panel["targets"]:
+        if re.search(r"\{\{(rank|hw_id|instance)\}\}", target["legendFormat"]):
+            assert re.match(r"(topk|bottomk)\(", target["expr"]), uid
+
+
+@each_panel
+def test_thresholds_that_colour_are_in_order(uid: str, panel: dict[str, Any]) -> None:
     """From the least value up, the first without a bound."""
-    for panel in PANELS:
-        steps = panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})["steps"]
-        values = [step["value"] for step in steps]
-        assert not values or values[0] is None
-        assert values[1:] == sorted(values[1:])
+    values = [step["value"] for step in panel["fieldConfig"]["defaults"].get("thresholds", {"steps": []})["steps"]]
+    assert not values or values[0] is None, uid
+    assert values[1:] == sorted(values[1:])
+
+
+def test_thresholds_are_the_alerts() -> None:
+    """A panel turns red when its alert fires."""
+    limits = DEFAULT.thresholds
+    red = {
+        ("torchobs-amp", "Skipped in a row"): limits.skipped,
+        ("torchobs-ranks", "Stragglers across nodes"): limits.straggler,
+        ("torchobs-compile", "Recompilations"): limits.recompiles,
+        ("torchobs-gpu", "Throttling"): limits.gpu_throttled,
+        ("torchobs-data", "Waiting for data over time"): BEGINS,
+    }
+    found = {(uid, panel["title"]): panel["fieldConfig"]["defaults"]["thresholds"]["steps"][-1] for uid, panel in PANELS
+             if (uid, panel["title"]) in red}  # fmt: skip
+    assert {key: step["value"] for key, step in found.items()} == red
+    assert {step["color"] for step in found.values()} == {"red"}
+    (left,) = (panel for uid, panel in PANELS if (uid, panel["title"]) == ("torchobs-memory", "Time to the limit"))
+    steps = left["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    assert [step["color"] for step in steps] == ["red", "orange", "green"]
+    assert steps[1]["value"] == limits.time_to_limit_s
+
+
+# --- links
+
+
+def test_links_lead_to_dashboards_and_columns_that_exist(checkout: Path) -> None:
+    """A URL names a uid that is there, and the columns of its own table; a runbook is there for each alert."""
+    found = 0
+    for _, panel in PANELS:
+        for override in panel["fieldConfig"]["overrides"]:
+            for link in [one for part in override["properties"] if part["id"] == "links" for one in part["value"]]:
+                found += 1
+                shown = panel["transformations"][1]["options"]["renameByName"].values()
+                assert set(re.findall(r"__data\.fields\.(\w+)", link["url"])) <= set(shown)
+                if link["url"].startswith("/d/"):
+                    uid = link["url"].removeprefix("/d/").partition("?")[0]
+                    assert set(re.findall(r"var-(\w+)=", link["url"])) <= set(variables(DASHBOARDS[uid]))
+                    assert "${__url_time_range}" in link["url"]
+                    assert all(f"${{{name}:queryparam}}" in link["url"] for name in ("datasource", "cluster", "namespace"))
+                else:
+                    assert link["url"] == f"{RUNBOOKS}/${{__data.fields.alert}}.md"
+                    assert RUNBOOKS.endswith("/docs/runbooks")
+                    assert list((checkout / "docs" / "runbooks").glob("Torchobs*.md"))
+    assert found >= 4
+
+
+@each_dashboard
+def test_every_dashboard_leads_to_the_others(uid: str) -> None:
+    """By the tag that all of them have, with time and variables."""
+    (link,) = DASHBOARDS[uid]["links"]
+    assert (link["type"], link["tags"]) == ("dashboards", ["torchobs"])
+    assert (link["keepTime"], link["includeVars"], link["asDropdown"]) == (True, True, True)
+    assert DASHBOARDS[uid]["tags"] == ["torchobs"]
 
 
 # --- the whole
 
 
-def test_no_panel_covers_another() -> None:
+@each_dashboard
+def test_no_panel_covers_another(uid: str) -> None:
     """Every panel has its own place on the grid, below the heading it belongs to."""
-    cells = [
-        (x, y)
-        for place in (panel["gridPos"] for panel in DASHBOARD["panels"])
-        for x, y in itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
-    ]
-    assert len(cells) == len(set(cells))
-    assert {x for x, _ in cells} == set(range(WIDTH))
-    tops = [panel["gridPos"]["y"] for panel in DASHBOARD["panels"]]
-    assert tops == sorted(tops)
+    for shown in (DASHBOARDS[uid]["panels"], *(row.get("panels") or [] for row in DASHBOARDS[uid]["panels"])):
+        cells = [
+            (x, y)
+            for place in (panel["gridPos"] for panel in shown)
+            for x, y in itertools.product(
+                range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+            )
+        ]
+        assert len(cells) == len(set(cells))
+        assert {x for x, _ in cells} <= set(range(WIDTH))
+        tops = [panel["gridPos"]["y"] for panel in shown]
+        assert tops == sorted(tops)
 
 
-def test_ids_are_unique_and_stable() -> None:
+@each_dashboard
+def test_ids_and_titles_are_unique(uid: str) -> None:
     """Links to a panel name its id."""
-    assert [panel["id"] for panel in DASHBOARD["panels"]] == list(range(1, len(DASHBOARD["panels"]) + 1))
-
-
-def test_sections_and_titles() -> None:
-    """What the dashboard is about; no title comes twice."""
-    assert [row["title"] for row in ROWS] == ["Health", "Progress", "Phases", "Gradients", "torchobs itself"]
-    titles = [panel["title"] for panel in PANELS]
+    every = [panel for row in DASHBOARDS[uid]["panels"] for panel in (row, *(row.get("panels") or []))]
+    assert [panel["id"] for panel in every] == list(range(1, len(every) + 1))
+    titles = [panel["title"] for panel in every]
     assert len(titles) == len(set(titles))
 
 
-def test_variables_follow_the_data_source_and_one_another() -> None:
-    """Job, run and rank: several or all of each, renewed with the time range, each limited by those before it."""
-    assert list(VARIABLES) == ["datasource", "job_name", "run_id", "rank", "instance"]
-    assert (VARIABLES["datasource"]["type"], VARIABLES["datasource"]["query"]) == ("datasource", "prometheus")
-    for name, before in (("job_name", []), ("run_id", ["job_name"]), ("rank", ["job_name", "run_id"])):
-        variable = VARIABLES[name]
+@each_dashboard
+def test_variables_follow_the_data_source_and_one_another(uid: str) -> None:
+    """Renewed with the time range, each limited by those before it; a label that no series has hides nothing."""
+    found = variables(DASHBOARDS[uid])
+    assert list(found)[:4] == ["datasource", "cluster", "namespace", "job_name"]
+    assert (found["datasource"]["type"], found["datasource"]["query"]) == ("datasource", "prometheus")
+    before: list[str] = []
+    for name, variable in list(found.items())[1:]:
         query = variable["query"]["query"]
         assert query == variable["definition"]
-        assert re.findall(r"\$(\w+)", query) == before
-        assert query.endswith(f", {name})")
-        assert (variable["multi"], variable["includeAll"], variable["refresh"], variable["allValue"]) == (True, True, 2, ".*")
-        assert variable["datasource"]["uid"] == "${datasource}"
-        assert promql.selectors(query.removeprefix("label_values(").removesuffix(f", {name})"))[0].name in BY_NAME
-    assert "allValue" not in VARIABLES["instance"]
+        assert (variable["refresh"], variable["datasource"]["uid"]) == (2, "${datasource}")
+        assert [one for one in re.findall(r"\$([a-z]\w+)", query) if one != "__range"] == [
+            one for one in before if one in RUN or name == "layer"
+        ]
+        if name == "run_id":
+            assert (variable["multi"], variable["includeAll"], variable["sort"]) == (False, False, 0)
+        else:
+            assert (variable["multi"], variable["includeAll"]) == (True, True)
+            assert query.endswith(f", {name})")
+            assert variable.get("allValue") == (None if name == "instance" else ".*")
+        assert promql.selectors(query.removeprefix("label_values(").removesuffix(f", {name})").removeprefix("query_result"))
+        before.append(name)
 
 
-def test_the_dashboard_as_a_whole() -> None:
+def test_the_run_is_legible_and_its_value_whole() -> None:
+    """From Prometheus' answer Grafana takes the whole id as the value, and the job and the end of a long id as the text."""
+    pattern = variables(DASHBOARDS["torchobs-run"])["run_id"]["regex"].strip("/").replace("(?<", "(?P<")
+    uid = "0f5e8c1a-77aa-4c3e-9d2b-1f0e9d8c7b6a"
+    found = re.search(pattern, f'{{run_id="{uid}", shown="gpt …1f0e9d8c7b6a"}} 1767225600 1767229200000')
+    assert found is not None
+    assert found.groupdict() == {"value": uid, "text": "gpt …1f0e9d8c7b6a"}
+
+
+@each_dashboard
+def test_the_dashboard_as_a_whole(uid: str) -> None:
     """Not editable (it is generated), a shared crosshair, a fixed address, and annotations of what happened."""
-    assert DASHBOARD["editable"] is False
-    assert DASHBOARD["graphTooltip"] == 1
-    assert DASHBOARD["uid"] == "torchobs-run"
-    assert DASHBOARD["schemaVersion"] >= 36
-    assert [annotation["name"] for annotation in ANNOTATIONS] == ["Anomalies", "Restarts"]
-    assert [annotation["target"]["expr"] for annotation in ANNOTATIONS] == [annotation["expr"] for annotation in ANNOTATIONS]
+    dashboard = DASHBOARDS[uid]
+    assert dashboard["editable"] is False
+    assert dashboard["graphTooltip"] == 1
+    assert dashboard["uid"] == uid
+    assert dashboard["title"].startswith("torchobs: ")
+    assert dashboard["schemaVersion"] >= 36
+    annotations = dashboard["annotations"]["list"]
+    assert [annotation["name"] for annotation in annotations] == ["Starts", "Anomalies", "Checkpoints"]
+    assert [annotation["target"]["expr"] for annotation in annotations] == [annotation["expr"] for annotation in annotations]
+    assert len({one["title"] for one in DASHBOARDS.values()}) == len(DASHBOARDS)
 
 
-def test_the_json_is_the_model_s() -> None:
+@each_dashboard
+def test_the_json_is_the_model_s(uid: str) -> None:
     """Reading it with Grafana's own model and writing it again changes nothing: no misspelt field."""
-    assert json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARD))) == DASHBOARD
+    assert json.loads(JSONEncoder().encode(Dashboard.from_json(DASHBOARDS[uid]))) == DASHBOARDS[uid]
+
+
+def test_the_dashboards_there_are() -> None:
+    """One for each question; their addresses do not change."""
+    assert [uid.removeprefix("torchobs-") for uid in DASHBOARDS] == [
+        *("fleet", "run", "ranks", "gradients", "memory", "data", "amp", "compile", "gpu", "node", "itself", "alerts"),
+    ]
 
 
 # --- the files

@@ -25,6 +25,7 @@ BRIEFS = {
     "level": "Change how much is recorded of a running training.",
     "doctor": "Check whether torchobs can work here, with remedies.",
     "exporter": "Serve the metrics of a machine's trainings to Prometheus.",
+    "dashboards": "Write the Grafana dashboards into a directory.",
     "completion": "Print a script for the TAB key of a shell.",
 }
 OPTIONS = ("--help", "--version")

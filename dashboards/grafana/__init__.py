@@ -1,0 +1,52 @@
+"""The dashboards for Grafana, one module each, and the metrics that have no panel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+
+from dashboards.grafana import (
+    alerts,
+    compilation,
+    data,
+    fleet,
+    gpu,
+    gradients,
+    itself,
+    memory,
+    node,
+    precision,
+    provisioning,
+    ranks,
+    run,
+)
+from torchobs.catalog import Metric
+
+if TYPE_CHECKING:
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+WITHOUT_PANEL: Mapping[Metric, str] = {}
+"""Metrics that no panel shows, with the reason; every other metric of the catalog is on a dashboard."""
+
+
+def dashboards(runbooks: str) -> tuple[Dashboard, ...]:
+    """Return all of them; ``runbooks`` is the URL of the folder with the runbooks."""
+    modules = (fleet, run, ranks, gradients, memory, data, precision, compilation, gpu, node, itself)
+    return (*(module.dashboard() for module in modules), alerts.dashboard(runbooks))
+
+
+def files(runbooks: str) -> dict[str, str]:
+    """Return the dashboards, and what brings them into a Grafana on Kubernetes, by their path under `deploy/`."""
+    rendered = render(runbooks)
+    return {
+        **{f"grafana/dashboards/{uid}.json": text for uid, text in rendered.items()},
+        "grafana/kustomization.yaml": provisioning.kustomization(rendered),
+        "grafana/grafana-operator.yaml": provisioning.operator(rendered),
+    }
+
+
+def render(runbooks: str) -> dict[str, str]:
+    """Return their JSON by uid, in the classic model, which every Grafana version imports."""
+    return {str(one.uid): f"{JSONEncoder(indent=1).encode(one)}\n" for one in dashboards(runbooks)}

@@ -1,0 +1,145 @@
+"""PromQL of panels: aggregation by run and rank, restarts, fallbacks where recording rules are not loaded."""
+
+from __future__ import annotations
+
+from dashboards.labels import RANK, RUN
+from dashboards.percentiles import rank_quantile, run_quantile
+from dashboards.promql import rate, select
+from torchobs import catalog
+from torchobs.catalog import Metric
+
+RUNS = tuple(f'{label}=~"${label}"' for label in RUN)
+"""Matchers for the chosen run; series recorded over all ranks, and shared ones, have no `rank`."""
+RANKS = (*RUNS, 'rank=~"$rank"')
+FLEET = RUNS[:-1]
+"""Matchers for all runs of the chosen clusters, namespaces and jobs."""
+EXPORTERS = ('instance=~"$instance"',)
+"""Matchers for the own metrics of the chosen runs' exporters, which carry no job, run or rank."""
+LAYERS = (*RANKS, 'layer=~"$layer"')
+
+BY_RUN = f"by ({', '.join(RUN)})"
+ON_RUN = f"on ({', '.join(RUN)})"
+ON_RANK = f"on ({', '.join(RANK)})"
+
+# Recorded series, each of which has a fallback here for where the rules are not loaded.
+RUN_GOODPUT = "run:torchobs_goodput:ratio"
+"""Share of the run's wall time since its first start that was productive."""
+RUN_TOKENS = "run:torchobs_tokens:rate5m"
+"""Tokens a second, without those that ranks of a tensor- or pipeline-parallel group count once more."""
+RANK_SLOWDOWN = "rank:torchobs_rank_slowdown_ratio:run10m"
+NODE_SLOWDOWN = "node:torchobs_rank_slowdown_ratio:avg10m"
+"""Step time over that of the run's other ranks on all nodes, all without waiting for each other; of a node its ranks' mean."""
+
+PRODUCTIVE = 'state="productive"'
+MOST = 5
+"""Number of ranks in panels that show the worst: a graph of a thousand lines shows nothing."""
+
+
+def per_run(operator: str, of: str, *labels: str) -> str:
+    """Aggregate by run, and by more labels."""
+    return f"{operator} by ({', '.join((*RUN, *labels))}) ({of})"
+
+
+def per_rank(of: str, *labels: str, operator: str = "max") -> str:
+    """Aggregate by rank, and by more labels."""
+    return per_run(operator, of, "rank", "instance", *labels)
+
+
+def worst(of: str, number: int = MOST) -> str:
+    """Return the greatest at each time."""
+    return f"topk({number}, {of})"
+
+
+def share_of(part: str, whole: str) -> str:
+    """Divide two expressions of the same labels, where the second is more than 0."""
+    return f"{part} / ({whole} > 0)"
+
+
+def shares(metric: Metric, by: str, *matchers: str) -> str:
+    """Return the share of each value of the label ``by`` in the metric's increase, for each run."""
+    grown = rate(metric, *matchers)
+    return f"{per_run('sum', grown, by)} / {ON_RUN} group_left () ({per_run('sum', grown)} > 0)"
+
+
+def own_step_s(*matchers: str) -> str:
+    """Return the seconds of a step that a rank does not spend waiting for others."""
+    return f"{_own_time(*matchers)} / {per_rank(rate(catalog.STEPS, *matchers) + ' > 0', operator='sum')}"
+
+
+def _own_time(*matchers: str) -> str:
+    """Return each rank's seconds per second without the backward pass, in which ranks wait for the slowest one."""
+    phases = "|".join(catalog.OWN_PHASES)
+    return per_rank(rate(catalog.STEP_PHASE_TIME, *matchers, f'phase=~"{phases}"'), operator="sum")
+
+
+def straggling(*matchers: str) -> str:
+    """Return how slow each rank is as recorded; where rules are not loaded, its own step time over the median of the run."""
+    return f"{select(RANK_SLOWDOWN, *matchers)} or {_over_median(*matchers)}"
+
+
+def slow_nodes(*matchers: str) -> str:
+    """Return how slow the ranks of each machine are on average, as recorded or computed."""
+    info = per_rank(select(catalog.RANK_INFO, *matchers), "host")
+    computed = per_run("avg", f"{_over_median(*matchers)} * {ON_RANK} group_left (host) {info}", "host")
+    return f"{select(NODE_SLOWDOWN, *RUNS)} or {computed}"
+
+
+def _over_median(*matchers: str) -> str:
+    """Return each rank's own time over the median. Of time, not of a step: who wait for each other do as many steps."""
+    own = _own_time(*matchers)
+    return f"{own} / {ON_RUN} group_left () quantile {BY_RUN} (0.5, {own})"
+
+
+def tokens(*matchers: str) -> str:
+    """Return a run's recorded tokens a second; where rules are not loaded, the sum of what its ranks count."""
+    return f"{select(RUN_TOKENS, *RUNS)} or {per_run('sum', rate(catalog.TOKENS, *matchers))}"
+
+
+def run_step_s(share: str, *matchers: str) -> str:
+    """Return the recorded quantile of a run's step durations; without the rules there is only :func:`mean_step_s`."""
+    return per_run("max", select(run_quantile(catalog.STEP_DURATION), *matchers, f'quantile="{share}"'))
+
+
+def mean_step_s(*matchers: str) -> str:
+    """Return a run's mean step duration, which classic and native histograms need not be asked for."""
+    time_, steps = (per_run("sum", rate(metric, *matchers)) for metric in (catalog.STEP_PHASE_TIME, catalog.STEPS))
+    return share_of(time_, steps)
+
+
+def rank_step_s(*matchers: str) -> str:
+    """Return each rank's recorded median step duration; where rules are not loaded, the mean."""
+    recorded = per_rank(select(rank_quantile(catalog.STEP_DURATION), *matchers, 'quantile="0.5"'))
+    time_, steps = (per_rank(rate(metric, *matchers), operator="sum") for metric in (catalog.STEP_PHASE_TIME, catalog.STEPS))
+    return f"{recorded} or {share_of(time_, steps)}"
+
+
+def goodput(*runs: str) -> str:
+    """Return the recorded goodput of a run; where rules are not loaded, the productive share of its living ranks' time now."""
+    productive = per_run("sum", rate(catalog.GOODPUT_TIME, *runs, PRODUCTIVE))
+    return f"{select(RUN_GOODPUT, *runs)} or {share_of(productive, _living(*runs))}"
+
+
+def uses(*ranks: str) -> str:
+    """Return the share of a run's time in each goodput state: those of a rank add up to its lifetime."""
+    states = per_run("sum", rate(catalog.GOODPUT_TIME, *ranks), "state")
+    return f"{states} / {ON_RUN} group_left () ({_living(*ranks)} > 0)"
+
+
+def _living(*ranks: str) -> str:
+    return per_run("sum", select(catalog.RANK_UP, *ranks))
+
+
+def starts(*matchers: str) -> str:
+    """Return how often a run was started again within the graph's time.
+
+    By rank over all targets, because a replaced pod is another target with another series: ``changes()`` of a series sees
+    nothing then.
+    """
+    newest = per_run("max", select(catalog.RANK_START_TIME, *matchers), "rank")
+    return per_run("max", f"changes({newest}[$__range:$__interval])")
+
+
+def by_padded_rank(of: str, operator: str = "max") -> str:
+    """Aggregate by the label `row`, the rank in five digits, so that text order is numerical order."""
+    digits = f'label_replace({of}, "row", "0000$1", "rank", "(.*)")'
+    return f'{operator} by (row) (label_replace({digits}, "row", "$1", "row", ".*(.{{5}})"))'
