@@ -117,10 +117,8 @@ def test_every_panel_has_data(
     """However the histograms are stored; without the rules all have but those that show alerts and quantiles."""
     dashboards = shipped()
     rules = checkout / "deploy" / "prometheus"
-    given_rules = (
-        [*(rules / "rules").glob("torchobs-[!p]*.yml"), rules / variant / "torchobs-percentiles.yml"] if variant else []
-    )
-    files = [tmp_path / path.name for path in given_rules]
+    loaded = [*(rules / "rules").glob("torchobs-[!p]*.yml"), rules / variant / "torchobs-percentiles.yml"] if variant else []
+    files = [tmp_path / path.name for path in loaded]
     for path, copy in zip(loaded, files, strict=True):
         copy.write_text(path.read_text().replace("  interval: 1m\n", ""))  # each second, not each minute
     scrape = {"job_name": "torchobs", "static_configs": [{"targets": [target]}], **settings}
