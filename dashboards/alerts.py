@@ -6,7 +6,7 @@ Each alert has a runbook in docs/runbooks, and test cases that fire and that do 
 from __future__ import annotations
 
 from dashboards.alert_texts import THIS_RUN, Culprits
-from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, select
+from dashboards.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, select
 from dashboards.recent import name, recent
 from dashboards.rules import WINDOW, Alert, Group
 from dashboards.values import DEFAULT, Values
@@ -19,7 +19,7 @@ LEAST_NONFINITE = LEAST_EXPLOSIONS
 LEAST_NONFINITE_LOSSES = 10
 """So many, and more than half of the steps: the loss stays so."""
 _WORST_RANKS = Culprits(
-    f"sum {BY_RANK_EVERYWHERE} ({select(name(catalog.ANOMALIES), THIS_RUN)})",
+    f"sum {BY_RANK} ({select(name(catalog.ANOMALIES), THIS_RUN)})",
     '{{ printf "%.0f" $v }} anomalous steps',
     "Most on",
 )
@@ -37,7 +37,7 @@ def _loss_not_finite() -> Alert:
     return Alert(
         alert="TorchobsLossNotFinite",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {losses} >= {LEAST_NONFINITE_LOSSES}
                 and on ({ONE_RANK})
                 {losses} > on ({ONE_RANK}) 0.5 * {name(catalog.STEPS)}
@@ -65,7 +65,7 @@ def _gradient_explosion(values: Values) -> Alert:
     skipped = select(catalog.AMP_STEPS_SKIPPED)
     lately, steps = name(catalog.AMP_STEPS_SKIPPED), name(catalog.STEPS)
     expr = f"""
-        max {BY_RUN_EVERYWHERE} (
+        max {BY_RUN} (
             {explosions} >= {LEAST_EXPLOSIONS}
           or
             {leaps} >= {LEAST_LOSS_SPIKES}
@@ -103,7 +103,7 @@ def _gradient_vanishing() -> Alert:
     return Alert(
         alert="TorchobsGradientVanishing",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {verdicts} >= {LASTING}
               or
                 {select(catalog.GRAD_UNMOVED_LAYERS)} > 0
@@ -133,14 +133,14 @@ def _ranks_disagree() -> Alert:
     return Alert(
         alert="TorchobsRanksDisagree",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 min {of_group} (max_over_time({rates}[{WINDOW}])) > 0
                 and
                 min {of_group} (max_over_time({rates}[{WINDOW}])) < 0.9 * max {of_group} (min_over_time({rates}[{WINDOW}]))
               or
-                max {BY_RUN_EVERYWHERE} ({sizes}) != min {BY_RUN_EVERYWHERE} ({sizes})
+                max {BY_RUN} ({sizes}) != min {BY_RUN} ({sizes})
               or
-                count {BY_RUN_EVERYWHERE} (count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO)})) > 1
+                count {BY_RUN} (count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO)})) > 1
             )
         """,
         severity="ticket",

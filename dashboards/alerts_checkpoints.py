@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.alert_texts import THIS_RUN, Culprits
-from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RUN, select
+from dashboards.promql import BY_RUN, ONE_RUN, select
 from dashboards.recent import name, recent
 from dashboards.recordings import ALIVE, CHECKPOINT, FIRST_START
 from dashboards.rules import Alert, Group
@@ -27,7 +27,7 @@ def _failed() -> Alert:
     return Alert(
         alert="TorchobsCheckpointFailed",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {failed} offset {RETRIED} > 0
                 unless on ({ONE_RUN})
                 {saved} > 0
@@ -53,7 +53,7 @@ def _overdue(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCheckpointOverdue",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 (time() - last_over_time({CHECKPOINT}[{PAST}]))
                 > on ({ONE_RUN}) {values.thresholds.checkpoint_cadences:g} * {usual}
                 and on ({ONE_RUN})
@@ -76,7 +76,7 @@ def _never(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCheckpointNever",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 time() - {FIRST_START} > {values.thresholds.no_checkpoint_s:g}
                 and on ({ONE_RUN})
                 {ALIVE} > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.alert_texts import THIS_RUN, Culprits
-from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RUN, select
+from dashboards.promql import BY_RUN, ONE_RUN, select
 from dashboards.recent import name, recent
 from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
@@ -25,8 +25,8 @@ def _disabled() -> Alert:
     return Alert(
         alert="TorchobsProbeDisabled",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                count {BY_RUN_EVERYWHERE} ({select(catalog.PROBE_DISABLED)} == 1)
+            max {BY_RUN} (
+                count {BY_RUN} ({select(catalog.PROBE_DISABLED)} == 1)
             )
         """,
         severity="ticket",
@@ -45,8 +45,8 @@ def _dropped() -> Alert:
     return Alert(
         alert="TorchobsFlightDropped",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                sum {BY_RUN_EVERYWHERE} ({dropped}) > 0
+            max {BY_RUN} (
+                sum {BY_RUN} ({dropped}) > 0
             )
         """,
         severity="ticket",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.alert_texts import DURATION, THIS_RUN, Culprits
-from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, lasting, select
+from dashboards.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
 from dashboards.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
 from dashboards.rules import Alert, Group
 from dashboards.values import DEFAULT, Values
@@ -36,8 +36,8 @@ def _failed() -> Alert:
     return Alert(
         alert="TorchobsRankFailed",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                count {BY_RUN_EVERYWHERE} (max_over_time({failed}[{SEEN}]) == 1)
+            max {BY_RUN} (
+                count {BY_RUN} (max_over_time({failed}[{SEEN}]) == 1)
             )
         """,
         severity="ticket",
@@ -75,7 +75,7 @@ def _stuck(hung: str) -> str:
               unless on ({ONE_RANK}) (
                   {age} < {WAITS_S}
                 and on ({ONE_RUN})
-                  sum {BY_RUN_EVERYWHERE} (rate({aside}[2m])) > 0
+                  sum {BY_RUN} (rate({aside}[2m])) > 0
               )
             )
           or
@@ -89,7 +89,7 @@ def _hung() -> Alert:
     """Return the alert on the exporter's state *hung*: no step for 20 times the 99th percentile, at least a minute."""
     return Alert(
         alert="TorchobsRankHung",
-        expr=f"max {BY_RUN_EVERYWHERE} (count {BY_RUN_EVERYWHERE} ({_stuck(_state('hung') + ' == 1')}\n))",
+        expr=f"max {BY_RUN} (count {BY_RUN} ({_stuck(_state('hung') + ' == 1')}\n))",
         severity="ticket",
         summary="does not move.",
         description='{{ printf "%.0f" $value }} of its ranks live and have finished no step for far longer than one takes.',
@@ -102,8 +102,8 @@ def _run_hung() -> Alert:
     return Alert(
         alert="TorchobsRunHung",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                min {BY_RUN_EVERYWHERE} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
+            max {BY_RUN} (
+                min {BY_RUN} ({select(catalog.RANK_PROGRESS_AGE)}) > {HUNG_RUN[:-1]} * 60
                 and on ({ONE_RUN})
                 ({_stuck(hung)})
             )
@@ -133,7 +133,7 @@ def _run_down() -> Alert:
     return Alert(
         alert="TorchobsRunDown",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 last_over_time({FAILED}[{GONE}]) > 0
                 and on ({ONE_RUN})
                 max_over_time({ALIVE}[{GONE}]) > 0
@@ -158,10 +158,10 @@ def _crash_loop(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCrashLoop",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                max {BY_RUN_EVERYWHERE} ({counted}) >= {restarts:g}
+            max {BY_RUN} (
+                max {BY_RUN} ({counted}) >= {restarts:g}
               or
-                max {BY_RUN_EVERYWHERE} (changes({STARTED}[{LOOP}])) >= {restarts:g}
+                max {BY_RUN} (changes({STARTED}[{LOOP}])) >= {restarts:g}
             )
         """,
         severity="page",
@@ -179,7 +179,7 @@ def _missing() -> Alert:
     return Alert(
         alert="TorchobsRanksMissing",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {lasting(MISSING, "> 0", ABSENT, ONE_RUN)}
             )
         """,
@@ -203,7 +203,7 @@ def _telemetry_gone() -> Alert:
     return Alert(
         alert="TorchobsTelemetryGone",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 last_over_time({ALIVE}[{GONE}]) > 0
                 unless on ({ONE_RUN})
                 max_over_time({ALIVE}[{ABSENT}]) > 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.alert_texts import DURATION, SHARE, THIS_RUN, Culprits
-from dashboards.promql import BY_RUN_EVERYWHERE, ONE_RANK, select
+from dashboards.promql import BY_RUN, ONE_RANK, select
 from dashboards.recent import name, recent
 from dashboards.rules import WINDOW, Alert, Group
 from dashboards.values import DEFAULT, Values
@@ -42,7 +42,7 @@ def _growth(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryGrowth",
         expr=f"""
-            min {BY_RUN_EVERYWHERE} (
+            min {BY_RUN} (
                 {select(catalog.MEMORY_TIME_TO_LIMIT)} < {values.thresholds.time_to_limit_s:g}
             )
         """,
@@ -63,7 +63,7 @@ def _near_limit(values: Values) -> Alert:
     return Alert(
         alert="TorchobsOutOfMemoryNear",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 min_over_time({used}[{WINDOW}]) > {values.thresholds.memory:g}
             )
         """,
@@ -86,8 +86,8 @@ def _oom_kill() -> Alert:
     return Alert(
         alert="TorchobsCgroupOomKill",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                sum {BY_RUN_EVERYWHERE} (increase({kills}[{WINDOW}])) > 0
+            max {BY_RUN} (
+                sum {BY_RUN} (increase({kills}[{WINDOW}])) > 0
             )
         """,
         severity="ticket",
@@ -116,7 +116,7 @@ def _gpu_memory(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGpuMemoryNearLimit",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {share()} > {values.thresholds.gpu_memory:g}
             )
         """,
@@ -141,7 +141,7 @@ def _fragmented(values: Values) -> Alert:
     return Alert(
         alert="TorchobsMemoryFragmented",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {share()} > {values.thresholds.fragmented:g}
                 and on ({ONE_RANK}, device)
                 {name(catalog.MEMORY_ALLOC_RETRIES)} > 0
@@ -162,7 +162,7 @@ def _shared_memory(values: Values) -> Alert:
     return Alert(
         alert="TorchobsSharedMemoryFull",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {used} / ({size} > 0) > {values.thresholds.shared_memory:g}
             )
         """,
@@ -229,7 +229,7 @@ def _scaler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsLossScaleStuck",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {select(catalog.AMP_SKIP_STREAK)} >= {values.thresholds.skipped:g}
             )
         """,
@@ -249,7 +249,7 @@ def _gpu_fault() -> Alert:
     return Alert(
         alert="TorchobsGpuFault",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {errors} > 0
               or
                 {failed} == 1
@@ -275,7 +275,7 @@ def _gpu_throttled(values: Values) -> Alert:
     return Alert(
         alert="TorchobsGpuThrottled",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 rate({held}[{WINDOW}]) > {values.thresholds.gpu_throttled:g}
             )
         """,
@@ -294,7 +294,7 @@ def _nvlink() -> Alert:
     return Alert(
         alert="TorchobsNvlinkDown",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {lost()} > 0
             )
         """,
@@ -309,8 +309,8 @@ def _worker() -> Alert:
     return Alert(
         alert="TorchobsLoaderWorkerDied",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                sum {BY_RUN_EVERYWHERE} ({name(catalog.DATA_WORKERS_DIED)}) > 0
+            max {BY_RUN} (
+                sum {BY_RUN} ({name(catalog.DATA_WORKERS_DIED)}) > 0
             )
         """,
         severity="ticket",

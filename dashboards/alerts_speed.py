@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.alert_texts import SHARE, THIS_RUN, TIMES, Culprits, first
-from dashboards.promql import BY_RANK_EVERYWHERE, BY_RUN_EVERYWHERE, ONE_RANK, ONE_RUN, select
+from dashboards.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, select
 from dashboards.recent import name, recent
 from dashboards.recordings import GOODPUT_NOW, LATE, NODE_SLOWDOWN, RUN_STEP_BEST, RUN_STEP_MEAN, SLOWDOWN
 from dashboards.rules import WINDOW, Alert, Group
@@ -34,7 +34,7 @@ def _slowdown(values: Values) -> Alert:
     return Alert(
         alert="TorchobsSlowdown",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {RUN_STEP_MEAN} / on ({ONE_RUN}) {RUN_STEP_BEST} > {values.thresholds.slower:g}
             )
         """,
@@ -53,7 +53,7 @@ def _straggler(values: Values) -> Alert:
     return Alert(
         alert="TorchobsStraggler",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {SLOWDOWN} > {values.thresholds.straggler:g} and on ({ONE_RANK}) {LATE} > {LEAST_EXCESS_S:g}
             )
         """,
@@ -75,8 +75,8 @@ def _data() -> Alert:
     return Alert(
         alert="TorchobsDataStarvation",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
-                sum {BY_RANK_EVERYWHERE} (rate({waiting}[{WINDOW}])) / sum {BY_RANK_EVERYWHERE} (rate({time_}[{WINDOW}]) > 0)
+            max {BY_RUN} (
+                sum {BY_RANK} (rate({waiting}[{WINDOW}])) / sum {BY_RANK} (rate({time_}[{WINDOW}]) > 0)
                 and on ({ONE_RANK})
                 min_over_time({select(catalog.DATA_STARVED)}[{WINDOW}]) == 1
                 and on ({ONE_RANK})
@@ -87,7 +87,7 @@ def _data() -> Alert:
         summary="waits for its data.",
         description="One of its ranks spends {{ $value | humanizePercentage }} of its training time waiting for batches.",
         culprits=Culprits(
-            f"sum {BY_RANK_EVERYWHERE} (rate({here}[{WINDOW}])) / sum {BY_RANK_EVERYWHERE} (rate({all_here}[{WINDOW}]) > 0)",
+            f"sum {BY_RANK} (rate({here}[{WINDOW}])) / sum {BY_RANK} (rate({all_here}[{WINDOW}]) > 0)",
             SHARE,
         ),
     )
@@ -95,11 +95,11 @@ def _data() -> Alert:
 
 def _recompiles(values: Values) -> Alert:
     """Return the alert, also on functions at the recompile limit: they run uncompiled, and only a counter shows it."""
-    recompiles = f"sum {BY_RANK_EVERYWHERE} ({name(catalog.COMPILE_RECOMPILES)})"
+    recompiles = f"sum {BY_RANK} ({name(catalog.COMPILE_RECOMPILES)})"
     return Alert(
         alert="TorchobsRecompileStorm",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 {name(catalog.COMPILE_FAILURES)} > 0
               or
                 {recompiles} > {values.thresholds.recompiles:g}
@@ -125,7 +125,7 @@ def _throttled(values: Values) -> Alert:
     return Alert(
         alert="TorchobsCpuThrottled",
         expr=f"""
-            max {BY_RUN_EVERYWHERE} (
+            max {BY_RUN} (
                 rate({throttled}[{WINDOW}]) / (rate({periods}[{WINDOW}]) > 0) > {values.thresholds.cpu_throttled:g}
             )
         """,
@@ -156,7 +156,7 @@ def _goodput(values: Values) -> Alert:
     ]
     return Alert(
         alert="TorchobsGoodputLow",
-        expr=f"max {BY_RUN_EVERYWHERE} ({_either(lost)}\n)",
+        expr=f"max {BY_RUN} ({_either(lost)}\n)",
         severity="ticket",
         summary="wastes its machines.",
         description=(

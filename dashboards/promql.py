@@ -9,11 +9,9 @@ ONE_RANK = ", ".join(labels.RANK)
 """Labels that identify a rank: its number is unique only within one target."""
 ONE_RUN = ", ".join(labels.RUN)
 """Labels that identify a run across machines."""
-BY_RUN = "by (job_name, run_id)"
-BY_RUN_EVERYWHERE = f"by ({ONE_RUN})"
+BY_RUN = f"by ({ONE_RUN})"
 """Grouping for alerts, which cover all namespaces of a Prometheus server."""
-BY_RANK = "by (job_name, run_id, rank, instance)"
-BY_RANK_EVERYWHERE = f"by ({ONE_RANK})"
+BY_RANK = f"by ({ONE_RANK})"
 
 
 def lasting(selector: str, comparison: str, range_: str, on: str) -> str:
@@ -48,9 +46,3 @@ def exemplars(metric: Metric, *matchers: str) -> str:
     """
     both = (select(metric, *matchers, suffix=suffix) for suffix in ("_bucket", ""))
     return " or ".join(f"rate({series}[$__rate_interval] @ 0)" for series in both)
-
-
-def share(metric: Metric, by: str, *matchers: str) -> str:
-    """Return the share of each value of the label ``by`` in the metric's increase."""
-    grown = rate(metric, *matchers)
-    return f"sum by ({by}) ({grown}) / on () group_left () sum({grown})"
