@@ -38,9 +38,10 @@ from torchobs.probes.core.step_recorder import StepRecorder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FLOOR_RATIO = 5.0
+FLOOR_RATIO = 6.0
 """Most that the bookkeeping at steps of about 1 ms may be of the floor, norms excluded and the meter's own cost taken out of
-both. The median of the rounds is 3.3 to 3.8, on a machine with four times the work that it has processors for, too."""
+both. The median of the rounds is 3.3 to 4.3, and up to 4.9 on a machine with four times the work that it has processors for.
+What a step executes is counted, and to a tenth (operations.py); this finds instructions that have become dear."""
 
 
 class Rounds(NamedTuple):
