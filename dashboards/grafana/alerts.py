@@ -27,8 +27,6 @@ def dashboard(runbooks: str) -> Dashboard:
 
 def now(runbooks: str) -> tuple[Panel, ...]:
     """Return numbers and the table."""
-    severities = ("page", "critical", "warning")
-    urgent = "|".join(severities[:2])
     since = f"time() - max by ({', '.join(OF)}) (ALERTS_FOR_STATE{{{OURS}}}) and on ({', '.join(OF)}) ALERTS{{{FIRING}}}"
     return (
         panels.number(
@@ -39,10 +37,10 @@ def now(runbooks: str) -> tuple[Panel, ...]:
             steps=thresholds.NONE_IS_GOOD,
         ),
         panels.number(
-            "Urgent",
-            "Alerts that fire with the severity page or critical. Good: 0.",
+            "Pages",
+            "Alerts that fire with the severity page: somebody is to look now. Good: 0.",
             "short",
-            Query(f'count(ALERTS{{{FIRING}, severity=~"{urgent}"}}) or vector(0)'),
+            Query(f'count(ALERTS{{{FIRING}, severity="page"}}) or vector(0)'),
             steps=thresholds.NONE_IS_GOOD,
         ),
         panels.number(

@@ -171,7 +171,7 @@ def test_a_blown_up_learning_rate_makes_the_shipped_alert_fire(
         (alert,) = wait_until(firing, timeout_s=240)
         assert job.poll() in (None, 0)
     assert quiet == {True}
-    assert (alert.labels["run_id"], alert.labels["severity"]) == ("run", "critical")
+    assert (alert.labels["run_id"], alert.labels["severity"]) == ("run", "ticket")
     assert alert.annotations["runbook_url"].endswith("TorchobsGradientExplosion.md")
 
 

@@ -93,6 +93,21 @@ def holder(directory_fd: int, name: str) -> int:
         return _pid(raw) if _kind(raw) != fcntl.F_UNLCK else 0
 
 
+def content(directory_fd: int, name: str, size: int) -> bytes:
+    """Return the first bytes of a lock file, of which this process may not hold the lock; empty if it does.
+
+    Raises ``OSError`` if it cannot be opened.
+    """
+    with _mutex:
+        if held_here(directory_fd, name):
+            return b""
+        fd = os.open(name, entries.READ, dir_fd=directory_fd)
+        try:
+            return os.read(fd, size)
+        finally:
+            os.close(fd)
+
+
 def _probe(directory_fd: int, name: str) -> bytes:
     """Query the lock of a file that this process has not locked (the close below would drop it). Call with the mutex held."""
     fd = os.open(name, entries.READ, dir_fd=directory_fd)

@@ -2,8 +2,8 @@
 
 The default SIGTERM leaves no trace, and a Python handler would not run while a rank is stuck in a collective. So
 ``faulthandler`` writes, in C and without the GIL, the stack of the main thread into the rank's lock file, and then has the
-signal do what it did before (``chain``): the process ends as it would have ended, with the same status. A lock file that is
-not empty is the mark.
+signal do what it did before (``chain``): the process ends as it would have ended, with the same status. A lock file that
+begins with such a stack is the mark.
 
 Nothing is registered where SIGTERM has a handler or is ignored; a handler that is installed later replaces this one.
 """
@@ -16,10 +16,14 @@ import signal
 import stat
 from pathlib import Path
 
+from torchobs.flight.files import lock
+
 LASTING_S = 900.0
 """A mark counts for this long. A process that survives SIGTERM (the first of a container, which has it ignored) is killed after
 a grace: half a minute by default in Kubernetes and Slurm, some minutes where a last checkpoint takes long."""
 
+_HEADING = b"Stack (most recent call first)"
+"""What ``faulthandler`` writes first"""
 _BIT = 1 << (signal.SIGTERM - 1)
 _registered: list[int] = []
 """The descriptor that the handler writes to, while there is one"""
@@ -49,9 +53,12 @@ def marked_at(directory_fd: int, lock_name: str) -> float | None:
     """Return the Unix time of the mark in a lock file; ``None`` without one, or without the file."""
     try:
         status = os.stat(lock_name, dir_fd=directory_fd, follow_symlinks=False)
+        marked = (
+            status.st_size and stat.S_ISREG(status.st_mode) and lock.content(directory_fd, lock_name, len(_HEADING)) == _HEADING
+        )
     except OSError:
         return None
-    return status.st_mtime if status.st_size and stat.S_ISREG(status.st_mode) else None
+    return status.st_mtime if marked else None
 
 
 def _before_fork() -> None:
