@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.boundaries import (
+    ARGUED,
     BACKWARD_BEGINS,
     BACKWARD_ENDS,
     FETCH,
@@ -222,17 +223,38 @@ class StepRecorder(OpenStep):
             self.mark(STEP_ENDS, now_ns)
             return
         cycle.note(key)
+        in_one_pass = within_backward and not self._merged_backward
         if self.alive(key) is not optimizer:
             self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
         self._close(now_ns)
         if cycle.are_complete():
             cycle.note_occasional(self.step)
+            cycle.in_one_pass = in_one_pass
             self._commit()
 
+    def has_part_stepped(self) -> bool:
+        """Return True if some of the optimizers that step within the backward pass have stepped, but not all."""
+        return self._cycle.is_begun()
+
     def end_pass(self) -> None:
-        """End the step if another backward begins after one in which only some of the optimizers have stepped."""
-        if self._cycle.catch_up() and self.trace and not self.direct:
-            self._close(self.trace[-1] >> 4)
+        """End the step if another backward begins after one in which only some of the optimizers have stepped.
+
+        It ends with that backward; what was recorded since then belongs to the next step. Where a whole cycle is one backward
+        pass, the others were left out (layers frozen or unused); else they may step in the next one.
+        """
+        trace, arguments = self.trace, self.arguments
+        if not self._cycle.is_begun() or not trace or self.direct:
+            return
+        self._cycle.catch_up()
+        end = next((at for at in range(len(trace), 0, -1) if trace[at - 1] & 15 == BACKWARD_ENDS), len(trace))
+        named = sum(stamp & 15 in ARGUED for stamp in trace[:end])
+        since, arguments_since = trace[end:], arguments[named:]
+        del trace[end:], arguments[named:]
+        self._close(trace[-1] >> 4)
+        if self._cycle.in_one_pass:
+            self._commit()
+        trace += since
+        arguments += arguments_since
 
     def end_plainly(self, now_ns: int) -> None:
         """End the step of the only optimizer: the fast path, taken by nearly all steps.
