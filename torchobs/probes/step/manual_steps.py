@@ -234,7 +234,7 @@ class ManualSteps:
     def _ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the state of the watched parameter when a backward has ended."""
         before_step, recorder, loss = self._before_step, self._context.recorder, args[0] if args else kwargs.get("tensors")
-        if recorder.has_part_stepped():
+        if recorder.pending:
             self._optimizer_stepped()
             return
         parameter = self._watched()
