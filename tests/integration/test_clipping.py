@@ -54,3 +54,38 @@ def test_every_clipped_step_has_its_norm_before_clipping(run: Recording) -> None
             assert has(record, StepFlag.GRAD_NORM), record.step
             assert record.grad_norm == pytest.approx(norms[record.step], rel=1e-5)
     assert [has(record, StepFlag.CLIPPED) for record in records] == clipped
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("clip_grad_norm_", ("half",), ValueError),
+        ("clip_grad_norm_", (None,), TypeError),
+        ("clip_grad_norm_", (torch.tensor(1.0, device="meta"),), RuntimeError),
+        ("clip_grad_norm_", (torch.tensor([1.0, 2.0]),), (ValueError, RuntimeError)),
+        ("clip_grad_norm_", (1.0, "half"), ValueError),
+        ("clip_grad_norm_", (1.0, None), TypeError),
+        ("clip_grad_norm_", (1.0, torch.tensor(2.0, device="meta")), RuntimeError),
+        ("clip_grad_value_", ("half",), ValueError),
+        ("clip_grad_value_", (None,), TypeError),
+    ],
+)
+def test_an_argument_that_is_no_number_is_torch_s_to_refuse(
+    run: Recording, name: str, arguments: tuple[object, ...], error: type[Exception]
+) -> None:
+    """The user gets torch's own error; the probe goes on (``run`` checks that none failed) and the next step is measured."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+        if step == 4:
+            with pytest.raises(error) as raised:
+                getattr(torch.nn.utils, name)(model.parameters(), *arguments)
+            assert "torch/nn/utils/clip_grad.py" in str(raised.traceback[-2].path) + str(raised.traceback[-1].path)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+        optimizer.step()
+    steps = run.steps()
+    assert [has(step, StepFlag.CLIPPED) for step in steps] == [index != 4 for index in range(8)]
+    assert has(steps[-1], StepFlag.GRAD_NORM)

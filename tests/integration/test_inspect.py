@@ -60,7 +60,7 @@ def test_a_run_that_diverged_and_raised(
     assert "Rank 0 ended by RuntimeError at " in text
     assert "dying.py:24 in <module>, after step 60." in text
     assert "The loss turned infinite in step 48, 1 step after the gradient norm rose" in text
-    assert "The learning rate had risen 1e6-fold (from 0.01 to 10000) in step 46." in text
+    assert "The learning rate had risen 1e6-fold (from 0.01 to 10,000) in step 46." in text
     assert "Gradients were NaN first in step 48" in text
     found = document(capsys, flight_dir, "--steps", "60")
     (rank,) = found["ranks"]

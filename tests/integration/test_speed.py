@@ -15,7 +15,7 @@ from torchobs import catalog
 from torchobs.cli import inspect, top
 from torchobs.cli.terminal_style import TerminalStyle
 from torchobs.cli.top_view import Screen, frame
-from torchobs.diagnosis import quantities
+from torchobs.diagnosis import text_format
 from torchobs.exporter.config import ExporterConfig
 from torchobs.flight.format.step_record import RecordKind, StepFlag
 from torchobs.flight.writer.series_table import CORE
@@ -73,9 +73,9 @@ def test_everybody_who_shows_a_speed_shows_the_same(
     assert told["tokens_per_s"] == pytest.approx(gained[2] / gained[1], rel=1e-6)
     assert afterwards == told
     assert [one.pace.per_s for one in seen if one.pace] == [told["steps_per_s"]]
-    assert f'<data value="{told["steps_per_s"]}">{quantities.rate(told["steps_per_s"], "steps")}</data>' in page
+    assert f'<data value="{told["steps_per_s"]}">{text_format.rate(told["steps_per_s"], "steps")}</data>' in page
     assert "<span>4 min</span>" in page  # of 960 steps
     shown = frame(seen, TerminalStyle(120), Screen(40), "12:00:00")
     assert "4 min left" in shown[0]
-    assert f" {quantities.rate(told['steps_per_s']).removesuffix('/s')} " in shown[-1]
+    assert f" {text_format.rate(told['steps_per_s'])} " in shown[-1]
     writer.close()

@@ -346,3 +346,41 @@ def test_of_hundreds_of_optimizers_in_backward_only_the_last_is_looked_at(
     steps = run.steps()
     assert [step.losses for step in steps] == [1] * 8
     assert all(has(step, StepFlag.LEARNING_RATE) for step in steps)
+
+
+ALL, FIRST, LAST = range(12), range(7), range(5, 12)
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [ALL, ALL, ALL, FIRST],
+        [ALL, ALL, ALL, LAST],
+        [ALL, ALL, ALL, FIRST, ALL, ALL],
+        [ALL, ALL, ALL, LAST, LAST, LAST, ALL],
+        [ALL, ALL, ALL, FIRST, FIRST, LAST, ALL, FIRST],
+        [ALL, ALL, ALL, range(6), range(6, 12), ALL],
+    ],
+)
+def test_of_optimizers_in_backward_some_may_be_left_out(run: Recording, passes: list[range]) -> None:
+    """Layers frozen or unused in a step: it has its own loss, and ends before the next backward."""
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in ALL)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=1e-3) for parameter in model.parameters()}
+
+    def update(parameter: torch.nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    losses = []
+    for index, layers in enumerate(passes):
+        values = torch.full((2, 4), 0.1 * (index + 1))
+        for layer in layers:
+            values = torch.tanh(model[layer](values))
+        loss = values.square().mean() + index
+        loss.backward()
+        losses.append(loss.item())
+    steps = run.steps()
+    assert [step.losses for step in steps] == [1] * len(passes)
+    assert [step.loss for step in steps] == pytest.approx(losses)

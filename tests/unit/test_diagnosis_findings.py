@@ -74,7 +74,7 @@ PART = "(its steps are not in this part of the file)"
 @pytest.mark.parametrize(
     ("reason", "said"),
     [
-        ("finished", "Rank 0 finished in order after 0; its steps are not in this part of the file."),
+        ("finished", "Rank 0 finished in order after 0 s; its steps are not in this part of the file."),
         ("lost", f"Rank 0 vanished without a word {PART}: killed (SIGKILL), os._exit or"),
         ("exit_code", f"Rank 0 left with exit status 0, {PART}."),
     ],
@@ -151,7 +151,7 @@ def test_a_step_that_the_scaler_skipped_is_no_cause() -> None:
 def test_a_learning_rate_that_leapt_is_told() -> None:
     """What a person asks first."""
     history = [*steps(100), step(101, 2.0, 1.0, learning_rate=1.0), step(102, NAN, NAN, learning_rate=1.0)]
-    assert "The learning rate had risen 1000-fold (from 0.001 to 1) in step 101." in told(facts(history))["nonfinite_loss"]
+    assert "The learning rate had risen 1,000-fold (from 0.001 to 1) in step 101." in told(facts(history))["nonfinite_loss"]
 
 
 @pytest.mark.parametrize("turns", [NAN, 1.5e10], ids=["nan", "finite"])
@@ -219,7 +219,7 @@ def test_an_explosion_is_told_once_with_its_rate() -> None:
     values = {(catalog.ANOMALIES, "loss_spike"): 1, (catalog.ANOMALIES, "gradient_explosion"): 3}
     found = told(facts(history, events=events, values=values))
     assert found["gradient_explosion"].startswith("The gradient norm rose in step 101 to 80, usual was 1; so it did in 2 more")
-    assert "had risen 1000-fold" in found["gradient_explosion"]
+    assert "had risen 1,000-fold" in found["gradient_explosion"]
     assert found["loss_spike"] == "The loss rose in step 101 to 9, usual was 2."
 
 
@@ -297,7 +297,7 @@ def test_a_kill_for_memory_is_told_with_its_evidence() -> None:
     )
     assert told(dead)["out_of_memory"] == (
         "Rank 0 was likely killed for memory after step 50, in the phase forward: the kernel killed a process of its cgroup 4 "
-        "s before its last sign of life and 98 % of its cgroup's memory was taken (limit 4.0 GiB)."
+        "s before its last sign of life and 98 % of its cgroup's memory was taken (limit 4 GiB)."
     )
 
 

@@ -147,7 +147,7 @@ def _speed(report: RankReport, width: int) -> list[str]:
     if pace is None or pace.per_s is None:
         return []
     rates = (("steps", pace.per_s), ("tokens", pace.tokens_per_s), ("samples", pace.samples_per_s))
-    told = [f"{text_format.rate(per_s)} {what}/s" for what, per_s in rates if per_s]
+    told = [text_format.rate(per_s, what) for what, per_s in rates if per_s]
     return flow([*told, f"over {text_format.plural(pace.steps, 'step')} ({text_format.duration(pace.window_s)})"], width)
 
 

@@ -256,4 +256,4 @@ def _memory(one: RankView) -> str:
 
 def _anomalies(one: RankView) -> str:
     counts = {kind: one.value(catalog.ANOMALIES, kind) or 0 for kind in catalog.ANOMALY_KINDS}
-    return ", ".join(f"{kind.replace('_', ' ')} {count:.0f}" for kind, count in counts.items() if count)
+    return ", ".join(f"{kind.replace('_', ' ')} {text_format.count(count)}" for kind, count in counts.items() if count)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torchobs import catalog
 from torchobs.catalog import PHASES, Severity
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
-from torchobs.diagnosis import quantities, text_format
+from torchobs.diagnosis import text_format
 from torchobs.diagnosis.status import RankStatus, RunStatus
 
 ERROR, WARNING, INFO = "error", "warning", "info"
@@ -94,7 +94,7 @@ def headline(run: RunStatus) -> Finding:
     here = "" if run.world_size <= run.expected else f" on this node, {run.world_size:,} in all"
     ranks = f"{len(alive):,} of {text_format.plural(run.expected, 'rank')} alive{here}"
     speeds = [rank.per_s for rank in alive if rank.per_s]
-    speed = f"{quantities.rate(min(speeds)).removesuffix('/s')} steps/s" if speeds and run.steps else ""
+    speed = text_format.rate(min(speeds), "steps") if speeds and run.steps else ""
     step = f"step {run.steps:,}" if run.steps else "no step yet"
     known = ", ".join(filter(None, [ranks, step, _loss(run, "loss"), speed]))
     return Finding(INFO, "headline", f"{word}: {known}.", f"{word}, {ranks}.")
@@ -107,7 +107,7 @@ def _activity(run: RunStatus, alive: Sequence[RankStatus]) -> str:
 
 def _loss(run: RunStatus, word: str) -> str:
     told = next((rank.loss for rank in run.ranks if rank.loss is not None), None)
-    return "" if told is None else f"{word} {quantities.number(told)}"
+    return "" if told is None else f"{word} {text_format.number(told)}"
 
 
 def _findings(ranks: Sequence[RankStatus], expected: int) -> Iterator[Finding]:
@@ -134,7 +134,7 @@ def _deaths(ranks: Iterable[RankStatus]) -> Iterator[Finding]:
         if rank.state in {"lost", "failed"}:
             by_reason.setdefault(rank.reason, []).append(rank)
     for reason, dead in by_reason.items():
-        who, ago = _ranks(dead), quantities.span(min(rank.beat_age_s for rank in dead))
+        who, ago = _ranks(dead), text_format.span(min(rank.beat_age_s for rank in dead))
         how = _ENDINGS.get(reason, "was lost {ago} ago")
         how = how if len(dead) == 1 else how.replace("was ", "were ")
         yield Finding(ERROR, "ended", f"{who} {how.format(ago=ago)}.", f"{who} {how.replace(' {ago} ago', '')}.")
@@ -143,12 +143,12 @@ def _deaths(ranks: Iterable[RankStatus]) -> Iterator[Finding]:
 def _silences(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     hung = [rank for rank in ranks if rank.state == "hung"]
     if hung:
-        who, since = _ranks(hung), quantities.span(max(rank.progress_age_s or 0.0 for rank in hung))
+        who, since = _ranks(hung), text_format.span(max(rank.progress_age_s or 0.0 for rank in hung))
         verb = "hangs" if len(hung) == 1 else "hang"
         yield Finding(ERROR, "hung", f"{who} {verb}: no step for {since}.", f"{who} {verb}.")
     silent = [rank for rank in ranks if rank.state == "unresponsive"]
     if silent:
-        who, since = _ranks(silent), quantities.span(max(rank.beat_age_s for rank in silent))
+        who, since = _ranks(silent), text_format.span(max(rank.beat_age_s for rank in silent))
         verb = "does not respond" if len(silent) == 1 else "do not respond"
         yield Finding(ERROR, "unresponsive", f"{who} {verb}: silent for {since}.", f"{who} {verb}.")
 
@@ -218,7 +218,7 @@ def waiting(ranks: Sequence[RankStatus]) -> Iterator[Finding]:
     if starved:
         verb = "waits" if starved[0].up else "waited"
         most = max(rank.waiting or 0.0 for rank in starved)
-        share = f": {quantities.share(most)} of the time of its steps" if most else ""
+        share = f": {text_format.percent(most)} of the time of its steps" if most else ""
         gist = f"Training {verb} for its data{_where(starved, there)}"
         yield Finding(WARNING, "data", f"{gist}{share}.", f"{gist}.")
 

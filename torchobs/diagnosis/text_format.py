@@ -1,4 +1,4 @@
-"""Formatting of numbers, times and untrusted texts for a terminal, free of control sequences."""
+"""Formatting of numbers, times and untrusted texts for people: on the page, in a terminal, in sentences of a diagnosis."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from datetime import datetime
 from itertools import pairwise
 from math import inf, isfinite, isnan, log
 
-from torchobs.diagnosis import quantities
 from torchobs.flight.metrics.throughput import in_figures
 
+NONE = "-"
+"""Shown for what has no value; ASCII, for any terminal"""
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = "_.-=+*#@"
 _LONGEST = 400
-_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIMES = ((0.9995, "s", 1.0), (0.9995e-3, "ms", 1e3))
 _FORBIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that move the cursor, change the writing direction or are invisible; escape sequences begin with one."""
 
-_MINUTE = 60.0
-_BASE = 1024.0
+_MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86_400.0
 _LOGARITHMIC = 100.0
 
 
@@ -67,20 +68,29 @@ def pad(text: str, room: int, *, right: bool = False) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a measured number in four significant digits; ``-`` for none."""
+    """Return a measured number in four significant digits: ``2.313``, ``0.0015``, ``12,400``, ``3e-5``; ``NaN`` and ``Inf``."""
     if value is None:
-        return "-"
+        return NONE
     if not isfinite(value):
         return "NaN" if isnan(value) else "Inf" if value > 0 else "-Inf"
     if value and not 1e-3 <= abs(value) < 1e6:  # noqa: PLR2004  # beyond these exponents are easier to read than zeros
-        mantissa, _, power = f"{value:.2e}".partition("e")
+        mantissa, _, power = f"{value:.3e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(power)}"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"  # noqa: PLR2004  # from there on %g would use an exponent
+    return f"{value:.4g}" if abs(value) < 999.95 else f"{value:,.0f}"  # noqa: PLR2004  # from there on four whole digits
 
 
-def percent(share: float) -> str:
-    """Return a share as a whole percentage; a small one that is not zero as ``<1 %``."""
-    return "<1 %" if 0 < share < 0.005 else f"{100 * share:.0f} %"  # noqa: PLR2004  # rounds to zero
+def count(value: float | None) -> str:
+    """Return a whole number: ``1,234,567``."""
+    return NONE if value is None else f"{int(value):,}"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent: ``46 %``, ``0.4 %``; a smaller one that is not zero as ``<0.1 %``."""
+    if share is None:
+        return NONE
+    if 0 < share < 0.0005:  # noqa: PLR2004  # rounds to zero
+        return "<0.1 %"
+    return f"{100 * share:.1f} %" if 0 < share < 0.00995 else f"{100 * share:.0f} %"  # noqa: PLR2004  # rounds to 1.0
 
 
 def fold(factor: float) -> str:
@@ -88,28 +98,44 @@ def fold(factor: float) -> str:
     return f"{factor:.1f}-fold" if factor < 10 else f"{number(float(f'{factor:.2g}'))}-fold"  # noqa: PLR2004  # two digits
 
 
-def size(count: float | None) -> str:
-    """Return bytes in the unit that fits."""
-    if count is None:
-        return "-"
+def size(value: float | None) -> str:
+    """Return bytes in three significant digits: ``431 MiB``, ``79.2 GiB``, ``4 GiB``."""
+    if value is None:
+        return NONE
     at = 0
-    while abs(count) >= _BASE and at < len(_SIZES) - 1:
-        count, at = count / _BASE, at + 1
-    return f"{count:.0f} {_SIZES[at]}" if at == 0 or abs(count) >= 100 else f"{count:.1f} {_SIZES[at]}"  # noqa: PLR2004
+    while abs(value) >= 999.5 and at < len(_SIZES) - 1:  # noqa: PLR2004  # three digits before the point
+        value, at = value / 1024, at + 1
+    return f"{f'{value:.3g}' if abs(value) < 999.5 else f'{value:,.0f}'} {_SIZES[at]}"  # noqa: PLR2004  # no larger unit
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration in its one or two largest units."""
+    """Return a duration: ``30 µs``, ``12.3 ms``, ``1.52 s``, from a minute on as ``span``."""
     if seconds is None or not isfinite(seconds):
-        return "-"
-    if abs(seconds) < 0.9995:  # noqa: PLR2004  # above, it would round to 1,000 ms
-        return f"{1e3 * seconds:.3g} ms" if seconds else "0"
-    return f"{seconds:.3g} s" if seconds < _MINUTE else quantities.span(seconds)
+        return NONE
+    if seconds >= _MINUTE:
+        return span(seconds)
+    # 0.9995 of a unit would round to 1,000 of the next smaller one
+    unit, per_s = next(((name, scale) for least, name, scale in _TIMES if abs(seconds) >= least), ("µs", 1e6))
+    return f"{seconds * per_s:.3g} {unit}" if seconds else "0 s"
 
 
-def rate(per_s: float | None) -> str:
-    """Return a rate per second."""
-    return "-" if per_s is None else in_figures(per_s)
+def span(seconds: float | None) -> str:
+    """Return an age in whole seconds, or its two largest units: ``40 s``, ``3 min 20 s``, ``2 h 5 min``, ``4 d 3 h``."""
+    if seconds is None:
+        return NONE
+    whole = max(0, int(seconds))
+    for unit, name, below, part in ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1.0, "s")):
+        if whole >= unit:
+            rest = int(whole % unit // below)
+            return f"{int(whole // unit):,} {name}" + (f" {rest} {part}" if rest else "")
+    return f"{whole} s"
+
+
+def rate(per_s: float | None, what: str = "") -> str:
+    """Return a rate per second, ``1.92``, or of ``what``: ``45,300 tokens/s``."""
+    if per_s is None:
+        return NONE
+    return f"{in_figures(per_s)} {what}/s" if what else in_figures(per_s)
 
 
 def moment(unix_s: float, pattern: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -166,7 +192,9 @@ def _greatest(values: Iterable[float | None]) -> float | None:
 def _bar(value: float | None, low: float, scale: float, bars: str) -> str:
     if value is None:
         return " "
-    return bars[round((value - low) * scale)] if isfinite(value) else "!"
+    if not isfinite(value):
+        return "!"
+    return bars[round((value - low) * scale) if scale else 0]  # without a scale the difference may be infinite
 
 
 def _width(char: str) -> int:

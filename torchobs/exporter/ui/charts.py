@@ -9,7 +9,7 @@ from math import isfinite, log10
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.catalog import PHASES
-from torchobs.diagnosis import quantities
+from torchobs.diagnosis import text_format
 from torchobs.exporter.ui.html import EMPTY, Html, joined, tag, unseen
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ def phases(shares: Sequence[float]) -> Html:
     """Return a bar of the phases' shares with the largest one's name."""
     parts = tuple(zip(PHASES, shares, strict=True))
     largest = max(parts, key=lambda part: part[1])
-    words = ", ".join(f"{name} {quantities.share(part)}" for name, part in parts if part >= _LEAST_NAMED)
-    visible = tag("span", f"{largest[0]} {quantities.share(largest[1])}", aria_hidden="true")
+    words = ", ".join(f"{name} {text_format.percent(part)}" for name, part in parts if part >= _LEAST_NAMED)
+    visible = tag("span", f"{largest[0]} {text_format.percent(largest[1])}", aria_hidden="true")
     return joined([stacked(parts), visible, unseen(words)])
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
 from torchobs.catalog import Severity
-from torchobs.diagnosis import quantities
+from torchobs.diagnosis import text_format
 from torchobs.ranks import labels
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _span(rank: str, fields: Mapping[str, Any]) -> EventRow | None:
         return None
     if not abs(ended_ns) < _FAR_S * 1e9 > abs(begun_ns):
         return None
-    duration = quantities.took(max((ended_ns - begun_ns) / 1e9, 0.0))
+    duration = text_format.duration(max((ended_ns - begun_ns) / 1e9, 0.0))
     text = _text(fields.get("attrs"))
     return EventRow(ended_ns / 1e9, (rank,), None, Severity.INFO, title, f"took {duration}" + (f" · {text}" if text else ""))
 
@@ -195,5 +195,5 @@ def _text(attributes: object) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, float) and isfinite(value):
-        return quantities.number(value)
+        return text_format.number(value)
     return ", ".join(map(_value, value[:8])) if isinstance(value, list) else labels.text(value)

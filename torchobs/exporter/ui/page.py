@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchobs._version import __version__
 from torchobs.catalog import GRAD_NORM, LOSS, SCALAR_VALUE, Severity
-from torchobs.diagnosis import quantities
+from torchobs.diagnosis import text_format
 from torchobs.diagnosis.health import BADGES
 from torchobs.exporter.ui import charts, panels, rank_table
 from torchobs.exporter.ui.events import EventGroup
@@ -123,13 +123,13 @@ def _curves(model: Model) -> Html:
     focus = model.focus
     if focus is None:
         return EMPTY
-    number, curves = quantities.number, model.curves
+    number, curves = text_format.number, model.curves
     had_loss, had_norm = (curves.read and focus.readings.get(metric) is not None for metric in (LOSS, GRAD_NORM))
     last_time = curves.time.last if curves.time else None
     cards = [
         _card("Loss", focus.status.loss, charts.sparkline(curves.loss, "Loss", number, stale=had_loss)),
         _card("Gradient norm", focus.grad_norm, charts.sparkline(curves.norm, "Gradient norm", number, stale=had_norm)),
-        _card("Step time", last_time, charts.sparkline(curves.time, "Step time", quantities.seconds), quantities.seconds),
+        _card("Step time", last_time, charts.sparkline(curves.time, "Step time", text_format.duration), text_format.duration),
     ]
     for name, curve in model.scalars.items():  # the script's own, since the run began
         chart = charts.sparkline(curve, name[:_LONGEST_NAME], number, stale=True)
@@ -137,7 +137,7 @@ def _curves(model: Model) -> Html:
     return joined([tag("h2", "Rank ", named(focus.rank), " over its last steps"), tag("div", *cards, class_="cards")])
 
 
-def _card(name: str, last: float | None, chart: Html, rounded: Callable[[float | None], str] = quantities.number) -> Html:
+def _card(name: str, last: float | None, chart: Html, rounded: Callable[[float | None], str] = text_format.number) -> Html:
     """Return a card with a quantity's name, last value and curve."""
     return tag("div", tag("h3", name), tag("p", exact(rounded(last), last), class_="value"), chart, class_="card")
 
@@ -166,13 +166,13 @@ def _event(model: Model, line: EventGroup, before: str = "") -> Html:
         sign = tag("span", f"{symbol} ", role="img", aria_label=f"{BADGES[event.severity]}: ")
     what: list[str] = [before, sign, tag("b", named(event.title))]
     if line.number > 1:
-        in_step = "" if first.step is None else f" in step {quantities.count(first.step)}"
+        in_step = "" if first.step is None else f" in step {text_format.count(first.step)}"
         what += [tag("span", f" ×{line.number:,}", class_="times"), " since ", _when(model.now_s, first.at_s)]
         what += [f"{in_step}, last:"]
     cells = [
         tag("td", _when(model.now_s, event.at_s)),
         number_cell(named(_who(event.ranks))),
-        number_cell(quantities.count(event.step)),
+        number_cell(text_format.count(event.step)),
         tag("td", *what, " ", tag("span", event.text), class_=f"what {class_}"),
     ]
     return tag("tr", *cells, class_="first" if before else None)
@@ -196,7 +196,7 @@ def _evidence(model: Model) -> Html:
         tag("tr", tag("td", tag("time", one.time[:19].replace("T", " "), datetime=one.time)),
             number_cell(named(one.rank)),
             tag("td", tag("a", one.kind.replace("_", " "), href=f".{one.href}")),
-            number_cell(exact(quantities.size(one.size_bytes), one.size_bytes)))
+            number_cell(exact(text_format.size(one.size_bytes), one.size_bytes)))
         for one in model.evidence
     ]  # fmt: skip
     return joined([tag("h2", "Evidence"), table("Evidence", f"{len(rows):,}, the newest first, in UTC", head, rows)])
@@ -230,7 +230,7 @@ def _layers(model: Model) -> Html:
     rows = []
     for layer in model.layers:
         values = [getattr(layer, name) for name in columns]
-        cells = [number_cell(exact(quantities.number(value), value)) for value in values]
+        cells = [number_cell(exact(text_format.number(value), value)) for value in values]
         rows.append(tag("tr", tag("th", named(layer.name), scope="row"), *cells))
     order = {"model": "largest layers as the model has them", "name": "by name"}.get(sort, "the highest first")
     return joined([tag("h2", "Layers"), table("Layers", f"Of rank {model.focus.rank}, {order}", head, rows)])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchobs import catalog
 from torchobs.catalog import PHASES
-from torchobs.diagnosis import quantities
+from torchobs.diagnosis import text_format
 from torchobs.exporter.ui import charts
 from torchobs.exporter.ui.html import EMPTY, Html, exact, heading_cell, joined, number_cell, table, tag
 from torchobs.exporter.ui.urls import link
@@ -55,7 +55,7 @@ def _caption(model: Model, count: int) -> str:
     order = {"worst": "the worst first", "rank": "in their order", "step": "the least advanced first"}
     sorted_by = order.get(model.choice.sort, "the highest first")
     if model.pages == 1:
-        return f"{quantities.count(count)} on this node, {sorted_by}"
+        return f"{text_format.count(count)} on this node, {sorted_by}"
     first = (model.choice.page - 1) * PER_PAGE
     return f"{first + 1:,}–{first + len(model.rows):,} of {count:,} on this node, {sorted_by}"
 
@@ -67,12 +67,12 @@ def _row(model: Model, row: Row) -> Html:
     slow = row.status.slowness
     cells = [
         tag("td", _state(row.status)),
-        _number(quantities.count, step),
-        _number(quantities.seconds, row.pace.step_s if row.pace else None),
-        tag("td", charts.phases(row.pace.shares) if row.pace else quantities.NONE, class_="phases"),
+        _number(text_format.count, step),
+        _number(text_format.duration, row.pace.step_s if row.pace else None),
+        tag("td", charts.phases(row.pace.shares) if row.pace else text_format.NONE, class_="phases"),
         tag("td", _slowdown(row.status), class_="n slow" if slow and slow.is_slow else "n"),
-        _number(quantities.number, row.status.loss),
-        _number(quantities.number, row.grad_norm),
+        _number(text_format.number, row.status.loss),
+        _number(text_format.number, row.grad_norm),
         number_cell(_memory(row)),
         number_cell(_last_step(row.status)),
     ]
@@ -96,23 +96,23 @@ def _number(rounded: Callable[[float | None], str], value: float | None) -> Html
 def _slowdown(status: RankStatus) -> Html:
     slow = status.slowness
     if slow is None or not status.up:
-        return tag("span", quantities.NONE)
+        return tag("span", text_format.NONE)
     words = exact(f"{slow.factor:.2f}×", slow.factor)
     return joined([words, f" {PHASES[slow.phase]}"]) if slow.is_slow else words
 
 
 def _memory(row: Row) -> Html:
-    part = "" if row.memory_share is None else f" ({quantities.share(row.memory_share)})"
-    return joined([exact(quantities.size(row.memory), row.memory), part if row.memory is not None else ""])
+    part = "" if row.memory_share is None else f" ({text_format.percent(row.memory_share)})"
+    return joined([exact(text_format.size(row.memory), row.memory), part if row.memory is not None else ""])
 
 
 def _last_step(status: RankStatus) -> str:
     if not status.up:
-        return f"ended {quantities.span(status.beat_age_s)} ago"
+        return f"ended {text_format.span(status.beat_age_s)} ago"
     age_s = status.progress_age_s or 0.0
     if not status.steps:
-        return f"none for {quantities.span(age_s)}"
-    return "now" if age_s < 1.5 else f"{quantities.span(age_s)} ago"  # noqa: PLR2004  # the page is updated every second
+        return f"none for {text_format.span(age_s)}"
+    return "now" if age_s < 1.5 else f"{text_format.span(age_s)} ago"  # noqa: PLR2004  # the page is updated every second
 
 
 def _summary_row(rows: Sequence[Row]) -> Html:
@@ -124,13 +124,13 @@ def _summary_row(rows: Sequence[Row]) -> Html:
     memory = [row.memory for row in rows if row.memory is not None]
     cells = [
         tag("td", states),
-        number_cell(_range(quantities.count, [row.status.steps for row in rows])),
-        number_cell(quantities.seconds(median(pace.step_s for pace in paces) if paces else None)),
-        tag("td", charts.phases(mean) if mean else quantities.NONE, class_="phases"),
+        number_cell(_range(text_format.count, [row.status.steps for row in rows])),
+        number_cell(text_format.duration(median(pace.step_s for pace in paces) if paces else None)),
+        tag("td", charts.phases(mean) if mean else text_format.NONE, class_="phases"),
         tag("td", ""),
-        number_cell(_range(quantities.number, [row.status.loss for row in rows])),
-        number_cell(_range(quantities.number, [row.grad_norm for row in rows])),
-        number_cell(quantities.size(sum(memory) if memory else None)),
+        number_cell(_range(text_format.number, [row.status.loss for row in rows])),
+        number_cell(_range(text_format.number, [row.grad_norm for row in rows])),
+        number_cell(text_format.size(sum(memory) if memory else None)),
         tag("td", ""),
     ]
     return tag("tr", tag("th", "all", scope="row", class_="n"), *cells)
@@ -141,7 +141,7 @@ def _range(rounded: Callable[[float | None], str], values: Iterable[float | None
     finite = [value for value in known if isfinite(value)]
     nonfinite = dict.fromkeys(rounded(value) for value in known if not isfinite(value))
     ends = dict.fromkeys([rounded(min(finite)), rounded(max(finite))]) if finite else ()
-    return ", ".join([*([" – ".join(ends)] if ends else []), *nonfinite]) or quantities.NONE
+    return ", ".join([*([" – ".join(ends)] if ends else []), *nonfinite]) or text_format.NONE
 
 
 def _key(phase: str) -> Html:

@@ -67,3 +67,18 @@ def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> 
         elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD) and stamp >> 4 >= since_ns:
             found.add(fetching)
     return found
+
+
+PLAIN = (FETCH, FETCHED, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
+NO_FETCH = (FETCH, FETCHED)
+"""Boundaries at 0 ns for a step without a fetch"""
+NOT_PLAIN = (-1,) * 5
+
+
+def cut_after_backward(trace: list[int], arguments: list[int]) -> tuple[list[int], list[int]]:
+    """Remove and return what was recorded after the last backward's end."""
+    end = next((at for at in range(len(trace), 0, -1) if trace[at - 1] & 15 == BACKWARD_ENDS), len(trace))
+    named = sum(stamp & 15 in ARGUED for stamp in trace[:end])
+    behind = trace[end:], arguments[named:]
+    del trace[end:], arguments[named:]
+    return behind

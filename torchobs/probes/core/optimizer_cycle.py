@@ -23,7 +23,9 @@ _MOST_BESIDE = 8
 class OptimizerCycle:
     """The learned cycle, optimizers by id, and its progress. For the training thread; ``forget`` for any."""
 
-    __slots__ = ("_deferred", "_occasional", "_run_from", "expected", "is_nested", "pending", "seen", "within_backward")
+    __slots__ = (
+        "_deferred", "_occasional", "_run_from", "expected", "in_one_pass", "is_nested", "pending", "seen", "within_backward",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.expected: dict[int, int] = {}
@@ -34,6 +36,8 @@ class OptimizerCycle:
         """Optimizers yet to step in this cycle, if the fast path within the backward pass is in use; else empty"""
         self.within_backward = False
         """Whether the last optimizer stepped within a backward pass"""
+        self.in_one_pass = False
+        """Whether the last complete cycle was a single backward pass; a GAN's has two"""
         self.is_nested = False
         """Whether an optimizer's step has called another's, which rules the fast path out"""
         self._occasional: set[int] = set()
@@ -53,6 +57,10 @@ class OptimizerCycle:
     def note(self, key: int) -> None:
         """Count a step of that optimizer."""
         self.seen[key] = self.seen.get(key, 0) + 1
+
+    def is_begun(self) -> bool:
+        """Return True if some of the optimizers have stepped on the fast path, but not all."""
+        return 0 < len(self.pending) < len(self.expected)
 
     def catch_up(self) -> bool:
         """Count the steps that took the fast path; return True if there were any."""

@@ -13,16 +13,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.boundaries import (
-    BACKWARD_BEGINS,
-    BACKWARD_ENDS,
-    FETCH,
-    FETCHED,
-    LONG_TRACE,
-    PIN,
-    STEP_BEGINS,
-    STEP_ENDS,
-)
+from torchobs.probes.core.boundaries import FETCHED, LONG_TRACE, NO_FETCH, NOT_PLAIN, PIN, PLAIN, STEP_ENDS, cut_after_backward
 from torchobs.probes.core.model_tracker import Models
 from torchobs.probes.core.open_step import METER_EVERY, U32, OpenStep
 from torchobs.probes.core.optimizer_cycle import MOST_WITHOUT, OptimizerCycle, first_gradient
@@ -222,17 +213,29 @@ class StepRecorder(OpenStep):
             self.mark(STEP_ENDS, now_ns)
             return
         cycle.note(key)
+        in_one_pass = within_backward and not self._merged_backward
         if self.alive(key) is not optimizer:
             self._alive[key] = weakref.ref(optimizer, lambda _: self._forget(key))
         self._close(now_ns)
         if cycle.are_complete():
             cycle.note_occasional(self.step)
+            cycle.in_one_pass = in_one_pass
             self._commit()
 
     def end_pass(self) -> None:
-        """End the step if another backward begins after one in which only some of the optimizers have stepped."""
-        if self._cycle.catch_up() and self.trace and not self.direct:
-            self._close(self.trace[-1] >> 4)
+        """End the step with the last backward if only some optimizers have stepped in it, and another one begins.
+
+        Where a cycle is one pass, the others were left out (frozen, unused layers); else they may step in the next one.
+        """
+        if not self._cycle.is_begun() or not self.trace or self.direct:
+            return
+        self._cycle.catch_up()
+        trace, arguments = cut_after_backward(self.trace, self.arguments)
+        self._close(self.trace[-1] >> 4)
+        if self._cycle.in_one_pass:
+            self._commit()
+        self.trace += trace
+        self.arguments += arguments
 
     def end_plainly(self, now_ns: int) -> None:
         """End the step of the only optimizer: the fast path, taken by nearly all steps.
@@ -241,10 +244,10 @@ class StepRecorder(OpenStep):
         """
         trace, values = self.trace, self.values
         if len(trace) == 3:  # noqa: PLR2004  # without a loader
-            trace[:0] = _NO_FETCH
-        fetch, fetched, backward, backward_ends, optimizer = trace if len(trace) == 5 else _NOT_PLAIN  # noqa: PLR2004  # its boundaries
+            trace[:0] = NO_FETCH
+        fetch, fetched, backward, backward_ends, optimizer = trace if len(trace) == 5 else NOT_PLAIN  # noqa: PLR2004  # its boundaries
         codes = (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15)
-        if codes != _PLAIN or not self._clean or not self._timed:
+        if codes != PLAIN or not self._clean or not self._timed:
             del trace[: 2 * (fetched == FETCHED)]
             self.values, backward = StepValues(), self._has_backward()
             self._relieved = self._merged_backward = False
@@ -390,9 +393,3 @@ class StepRecorder(OpenStep):
         if ended is not None:
             self._without = 0 if ended.backward else self._without
             self._write(ended)
-
-
-_PLAIN = (FETCH, FETCHED, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
-_NO_FETCH = (FETCH, FETCHED)
-"""Boundaries at 0 ns for a step without a fetch"""
-_NOT_PLAIN = (-1,) * 5

@@ -192,7 +192,7 @@ class ClipWatch:
 
     def _intercept(self, tensors: list[Any], norm_type: Any) -> CapturedResults | None:
         """Return a capture of the tensors' norms, in a step that is due."""
-        due = float(norm_type) == _L2 and tensors and self._pace.would_be_due(self._context.recorder.step)
+        due = _is_l2(norm_type) and tensors and self._pace.would_be_due(self._context.recorder.step)
         if due and self._pace.fixed is None:
             now_ns = monotonic_ns()
             due = now_ns >= self._each_ns
@@ -205,7 +205,7 @@ class ClipWatch:
 
     def _note_total(self, tensors: list[Any], norm_type: Any, norm: Any, seen: CapturedResults | None) -> None:
         """Take a total norm: that of all gradients, unless the optimizer turns out to have more."""
-        if float(norm_type) != _L2 or not tensors:
+        if not _is_l2(norm_type) or not tensors:
             return
         begun_ns = monotonic_ns()
         made = self._clipping(tensors)
@@ -265,11 +265,11 @@ class ClipWatch:
                 return original(parameters, max_norm, total_norm, *args, **kwargs)
             seen = intercept(total_norm)
             if seen is None:
-                note(max_norm, total_norm)
-                return original(parameters, max_norm, total_norm, *args, **kwargs)
-            with seen:
                 result = original(parameters, max_norm, total_norm, *args, **kwargs)
-            note(max_norm, total_norm, seen)
+            else:
+                with seen:
+                    result = original(parameters, max_norm, total_norm, *args, **kwargs)
+            note(max_norm, total_norm, seen)  # only now: a limit that is no number is torch's to refuse
             return result
 
         return clip_grads_with_norm_
@@ -319,8 +319,9 @@ class ClipWatch:
 
         @functools.wraps(original)
         def clip_grad_value_(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> Any:
+            result = original(parameters, clip_value, *args, **kwargs)
             note(clip_value)
-            return original(parameters, clip_value, *args, **kwargs)
+            return result
 
         return clip_grad_value_
 
@@ -347,7 +348,7 @@ class ClipWatch:
 
     def _before_fsdp(self, module: Any, norm_type: Any) -> Clipping | None:
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        if float(norm_type) != _L2 or not gradients:
+        if not _is_l2(norm_type) or not gradients:
             return None
         made = self._clipping(gradients)
         self._measure_shards(gradients, made)
@@ -362,6 +363,14 @@ class ClipWatch:
 
 def _not_compiled(watched: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return once(lambda original: outside_of_graphs(original, watched(original)))
+
+
+def _is_l2(norm_type: Any) -> bool:
+    """Return True for the L2 norm. What is no number is the user's mistake, for torch to refuse."""
+    try:
+        return float(norm_type) == _L2
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _keyed(tensors: list[Any]) -> tuple[list[int], list[Any]]:

@@ -111,7 +111,9 @@ class ManualSteps:
         recorder, returned = self._context.recorder, self.returned
         if not any(stamp & 15 == BACKWARD_ENDS and stamp not in returned for stamp in reversed(recorder.trace)):
             return False
-        recorder.end_pass()
+        if recorder.pending:  # optimizers within the backward pass: what follows the last one's step is no other pass
+            recorder.end_pass()
+            return False
         if recorder.direct or self._training.in_closure:
             return False
         self._count_more(recorder)
@@ -140,6 +142,10 @@ class ManualSteps:
     def _begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Judge the time since the last backward when another one begins."""
         recorder = self._context.recorder
+        if recorder.pending:
+            recorder.end_pass()
+            self._optimizer_stepped()
+            return
         if recorder.direct:
             recorder.likely_end, self.active = None, False
             return
@@ -228,6 +234,9 @@ class ManualSteps:
     def _ends(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the state of the watched parameter when a backward has ended."""
         before_step, recorder, loss = self._before_step, self._context.recorder, args[0] if args else kwargs.get("tensors")
+        if recorder.pending:
+            self._optimizer_stepped()
+            return
         parameter = self._watched()
         found = _gradient(parameter) if parameter is not None else None
         if found is None or found == self._before:  # it was another model's backward
