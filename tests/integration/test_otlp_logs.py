@@ -190,6 +190,23 @@ def test_who_takes_no_logs_gets_the_rest_and_it_is_told_once(
     assert caplog.text.count("OTLP logs: the receiver refuses them: 404") == 1
 
 
+def test_a_refusal_is_told_again_once_something_was_accepted(
+    flight_dir: Path, receiver: Receiver, file: File, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twice refused, accepted, refused: two lines."""
+    statuses = iter((404, 404, 200, 404, 200))
+    receiver.answer = lambda _: Answer(next(statuses))
+    with Pushing(flight_dir, only_logs(receiver)) as pushing:
+        for look in range(1, 6):
+            event(file, "my.event", second=look)
+            file.beat(look)
+            file.save()
+            pushing.look(look)
+        counts = pushing.push.counts["logs"]
+    assert (counts.recorded, counts.sent, counts.dropped["refused"]) == (5, 2, 3)
+    assert caplog.text.count("OTLP logs: the receiver refuses them: 404") == 2
+
+
 HOSTILE: tuple[dict[str, object], ...] = (
     {"name": None}, {"name": ["x"]}, {"attrs": [1]}, {"step": "x"}, {"step": -(1 << 70)}, {"t": "x"}, {"t": 1 << 80},
     {"attrs": {"kind": {"a": 1}}, "name": "torchobs.anomaly"}, {"attrs": {"": "", "huge": 1 << 100}},
