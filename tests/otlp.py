@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -27,7 +28,7 @@ from torchobs.exporter.config import ExporterConfig
 from torchobs.exporter.exporter_metrics import ScrapeInput
 from torchobs.exporter.otlp.delivery import Clock as PushClock
 from torchobs.exporter.otlp.delivery import Counts
-from torchobs.exporter.otlp.options import PushConfig, PushTarget
+from torchobs.exporter.otlp.options import SIGNALS, PushConfig, PushTarget
 from torchobs.exporter.otlp.pipeline import PushPipeline
 from torchobs.ranks.scanner import Scanner
 
@@ -67,6 +68,12 @@ class Request:
     def traces(self) -> ExportTraceServiceRequest:
         """As spans."""
         found: ExportTraceServiceRequest = ExportTraceServiceRequest.FromString(self.body)
+        return found
+
+    @property
+    def logs(self) -> ExportLogsServiceRequest:
+        """As log records."""
+        found: ExportLogsServiceRequest = ExportLogsServiceRequest.FromString(self.body)
         return found
 
 
@@ -255,10 +262,28 @@ def spans(requests: list[Request]) -> list[Any]:
     ]
 
 
+def records(requests: list[Request]) -> list[Any]:
+    """Every log record of requests, in order."""
+    return [
+        record
+        for request in requests
+        for of_resource in request.logs.resource_logs
+        for of_scope in of_resource.scope_logs
+        for record in of_scope.log_records
+    ]
+
+
 class Collector:
     """A real OpenTelemetry Collector, which listens on an address of this machine and writes all it gets to a file."""
 
-    def __init__(self, program: str, start: Callable[..., subprocess.Popen[str]], home: Path, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        program: str,
+        start: Callable[..., subprocess.Popen[str]],
+        home: Path,
+        host: str = "127.0.0.1",
+        signals: Sequence[str] = SIGNALS,
+    ) -> None:
         self.http, self.grpc = (f"http://{host}:{free_port()}" for _ in range(2))
         self._out = home / "collected.json"
         listen = {name: {"endpoint": url.removeprefix("http://")} for name, url in (("http", self.http), ("grpc", self.grpc))}
@@ -268,7 +293,7 @@ class Collector:
             "exporters": {"file": {"path": str(self._out), "flush_interval": "50ms"}},
             "service": {
                 "telemetry": {"metrics": {"level": "none"}},
-                "pipelines": {"metrics": pipeline, "traces": pipeline},
+                "pipelines": dict.fromkeys(signals, pipeline),
             },
         }
         path = home / "otelcol.yml"
@@ -283,7 +308,7 @@ class Collector:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def resources(self, signal: str) -> list[dict[str, Any]]:
-        """The resources of `metrics` or `spans`, in order."""
+        """The resources of `metrics`, `spans` or `logs`, in order."""
         return [of for line in self.lines() for of in line.get(f"resource{signal.capitalize()}", [])]
 
 

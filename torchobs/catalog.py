@@ -74,7 +74,7 @@ class Metric(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event with a time in the event ring, exported as a span event and shown by the page and by ``inspect``."""
+    """An event with a time in the event ring, exported as a log record and as a span event, shown by page and ``inspect``."""
 
     name: str
     brief: str
@@ -756,12 +756,12 @@ EXPORTER_HOST_ERRORS = _counter("torchobs.exporter.host.errors", "{error}", HOST
 EXPORTER_HOST_STUCK = _gauge("torchobs.exporter.host.stuck", "", HOST_COLLECTOR, MOUNTPOINT).described(
     "1 while a collector has not returned for seconds, 0 otherwise: a network file system with a dead server."
 )
-_SIGNAL = Attribute("signal", "what is pushed over OTLP: data points or spans", ("metrics", "traces"))
+_SIGNAL = Attribute("signal", "what is pushed over OTLP: data points, spans or log records", ("metrics", "traces", "logs"))
 OTLP_RECORDED = _counter("torchobs.exporter.otlp.recorded", "{item}", _SIGNAL).described(
-    "Data points or spans to be pushed: the sum of sent, dropped and queued."
+    "Data points, spans or log records to be pushed: the sum of sent, dropped and queued."
 )
 OTLP_SENT = _counter("torchobs.exporter.otlp.sent", "{item}", _SIGNAL).described(
-    "Data points or spans that the receiver accepted."
+    "Data points, spans or log records that the receiver accepted."
 )
 OTLP_DROPPED = _counter(
     "torchobs.exporter.otlp.dropped",
@@ -769,10 +769,12 @@ OTLP_DROPPED = _counter(
     _SIGNAL,
     Attribute("reason", "why", ("overflow", "refused", "rejected", "shutdown")),
 ).described(
-    "Data points or spans dropped: the queue was full, the receiver refused the request or rejected a part of it, or the"
-    " exporter ended."
+    "Data points, spans or log records dropped: the queue was full, the receiver refused the request or rejected a part of"
+    " it, or the exporter ended."
 )
-OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", _SIGNAL).described("Data points or spans that wait to be sent.")
+OTLP_QUEUED = _gauge("torchobs.exporter.otlp.queued", "{item}", _SIGNAL).described(
+    "Data points, spans or log records that wait to be sent."
+)
 OTLP_FAILURES = _counter("torchobs.exporter.otlp.failures", "{request}", _SIGNAL).described(
     "Requests that failed and were, or will be, retried."
 )

@@ -1,4 +1,4 @@
-"""The real OpenTelemetry Collector: what its file exporter writes is what the rank's file holds, each point and each span."""
+"""The real OpenTelemetry Collector: what its file exporter writes is what the rank's file holds, each point, span and event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from tests.exporters import start_program
+from tests.exporters import Program, start_program
 from tests.otlp import Collector, of_json, pairs_of_json
 from tests.rank_files import live_rank, live_span, train
 from tests.support import free_port, wait_until
@@ -101,11 +101,78 @@ def test_the_collector_gets_what_was_recorded(
     try:
         check_points(collector, file)
         check_spans(collector, file)
+        check_logs(collector, file)
         check_exemplars(collector, shown)
     finally:
         file.close()
     complaints = [line for line in exporter.log.splitlines() if "level=error" in line or "level=warn" in line]
     assert [line for line in complaints if "does not answer within 2 s" not in line] == []  # which a busy machine may not
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_an_anomaly_is_there_within_ten_seconds(
+    collector: Collector, start: Callable[..., subprocess.Popen[str]], flight_dir: Path, tmp_path: Path, protocol: str
+) -> None:
+    """With the intervals that everybody has: the record waits neither for those of metrics nor for those of spans."""
+    endpoint = collector.grpc if protocol == "grpc" else collector.http
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 4))
+    start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
+    wait_until(lambda: collector.resources("metrics"))
+    happened_s = time.monotonic()
+    writer.event(catalog.EVENT_ANOMALY.name, {"kind": "loss_spike", "value": 3.5}, 3)
+    train(writer, range(4, 5))
+    wait_until(lambda: sent_logs(collector), timeout_s=10.0 - (time.monotonic() - happened_s))
+    ((_, record),) = sent_logs(collector)
+    assert record["eventName"] == catalog.EVENT_ANOMALY.name
+    writer.close()
+
+
+@pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])
+def test_a_collector_without_logs_gets_metrics_and_spans(
+    program: Callable[[str], str],
+    start: Callable[..., subprocess.Popen[str]],
+    flight_dir: Path,
+    tmp_path: Path,
+    protocol: str,
+) -> None:
+    """It answers 404, by gRPC UNIMPLEMENTED: that is told once, counted, and costs the other signals nothing."""
+    collector = Collector(program("otelcol"), start, tmp_path, signals=("metrics", "traces"))
+    environ = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": collector.grpc if protocol == "grpc" else collector.http,
+        "OTEL_EXPORTER_OTLP_PROTOCOL": protocol,
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
+    writer = live_rank(flight_dir)
+    train(writer, range(1, 4))
+    exporter = start_program(start, tmp_path / "log", free_port(), "--flight-dir", str(flight_dir), **environ)
+    for number in range(1, 4):
+        writer.event("my.event", {"number": number})
+        live_span(writer, number)
+        train(writer, range(3 + number, 4 + number))
+        wait_until(lambda number=number: refused_logs(exporter) == number)  # type: ignore[misc]  # binds the loop's variable
+    wait_until(lambda: len(sent_spans(collector)) == 3)
+    wait_until(lambda: any(not is_own(resource) for resource, *_ in sent_points(collector)))
+    writer.close()
+    why = "UNIMPLEMENTED" if protocol == "grpc" else "404"
+    assert exporter.log.count(f"OTLP logs: the receiver refuses them: {why}") == 1
+    assert exporter.log.count("level=error") == 1
+
+
+def refused_logs(exporter: Program) -> float | None:
+    """How many log records the receiver refused, on the exporter's page."""
+    return exporter.value("torchobs_exporter_otlp_dropped_total", signal="logs", reason="refused")
+
+
+def sent_logs(collector: Collector) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each log record with its resource."""
+    return [
+        (pairs_of_json(of["resource"]["attributes"]), record)
+        for of in collector.resources("logs")
+        for of_scope in of["scopeLogs"]
+        for record in of_scope["logRecords"]
+    ]
 
 
 def sent_spans(collector: Collector) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -218,6 +285,25 @@ def check_spans(collector: Collector, file: FlightFile) -> None:
     assert event["name"] == catalog.EVENT_ANOMALY.name
     assert pairs_of_json(event["attributes"]) == {"kind": "loss_spike", "value": 3.5, "step": 2}
     assert of_json({"stringValue": run["status"]["message"]}) == "the rank ended before it: exception"
+
+
+def check_logs(collector: Collector, file: FlightFile) -> None:
+    """The event as a record of the rank's, in the step's span."""
+    header = file.header
+    ((resource, record),) = sent_logs(collector)
+    assert resource["service.instance.id"] == header.incarnation.hex()
+    assert resource["k8s.pod.name"] == "pod-1"
+    (frame,) = [frame for _, frame in file.events() if frame["k"] == "event"]
+    assert int(record["timeUnixNano"]) == frame["t"] - header.monotonic_ns + header.wall_ns
+    assert (record["eventName"], record["severityNumber"], record["severityText"]) == ("torchobs.anomaly", 13, "WARN")
+    assert of_json(record["body"]) == "A step was judged anomalous: kind loss_spike, value 3.5, step 2"
+    attributes = pairs_of_json(record["attributes"])
+    del attributes["log.record.uid"]
+    own = {"torchobs.anomaly.kind": "loss_spike", "torchobs.anomaly.value": 3.5}
+    assert attributes == {**own, "torchobs.step": 2}
+    step = identifiers.step_span_id(identifiers.run_span_id(header), 2)
+    assert (record["traceId"], record["spanId"], record["flags"]) == (identifiers.trace_id(header), step, 1)
+    assert record["spanId"] in {span["spanId"] for _, span in sent_spans(collector)}
 
 
 def check_exemplars(collector: Collector, shown: Mapping[str, Any]) -> None:

@@ -27,7 +27,8 @@ def test_the_environment_is_chosen_and_not_copied() -> None:
     """A profiler's injection, PYTHONPATH, a rank's identity, a job's name and foreign secrets stay with the trainer."""
     kept = (
         *("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "XDG_RUNTIME_DIR", "TORCHOBS_EXPORTER_ADDRESS"),
-        *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER", "SSL_CERT_FILE", "https_proxy", "NO_PROXY"),
+        *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"),
+        *("SSL_CERT_FILE", "https_proxy", "NO_PROXY"),
     )
     left = (
         *("LD_PRELOAD", "LD_AUDIT", "CUDA_INJECTION64_PATH", "PYTHONPATH", "PYTHONSTARTUP", "BASH_ENV", "ENV"),

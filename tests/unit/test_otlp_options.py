@@ -23,7 +23,10 @@ def parsed(environ: dict[str, str], **given: str) -> PushConfig:
         {"OTEL_METRICS_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip"},
         {BASE: "  "},
         {BASE: "http://c:4318", "OTEL_SDK_DISABLED": "TRUE"},
-        {BASE: "http://c:4318", "OTEL_METRICS_EXPORTER": "none", "OTEL_TRACES_EXPORTER": "none"},
+        {
+            BASE: "http://c:4318",
+            **dict.fromkeys(("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"), "none"),
+        },
     ],
 )
 def test_without_an_endpoint_nothing_is_pushed(environ: dict[str, str]) -> None:
@@ -55,6 +58,9 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
         "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://metrics:2/x",
         "OTEL_EXPORTER_OTLP_HEADERS": "a=all,b=x%2Cy",
         "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "a=traces",
+        "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "http://logs:5/v1/logs",
+        "OTEL_EXPORTER_OTLP_LOGS_TIMEOUT": "1500",
+        "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL": "grpc",
         "OTEL_EXPORTER_OTLP_TIMEOUT": "2500",
         "OTEL_EXPORTER_OTLP_METRICS_COMPRESSION": "gzip",
         "OTEL_EXPORTER_OTLP_CERTIFICATE": "/ca",
@@ -66,6 +72,7 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
     found = parsed(environ)
     assert found.metrics == PushTarget("http://metrics:2/x", headers=headers, timeout_s=2.5, gzip=True, certificate="/ca")
     assert found.traces == PushTarget("http://all:1/v1/traces", headers=(("a", "traces"),), timeout_s=2.5, certificate="/ca")
+    assert found.logs == PushTarget("http://logs:5/v1/logs", "grpc", headers, timeout_s=1.5, certificate="/ca")
     assert (found.interval_s, found.span_delay_s, found.delta) == (15.0, 0.5, True)
     given = {"endpoint": "http://told:3", "metrics_endpoint": "http://m:4", "timeout": "1m", "interval": "5s"}
     told = parsed(environ, **given, temporality="cumulative")
@@ -75,12 +82,20 @@ def test_a_signal_s_own_value_beats_that_of_all_and_an_option_its_variable() -> 
     assert (told.interval_s, told.delta) == (5.0, False)
 
 
-@pytest.mark.parametrize("signal", ["metrics", "traces"])
+@pytest.mark.parametrize(("text", "wanted"), [("no", False), ("yes", True), ("", True)])
+def test_span_events_may_be_switched_off(text: str, wanted: bool) -> None:  # noqa: FBT001  # a case
+    """By option or by the exporter's variable; who says nothing has them."""
+    assert parsed({BASE: "http://c:1", "TORCHOBS_EXPORTER_OTLP_SPAN_EVENTS": text}).span_events is wanted
+    if text:
+        assert parsed({BASE: "http://c:1"}, span_events=text).span_events is wanted
+
+
+@pytest.mark.parametrize("signal", options.SIGNALS)
 def test_one_signal_may_be_pushed_alone(signal: str) -> None:
-    """By the other's exporter being none or prometheus, or by having the only endpoint."""
-    other = {"metrics": "TRACES", "traces": "METRICS"}[signal]
+    """By the others' exporters being none or prometheus, or by having the only endpoint."""
+    others = (f"OTEL_{other.upper()}_EXPORTER" for other in options.SIGNALS if other != signal)
     for environ in (
-        {BASE: "http://c:1", f"OTEL_{other}_EXPORTER": "prometheus,console"},
+        {BASE: "http://c:1", **dict.fromkeys(others, "prometheus,console")},
         {f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT": "http://c:1"},
     ):
         assert [name for name, _ in parsed(environ).targets()] == [signal]

@@ -139,8 +139,8 @@ def of_exporter(scrape: ScrapeInput, dropped: Mapping[str, int]) -> Iterator[Sam
         yield from _of_run(run)
     for signal, counts in (scrape.pushed or {}).items():
         yield from _of_push({"signal": signal}, counts)
-        if signal == "traces":
-            yield Sample(catalog.OTLP_UNREAD, {}, counts.unread_bytes)
+    if of_rings := [counts for signal, counts in (scrape.pushed or {}).items() if signal != "metrics"]:  # of the same rings
+        yield Sample(catalog.OTLP_UNREAD, {}, max(counts.unread_bytes for counts in of_rings))
     if scrape.host is not None:
         yield from scrape.host.own
 

@@ -33,7 +33,8 @@ _INHERITED = frozenset(
         *("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR"),
         # A Python from an HPC site's modules finds its own libpython by it.
         "LD_LIBRARY_PATH",
-        *("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_SDK_DISABLED", "OTEL_METRIC_EXPORT_INTERVAL"),
+        *("OTEL_METRICS_EXPORTER", "OTEL_TRACES_EXPORTER", "OTEL_LOGS_EXPORTER"),
+        *("OTEL_SDK_DISABLED", "OTEL_METRIC_EXPORT_INTERVAL"),
         *("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
     }
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SCOPE = "torchobs"
 """Instrumentation scope of torchobs' own metrics and spans."""
 
-_INT64 = 1 << 63
+_INT64, _FIXED64 = 1 << 63, 1 << 64
 _DEPTH = 8
 _NAMED = {
     "job_name": "service.name",
@@ -55,6 +55,31 @@ def clean(value: object, depth: int = _DEPTH) -> Any:
     if isinstance(value, Sequence) and depth:
         return [clean(item, depth - 1) for item in value]
     return labels.text(value)
+
+
+def text(value: object) -> str:
+    """Return a text as OTLP accepts it; empty for anything else."""
+    return encodable(value) if isinstance(value, str) else ""
+
+
+def mapping(value: object) -> dict[str, object]:
+    """Return a JSON object; empty for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def whole(value: object) -> int:
+    """Return an integer; 0 for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def time_ns(value: object) -> int:
+    """Return a Unix time in ns within the range of OTLP; 0 for what is none."""
+    return min(max(whole(value), 0), _FIXED64 - 1)
+
+
+def event_time_ns(header: Header, frame: Mapping[str, object]) -> int:
+    """Return when an event of a ring happened, Unix ns."""
+    return time_ns(whole(frame.get("t")) - header.monotonic_ns + header.wall_ns)
 
 
 def scope(name: str, version: str, schema_url: str, attributes: Iterable[tuple[str, object]]) -> InstrumentationScope:

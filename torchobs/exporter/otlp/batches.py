@@ -1,4 +1,4 @@
-"""Build the requests of a push from the ranks' metrics and spans, and keep per-rank state of what was sent before."""
+"""Build the requests of a push from the ranks' metrics, spans and events, and keep per-rank state of what was sent before."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from opentelemetry.sdk.resources import Resource
 from torchobs._version import __version__
 from torchobs.exporter import exporter_metrics
 from torchobs.exporter.otlp import attributes
+from torchobs.exporter.otlp.log_encoder import LogRequests, RankLog
 from torchobs.exporter.otlp.metric_encoder import Requests
 from torchobs.exporter.otlp.metric_source import Source
 from torchobs.exporter.otlp.span_encoder import SpanRequests, Trace
@@ -112,8 +113,9 @@ class Metrics:
 class Traces:
     """Builds the span requests of all ranks."""
 
-    def __init__(self, rings: SpanReader) -> None:
-        self._rings = rings
+    def __init__(self, rings: SpanReader, *, with_events: bool = True) -> None:
+        """``with_events``: the run's span holds torchobs' events."""
+        self._rings, self._with_events = rings, with_events
         self._traces: dict[str, Trace] = {}
 
     @property
@@ -146,13 +148,47 @@ class Traces:
     def _add(self, requests: SpanRequests, rank: Rank, wall_ns: int) -> None:
         header, live = rank.view.header, rank.view.live
         if rank.incarnation not in self._traces:
-            self._traces[rank.incarnation] = Trace(header)
+            self._traces[rank.incarnation] = Trace(header, with_events=self._with_events)
         trace = self._traces[rank.incarnation]
         trace.ring_head = live.event_head
         requests.add(trace, trace.take(self._rings.read(rank, wall_ns)))
         if not rank.up:
             last_ns = header.wall_ns + (live.heartbeat_ns or header.monotonic_ns) - header.monotonic_ns
             requests.add(trace, trace.finish(exporter_metrics.ending(rank), last_ns))
+
+
+class Logs:
+    """Builds the log requests of all ranks."""
+
+    def __init__(self, rings: SpanReader) -> None:
+        self._rings = rings
+        self._logs: dict[str, RankLog] = {}
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes of the event rings that were overwritten before they were read."""
+        return self._rings.unread_bytes
+
+    def collect(self, ranks: Iterable[Rank], wall_ns: int) -> Packed:
+        """Return the requests for the new events of ``ranks``, and drop the state of all other ranks."""
+        requests, served = LogRequests(), set()
+        for rank in ranks:
+            served.add(rank.incarnation)
+            head = rank.view.live.event_head
+            if rank.incarnation not in self._logs:
+                self._logs[rank.incarnation] = RankLog(rank.view.header)
+            log = self._logs[rank.incarnation]
+            if head != log.ring_head:
+                log.ring_head = head
+                requests.add(log, log.records(self._rings.fresh(rank, wall_ns), wall_ns))
+        self._rings.keep(served)
+        for gone in self._logs.keys() - served:
+            del self._logs[gone]
+        return requests.finish()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._rings.keep(())
 
 
 def _own_resource() -> Resource:

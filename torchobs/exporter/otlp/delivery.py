@@ -49,14 +49,14 @@ class Clock:
 
 
 class Batch(NamedTuple):
-    """One packed request and the number of its data points or spans."""
+    """One packed request and the number of its data points, spans or log records."""
 
     body: bytes
     items: int
 
 
 class Counts(NamedTuple):
-    """Counts of one signal's data points or spans. At any moment, recorded = sent + dropped + queued."""
+    """Counts of one signal's data points, spans or log records. At any moment, recorded = sent + dropped + queued."""
 
     recorded: int
     sent: int
@@ -65,7 +65,7 @@ class Counts(NamedTuple):
     failures: int = 0
     """failed requests that are retried"""
     unread_bytes: int = 0
-    """bytes of spans that were overwritten before they were read"""
+    """bytes of spans and events that were overwritten before they were read"""
 
     @property
     def queued(self) -> int:
@@ -192,6 +192,8 @@ class Sender:
     def __init__(self, signal: str, queue: RequestQueue, transport: Transport) -> None:
         self._signal, self._queue, self._transport = signal, queue, transport
         self._backoff = Backoff()
+        self._refused = False
+        """the last request was, and that is on the log"""
         self._thread = Thread(target=self._run, name=f"otlp-{signal}", daemon=True)
 
     def start(self) -> None:
@@ -217,8 +219,12 @@ class Sender:
 
     def _log_outcome(self, outcome: Outcome) -> None:
         if outcome.kind == "refused":
-            _log.error("OTLP %s: the receiver refuses them: %s", self._signal, outcome.words)
+            if not self._refused:  # a receiver without this signal would fill the log
+                _log.error("OTLP %s: the receiver refuses them: %s", self._signal, outcome.words)
+            self._refused = True
         elif outcome.kind == "retry":
             _log.warning("OTLP %s: not sent, they will be sent again: %s", self._signal, outcome.words)
         elif outcome.rejected or outcome.words:
             _log.warning("OTLP %s: the receiver rejected %d: %s", self._signal, outcome.rejected, outcome.words)
+        if outcome.kind == "sent":
+            self._refused = False

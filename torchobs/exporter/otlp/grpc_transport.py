@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 METHODS = {
     "metrics": "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
     "traces": "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
+    "logs": "/opentelemetry.proto.collector.logs.v1.LogsService/Export",
 }
 RETRYABLE = frozenset(
     {

@@ -19,7 +19,7 @@ from torchobs.config.options import Option, SettingsProblem, values_of, with_exp
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-SIGNALS = ("metrics", "traces")
+SIGNALS = ("metrics", "traces", "logs")
 PROTOCOLS = ("http/protobuf", "grpc")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\t]*")
@@ -45,17 +45,20 @@ class PushConfig:
 
     metrics: PushTarget | None = None
     traces: PushTarget | None = None
+    logs: PushTarget | None = None
     interval_s: float = 60.0
     """between two pushes of all metrics"""
     span_delay_s: float = 5.0
     """longest time between a span's end and its reading from the rank's file"""
+    span_events: bool = True
+    """events are also sent as span events of the run's span"""
     delta: bool = False
     queue_bytes: int = 8 * 1024**2
     """of each signal"""
 
     def targets(self) -> Iterator[tuple[str, PushTarget]]:
         """Yield the name and the target of each signal that is pushed."""
-        for signal, target in zip(SIGNALS, (self.metrics, self.traces), strict=True):
+        for signal, target in zip(SIGNALS, (self.metrics, self.traces, self.logs), strict=True):
             if target is not None:
                 yield signal, target
 
@@ -123,9 +126,10 @@ _HEADERS_BRIEF = "Headers of every request. Everybody on the machine can read an
 _TEMPORALITY_VARIABLE = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 OPTIONS = (
-    _option("endpoint", _URL, "Where to push metrics and spans; v1/metrics and v1/traces are added.", "nowhere"),
+    _option("endpoint", _URL, "Where to push everything; v1/metrics, v1/traces and v1/logs are added.", "nowhere"),
     _option("metrics_endpoint", _URL, "Where to push metrics, as it is.", "--otlp.endpoint"),
     _option("traces_endpoint", _URL, "Where to push spans, as it is.", "--otlp.endpoint"),
+    _option("logs_endpoint", _URL, "Where to push events, as log records, as it is.", "--otlp.endpoint"),
     _option("protocol", _PROTOCOL, "grpc needs the extra otlp-grpc.", "http/protobuf"),
     _option("headers", _HEADERS, _HEADERS_BRIEF, "none"),
     _option("compression", _COMPRESSION, "How requests are compressed.", "none"),
@@ -135,6 +139,16 @@ OPTIONS = (
     _option("client_key", _PATH, "The key of that certificate.", "none"),
     _option("metrics", _EXPORTER, "none: push no metrics.", "otlp", "OTEL_METRICS_EXPORTER"),
     _option("traces", _EXPORTER, "none: push no spans.", "otlp", "OTEL_TRACES_EXPORTER"),
+    _option("logs", _EXPORTER, "none: push no log records.", "otlp", "OTEL_LOGS_EXPORTER"),
+    with_exporter_variable(
+        Option(
+            "otlp_span_events",
+            option_types.BOOLEAN,
+            "Whether events are also sent with the run's span.",
+            "yes",
+            flag="--otlp.span-events",
+        )
+    ),
     _option(
         "interval",
         _SECONDS,
@@ -162,8 +176,8 @@ def parse(given: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> tup
     targets: dict[str, Any] = {signal: resolver.target(signal) for signal in SIGNALS}
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or not any(targets.values()):
         return None, resolver.problems
-    pauses = {"interval_s": resolver.value("interval"), "span_delay_s": resolver.value("span_delay")}
-    chosen: dict[str, Any] = {name: value for name, value in pauses.items() if value is not None}
+    fields = {"interval_s": "interval", "span_delay_s": "span_delay", "span_events": "span_events"}
+    chosen = {field: value for field, name in fields.items() if (value := resolver.value(name)) is not None}
     delta = resolver.value("temporality") in {"delta", "lowmemory"}
     return PushConfig(**targets, delta=delta, **chosen), resolver.problems
 
@@ -200,8 +214,10 @@ class _Resolver:
     def value(self, name: str, signal: str = "") -> Any:
         """Return an option's value, the signal's own if it has one; ``None`` if no source has a valid value."""
         option = _BY_NAME[f"otlp_{name}"]
-        ((variable, kind),) = option.also
-        own = (variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind) if signal and name in _OF_EACH_SIGNAL else None
+        own = None
+        if signal and name in _OF_EACH_SIGNAL:
+            ((variable, kind),) = option.also
+            own = variable.replace("_OTLP_", f"_OTLP_{signal.upper()}_"), kind
         found = values_of(option, self._given.get(option.name, ()), self._environ, self._problems, own)
         return found[-1] if found else None
 

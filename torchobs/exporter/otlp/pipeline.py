@@ -10,7 +10,7 @@ from dataclasses import replace
 from threading import Condition, Thread
 from typing import TYPE_CHECKING
 
-from torchobs.exporter.otlp.batches import OLDER_NS, Metrics, Traces, key_of
+from torchobs.exporter.otlp.batches import OLDER_NS, Logs, Metrics, Traces, key_of
 from torchobs.exporter.otlp.delivery import Batch, Clock, RequestQueue, Sender
 from torchobs.exporter.otlp.span_reader import SpanReader
 from torchobs.flight.format.layout import Region
@@ -40,7 +40,8 @@ class PushPipeline:
         self._senders = [Sender(name, queue, self._transports[name]) for name, queue in self._queues.items()]
         born_ns = self._clock.wall_ns()
         self._metrics = Metrics(delta=config.delta, series_limit=exporter.series_limit, born_ns=born_ns)
-        self._traces = Traces(SpanReader(exporter, born_ns - OLDER_NS))
+        self._traces = Traces(SpanReader(exporter, born_ns - OLDER_NS), with_events=config.span_events)
+        self._logs = Logs(SpanReader(exporter, born_ns - OLDER_NS))
         self._ended: set[str] = set()
         self._replaced_since: dict[str, Rank] = {}
         """ranks replaced by other incarnations since the last snapshot that was processed"""
@@ -61,8 +62,9 @@ class PushPipeline:
     def counts(self) -> Mapping[str, Counts]:
         """Counts of what was recorded, sent and dropped, by signal."""
         counts = {signal: queue.counts for signal, queue in self._queues.items()}
-        if "traces" in counts:
-            counts["traces"] = counts["traces"]._replace(unread_bytes=self._traces.unread_bytes)
+        for signal, rings in (("traces", self._traces), ("logs", self._logs)):
+            if signal in counts:
+                counts[signal] = counts[signal]._replace(unread_bytes=rings.unread_bytes)
         return counts
 
     @property
@@ -98,12 +100,14 @@ class PushPipeline:
     def _run(self) -> None:
         while (work := self._next()) is not None:
             scrape, final = work
+            self._push_logs(scrape.snapshot)
             self._push_traces(scrape, final=final)
             self._push_metrics(scrape, final=final)
             self._ended = {rank.incarnation for rank in (*scrape.snapshot.ranks, *scrape.snapshot.left) if not rank.up}
             with self._changed:
                 self._final = self._final and self._scrape is not None  # one handed over meanwhile is the final one
         self._traces.keep(())
+        self._logs.close()
 
     def _next(self) -> tuple[ScrapeInput, bool] | None:
         with self._changed:
@@ -116,6 +120,12 @@ class PushPipeline:
             served = {rank.incarnation for rank in scrape.snapshot.ranks}
             left = {incarnation: rank for incarnation, rank in left.items() if incarnation not in served}
             return scrape._replace(snapshot=replace(scrape.snapshot, left=(*left.values(),))), self._final
+
+    def _push_logs(self, snapshot: Snapshot) -> None:
+        """Push the new events of every look: whoever is to be told of an anomaly should not wait for it."""
+        if "logs" in self._queues:
+            ranks = (*snapshot.ranks, *self._replaced(snapshot))
+            self._put("logs", self._logs.collect(ranks, self._clock.wall_ns()))
 
     def _push_metrics(self, scrape: ScrapeInput, *, final: bool) -> None:
         if "metrics" not in self._queues:

@@ -22,8 +22,8 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode
 
 from torchobs import catalog
 from torchobs.exporter.otlp import attributes as otlp_attributes
+from torchobs.exporter.otlp.attributes import mapping, text, time_ns, whole
 from torchobs.flight.format import span_ids as identifiers
-from torchobs.flight.format.layout import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -45,17 +45,17 @@ _KINDS = {kind.name.lower(): kind for kind in SpanKind}
 _STATUSES = {"ok": StatusCode.OK, "error": StatusCode.ERROR}
 _SAMPLED = 0x01
 _HEX = re.compile(r"[0-9a-f]*")
-_FIXED64, _UINT32 = 1 << 64, 1 << 32
+_UINT32 = 1 << 32
 
 
 class Trace:
     """State of one incarnation's spans: open spans, the run's span, and torchobs' events."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, *, with_events: bool = True) -> None:
         self.resource = otlp_attributes.resource_of(header)
         self.ring_head = 0
         """position of the end of the rank's ring when it was last read"""
-        self._header = header
+        self._header, self._with_events = header, with_events
         self._run_id = identifiers.run_span_id(header)
         self._run: Frame | None = None
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
@@ -72,8 +72,7 @@ class Trace:
             self._next = position + 1
             kind, span_id = frame.get("k"), frame.get("span_id")
             if kind == "event":
-                if frame.get("name") != catalog.EVENT_SCALARS.name:  # points of curves, which are pushed as a metric
-                    self._add_event(frame)
+                self._add_event(frame)
             elif not isinstance(span_id, str):
                 continue
             elif span_id == self._run_id:
@@ -95,7 +94,7 @@ class Trace:
         if reason == "finished":
             ended = {"t1": last_ns, "status": "unset"}
         for frame in self._open.values():
-            yield frame | ended | {"t1": max(last_ns, _time(frame.get("t0")))}
+            yield frame | ended | {"t1": max(last_ns, time_ns(frame.get("t0")))}
         self._open.clear()
         run = self._run or self._run_frame()
         yield run if run.get("k") == "span" else run | ended | {"attrs": {"reason": reason}}
@@ -112,11 +111,13 @@ class Trace:
             del self._open[next(iter(self._open))]
 
     def _add_event(self, frame: Frame) -> None:
-        header, attributes = self._header, _mapping(frame.get("attrs"))
+        if not self._with_events or frame.get("name") == catalog.EVENT_SCALARS.name:  # curves are pushed as a metric
+            return
+        header, attributes = self._header, mapping(frame.get("attrs"))
         if isinstance(frame.get("step"), int):
             attributes = {**attributes, "step": frame["step"]}
-        at_ns = _time(_whole(frame.get("t")) - header.monotonic_ns + header.wall_ns)
-        self._events.append(Event(_text(frame.get("name")), otlp_attributes.cleaned(attributes.items()), at_ns))
+        at_ns = otlp_attributes.event_time_ns(header, frame)
+        self._events.append(Event(text(frame.get("name")), otlp_attributes.cleaned(attributes.items()), at_ns))
         self._seen_events += 1
 
     def _run_frame(self) -> Frame:
@@ -142,7 +143,7 @@ class SpanRequests:
     def add(self, trace: Trace, frames: Iterable[Frame]) -> None:
         """Add the spans of the sampled frames; invalid frames are skipped."""
         for frame in frames:
-            if _whole(frame.get("flags")) & _SAMPLED:
+            if whole(frame.get("flags")) & _SAMPLED:
                 with contextlib.suppress(ValueError):
                     self._spans.append((span_of(frame, trace), frame))
 
@@ -171,16 +172,16 @@ def span_of(frame: Frame, trace: Trace) -> ReadableSpan:
     dropped = [*_list(frame.get("dropped")), 0, 0, 0]
     events, more = trace.events_of(frame)
     cut, parent = _count(frame.get("cut")), frame.get("parent")
-    attributes = _mapping(frame.get("attrs")) | ({"torchobs.cut": cut} if cut else {})
+    attributes = mapping(frame.get("attrs")) | ({"torchobs.cut": cut} if cut else {})
     return ReadableSpan(
-        name=_text(frame.get("name")),
+        name=text(frame.get("name")),
         context=_context(frame.get("trace_id"), frame.get("span_id")),
         parent=_context(frame.get("trace_id"), parent, is_remote=frame.get("remote") is True) if parent else None,
         resource=trace.resource,
         instrumentation_scope=_scope_of(frame, trace.resource),
-        kind=_KINDS.get(_text(frame.get("kind")), SpanKind.INTERNAL),
-        start_time=_time(frame.get("t0")),
-        end_time=_time(frame.get("t1")),
+        kind=_KINDS.get(text(frame.get("kind")), SpanKind.INTERNAL),
+        start_time=time_ns(frame.get("t0")),
+        end_time=time_ns(frame.get("t1")),
         attributes=_bounded(attributes, dropped[0]),
         events=_bounded_list([*events, *map(_event, _list(frame.get("events")))], _count(dropped[1]) + more),
         links=_bounded_list([link for link, _ in _links(frame)], dropped[2]),
@@ -193,28 +194,28 @@ def _complete(message: Any, frame: Frame) -> None:
 
     The state is passed on unchanged; the API's ``TraceState`` would log a warning for each malformed one.
     """
-    message.flags |= _whole(frame.get("flags")) & 0xFF
-    message.trace_state = _text(frame.get("state"))
+    message.flags |= whole(frame.get("flags")) & 0xFF
+    message.trace_state = text(frame.get("state"))
     for link, (_, (flags, state)) in zip(message.links, _links(frame), strict=False):
-        link.flags, link.trace_state = _whole(flags) & 0xFF, _text(state)
+        link.flags, link.trace_state = whole(flags) & 0xFF, text(state)
 
 
 def _scope_of(frame: Frame, resource: Resource) -> InstrumentationScope:
     fields = [*_list(frame.get("scope")), None, None, None, None]
-    name, version, schema_url = (_text(field) for field in fields[:3])
+    name, version, schema_url = (text(field) for field in fields[:3])
     if name == otlp_attributes.SCOPE and not version:
         return otlp_attributes.own_scope(resource)
-    return otlp_attributes.scope(name, version, schema_url, _mapping(fields[3]).items())
+    return otlp_attributes.scope(name, version, schema_url, mapping(fields[3]).items())
 
 
 def _status(frame: Frame) -> Status:
-    code = _STATUSES.get(_text(frame.get("status")), StatusCode.UNSET)
-    return Status(code, _text(frame.get("description")) if code is StatusCode.ERROR else None)
+    code = _STATUSES.get(text(frame.get("status")), StatusCode.UNSET)
+    return Status(code, text(frame.get("description")) if code is StatusCode.ERROR else None)
 
 
 def _event(item: object) -> Event:
     at_ns, name, attributes, dropped = [*_list(item), None, None, None, None][:4]
-    return Event(_text(name), _bounded(_mapping(attributes), dropped), _time(at_ns))
+    return Event(text(name), _bounded(mapping(attributes), dropped), time_ns(at_ns))
 
 
 def _links(frame: Frame) -> Iterator[tuple[Link, tuple[object, object]]]:
@@ -222,7 +223,7 @@ def _links(frame: Frame) -> Iterator[tuple[Link, tuple[object, object]]]:
     for item in _list(frame.get("links")):
         trace_id, span_id, flags, state, attributes, dropped = [*_list(item), *[None] * 6][:6]
         with contextlib.suppress(ValueError):
-            yield Link(_context(trace_id, span_id), _bounded(_mapping(attributes), dropped)), (flags, state)
+            yield Link(_context(trace_id, span_id), _bounded(mapping(attributes), dropped)), (flags, state)
 
 
 def _bounded(attributes: Mapping[str, object], dropped: object) -> BoundedAttributes:
@@ -247,25 +248,9 @@ def _identifier(value: object, length: int) -> int:
     return int(value, 16)
 
 
-def _text(value: object) -> str:
-    return encodable(value) if isinstance(value, str) else ""
-
-
-def _mapping(value: object) -> dict[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
 def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _whole(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-def _time(value: object) -> int:
-    return min(max(_whole(value), 0), _FIXED64 - 1)
-
-
 def _count(value: object) -> int:
-    return min(max(_whole(value), 0), _UINT32 - 1)
+    return min(max(whole(value), 0), _UINT32 - 1)

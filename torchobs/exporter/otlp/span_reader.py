@@ -1,5 +1,7 @@
 """Read the ranks' event rings for the push, with its own file descriptors: the scanner's belong to its thread.
 
+Spans are read with the whole ring, because some wait in it; log records from what is new, at every look.
+
 A rank that writes more between two reads than its ring holds overwrites unread frames. Positions count bytes since the file's
 creation, so the loss is known in bytes, but not in spans.
 """
@@ -11,8 +13,8 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files.create import file_name
-from torchobs.flight.format.event_ring import MAX_PAYLOAD
-from torchobs.flight.format.layout import ALIGN
+from torchobs.flight.format.event_ring import MAX_PAYLOAD, Tail
+from torchobs.flight.format.layout import ALIGN, Region
 from torchobs.flight.reader import reader
 from torchobs.ranks.directory import Directory
 from torchobs.ranks.rank_file import READ_ERRORS
@@ -51,6 +53,8 @@ class SpanReader:
         self._directory, self._since_ns = Directory(config), since_ns
         self._files: dict[str, FlightFile] = {}
         self._ends: dict[str, _End] = {}
+        self._tails: dict[str, tuple[Tail, int]] = {}
+        """with the end of the ring at the last call"""
         self._warnings = RateLimiter(_EVERY_S)
 
     def read(self, rank: Rank, wall_ns: int) -> list[tuple[int, Frame]]:
@@ -65,18 +69,38 @@ class SpanReader:
             self._forget(rank.incarnation)
             _log.warning("OTLP: spans of %s cannot be read: %s", name, problem)
             return []
-        self._count_missed(rank, frames)
+        self._count_overwritten(rank, frames)
         if frames:
             newest = frames[-1][0]
             self._ends[rank.incarnation] = _End(newest, head if newest < head else newest + _LONGEST)
         return frames
 
+    def fresh(self, rank: Rank, wall_ns: int) -> list[bytes]:
+        """Return the payloads written to a rank's ring since the last call, oldest first; nothing if it cannot be read."""
+        name, header = file_name(rank.view.header), rank.view.header
+        size, is_new = header.regions[Region.EVENTS].length, header.wall_ns >= self._since_ns
+        tail, before = self._tails.get(rank.incarnation) or (Tail(size, header.seed), 0 if is_new else None)
+        try:
+            self._directory.names(wall_ns)
+            file = self._open(name, rank)
+            head = file.live().event_head
+            payloads = file.fresh_events(tail, head)
+        except READ_ERRORS as problem:
+            self._forget(rank.incarnation)
+            _log.warning("OTLP: events of %s cannot be read: %s", name, problem)
+            return []
+        self._tails[rank.incarnation] = tail, head
+        if before is not None and head - before > size:
+            self._missed(rank, head - before - size)
+        return payloads
+
     def keep(self, incarnations: Collection[str]) -> None:
         """Close the files of all other incarnations."""
         for incarnation in self._files.keys() - set(incarnations):
             self._forget(incarnation)
-        for incarnation in self._ends.keys() - set(incarnations):
-            del self._ends[incarnation]
+        for known in (self._ends, self._tails):
+            for incarnation in known.keys() - set(incarnations):
+                del known[incarnation]
 
     def close(self) -> None:
         """Close everything. Idempotent."""
@@ -93,14 +117,17 @@ class SpanReader:
             file.follow(self._directory.fd, name)
         return file
 
-    def _count_missed(self, rank: Rank, frames: list[tuple[int, Frame]]) -> None:
+    def _count_overwritten(self, rank: Rank, frames: list[tuple[int, Frame]]) -> None:
         """Count the bytes written since the last read that are no longer in the ring."""
         is_new = rank.view.header.wall_ns >= self._since_ns
         before = self._ends.get(rank.incarnation, _End(-1, 0) if is_new else None)
         oldest = next((position for position, _ in frames if before is not None and position > before.newest), None)
         if before is None or oldest is None or oldest - before.at <= _LONGEST:
             return
-        self.unread_bytes += oldest - before.at
+        self._missed(rank, oldest - before.at)
+
+    def _missed(self, rank: Rank, size: int) -> None:
+        self.unread_bytes += size
         if self._warnings.take(time.monotonic()):
             _log.warning(
                 "OTLP: rank %s writes more spans than its ring holds from one look to the next: of all ranks %d KiB are lost",

@@ -18,7 +18,7 @@ class Outcome:
 
     kind: Literal["sent", "retry", "refused"]
     rejected: int = 0
-    """data points or spans that the receiver rejected of a request that it accepted (partial success)"""
+    """data points, spans or log records that the receiver rejected of a request that it accepted (partial success)"""
     after_s: float | None = None
     words: str = ""
     """message of the receiver or of the operating system, printable"""
@@ -43,6 +43,7 @@ class Transport(Protocol):
 def accepted(signal: str, response: bytes) -> Outcome:
     """Return the outcome of a request that the receiver accepted; it may have rejected a part."""
     from google.protobuf.message import DecodeError
+    from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceResponse
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
@@ -50,6 +51,9 @@ def accepted(signal: str, response: bytes) -> Outcome:
         if signal == "metrics":
             metrics = ExportMetricsServiceResponse.FromString(response).partial_success
             rejected, words = metrics.rejected_data_points, metrics.error_message
+        elif signal == "logs":
+            logs = ExportLogsServiceResponse.FromString(response).partial_success
+            rejected, words = logs.rejected_log_records, logs.error_message
         else:
             traces = ExportTraceServiceResponse.FromString(response).partial_success
             rejected, words = traces.rejected_spans, traces.error_message
