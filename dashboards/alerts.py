@@ -6,7 +6,7 @@ Each alert has a runbook in docs/runbooks, and test cases that fire and that do 
 from __future__ import annotations
 
 from dashboards.alert_texts import THIS_RUN, Culprits
-from dashboards.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, select
+from dashboards.promql import BY_RUN, ONE_RANK, ONE_RUN, select
 from dashboards.recent import name, recent
 from dashboards.rules import WINDOW, Alert, Group
 from dashboards.values import DEFAULT, Values
@@ -18,11 +18,6 @@ LEAST_NONFINITE = LEAST_EXPLOSIONS
 """One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run."""
 LEAST_NONFINITE_LOSSES = 10
 """So many, and more than half of the steps: the loss stays so."""
-_WORST_RANKS = Culprits(
-    f"sum {BY_RANK} ({select(name(catalog.ANOMALIES), THIS_RUN)})",
-    '{{ printf "%.0f" $v }} anomalous steps',
-    "Most on",
-)
 
 
 def anomalies(values: Values = DEFAULT) -> Group:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchobs
 from tests.training import Recording, StepFlag, has, loss_of, mlp, recording
 from torchobs import catalog
 from torchobs.flight.format.step_record import RecordKind
@@ -281,3 +282,28 @@ def test_a_device_s_rate_is_never_read(run: Recording) -> None:
     assert probe.number_of(torch.tensor([0.5, 0.25])) is None
     assert (probe.number_of("0.5"), probe.number_of(None), probe.number_of(torch.tensor(0.5))) == (None, None, 0.5)
     assert run.errors() == []
+
+
+class _Unreadable(float):
+    """A learning rate that the optimizer can use and nobody can read."""
+
+    __slots__ = ()
+
+    def __float__(self) -> float:
+        raise OverflowError
+
+
+def test_a_rate_that_cannot_be_read_in_a_step_is_an_error_of_this_probe(flight_dir: Path) -> None:
+    """The step hook reads it between two looks of the optimizer probe; the training goes on, and the error is counted."""
+    run = Recording(torchobs.init(flight_dir=flight_dir, grad_interval=1_000_000))
+    try:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(4):
+            optimizer.param_groups[0]["lr"] = 0.1 if index < 2 else _Unreadable(0.1)
+            loss_of(model).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert len(run.steps()) == 4
+        assert "optimizer" in [error.partition(":")[0] for error in run.errors()]
+    finally:
+        torchobs.shutdown()

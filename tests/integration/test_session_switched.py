@@ -6,10 +6,12 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
 import torchobs
 from tests import support
 from tests.surface import torch_hooks
-from tests.training import Recording, StepFlag, has, recording, train
+from tests.training import Recording, StepFlag, has, mlp, recording, train
 from torchobs.config.settings import PROBES
 from torchobs.flight.files import control
 
@@ -73,6 +75,20 @@ def test_a_single_probe_is_switched_off_and_on(flight_dir: Path) -> None:
             train(3)
         assert [has(record, StepFlag.LOSS) for record in run.steps()] == [True] * 3 + [False] * 3 + [True] * 3
         assert all(has(record, StepFlag.GRAD_NORM) for record in run.steps())
+
+
+def test_what_a_probe_has_counted_is_kept_when_it_is_switched_off(flight_dir: Path) -> None:
+    """Steps of a scheduler in the tenth of a second before count; those without the probe do not."""
+    for run in recording(flight_dir):
+        with commanding(run, flight_dir) as give:
+            optimizer = torch.optim.SGD(mlp().parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            for probes_off in (1 << PROBES.index("schedulers"), 0):
+                optimizer.step()
+                for _ in range(4):
+                    scheduler.step()
+                give(control.Command(probes_off=probes_off))
+        assert run.values()[("torchobs.scheduler.steps",)] == 4
 
 
 def test_a_rank_that_starts_off_can_be_switched_on(flight_dir: Path) -> None:

@@ -136,3 +136,60 @@ def test_nothing_is_left_of_it_after_the_end(flight_dir: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "1", "0", "1", "True"], done.stderr
     assert all(not path.stat().st_size for path in flight_dir.glob("*.lock"))
+
+
+def run(flight_dir: Path, script: str) -> str:
+    """Return what the script prints."""
+    environment = {**clean_environment(), "TORCHOBS_DIR": str(flight_dir), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_second_session_marks_after_a_handler_has_come_and_gone(
+    start: Callable[..., subprocess.Popen[str]], flight_dir: Path, seen: Callable[[], Rank]
+) -> None:
+    """A handler for the time of a last checkpoint replaces ours; a session that begins after it leaves a mark again."""
+    script = (
+        "import signal, torchobs\ntorchobs.init()\nsignal.signal(signal.SIGTERM, print)\ntorchobs.shutdown()\n"
+        f"signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntorchobs.init()\n{WAITS}"
+    )
+    child = begin(start, flight_dir, script)
+    child.terminate()
+    assert child.wait(timeout=30) == -signal.SIGTERM
+    assert exporter_metrics.ending(seen()) == "terminated"
+
+
+def test_stacks_that_the_user_wants_on_sigterm_stay_theirs(flight_dir: Path) -> None:
+    """``faulthandler.register`` of one's own writes where it was told to and survives, during the session and after it."""
+    script = (
+        "import faulthandler, os, signal, torchobs\ntorchobs.init()\n"
+        "stacks = open(os.environ['TORCHOBS_DIR'] + '/stacks', 'w+')\n"
+        "faulthandler.register(signal.SIGTERM, file=stacks)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\ntorchobs.shutdown()\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        "stacks.seek(0)\nprint(stacks.read().count('Current thread'))"
+    )
+    assert run(flight_dir, script) == "2\n"
+    assert all(not path.stat().st_size for path in flight_dir.glob("*.lock"))
+
+
+def test_forks_of_several_threads_leave_sigterm_deliverable(flight_dir: Path) -> None:
+    """Neither a child nor a thread that forks beside another one keeps SIGTERM blocked."""
+    script = """
+import os, signal, sys, threading, torchobs
+torchobs.init()
+blocked = []
+def is_blocked():
+    return signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+def fork():
+    for _ in range(50):
+        child = os.fork()
+        if not child: os._exit(is_blocked())
+        blocked.append(os.waitpid(child, 0)[1] != 0 or is_blocked())
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=fork) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(blocked), sum(blocked))
+"""
+    assert run(flight_dir, script) == "200 0\n"

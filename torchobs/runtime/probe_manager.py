@@ -58,9 +58,13 @@ class ProbeManager:
         self._apply_changes()
 
     def switch_off(self, names: Collection[str]) -> None:
-        """Disable these probes and enable all others; what needs no torch (the exit probe) stays on. From any thread."""
-        context, self._off = self._context, frozenset(names) & self._factories.keys()
-        for name in self._off & self._probes.keys():
+        """Disable these probes and enable all others; what needs no torch (the exit probe) stays on. In the sampler thread."""
+        context, before = self._context, self._off
+        self._off = frozenset(names) & self._factories.keys()
+        for name in (self._off - before) & self._probes.keys():
+            sample: Callable[[], None] | None = getattr(self._probes[name], "sample", None)
+            if sample is not None:  # what it has counted since its last round
+                call(context.breaker(name), sample)
             context.breaker(name).is_open = True
         if self._started and self._has_changes():
             self._safe_point.arm(self._apply_changes)

@@ -14,7 +14,9 @@ import faulthandler
 import os
 import signal
 import stat
+import weakref
 from pathlib import Path
+from threading import get_ident
 
 from torchobs.flight.files import lock
 
@@ -25,28 +27,44 @@ a grace: half a minute by default in Kubernetes and Slurm, some minutes where a 
 _HEADING = b"Stack (most recent call first)"
 """What ``faulthandler`` writes first"""
 _BIT = 1 << (signal.SIGTERM - 1)
-_registered: list[int] = []
-"""The descriptor that the handler writes to, while there is one"""
-_held_back: list[bool] = []
-"""Not empty while a fork holds SIGTERM back"""
+
+
+class _LockFile:
+    """What ``faulthandler`` writes to. It alone keeps this alive, until somebody registers another file for SIGTERM."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def flush(self) -> None:
+        """Nothing is buffered; ``faulthandler`` asks for it."""
+
+
+_registered: weakref.ref[_LockFile] | None = None
+_held_back: set[int] = set()
+"""Threads of which a fork holds SIGTERM back"""
 
 
 def mark_in(lock_fd: int) -> bool:
     """Have SIGTERM leave its mark in the lock file; return True if so. Again with another file, it replaces the first."""
-    if not _registered and (_python_has_handler() or _kernel_has_handler() is not False):
-        return False
-    if _registered and not _is_ours():
-        return False
-    faulthandler.register(signal.SIGTERM, file=lock_fd, all_threads=False, chain=True)
-    _registered[:] = [lock_fd]
+    global _registered  # noqa: PLW0603  # as signal handlers are, one for the process
+    if not _is_ours():
+        if _python_has_handler() or _kernel_has_handler() is not False:
+            return False
+        # where ours was replaced, and what replaced it taken back, faulthandler still believes that its own is there
+        faulthandler.unregister(signal.SIGTERM)
+    file = _LockFile(lock_fd)
+    faulthandler.register(signal.SIGTERM, file=file, all_threads=False, chain=True)
+    _registered = weakref.ref(file)
     return True
 
 
 def unmark() -> None:
     """Give SIGTERM its default back, unless somebody else has installed a handler."""
-    if _registered and _is_ours():
+    if _is_ours():
         faulthandler.unregister(signal.SIGTERM)
-    _registered.clear()
 
 
 def marked_at(directory_fd: int, lock_name: str) -> float | None:
@@ -63,27 +81,33 @@ def marked_at(directory_fd: int, lock_name: str) -> float | None:
 
 def _before_fork() -> None:
     """Hold SIGTERM back: a child that gets one before it has let go of the handler would mark its parent's file."""
-    if _registered and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]):
-        _held_back.append(True)
+    if _in_use() and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]):
+        _held_back.add(get_ident())
 
 
 def _after_fork_in_parent() -> None:
-    if _held_back:
-        _held_back.clear()
+    if get_ident() in _held_back:
+        _held_back.remove(get_ident())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def _after_fork_in_child() -> None:
     unmark()
     _after_fork_in_parent()
+    _held_back.clear()  # other threads may have been about to fork
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
 
 
+def _in_use() -> bool:
+    """Return True if ``faulthandler`` still has our file for SIGTERM."""
+    return _registered is not None and _registered() is not None
+
+
 def _is_ours() -> bool:
     """Return True if the handler is the one in C that Python does not know of."""
-    return not _python_has_handler() and _kernel_has_handler() is True
+    return _in_use() and not _python_has_handler() and _kernel_has_handler() is True
 
 
 def _python_has_handler() -> bool:

@@ -68,6 +68,11 @@ class BeforeStep(HookList[[Any, bool]]):
         self.last = -1
         """The same of the last call: they are called for all optimizers of a step, or for none"""
 
+    def unregister(self, probe: str) -> None:
+        """See :class:`HookList`. Those that stay are called before the next step, and set ``due_at`` then."""
+        super().unregister(probe)
+        self.due_at = 0 if self.listeners else sys.maxsize
+
 
 class TakesLoss(HookList[[Any, Any, bool]]):
     """Called when a backward begins, with its tensors, the given gradients, and whether it accumulates its gradients."""

@@ -9,7 +9,6 @@ overhead budget; the interval in use is a metric. Norms that ``clip_grad_norm_``
 
 from __future__ import annotations
 
-import sys
 import weakref
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
@@ -72,7 +71,6 @@ class GradientProbe:
         """See :class:`~torchobs.probes.core.context.Probe`."""
         self._clip.remove()
         self._publisher.layers.names.built_modules.remove()
-        self._step_hook.due_at = sys.maxsize
 
     def sample(self) -> None:
         """Write norms of ended steps that have arrived from a device; publish measurements."""

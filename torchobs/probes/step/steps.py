@@ -29,6 +29,7 @@ from torchobs.probes.step.backward import BackwardWatch
 from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.manual_steps import ManualSteps
 from torchobs.probes.step.other_threads import OtherThreads
+from torchobs.support.error_guard import call
 from torchobs.support.graph_safe import graph_being_made
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ class StepProbe:
         self._context, self._recorder, self._training = context, context.recorder, context.training
         self._before_step, self._steps_within = context.hooks.before_step, context.hooks.steps_within.listeners
         breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
-        self._number_safely = context.breaker(OptimizerProbe.name).guard(number_of)
         self._changes = ModelChanges(context.recorder.models, context.writer)
         self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
@@ -213,6 +213,9 @@ class StepProbe:
         if rate is not None:
             recorder.values.learning_rate = rate
             recorder.values.flags |= StepFlag.LEARNING_RATE
+
+    def _number_safely(self, rate: object) -> float | None:
+        return call(self._context.breaker(OptimizerProbe.name), number_of, rate)  # another one once that probe is made anew
 
     def _watched(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the arguments with a closure that records where each evaluation begins, if there may be several."""
