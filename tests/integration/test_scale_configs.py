@@ -1,4 +1,4 @@
-"""The configurations for many ranks (docs/scale.md) in real programs: shards of agents, the Prometheus behind them, a gateway."""
+"""The configurations for many ranks (docs/scale.md) in real programs: agents in shards, what is behind them, a gateway."""
 
 from __future__ import annotations
 
