@@ -15,6 +15,7 @@ WORKERS ?= 3
 # Of the repetitions of `make test-long`: 1 is 100,000 damaged files, 1,400 kills and 100,000 steps.
 SHARE ?= 1
 MINUTES ?= 30
+SCALE ?=
 # Nothing, if the cluster has the images of `make kube-test` already.
 KUBE_IMAGES ?= kube-images
 
@@ -61,8 +62,8 @@ gpu: ## On a machine with a GPU, with a CUDA build of torch: the tests that need
 	$(MAKE) setup TORCH=$(TORCH:+cpu=)
 	$(BIN)/python -m tests.gpu
 
-scale: setup test-tools ## A thousand ranks, their exporters and a real Prometheus for ten minutes: no missed scrape
-	$(BIN)/python -m tests.bench.scale
+scale: setup test-tools ## A thousand ranks, exporters and a real Prometheus for ten minutes; SCALE='--ranks 4096 --restarts 0.1'
+	$(BIN)/python -m tests.bench.scale $(SCALE)
 
 soak: setup ## Half an hour of ranks that start, die and come back: the exporter does not grow
 	$(BIN)/python -m tests.bench.soak --minutes $(MINUTES)

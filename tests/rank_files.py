@@ -145,14 +145,14 @@ def train(writer: FlightWriter, steps: Sequence[int], *, loss: float | None = No
     writer.publish()
 
 
-def live_span(writer: FlightWriter, step: int) -> dict[str, Any]:
+def live_span(writer: FlightWriter, step: int, reason: str = "slow") -> dict[str, Any]:
     """Write the span of a step of :func:`train` that ended now, as the sampler thread does; return its frame."""
     header, now_ns = writer.header, time.time_ns()
     run = span_ids.run_span_id(header)
     frame = {
         "k": "span", "name": SPAN_STEP.name, "trace_id": span_ids.trace_id(header), "span_id": span_ids.step_span_id(run, step),
         "parent": run, "flags": 1, "kind": "internal", "t0": now_ns - S // 10, "t1": now_ns, "status": "unset",
-        "attrs": {"step": step, "reason": "slow", "duration_s": 0.1, "grad_norm": 1.0},
+        "attrs": {"step": step, "reason": reason, "duration_s": 0.1, "grad_norm": 1.0},
         "scope": ["torchobs", "1.2", None, {"s": 1}],
     }  # fmt: skip
     writer.events.append(frame)

@@ -1,8 +1,9 @@
 """Ranks without training, for the benchmarks of the exporter: a few processes write many flight files and keep them alive.
 
-``python -m tests.bench.fleet DIRECTORY FIRST RANKS LINES STEP_S WORLD HERE QUIET`` makes the files of one node with the real
-writer, says "ready" when they are there, moves heartbeats and takes steps. On the line "change" it gives every series another
-value and says "changed"; it leaves when its input ends, and the files stay.
+``python -m tests.bench.fleet DIRECTORY FIRST RANKS LINES STEP_S WORLD HERE QUIET RESTARTS`` makes the files of one node with
+the real writer, says "ready" when they are there, moves heartbeats and takes steps. On the line "change" it gives every series
+another value and says "changed"; it leaves when its input ends, and the files stay. RESTARTS is the share of the ranks that are
+started again every five minutes, one after the other: their old files stay as those of killed processes do.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from torchobs.flight.writer.writer import open_writer
 from torchobs.ranks.scanner import Scanner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Self
 
 BEAT_S = 0.4
 """A heartbeat is due every 0.5 s."""
+RESTART_S = 300.0
+"""The time in which the share of ranks that a fleet is given starts again."""
 FIT = 900
 """Series of layers that have room in a file of the usual size; one for more is twice as large."""
 _PARTS = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "ln_1", "ln_2")
@@ -63,6 +66,10 @@ class Rank:
                 sys.exit(f"a flight file has no room for {index + 1} quiet series")
         self._step = self._changes = 0
         self.change()
+
+    def abandon(self) -> None:
+        """Leave the file as a killed process does: closed by the kernel, with no exit in it."""
+        self._writer.close()
 
     def beat(self) -> None:
         """Show that the process lives."""
@@ -98,7 +105,7 @@ def bare_lines() -> int:
         families = Exposition().families(ScrapeInput(scanner.scan()), Style(openmetrics=False))
         lines = "".join(families).splitlines()
         scanner.close()
-        rank._writer.close()
+        rank.abandon()
     return sum('rank="0"' in line for line in lines)
 
 
@@ -128,11 +135,14 @@ class Node:
 
 
 class Fleet:
-    """The ranks of some nodes, alive within a ``with`` block; ``processes`` keep their files, of each node at least one."""
+    """The ranks of some nodes, alive within a ``with`` block; ``processes`` keep their files, of each node at least one.
 
-    def __init__(self, *nodes: Node, processes: int = 1, step_s: float = 0.5) -> None:
+    ``restarts``: the share of the ranks that is started again every :data:`RESTART_S`.
+    """
+
+    def __init__(self, *nodes: Node, processes: int = 1, step_s: float = 0.5, restarts: float = 0.0) -> None:
         self._jobs = [part for node in nodes for part in _parts(node, max(1, processes // len(nodes)))]
-        self._step_s = step_s
+        self._step_s, self._restarts = step_s, restarts
         self._children: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
@@ -154,7 +164,8 @@ class Fleet:
         self._wait("changed")
 
     def _start(self, part: Node, here: int) -> subprocess.Popen[str]:
-        arguments = (part.directory, part.first, part.ranks, part.lines, self._step_s, part.world, here, part.quiet)
+        of_node = (part.directory, part.first, part.ranks, part.lines)
+        arguments = (*of_node, self._step_s, part.world, here, part.quiet, self._restarts)
         command = [sys.executable, "-m", "tests.bench.fleet", *map(str, arguments)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_environment())
 
@@ -183,9 +194,10 @@ def _pipe(stream: IO[str] | None) -> IO[str]:
     return stream
 
 
-def _keep(ranks: list[Rank], step_s: float) -> None:
-    """Keep the ranks alive until the input ends."""
-    next_beat_s = next_step_s = time.monotonic()
+def _keep(ranks: list[Rank], start: Callable[[int], Rank], step_s: float, restarts: float) -> None:
+    """Keep the ranks alive until the input ends; ``start`` makes the one with that index again."""
+    next_beat_s = next_step_s = began_s = time.monotonic()
+    restarted = 0
     while True:
         now_s = time.monotonic()
         if now_s >= next_beat_s:
@@ -196,6 +208,11 @@ def _keep(ranks: list[Rank], step_s: float) -> None:
             next_step_s = now_s + step_s
             for rank in ranks:
                 rank.step()
+        if restarted < int((now_s - began_s) / RESTART_S * restarts * len(ranks)):
+            index = restarted % len(ranks)
+            ranks[index].abandon()
+            ranks[index] = start(index)
+            restarted += 1
         ready, _, _ = select.select([sys.stdin], [], [], max(0.0, min(next_beat_s, next_step_s) - time.monotonic()))
         if ready and not sys.stdin.readline():
             return
@@ -213,17 +230,21 @@ def _say(word: str) -> None:
 
 def main() -> None:
     """See the module."""
-    directory, first, count, lines, step_s, world, here, quiet = sys.argv[1:]
+    directory, first, count, lines, step_s, world, here, quiet, restarts = sys.argv[1:]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 65_536)), hard))
     gauges = max(0, int(lines) - bare_lines())
     ranks: list[Rank] = []
-    for number in range(int(first), int(first) + int(count)):
-        ranks.append(Rank(Path(directory), number, gauges, int(world), int(here), int(quiet)))
-        for rank in ranks if number % 16 == 0 else ():
+
+    def start(index: int) -> Rank:
+        return Rank(Path(directory), int(first) + index, gauges, int(world), int(here), int(quiet))
+
+    for index in range(int(count)):
+        ranks.append(start(index))
+        for rank in ranks if index % 16 == 0 else ():
             rank.beat()  # making many takes longer than a heartbeat may
     _say("ready")
-    _keep(ranks, float(step_s))
+    _keep(ranks, start, float(step_s), float(restarts))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""A thousand ranks, their exporters and one real Prometheus with the shipped rules: ``python -m tests.bench.scale``.
+"""A thousand ranks or more, their exporters and one real Prometheus with the shipped rules: ``python -m tests.bench.scale``.
 
 The ranks are files of the real writer, kept alive by a process for each exporter that takes a step of each rank a second. Each
 exporter is the real program with the ranks of one node. Prometheus, the newest on PATH (``prometheus3``, ``prometheus``),
 scrapes all of them and evaluates the rules of deploy/prometheus. Printed are missed scrapes, the longest one, how long the
 rules take, and the memory of all. The exit status is 1 when a scrape or an evaluation was missed, or a rank was ever not there.
+
+With ``--restarts 0.1`` a tenth of the ranks is killed and started again every five minutes, spread over that time, each on the
+machine where it was. Then as many ranks may be away at a scrape as start again within its interval.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import statistics
 import subprocess
 import sys
@@ -21,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.bench.fleet import Fleet, Node, flight_directory
+from tests.bench.fleet import RESTART_S, Fleet, Node, flight_directory
 from tests.bench.processes import MIB, available, cpu_s, exporter, leave_in_order, rss
 from tests.bench.scraping import ms
 from tests.exporters import Client, Program
@@ -38,6 +42,7 @@ WARM_S = 2 * INTERVAL_S + 5
 BYTES_PER_SERIES, BYTES_PER_RANK = 12_000, 2 * MIB
 """What all of it takes of the machine's memory: most of it is Prometheus'."""
 _LAST = "prometheus_rule_group_last_duration_seconds"
+_CREATED = "prometheus_tsdb_head_series_created_total"
 _MISSED = ("prometheus_rule_group_iterations_missed_total", "prometheus_rule_evaluation_failures_total")
 
 
@@ -45,6 +50,8 @@ _MISSED = ("prometheus_rule_group_iterations_missed_total", "prometheus_rule_eva
 class Record:
     """What was seen of the processes while it ran."""
 
+    created: list[float] = field(default_factory=list)
+    """series that Prometheus had made since its start, at each sample"""
     rules_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """seconds that each evaluation of a group of rules took"""
     evaluations: dict[str, float] = field(default_factory=dict)
@@ -63,6 +70,8 @@ class Record:
                     self.rules_s[group].append(sample.value)
                 elif sample.name == "prometheus_rule_group_iterations_total":
                     self.evaluations[group] = sample.value
+                elif sample.name == _CREATED:
+                    self.created.append(sample.value)
                 elif sample.name in lost:
                     lost[sample.name] += sample.value
         self.lost = lost
@@ -95,7 +104,10 @@ class Verdict:
     longest_s: float
     median_s: float
     series: int
+    created: int
+    """series that Prometheus has made while it was watched, those of rules among them"""
     least_ranks: int
+    restarts: int
     firing: int
 
     @property
@@ -104,8 +116,8 @@ class Verdict:
         return self.failed + self.late
 
 
-def ask(server: PrometheusServer, exporters: int, began_s: float) -> Verdict:
-    """Ask Prometheus what it has since then."""
+def ask(server: PrometheusServer, exporters: int, began_s: float, created: int) -> Verdict:
+    """Ask Prometheus what it has since then; ``created`` is what :class:`Record` saw of new series."""
     now_s = time.time()
     window = f"[{int(now_s - began_s)}s]"
 
@@ -123,6 +135,8 @@ def ask(server: PrometheusServer, exporters: int, began_s: float) -> Verdict:
         longest_s=one(f"max(max_over_time(scrape_duration_seconds{window}))"),
         median_s=one(f"quantile(0.5, quantile_over_time(0.5, scrape_duration_seconds{window}))"),
         series=int(one("sum(scrape_samples_scraped)")),
+        created=created,
+        restarts=int(one(f"sum(changes(torchobs_rank_start_time_seconds{window}))")),
         least_ranks=min((int(value) for series in ranks for _, value in series.points), default=0),
         firing=len([alert for alert in server.alerts() if alert.state == "firing"]),
     )
@@ -132,12 +146,16 @@ def table(record: Record, verdict: Verdict, options: argparse.Namespace, program
     """Render it as Markdown."""
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     name = (version.stdout + version.stderr).split("(")[0].strip().replace(", version", "").capitalize()
+    again = f", {options.restarts:.0%} of them started again every five minutes" if options.restarts else ""
+    who = f"{options.ranks:,} ranks{again}"
     lines = [
-        f"{options.ranks} ranks, {options.exporters} exporters, {name}, {options.minutes:g} minutes, every {INTERVAL_S} s:\n",
+        f"{who}, {options.exporters} exporters, {name}, {options.minutes:g} minutes, every {INTERVAL_S} s:\n",
         "| what | measured |\n|---|---|",
         f"| series | {verdict.series:,} |",
         f"| scrapes, missed | {verdict.scrapes}, {verdict.missed} |",
         f"| ranks alive, the least ever seen | {verdict.least_ranks} |",
+        f"| ranks started again | {verdict.restarts} |",
+        f"| series that came meanwhile, those of rules included | {verdict.created:,} |",
         f"| a scrape, as Prometheus sees it: median, longest | {ms(verdict.median_s)}, {ms(verdict.longest_s)} |",
         f"| evaluations of rules missed, failed | {', '.join(f'{value:.0f}' for value in record.lost.values())} |",
         f"| alerts firing | {verdict.firing} |",
@@ -167,16 +185,17 @@ def measure(options: argparse.Namespace, program: str) -> bool:
             home = undo.enter_context(flight_directory())
             nodes.append(Node(home, min(share, options.ranks - first), options.series, first, options.ranks))
         say(f"{options.ranks} ranks of {options.series} series for {len(nodes)} exporters")
-        undo.enter_context(Fleet(*nodes, step_s=1.0))
+        undo.enter_context(Fleet(*nodes, step_s=1.0, restarts=options.restarts))
         programs = [undo.enter_context(exporter(node.directory)) for node in nodes]
         scrape = [one.address for one in programs]
         settings = {"global": {"scrape_interval": f"{INTERVAL_S}s", "evaluation_interval": f"{INTERVAL_S}s"}}
         rules = sorted(RULES.glob("*.yml"))
         server = undo.enter_context(PrometheusServer(program, scrape=scrape, rules=rules, settings=settings))
         record, began_s = run(server, programs, options.minutes * 60)
-        verdict = ask(server, len(programs), began_s)
+        verdict = ask(server, len(programs), began_s, int(record.created[-1] - record.created[0]))
     print(table(record, verdict, options, program), flush=True)
-    return not verdict.missed and not any(record.lost.values()) and verdict.least_ranks == options.ranks
+    away = math.ceil(options.ranks * options.restarts * INTERVAL_S / RESTART_S)
+    return not verdict.missed and not any(record.lost.values()) and verdict.least_ranks >= options.ranks - away
 
 
 def say(text: str) -> None:
@@ -190,6 +209,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="how long, after the first scrapes (default: 10)")
     parser.add_argument("--ranks", type=int, default=1000, help="in all (default: 1000)")
     parser.add_argument("--exporters", type=int, default=8, help="that share them (default: 8, as one for a node of 125 ranks)")
+    parser.add_argument("--restarts", type=float, default=0.0, help="share started again every five minutes (default: 0)")
     parser.add_argument("--series", type=int, default=300, help="of a rank (default: 300, the most a rank has by default)")
     options = parser.parse_args()
     leave_in_order()
