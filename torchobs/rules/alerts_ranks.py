@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dashboards.alert_texts import DURATION, THIS_RUN, Culprits
-from dashboards.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
-from dashboards.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
-from dashboards.rules import Alert, Group
-from dashboards.values import DEFAULT, Values
 from torchobs import catalog
 from torchobs.ranks.state import FIRST_STEP_S
+from torchobs.rules.alert_texts import DURATION, THIS_RUN, Culprits
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
+from torchobs.rules.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
+from torchobs.rules.rule_file import Alert, Group
+from torchobs.rules.values import DEFAULT, Values
 
 SEEN = "5m"
 """How long a crash is looked for: rules are evaluated each minute by default, and the series of a dead rank ends before."""

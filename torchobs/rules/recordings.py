@@ -5,9 +5,9 @@ A run's series outlive its ranks' where they have to: who was alive, and how it 
 
 from __future__ import annotations
 
-from dashboards.promql import ONE_RANK, ONE_RUN, select
-from dashboards.rules import WINDOW, WINDOW_S, Group, Recording
 from torchobs import catalog
+from torchobs.rules.promql import ONE_RANK, ONE_RUN, select
+from torchobs.rules.rule_file import WINDOW, WINDOW_S, Group, Recording
 
 BY_RUN, BY_RANK = f"by ({ONE_RUN})", f"by ({ONE_RANK})"
 ON_RUN, ON_RANK = f"on ({ONE_RUN})", f"on ({ONE_RANK})"
