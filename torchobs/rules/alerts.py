@@ -28,8 +28,13 @@ _WORST_RANKS = Culprits(
 def anomalies(values: Values = DEFAULT) -> Group:
     """Return the rules about anomalous steps."""
     counted = (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)
-    rules = (_loss_not_finite(), _gradient_explosion(values), _gradient_vanishing(), _ranks_disagree())
+    rules = (_loss_not_finite(), _gradient_explosion(values), _gradient_vanishing())
     return Group("torchobs.anomalies", (*map(recent, counted), *rules))
+
+
+def disagreement() -> Group:
+    """Return the rule about ranks that differ; it needs nothing that others record, and is evaluated beside them."""
+    return Group("torchobs.disagreement", (_ranks_disagree(),))
 
 
 def _loss_not_finite() -> Alert:

@@ -24,10 +24,13 @@ LOOP = "15m"
 
 
 def ranks(values: Values = DEFAULT) -> Group:
-    """Return the rules."""
-    return Group(
-        "torchobs.ranks", (_failed(), _hung(), _run_hung(), _run_down(), _crash_loop(values), _missing(), _telemetry_gone())
-    )
+    """Return the rules about ranks and runs that are not there."""
+    return Group("torchobs.ranks", (_failed(), _run_down(), _crash_loop(values), _missing(), _telemetry_gone()))
+
+
+def hung() -> tuple[Group, ...]:
+    """Return the rules about those that do not move, by themselves: they are the dearest there are (tests/bench/rules.py)."""
+    return Group("torchobs.hung", (_hung(),)), Group("torchobs.run_hung", (_run_hung(),))
 
 
 def _failed() -> Alert:

@@ -18,15 +18,15 @@ _GIVEN_UP = 'reason="recompile_limit"'
 
 
 def speed(values: Values = DEFAULT) -> Group:
-    """Return the rules."""
-    return Group(
-        "torchobs.slow",
-        (
-            recent(catalog.COMPILE_RECOMPILES, born_later=True),
-            recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True),
-            *(_slowdown(values), _straggler(values), _data(), _recompiles(values), _throttled(values), _goodput(values)),
-        ),
-    )
+    """Return the rules about steps and machines."""
+    return Group("torchobs.slow", (_slowdown(values), _straggler(values), _data(), _throttled(values), _goodput(values)))
+
+
+def compilation(values: Values = DEFAULT) -> Group:
+    """Return the rules about recompilation, by themselves: there is a series for each guard of each rank."""
+    recompiles = recent(catalog.COMPILE_RECOMPILES, born_later=True)
+    given_up = recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True)
+    return Group("torchobs.compile", (recompiles, given_up, _recompiles(values)))
 
 
 def _slowdown(values: Values) -> Alert:

@@ -49,8 +49,11 @@ def alert_groups(chosen: Values = DEFAULT) -> list[Group]:
     """Return the groups with alerts, each with the recent increases that its alerts ask for."""
     return [
         alerts.anomalies(chosen),
+        alerts.disagreement(),
         alerts_ranks.ranks(chosen),
+        *alerts_ranks.hung(),
         alerts_speed.speed(chosen),
+        alerts_speed.compilation(chosen),
         alerts_checkpoints.checkpoints(chosen),
         alerts_resources.memory(chosen),
         alerts_resources.resources(chosen),
