@@ -145,7 +145,9 @@ def _best() -> str:
 def goodput() -> Group:
     """Return the rules about the use of the machines' time: productive rank seconds over world size times wall time.
 
-    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive.
+    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive. Steps
+    that a restart repeats count as productive, though they are lost: ranks count their steps from 0 and do not say which of
+    them they had done before, nor which checkpoint they were started from.
     """
     productive = f'{RUN_GOODPUT_RATE}{{state="productive"}}'
     return Group(
