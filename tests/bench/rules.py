@@ -70,6 +70,8 @@ def main() -> None:
         write(server.address, series(Run(ranks=options.ranks), ended_s - RANGE_S, ended_s, INTERVAL_S))
         time.sleep(2 * INTERVAL_S)  # what other groups record is there
         found, intervals = measure(server, options.seconds), {one["name"]: one["interval"] for one in groups(server)}
+        if unseen := sorted(group for group, times in found.items() if not times):
+            sys.exit(f"not evaluated within {options.seconds:g} s: {', '.join(unseen)}; more --seconds")
         firing = len([one for one in server.alerts() if one.state == "firing"])
         print(f"{options.ranks} ranks, {firing} alerts firing, Prometheus with {rss(server.pid) / MIB:,.0f} MiB\n")
     print(f"| group of rules | rules | interval | {options.ranks} ranks | {MANY:,} ranks |\n|---|---|---|---|---|")
