@@ -1,1 +1,1 @@
-"""Grafana dashboards and Prometheus rules, rendered from the catalog: `python -m dashboards`. Not in the wheel."""
+"""Renders dashboards and Prometheus rules into `deploy/`, from the catalog: `python -m dashboards`. Not in the wheel."""

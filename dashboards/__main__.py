@@ -8,69 +8,17 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import yaml
-
-from dashboards import (
-    alertmanager,
-    alerts,
-    alerts_checkpoints,
-    alerts_exporter,
-    alerts_ranks,
-    alerts_resources,
-    alerts_speed,
-    percentiles,
-    recordings,
-    rules,
-    values,
-)
-from dashboards.values import Values, ValuesError
+from torchobs.rules import files
+from torchobs.rules.values import DEFAULT, RUNBOOKS
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 
-ALERTS = """\
-The alerts. They work in Prometheus 2.42 (the first with `keep_firing_for`) and later, and need what torchobs-recordings.yml
-records."""
-RECORDINGS = "What alerts and dashboards compare and add up: of ranks, nodes and runs, over all machines."
-CLASSIC = "Percentiles of classic histograms, which is what Prometheus makes of a scrape unless told otherwise."
-NATIVE = """\
-Percentiles of native histograms. Load this file instead of rules/torchobs-percentiles.yml where the scrape makes them,
-for example with `convert_classic_histograms_to_nhcb: true`."""
 
-
-def rendered(chosen: Values = values.DEFAULT) -> dict[str, str]:
-    """Return every file by its path under `deploy/`. Raises :class:`ValuesError` for an alert that there is not."""
-    groups = alert_groups(chosen)
-    known = {rule.alert for group in groups for rule in group.rules if isinstance(rule, rules.Alert)}
-    if unknown := sorted({*chosen.severities, *chosen.disabled} - known):
-        raise ValuesError(f"there is no alert {', '.join(unknown)}")
-    return {
-        **_dashboards(chosen.runbooks),
-        "alertmanager/alertmanager.yml": alertmanager.render(),
-        "prometheus/rules/torchobs-alerts.yml": rules.render(groups, chosen, ALERTS),
-        "prometheus/rules/torchobs-recordings.yml": rules.render(recording_groups(), chosen, RECORDINGS),
-        "prometheus/rules/torchobs-percentiles.yml": rules.render(percentiles.split(percentiles.classic()), chosen, CLASSIC),
-        "prometheus/rules-native/torchobs-percentiles.yml": rules.render(
-            percentiles.split(percentiles.native()), chosen, NATIVE
-        ),
-    }
-
-
-def alert_groups(chosen: Values = values.DEFAULT) -> list[rules.Group]:
-    """Return the groups with alerts, each with the recent increases that its alerts ask for."""
-    return [
-        alerts.anomalies(chosen),
-        alerts_ranks.ranks(chosen),
-        alerts_speed.speed(chosen),
-        alerts_checkpoints.checkpoints(chosen),
-        alerts_resources.memory(chosen),
-        alerts_resources.resources(chosen),
-        alerts_exporter.itself(),
-    ]
-
-
-def recording_groups() -> list[rules.Group]:
-    """Return the groups that only record, but for the percentiles."""
-    return [recordings.runs(), recordings.speed(), recordings.goodput()]
+def rendered(runbooks: str = RUNBOOKS) -> dict[str, str]:
+    """Return every file by its path under `deploy/`; ``runbooks``: URL of the folder that alerts link to."""
+    rules = files.rendered(replace(DEFAULT, runbooks=runbooks))
+    folders = {name: "alertmanager" if name == files.ALERTMANAGER else "prometheus" for name in rules}
+    return {**_dashboards(runbooks), **{f"{folders[name]}/{name}": text for name, text in rules.items()}}
 
 
 def _dashboards(runbooks: str) -> dict[str, str]:
@@ -87,15 +35,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dashboards", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is stale")
     parser.add_argument("--out", type=Path, default=DEPLOY, help="folder to write to (default: deploy)")
-    parser.add_argument("--runbooks", metavar="URL", help=f"folder of the runbooks (default: {values.RUNBOOKS})")
-    parser.add_argument("--values", type=Path, metavar="FILE", help="YAML with other thresholds and severities")
+    parser.add_argument("--runbooks", metavar="URL", help=f"folder of the runbooks (default: {RUNBOOKS})")
     options = parser.parse_args(argv)
-    try:
-        chosen = values.load(options.values) if options.values else values.DEFAULT
-        files = rendered(replace(chosen, runbooks=options.runbooks.rstrip("/")) if options.runbooks else chosen)
-    except (ValuesError, OSError, yaml.YAMLError) as error:
-        parser.error(str(error))
-    stale = [(options.out / name, text) for name, text in files.items()]
+    found = rendered((options.runbooks or RUNBOOKS).rstrip("/"))
+    stale = [(options.out / name, text) for name, text in found.items()]
     stale = [(path, text) for path, text in stale if not path.is_file() or path.read_text(encoding="utf-8") != text]
     for path, text in stale:
         if options.check:

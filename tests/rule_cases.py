@@ -13,7 +13,7 @@ from urllib.parse import quote_plus
 
 import yaml
 
-from dashboards import values
+from torchobs.rules import values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -38,6 +38,10 @@ export TORCHOBS_DIR="$work/flight" PATH="$work/full/bin:$PATH"
 PYTHONPATH=$PWD torchobs run --no-exporter tests/scripts/loops.py low_rank > "$work/trained" || { cat "$work/trained"; exit 1; }
 [ "$(torchobs dashboards export "$work/dashboards")" = "12 dashboards in $work/dashboards" ]
 diff -r "$work/dashboards" "$checkout/deploy/grafana/dashboards"
+[ "$(torchobs rules export "$work/rules")" = "5 files in $work/rules" ]
+diff "$work/rules/alertmanager.yml" "$checkout/deploy/alertmanager/alertmanager.yml"
+rm "$work/rules/alertmanager.yml"
+diff -r --exclude=README.md "$work/rules" "$checkout/deploy/prometheus"
 torchobs inspect | grep -q 'rank' || { echo "torchobs inspect says nothing about the rank"; exit 1; }
 unset TORCHOBS_DIR
 "$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . tests/unit/test_{conventions,settings,integrations}.py

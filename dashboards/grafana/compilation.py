@@ -9,8 +9,8 @@ from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import Query
 from dashboards.grafana.queries import RANKS, per_rank
 from dashboards.grafana.template import Choice, page
-from dashboards.promql import increase, rate, select
 from torchobs import catalog
+from torchobs.rules.promql import increase, rate, select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

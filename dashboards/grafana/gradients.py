@@ -10,8 +10,8 @@ from dashboards.grafana.panels import Query
 from dashboards.grafana.queries import LAYERS, RANKS, worst
 from dashboards.grafana.run import RUN, grad_norm
 from dashboards.grafana.template import Choice, page
-from dashboards.promql import increase, rate, select
 from torchobs import catalog
+from torchobs.rules.promql import increase, rate, select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

@@ -9,8 +9,8 @@ from dashboards.grafana.layout import Section
 from dashboards.grafana.panels import Query
 from dashboards.grafana.queries import MOST, RANKS, RUNS, per_rank, worst
 from dashboards.grafana.template import Choice, page
-from dashboards.promql import increase, select
 from torchobs import catalog
+from torchobs.rules.promql import increase, select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dashboards.labels import RANK, RUN
-from dashboards.percentiles import rank_quantile, run_quantile
-from dashboards.promql import rate, select
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.rules.labels import RANK, RUN
+from torchobs.rules.percentiles import rank_quantile, run_quantile
+from torchobs.rules.promql import rate, select
 
 RUNS = tuple(f'{label}=~"${label}"' for label in RUN)
 """Matchers for the chosen run; series recorded over all ranks, and shared ones, have no `rank`."""

@@ -22,8 +22,8 @@ from dashboards.grafana.queries import (
     worst,
 )
 from dashboards.grafana.template import Choice, page
-from dashboards.promql import rate, select
 from torchobs import catalog
+from torchobs.rules.promql import rate, select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

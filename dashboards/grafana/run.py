@@ -24,8 +24,8 @@ from dashboards.grafana.queries import (
     worst,
 )
 from dashboards.grafana.template import Choice, page
-from dashboards.promql import exemplars, increase, rate, select
 from torchobs import catalog
+from torchobs.rules.promql import exemplars, increase, rate, select
 
 if TYPE_CHECKING:
     from grafana_foundation_sdk.models.dashboard import Dashboard, Panel

@@ -11,8 +11,8 @@ from grafana_foundation_sdk.models import dashboard as model
 from dashboards.grafana.layout import Section, arrange
 from dashboards.grafana.panels import DATASOURCE
 from dashboards.grafana.queries import FLEET, RANKS, RUNS, per_run
-from dashboards.promql import select
 from torchobs import catalog
+from torchobs.rules.promql import select
 
 TAG = "torchobs"
 FIRST_RANK = "0"

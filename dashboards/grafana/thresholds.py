@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dashboards.grafana.panels import BAD, FAIR, GOOD, Step
-from dashboards.values import DEFAULT
 from torchobs.detect.starvation import BEGINS, ENDS
+from torchobs.rules.values import DEFAULT
 
 ALERTS = DEFAULT.thresholds
 

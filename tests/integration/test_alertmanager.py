@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from dashboards import alertmanager
-from dashboards.__main__ import alert_groups
-from dashboards.rules import Alert
 from tests.prometheus_server import PrometheusServer
 from tests.support import NEEDS_MOUNT, clean_environment, wait_until
+from torchobs.rules import alertmanager
+from torchobs.rules.files import alert_groups
+from torchobs.rules.rule_file import Alert
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect_help": ["inspect", "--help"],
     "completion": ["completion", "bash"],
     "dashboards": ["dashboards", "--help"],
+    "rules": ["rules", "--help"],
     "doctor": ["doctor", "--no-training"],
     "inspect": ["inspect", "--dir"],
     "json": ["inspect", "--json", "--dir"],

@@ -25,6 +25,9 @@ CASES = [
     (["completion", "z"], {"zsh"}),
     (["doctor", "--js"], {"--json"}),
     (["dashboards", "ex"], {"export"}),
+    (["rul"], {"rules"}),
+    (["rules", "ren"], {"render"}),
+    (["rules", "render", "--val"], {"--values"}),
 ]
 
 
@@ -139,6 +142,13 @@ def test_the_help_teaches(command: str) -> None:
         (("top", "--interval", "0"), "expected a duration from 0.1s to 1h"),
         (("inspect", "--steps", "-3"), "expected an integer, from 0 to 1000000"),
         (("dashboards", "import", "."), "invalid choice: 'import'"),
+        (("rules", "import", "."), "invalid choice: 'import'"),
+        (("rules", "export"), "export needs the directory"),
+        (
+            ("rules", "export", ".", "--values", "my.yml"),
+            "export writes the shipped rules; `torchobs rules render`",
+        ),
+        (("rules", "render", "."), "render needs --values FILE"),
         (("completion", "csh"), "invalid choice: 'csh'"),
     ],
 )

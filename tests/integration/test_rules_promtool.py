@@ -3,14 +3,17 @@
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dashboards.promql import ONE_RANK, ONE_RUN
 from tests import rule_cases
 from tests.support import ROOT
+from torchobs.cli.dispatch import main
+from torchobs.rules.promql import ONE_RANK, ONE_RUN
+from torchobs.rules.values import DEFAULT, Thresholds
 
 ALERTS = sorted(path.stem for path in (ROOT / "tests" / "rules").glob("Torchobs*.yml"))
 PROGRAMS = pytest.mark.parametrize("name", ["promtool", "promtool3"])
@@ -61,6 +64,18 @@ def test_every_alert_fires_and_stays_quiet(
 ) -> None:
     """Every case of tests/rules/Torchobs*.yml, however often rules are evaluated."""
     check(program(name), "test", "rules", written(tmp_path, checkout, alert, interval))
+
+
+@PROGRAMS
+def test_rules_with_other_values_are_valid(name: str, program: Callable[[str], str], tmp_path: Path) -> None:
+    """Every threshold changed, each severity, and one alert left out."""
+    thresholds = {one.name: getattr(DEFAULT.thresholds, one.name) * 1.1 for one in fields(Thresholds)}
+    severities = {"TorchobsRankFailed": "page", "TorchobsRunDown": "ticket"}
+    own = {"thresholds": thresholds, "severities": severities, "disabled": ["TorchobsGoodputLow"]}
+    (tmp_path / "my.yml").write_text(yaml.safe_dump(own))
+    assert main(["rules", "render", "--values", str(tmp_path / "my.yml"), str(tmp_path)]) == 0
+    for path in sorted(tmp_path.rglob("torchobs-*.yml")):
+        check(program(name), "check", "rules", "--lint-fatal", path)
 
 
 def test_every_alert_has_cases(checkout: Path) -> None:

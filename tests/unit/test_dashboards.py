@@ -17,13 +17,13 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from dashboards import grafana
 from dashboards.__main__ import main
 from dashboards.grafana.layout import WIDTH
-from dashboards.labels import RUN
-from dashboards.values import DEFAULT, RUNBOOKS
 from tests import promql
 from tests.dashboards import panels, targets, variables
 from torchobs import catalog
 from torchobs.catalog import Kind, Metric, prometheus_label
 from torchobs.detect.starvation import BEGINS
+from torchobs.rules.labels import RUN
+from torchobs.rules.values import DEFAULT, RUNBOOKS
 
 DASHBOARDS: dict[str, dict[str, Any]] = {uid: json.loads(text) for uid, text in grafana.render(RUNBOOKS).items()}
 PANELS = [(uid, panel) for uid, dashboard in DASHBOARDS.items() for panel in panels(dashboard)]

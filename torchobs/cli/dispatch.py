@@ -1,6 +1,6 @@
 """The commands of ``torchobs`` by name; one is imported when it is called.
 
-All but the exporter and the completion work in a plain install, because they are needed in a training image after a crash.
+All but exporter, rules and completion work in a plain install, because they are needed in a training image after a crash.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ BRIEFS = {
     "doctor": "Check whether torchobs can work here, with remedies.",
     "exporter": "Serve the metrics of a machine's trainings to Prometheus.",
     "dashboards": "Write the Grafana dashboards into a directory.",
+    "rules": "Write alerts and rules for Prometheus into a directory.",
     "completion": "Print a script for the TAB key of a shell.",
 }
 OPTIONS = ("--help", "--version")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dashboards.alert_texts import SHARE, THIS_RUN, TIMES, Culprits, first
-from dashboards.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, select
-from dashboards.recent import name, recent
-from dashboards.recordings import GOODPUT_NOW, LATE, NODE_SLOWDOWN, RUN_STEP_BEST, RUN_STEP_MEAN, SLOWDOWN
-from dashboards.rules import WINDOW, Alert, Group
-from dashboards.values import DEFAULT, Values
 from torchobs import catalog
 from torchobs.detect.stragglers import LEAST_EXCESS_S, SLOW
+from torchobs.rules.alert_texts import SHARE, THIS_RUN, TIMES, Culprits, first
+from torchobs.rules.promql import BY_RANK, BY_RUN, ONE_RANK, ONE_RUN, select
+from torchobs.rules.recent import name, recent
+from torchobs.rules.recordings import GOODPUT_NOW, LATE, NODE_SLOWDOWN, RUN_STEP_BEST, RUN_STEP_MEAN, SLOWDOWN
+from torchobs.rules.rule_file import WINDOW, Alert, Group
+from torchobs.rules.values import DEFAULT, Values
 
 BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
 """Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
@@ -18,15 +18,15 @@ _GIVEN_UP = 'reason="recompile_limit"'
 
 
 def speed(values: Values = DEFAULT) -> Group:
-    """Return the rules."""
-    return Group(
-        "torchobs.slow",
-        (
-            recent(catalog.COMPILE_RECOMPILES, born_later=True),
-            recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True),
-            *(_slowdown(values), _straggler(values), _data(), _recompiles(values), _throttled(values), _goodput(values)),
-        ),
-    )
+    """Return the rules about steps and machines."""
+    return Group("torchobs.slow", (_slowdown(values), _straggler(values), _data(), _throttled(values), _goodput(values)))
+
+
+def compilation(values: Values = DEFAULT) -> Group:
+    """Return the rules about recompilation, by themselves: there is a series for each guard of each rank."""
+    recompiles = recent(catalog.COMPILE_RECOMPILES, born_later=True)
+    given_up = recent(catalog.COMPILE_FAILURES, _GIVEN_UP, born_later=True)
+    return Group("torchobs.compile", (recompiles, given_up, _recompiles(values)))
 
 
 def _slowdown(values: Values) -> Alert:

@@ -5,9 +5,9 @@ A run's series outlive its ranks' where they have to: who was alive, and how it 
 
 from __future__ import annotations
 
-from dashboards.promql import ONE_RANK, ONE_RUN, select
-from dashboards.rules import WINDOW, WINDOW_S, Group, Recording
 from torchobs import catalog
+from torchobs.rules.promql import ONE_RANK, ONE_RUN, select
+from torchobs.rules.rule_file import WINDOW, WINDOW_S, Group, Recording
 
 BY_RUN, BY_RANK = f"by ({ONE_RUN})", f"by ({ONE_RANK})"
 ON_RUN, ON_RANK = f"on ({ONE_RUN})", f"on ({ONE_RANK})"
@@ -145,7 +145,9 @@ def _best() -> str:
 def goodput() -> Group:
     """Return the rules about the use of the machines' time: productive rank seconds over world size times wall time.
 
-    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive.
+    The time between the crash and the restart, and that of ranks that are missing, is nobody's and so not productive. Steps
+    that a restart repeats count as productive, though they are lost: ranks count their steps from 0 and do not say which of
+    them they had done before, nor which checkpoint they were started from.
     """
     productive = f'{RUN_GOODPUT_RATE}{{state="productive"}}'
     return Group(

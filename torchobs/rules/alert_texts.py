@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dashboards.promql import ONE_RANK, select
 from torchobs import catalog
+from torchobs.rules.promql import ONE_RANK, select
 
 RUN = "Training run {{ $labels.run_id }} of {{ $labels.job_name }}{{ with $labels.cluster }} ({{ . }}){{ end }}"
 """How a summary begins"""

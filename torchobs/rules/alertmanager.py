@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from dashboards.labels import RUN
-from dashboards.rules import HEADER
+from torchobs.rules.labels import RUN
+from torchobs.rules.rule_file import HEADER
 
 ABOUT = """\
 # One notification per training run, pages apart from tickets; what follows from something worse is not told.

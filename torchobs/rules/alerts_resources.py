@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dashboards.alert_texts import DURATION, SHARE, THIS_RUN, Culprits
-from dashboards.promql import BY_RUN, ONE_RANK, select
-from dashboards.recent import name, recent
-from dashboards.rules import WINDOW, Alert, Group
-from dashboards.values import DEFAULT, Values
 from torchobs import catalog
+from torchobs.rules.alert_texts import DURATION, SHARE, THIS_RUN, Culprits
+from torchobs.rules.promql import BY_RUN, ONE_RANK, select
+from torchobs.rules.recent import name, recent
+from torchobs.rules.rule_file import WINDOW, Alert, Group
+from torchobs.rules.values import DEFAULT, Values
 
 _GPU_ERRORS = 'error_type=~"xid_hardware|ecc_uncorrected"'
 _MACHINE = "cluster, namespace, instance"

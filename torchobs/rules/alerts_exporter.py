@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dashboards.alert_texts import THIS_RUN, Culprits
-from dashboards.promql import BY_RUN, ONE_RUN, select
-from dashboards.recent import name, recent
-from dashboards.rules import WINDOW, Alert, Group
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.rules.alert_texts import THIS_RUN, Culprits
+from torchobs.rules.promql import BY_RUN, ONE_RUN, select
+from torchobs.rules.recent import name, recent
+from torchobs.rules.rule_file import WINDOW, Alert, Group
 
 _EXPORTER = "cluster, namespace, instance"
 

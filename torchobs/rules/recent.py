@@ -8,10 +8,10 @@ takes series for new after an outage of Prometheus.)
 
 from __future__ import annotations
 
-from dashboards.promql import ONE_RANK, select
-from dashboards.rules import WINDOW, WINDOW_S, Recording
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.rules.promql import ONE_RANK, select
+from torchobs.rules.rule_file import WINDOW, WINDOW_S, Recording
 
 RECENT = ":recent"
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dashboards import labels
 from torchobs.catalog import Metric
+from torchobs.rules import labels
 
 ONE_RANK = ", ".join(labels.RANK)
 """Labels that identify a rank: its number is unique only within one target."""

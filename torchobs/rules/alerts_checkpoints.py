@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dashboards.alert_texts import THIS_RUN, Culprits
-from dashboards.promql import BY_RUN, ONE_RUN, select
-from dashboards.recent import name, recent
-from dashboards.recordings import ALIVE, CHECKPOINT, FIRST_START
-from dashboards.rules import Alert, Group
-from dashboards.values import DEFAULT, Values
 from torchobs import catalog
+from torchobs.rules.alert_texts import THIS_RUN, Culprits
+from torchobs.rules.promql import BY_RUN, ONE_RUN, select
+from torchobs.rules.recent import name, recent
+from torchobs.rules.recordings import ALIVE, CHECKPOINT, FIRST_START
+from torchobs.rules.rule_file import Alert, Group
+from torchobs.rules.values import DEFAULT, Values
 
 RETRIED = "5m"
 """Whoever saves again after an error has done so by then."""

@@ -1,12 +1,10 @@
-"""Thresholds and severities of the alerts, from defaults and a person's own file: `python -m dashboards --values my.yml`."""
+"""Thresholds and severities of the alerts, from defaults and a person's own file: `torchobs rules render --values my.yml`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from torchobs._version import __version__
 
@@ -84,6 +82,8 @@ DEFAULT = Values()
 
 def load(path: Path) -> Values:
     """Read a values file. Raises :class:`ValuesError`, ``OSError`` or ``yaml.YAMLError``."""
+    import yaml  # without it there is still a help text with the thresholds
+
     given = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     _check(given, {one.name for one in fields(Values)}, "the file")
     thresholds = given.get("thresholds") or {}
@@ -92,21 +92,25 @@ def load(path: Path) -> Values:
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValuesError(f"thresholds: {name} is {value!r}, not a number above 0")
     severities = given.get("severities") or {}
+    _check(severities, None, "severities")
     for name, severity in severities.items():
         if severity not in SEVERITIES:
             raise ValuesError(f"severities: {name} is {severity!r}, not one of {', '.join(SEVERITIES)}")
+    disabled = given.get("disabled") or ()
+    if not isinstance(disabled, list | tuple):
+        raise ValuesError(f"disabled: a list of alerts is expected, not {disabled!r}")
     return Values(
         replace(DEFAULT.thresholds, **thresholds),
-        severities,
-        tuple(given.get("disabled") or ()),
+        {str(name): severity for name, severity in severities.items()},
+        tuple(map(str, disabled)),
         str(given.get("grafana_url") or "").rstrip("/"),
         str(given.get("runbooks") or RUNBOOKS).rstrip("/"),
     )
 
 
-def _check(given: Any, known: set[str], where: str) -> None:
+def _check(given: Any, known: set[str] | None, where: str) -> None:
+    """Raise for what is no mapping, or has a name that is not ``known``; None: any name will do."""
     if not isinstance(given, Mapping):
         raise ValuesError(f"{where}: names and values are expected")
-    unknown = sorted(set(map(str, given)) - known)
-    if unknown:
+    if known is not None and (unknown := sorted(set(map(str, given)) - known)):
         raise ValuesError(f"{where}: {', '.join(unknown)} means nothing here; there are {', '.join(sorted(known))}")

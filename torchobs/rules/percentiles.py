@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dashboards.labels import RUN
-from dashboards.promql import select
-from dashboards.rules import Group, Recording
 from torchobs import catalog
 from torchobs.catalog import Metric
+from torchobs.rules.labels import RUN
+from torchobs.rules.promql import select
+from torchobs.rules.rule_file import Group, Recording
 
 QUANTILES = ("0.5", "0.99")
 INTERVAL = "1m"

@@ -5,14 +5,14 @@ Each alert has a runbook in docs/runbooks, and test cases that fire and that do 
 
 from __future__ import annotations
 
-from dashboards.alert_texts import THIS_RUN, Culprits
-from dashboards.promql import BY_RUN, ONE_RANK, ONE_RUN, select
-from dashboards.recent import name, recent
-from dashboards.rules import WINDOW, Alert, Group
-from dashboards.values import DEFAULT, Values
 from torchobs import catalog
 from torchobs.detect.spikes import LEAST_EXPLOSIONS, LEAST_LOSS_SPIKES
 from torchobs.detect.vanishing import LASTING
+from torchobs.rules.alert_texts import THIS_RUN, Culprits
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, select
+from torchobs.rules.recent import name, recent
+from torchobs.rules.rule_file import WINDOW, Alert, Group
+from torchobs.rules.values import DEFAULT, Values
 
 LEAST_NONFINITE = LEAST_EXPLOSIONS
 """One step that was not finite and skipped, or survived in bfloat16, has happened to many a good run."""
@@ -23,8 +23,13 @@ LEAST_NONFINITE_LOSSES = 10
 def anomalies(values: Values = DEFAULT) -> Group:
     """Return the rules about anomalous steps."""
     counted = (catalog.ANOMALIES, catalog.AMP_STEPS_SKIPPED, catalog.STEPS)
-    rules = (_loss_not_finite(), _gradient_explosion(values), _gradient_vanishing(), _ranks_disagree())
+    rules = (_loss_not_finite(), _gradient_explosion(values), _gradient_vanishing())
     return Group("torchobs.anomalies", (*map(recent, counted), *rules))
+
+
+def disagreement() -> Group:
+    """Return the rule about ranks that differ; it needs nothing that others record, and is evaluated beside them."""
+    return Group("torchobs.disagreement", (_ranks_disagree(),))
 
 
 def _loss_not_finite() -> Alert:

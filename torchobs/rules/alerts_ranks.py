@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dashboards.alert_texts import DURATION, THIS_RUN, Culprits
-from dashboards.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
-from dashboards.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
-from dashboards.rules import Alert, Group
-from dashboards.values import DEFAULT, Values
 from torchobs import catalog
 from torchobs.ranks.state import FIRST_STEP_S
+from torchobs.rules.alert_texts import DURATION, THIS_RUN, Culprits
+from torchobs.rules.promql import BY_RUN, ONE_RANK, ONE_RUN, lasting, select
+from torchobs.rules.recordings import ALIVE, FAILED, FAULTS, GONE, LEFT, MISSING, STARTED
+from torchobs.rules.rule_file import Alert, Group
+from torchobs.rules.values import DEFAULT, Values
 
 SEEN = "5m"
 """How long a crash is looked for: rules are evaluated each minute by default, and the series of a dead rank ends before."""
@@ -24,10 +24,13 @@ LOOP = "15m"
 
 
 def ranks(values: Values = DEFAULT) -> Group:
-    """Return the rules."""
-    return Group(
-        "torchobs.ranks", (_failed(), _hung(), _run_hung(), _run_down(), _crash_loop(values), _missing(), _telemetry_gone())
-    )
+    """Return the rules about ranks and runs that are not there."""
+    return Group("torchobs.ranks", (_failed(), _run_down(), _crash_loop(values), _missing(), _telemetry_gone()))
+
+
+def hung() -> tuple[Group, ...]:
+    """Return the rules about those that do not move, by themselves: they are the dearest there are (tests/bench/rules.py)."""
+    return Group("torchobs.hung", (_hung(),)), Group("torchobs.run_hung", (_run_hung(),))
 
 
 def _failed() -> Alert:

@@ -1,0 +1,96 @@
+"""``torchobs rules``: the alerts and recording rules that belong to the installed version, as files for Prometheus.
+
+They are rendered when the command runs, from the catalog, so that neither a checkout nor Grafana's SDK is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchobs.cli import arguments
+from torchobs.cli.arguments import CommandError
+from torchobs.rules.values import DEFAULT, SEVERITIES, Thresholds, ValuesError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+_DESCRIPTION = """\
+Write alerts and recording rules for Prometheus, and a configuration of Alertmanager. `export` writes them as shipped, `render`
+with thresholds and severities of your own. Into DIR go rules/, which Prometheus loads; rules-native/, to load instead of the
+file of that name where histograms are stored as native ones; and alertmanager.yml. Files of other names are left alone."""
+
+_EXAMPLES = """\
+examples:
+  torchobs rules export /etc/prometheus/torchobs                    then rule_files: [torchobs/rules/*.yml]
+  torchobs rules render --values my.yml /etc/prometheus/torchobs    the same, with what my.yml sets
+  torchobs rules render --values my.yml > torchobs-alerts.yml       only the alerts, which is all that it changes
+
+my.yml, in which everything may be left out:
+  thresholds: {{memory: 0.85, goodput: 0.9}}
+  severities: {{TorchobsRankFailed: page}}          {severities}
+  disabled: [TorchobsCheckpointNever]             alerts to leave out
+  grafana_url: https://grafana.example.org        for the alerts' links to the dashboards
+  runbooks: https://wiki.example.org/runbooks     where your copy of the runbooks is
+
+thresholds and their defaults; shares are from 0 to 1, times in seconds:
+{thresholds}"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command's parser."""
+    width = max(len(one.name) for one in fields(Thresholds))
+    listed = [f"  {one.name:<{width}} {getattr(DEFAULT.thresholds, one.name):g}" for one in fields(Thresholds)]
+    examples = _EXAMPLES.format(severities=" or ".join(SEVERITIES), thresholds="\n".join(listed))
+    usage = "torchobs rules export DIR\n       torchobs rules render --values FILE [DIR]"
+    made = arguments.parser("rules", usage, _DESCRIPTION, examples)
+    made.add_argument("action", choices=("export", "render"), help="what to do")
+    directory = "where to write; it is made if it is not there. Without it, render prints the alerts."
+    made.add_argument("directory", metavar="DIR", type=Path, nargs="?", help=directory)
+    made.add_argument("--values", metavar="FILE", type=Path, help="YAML with your thresholds and severities, for render")
+    return made
+
+
+def main(given: Sequence[str]) -> int:
+    """Run ``torchobs rules`` with these arguments and return its exit status."""
+    made = parser()
+    options = made.parse_intermixed_args(list(given))  # DIR may follow --values FILE
+    if options.action == "export" and options.values:
+        made.error("export writes the shipped rules; `torchobs rules render` takes --values")
+    if options.action == "export" and not options.directory:
+        made.error("export needs the directory to write to")
+    if options.action == "render" and not options.values:
+        made.error("render needs --values FILE")
+    from torchobs.rules import files
+
+    texts = _rendered(options.values)
+    if options.directory is None:
+        sys.stdout.write(texts[files.ALERTS])
+        return 0
+    try:
+        for name, text in texts.items():
+            path = options.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{error.filename or options.directory}: {error.strerror}") from None
+    sys.stdout.write(f"{len(texts)} files in {options.directory}\n")
+    return 0
+
+
+def _rendered(values: Path | None) -> dict[str, str]:
+    """Return the files. Raises :class:`CommandError` for a file of values that cannot be read, or means nothing."""
+    import yaml
+
+    from torchobs.rules import files
+    from torchobs.rules.values import load
+
+    try:
+        return files.rendered(load(values) if values else DEFAULT)
+    except OSError as error:
+        raise CommandError(f"{values}: {error.strerror}", 2) from None
+    except (ValuesError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CommandError(f"{values}: {error}", 2) from None

@@ -1,0 +1,1 @@
+"""Alerts and recording rules for Prometheus, made from the catalog, and the configuration of Alertmanager that fits them."""

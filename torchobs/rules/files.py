@@ -1,0 +1,66 @@
+"""The rule files, by the path at which `torchobs rules` writes them: alerts, recordings, percentiles, alertmanager.yml."""
+
+from __future__ import annotations
+
+from torchobs.rules import (
+    alertmanager,
+    alerts,
+    alerts_checkpoints,
+    alerts_exporter,
+    alerts_ranks,
+    alerts_resources,
+    alerts_speed,
+    percentiles,
+    recordings,
+)
+from torchobs.rules.rule_file import Alert, Group, render
+from torchobs.rules.values import DEFAULT, Values, ValuesError
+
+ALERTS, ALERTMANAGER = "rules/torchobs-alerts.yml", "alertmanager.yml"
+"""Thresholds and severities are in the first; the second is read by Alertmanager, all others by Prometheus."""
+
+_ABOUT_ALERTS = """\
+The alerts. They work in Prometheus 2.42 (the first with `keep_firing_for`) and later, and need what torchobs-recordings.yml
+records."""
+_ABOUT_RECORDINGS = "What alerts and dashboards compare and add up: of ranks, nodes and runs, over all machines."
+_ABOUT_CLASSIC = "Percentiles of classic histograms, which is what Prometheus makes of a scrape unless told otherwise."
+_ABOUT_NATIVE = """\
+Percentiles of native histograms. Load this file instead of rules/torchobs-percentiles.yml where the scrape makes them,
+for example with `convert_classic_histograms_to_nhcb: true`."""
+
+
+def rendered(chosen: Values = DEFAULT) -> dict[str, str]:
+    """Return the text of every file. Raises :class:`ValuesError` where an alert is named that there is not."""
+    groups = alert_groups(chosen)
+    known = {rule.alert for group in groups for rule in group.rules if isinstance(rule, Alert)}
+    if unknown := sorted({*chosen.severities, *chosen.disabled} - known):
+        raise ValuesError(f"there is no alert {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    classic, native = (percentiles.split(group) for group in (percentiles.classic(), percentiles.native()))
+    return {
+        ALERTS: render(groups, chosen, _ABOUT_ALERTS),
+        "rules/torchobs-recordings.yml": render(recording_groups(), chosen, _ABOUT_RECORDINGS),
+        "rules/torchobs-percentiles.yml": render(classic, chosen, _ABOUT_CLASSIC),
+        "rules-native/torchobs-percentiles.yml": render(native, chosen, _ABOUT_NATIVE),
+        ALERTMANAGER: alertmanager.render(),
+    }
+
+
+def alert_groups(chosen: Values = DEFAULT) -> list[Group]:
+    """Return the groups with alerts, each with the recent increases that its alerts ask for."""
+    return [
+        alerts.anomalies(chosen),
+        alerts.disagreement(),
+        alerts_ranks.ranks(chosen),
+        *alerts_ranks.hung(),
+        alerts_speed.speed(chosen),
+        alerts_speed.compilation(chosen),
+        alerts_checkpoints.checkpoints(chosen),
+        alerts_resources.memory(chosen),
+        alerts_resources.resources(chosen),
+        alerts_exporter.itself(),
+    ]
+
+
+def recording_groups() -> list[Group]:
+    """Return the groups that only record, but for the percentiles."""
+    return [recordings.runs(), recordings.speed(), recordings.goodput()]
