@@ -25,8 +25,10 @@ _FOLLOWS = (
     ),
     (
         ("TorchobsRunHung",),
-        ("TorchobsRankHung", "TorchobsStraggler", "TorchobsSlowdown", "TorchobsDataStarvation", "TorchobsCheckpointOverdue"),
+        ("TorchobsRankHung", "TorchobsStraggler", "TorchobsSlowdown", "TorchobsDataStarvation", "TorchobsCheckpointOverdue",
+         "TorchobsGoodputLow"),
     ),
+    (("TorchobsDataStarvation",), ("TorchobsGoodputLow",)),
     (("TorchobsRankHung", "TorchobsStraggler"), ("TorchobsSlowdown",)),
     (("TorchobsLossNotFinite",), ("TorchobsGradientExplosion", "TorchobsLossScaleStuck")),
     (("TorchobsGpuFault",), ("TorchobsNvlinkDown", "TorchobsGpuThrottled", "TorchobsStraggler")),
