@@ -31,6 +31,7 @@ _FOLLOWS = (
     (("TorchobsDataStarvation",), ("TorchobsGoodputLow",)),
     (("TorchobsRankHung", "TorchobsStraggler"), ("TorchobsSlowdown",)),
     (("TorchobsLossNotFinite",), ("TorchobsGradientExplosion", "TorchobsLossScaleStuck")),
+    (("TorchobsLossScaleStuck",), ("TorchobsGradientExplosion",)),
     (("TorchobsGpuFault",), ("TorchobsNvlinkDown", "TorchobsGpuThrottled", "TorchobsStraggler")),
     (("TorchobsCgroupOomKill",), ("TorchobsOutOfMemoryNear", "TorchobsMemoryGrowth", "TorchobsLoaderWorkerDied")),
     (("TorchobsTelemetryGone",), ("TorchobsRanksMissing",)),
