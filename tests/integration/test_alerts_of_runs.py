@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler
 
 GOLDEN = Path(__file__).parent / "golden" / "runs.json.gz"
-LONG = ("starvation", "long-evaluation", "long-compile", "slow-first-step", "idle")
+LONG = ("starvation", "hang", "long-evaluation", "long-compile", "slow-first-step", "idle")
 """Runs to begin with: the others go on meanwhile."""
 HEALTHY = (
     RecordedRun("long-evaluation", [Life("evaluate")], 15),
@@ -51,6 +51,7 @@ HEALTHY = (
 )
 SICK = (
     RecordedRun("starvation", [Life("starve")], 15),
+    RecordedRun("hang", [Life("hang")], 18),
     RecordedRun(
         "rank-crash", [Life("train", 20), Life("train", 12), Life("crash", rank=1), Life("train", 16, rank=1)], 20, ranks=2
     ),
@@ -65,6 +66,10 @@ SICK = (
 )
 EXPECTED: dict[str, list[tuple[str, str, str]]] = {
     "starvation": [("tickets", "TorchobsDataStarvation", r"Worst: rank 0 on node-0: \d+")],
+    "hang": [
+        ("tickets", "TorchobsRankHung", r"Longest without a step: rank 0 on node-0: \d+m"),
+        ("pager", "TorchobsRunHung", r"Longest without a step: rank 0 on node-0: \d+m"),
+    ],
     "rank-crash": [("tickets", "TorchobsRankFailed", r"Among them: rank 1 on node-0: exception\.$")],
     "crash-loop": [
         ("tickets", "TorchobsRankFailed", r"Among them: rank 0 on node-0: exception\.$"),
