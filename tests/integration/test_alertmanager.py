@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
+from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
 from tests.prometheus_server import PrometheusServer
-from tests.support import NEEDS_MOUNT, clean_environment, wait_until
+from tests.support import wait_until
 from torchobs.rules import alertmanager
 from torchobs.rules.files import alert_groups
 from torchobs.rules.rule_file import Alert
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from http.server import BaseHTTPRequestHandler
+    from pathlib import Path
 
 SEVERITIES = {rule.alert: rule.severity for group in alert_groups() for rule in group.rules if isinstance(rule, Alert)}
-TEMPLATE = "prometheus/alertmanager/default.tmpl"
 RUN_OF = 'job_name="gpt", run_id="{run}"'
 SICK = """\
 torchobs_rank_exit{{{a}, rank="0", reason="exception"}} 1
@@ -40,46 +37,6 @@ torchobs_rank_up{{{c}, rank="3"}} 1
 hw_status{{{c}, rank="3", hw_id="GPU-1", hw_type="gpu", hw_state="failed"}} {lost}
 hw_errors_total{{{c}, rank="3", hw_id="GPU-1", hw_type="gpu", error_type="xid_application"}} 7
 """.format  # fmt: skip
-
-
-@contextmanager
-def serving(
-    handle: Callable[[BaseHTTPRequestHandler], bytes],
-) -> Iterator[str]:
-    """An HTTP server of this machine: its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = handle(self)
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET  # noqa: N815  # as http.server names it
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # as http.server names it
-            del format, args
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def alertmanager_command(binary: str) -> list[str]:
-    """How to start Debian's Alertmanager. Unpacked and not installed, its templates are not where it looks for them."""
-    share = Path(binary).resolve().parent.parent / "share"
-    if (Path("/usr/share") / TEMPLATE).exists() or not (share / TEMPLATE).exists():
-        return [binary]
-    moved = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /usr/share && exec "$@"', str(share)]
-    if subprocess.run([*moved, "true"], capture_output=True, check=False).returncode:
-        pytest.skip(NEEDS_MOUNT)
-    return [*moved, binary]
 
 
 def test_amtool_is_content(program: Callable[[str], str], checkout: Path) -> None:
@@ -126,17 +83,7 @@ def test_the_right_alert_arrives_once_with_its_culprit_and_resolves(
         return [one for one in told if one["receiver"] == "pager" and one["status"] == status]
 
     with serving(lambda _: page["text"].encode()) as target, serving(webhook) as receiver:
-        config = yaml.safe_load((checkout / "deploy" / "alertmanager" / "alertmanager.yml").read_text())
-        for route in (config["route"], *config["route"]["routes"]):
-            route |= {"group_wait": "3s", "group_interval": "1s"}
-        for one in config["receivers"]:
-            one["webhook_configs"][0]["url"] = f"http://{receiver}/"
-        (tmp_path / "alertmanager.yml").write_text(yaml.safe_dump(config))
-        address = f"127.0.0.1:{free_port()}"
-        start(
-            *binary, f"--config.file={tmp_path / 'alertmanager.yml'}", f"--storage.path={tmp_path / 'am'}",
-            f"--web.listen-address={address}", "--cluster.listen-address=", env=clean_environment(),
-        )  # fmt: skip
+        address = start_alertmanager(start, binary, tmp_path, free_port(), receiver)
         rules = []
         for path in sorted((checkout / "deploy" / "prometheus" / "rules").glob("torchobs-*.yml")):
             rules.append(tmp_path / path.name)  # an alert's end within the test, not after ten minutes

@@ -15,6 +15,9 @@ BURNS = (("6h", "30m", 2.0), ("1d", "2h", 1.0))
 """Long and short window, and how many times as fast as allowed the budget of lost time is used up in both"""
 _SLOW_NODE = ' The ranks of node {{ $l.host }} take {{ printf "%.2f" $v }} times as long on average.'
 _GIVEN_UP = 'reason="recompile_limit"'
+IDLE_S, IDLE_WITHIN = 60, "15m"
+"""A pause outside of the training loop is in the time of the step that follows it. Less makes the steps of ten minutes a tenth
+longer; and it is looked for beyond those ten minutes, because it was counted before that step ended."""
 
 
 def speed(values: Values = DEFAULT) -> Group:
@@ -30,12 +33,18 @@ def compilation(values: Values = DEFAULT) -> Group:
 
 
 def _slowdown(values: Values) -> Alert:
-    """Return the alert; the baseline is the run's best ten minutes, which begin anew with another model (the next fold)."""
+    """Return the alert; the baseline is the run's best ten minutes, which begin anew with another model (the next fold).
+
+    Who pauses a notebook, and goes on, has not become slow.
+    """
+    idle = select(catalog.GOODPUT_TIME, 'state="idle"')
     return Alert(
         alert="TorchobsSlowdown",
         expr=f"""
             max {BY_RUN} (
                 {RUN_STEP_MEAN} / on ({ONE_RUN}) {RUN_STEP_BEST} > {values.thresholds.slower:g}
+                unless on ({ONE_RUN})
+                increase({idle}[{IDLE_WITHIN}]) > {IDLE_S}
             )
         """,
         severity="ticket",

@@ -1,0 +1,261 @@
+"""Sick and healthy runs, from the training to the webhook.
+
+Real trainings on a real exporter were recorded (`tests/recorded_runs.py`: what of it is real, and what is slow motion; golden
+file `runs.json.gz`, recorded again by `pytest --update-golden`, in some minutes, best on an idle machine). Promtool's rule
+engine evaluates the shipped rules over them minute by minute, and what it has firing is sent to a real Alertmanager with the
+shipped configuration, as Prometheus sends it; `test_alertmanager.py` has a real Prometheus do that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import urllib.request
+from collections import defaultdict
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from tests.alertmanager_server import alertmanager_command, serving, start_alertmanager
+from tests.exporters import start_program
+from tests.prometheus_server import DIRECT
+from tests.recorded_runs import Life, RecordedRun, Recording, Told, cases, record, told
+from tests.support import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from http.server import BaseHTTPRequestHandler
+
+GOLDEN = Path(__file__).parent / "golden" / "runs.json.gz"
+LONG = ("starvation", "hang", "long-evaluation", "long-compile", "slow-first-step", "idle")
+"""Runs to begin with: the others go on meanwhile."""
+HEALTHY = (
+    RecordedRun("long-evaluation", [Life("evaluate")], 15),
+    RecordedRun("long-compile", [Life("compile_long")], 15),
+    RecordedRun("slow-first-step", [Life("slow_first_step")], 15),
+    RecordedRun("idle", [Life("idle")], 15),
+    RecordedRun("preempted", [Life("train", 16)], 20),
+    RecordedRun("finished", [Life("train_briefly")], 20),
+    RecordedRun("warm-up", [Life("warm_up")]),
+    RecordedRun("accumulation", [Life("accumulate")]),
+    RecordedRun("resumed", [Life("resume", 14), Life("resume")], 20),
+    RecordedRun("amp", [Life("scaler_calibrates")]),
+)
+SICK = (
+    RecordedRun("starvation", [Life("starve")], 15),
+    RecordedRun("hang", [Life("hang")], 18),
+    RecordedRun(
+        "rank-crash", [Life("train", 20), Life("train", 12), Life("crash", rank=1), Life("train", 16, rank=1)], 20, ranks=2
+    ),
+    RecordedRun("crash-loop", [*(Life("crash_soon") for _ in range(5)), Life("train", 14)], 20),
+    RecordedRun("persistent-nan", [Life("persistent_nan", 22), Life("train", 14)], 20),
+    RecordedRun("single-nan", [Life("single_nan")], 20),
+    RecordedRun("explosion", [Life("explosion")], 20),
+    RecordedRun("scaler-stuck", [Life("scaler_stuck")], 20),
+    RecordedRun("straggler", [Life("straggle", rank=rank) for rank in range(3)], ranks=3),
+    RecordedRun("slowdown", [Life("slow_down")]),
+    RecordedRun("checkpoints", [Life("fail_to_save")]),
+)
+EXPECTED: dict[str, list[tuple[str, str, str]]] = {
+    "starvation": [("tickets", "TorchobsDataStarvation", r"Worst: rank 0 on node-0: \d+")],
+    "hang": [
+        ("tickets", "TorchobsRankHung", r"Longest without a step: rank 0 on node-0: \d+m"),
+        ("pager", "TorchobsRunHung", r"Longest without a step: rank 0 on node-0: \d+m"),
+    ],
+    "rank-crash": [("tickets", "TorchobsRankFailed", r"Among them: rank 1 on node-0: exception\.$")],
+    "crash-loop": [
+        ("tickets", "TorchobsRankFailed", r"Among them: rank 0 on node-0: exception\.$"),
+        ("pager", "TorchobsCrashLoop", r"Among them: rank 0 on node-0: exception\.$"),
+    ],
+    "persistent-nan": [
+        ("tickets", "TorchobsGradientExplosion", r"layer layers\.\d of rank 0"),
+        ("pager", "TorchobsLossNotFinite", "Most on: rank 0 on node-0: "),
+    ],
+    "single-nan": [],
+    "explosion": [("tickets", "TorchobsGradientExplosion", r"layer layers\.\d of rank 0")],
+    "scaler-stuck": [
+        ("tickets", "TorchobsLossScaleStuck", "Longest: rank 0 on node-0: "),
+        ("pager", "TorchobsLossNotFinite", "Most on: rank 0 on node-0: "),  # at a scale of 0 the weights are lost, too
+    ],
+    "straggler": [("tickets", "TorchobsStraggler", "Slowest: rank 2 on node-1: ")],
+    "slowdown": [("tickets", "TorchobsSlowdown", "rank 0 on node-0")],
+    "checkpoints": [("pager", "TorchobsCheckpointFailed", "On: rank 0 on node-0: ")],
+}
+"""What arrives: receiver, alert, and the culprit in its description. A first symptom is a ticket; the page comes once
+it is known to be worse."""
+OUTLIVED = {"crash-loop": {"tickets"}}
+"""Receivers that are not told of the end, since the worse alert outlives the ticket: Alertmanager mutes the ends, too."""
+
+
+def active_sets(found: Sequence[Told]) -> dict[str, list[dict[str, Told]]]:
+    """Of each run, the sets of alerts that were active at once, in order: only changes, the last of them to none."""
+    minutes: dict[str, dict[int, dict[str, Told]]] = defaultdict(lambda: defaultdict(dict))
+    for one in found:
+        minutes[one.labels["run_id"]][one.at_s][one.labels["alertname"]] = one
+    changes: dict[str, list[dict[str, Told]]] = {}
+    for run, by_minute in minutes.items():
+        sets = [by_minute.get(at_s, {}) for at_s in range(min(by_minute), max(by_minute) + 61, 60)]
+        changes[run] = [now for before, now in pairwise([{}, *sets]) if before.keys() != now.keys()]
+    return changes
+
+
+def sent(labels: Mapping[str, str], annotations: Mapping[str, str], *, active: bool) -> dict[str, Any]:
+    """An alert as Prometheus sends it: one that has ended once more, with the time of its end."""
+    now = datetime.now(timezone.utc)
+    times = {"startsAt": now, "endsAt": now + timedelta(hours=2 if active else 0)}
+    return {"labels": labels, "annotations": annotations, **{name: at.isoformat() for name, at in times.items()}}
+
+
+def deliver(address: str, changes: Mapping[str, list[dict[str, Told]]], arrived: Sequence[Mapping[str, Any]]) -> None:
+    """Send what changes for each run, all first changes, then all second ones, waiting until Alertmanager has told of them.
+
+    It has when an alert of a new group, sent after them, has arrived at both receivers: for it Alertmanager waits three
+    seconds, as for other new groups, and for known ones a second.
+    """
+
+    def post(alerts: Sequence[dict[str, Any]]) -> None:
+        request = urllib.request.Request(  # to this machine
+            f"http://{address}/api/v2/alerts", json.dumps(alerts).encode(), {"Content-Type": "application/json"}
+        )
+        with DIRECT.open(request, timeout=10):
+            pass
+
+    before: dict[str, dict[str, Told]] = {}
+    for number in range(max(map(len, changes.values()))):
+        for run, sets in changes.items():
+            if number < len(sets):
+                alerts = {**before.get(run, {}), **sets[number]}
+                post([sent(one.labels, one.annotations, active=name in sets[number]) for name, one in alerts.items()])
+                before[run] = sets[number]
+        last = f"round-{number}"
+        post([sent({"alertname": "Sent", "run_id": last, "severity": one}, {}, active=True) for one in ("page", "ticket")])
+        wait_until(partial(_has_arrived_twice, arrived, last))
+
+
+def _has_arrived_twice(arrived: Sequence[Mapping[str, Any]], run: str) -> bool:
+    return [one["groupLabels"].get("run_id") for one in arrived].count(run) == 2  # the receivers
+
+
+def of_run(arrived: Sequence[Mapping[str, Any]], run: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    """The notifications about a run: receiver, status, and the alerts in that status."""
+    return [
+        (
+            one["receiver"],
+            one["status"],
+            tuple(sorted(alert["labels"]["alertname"] for alert in one["alerts"] if alert["status"] == one["status"])),
+        )
+        for one in arrived
+        if one["groupLabels"].get("run_id") == run
+    ]
+
+
+@pytest.fixture
+def recording(
+    pytestconfig: pytest.Config,
+    start: Callable[..., subprocess.Popen[str]],
+    flight_dir: Path,
+    tmp_path: Path,
+    free_port: Callable[[], int],
+    rules: Sequence[Path],
+) -> Recording:
+    """The pages of all runs; with `--update-golden` the runs take place, in some minutes."""
+    if pytestconfig.getoption("--update-golden"):
+        nodes = []
+        for number in range(2):
+            folder = flight_dir / str(number)
+            folder.mkdir(mode=0o700)
+            log = tmp_path / f"exporter-{number}.log"
+            nodes.append((folder, start_program(start, log, free_port(), "--flight-dir", str(folder))))
+        names = set(re.findall(r"\w+", "".join(path.read_text() for path in rules)))
+        runs = [replace(run, port=free_port()) for run in sorted((*HEALTHY, *SICK), key=lambda run: run.name not in LONG)]
+        record(runs, nodes, start, names).save(GOLDEN)
+    return Recording.load(GOLDEN)
+
+
+@pytest.fixture
+def rules(checkout: Path) -> Sequence[Path]:
+    """The shipped ones."""
+    folder = checkout / "deploy" / "prometheus" / "rules"
+    return [folder / "torchobs-recordings.yml", folder / "torchobs-alerts.yml"]
+
+
+def evaluated(promtool: str, text: str, folder: Path) -> list[Told]:
+    """What the rule engine has firing in each minute."""
+    path = folder / "cases.yml"
+    path.write_text(text)
+    done = subprocess.run(
+        [promtool, "test", "rules", path], capture_output=True, text=True, check=False, env={**os.environ, "GOGC": "800"}
+    )
+    output = done.stdout + done.stderr
+    found = told(output)
+    assert found or done.returncode == 0, output[-2000:]
+    return found
+
+
+def alerts_of(rules: Sequence[Path]) -> list[str]:
+    """The names of all alerts."""
+    groups = [group for path in rules for group in yaml.safe_load(path.read_text())["groups"]]
+    return [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def accepts(address: str) -> bool:
+    """Whether Alertmanager listens yet."""
+    try:
+        with DIRECT.open(f"http://{address}/-/ready", timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("name", ["promtool", "promtool3"])
+def test_of_healthy_runs_nothing_arrives(
+    name: str, program: Callable[[str], str], recording: Recording, rules: Sequence[Path], tmp_path: Path
+) -> None:
+    """No alert is active in any minute, by the oldest supported rule engine and by that of Prometheus 3."""
+    found = evaluated(program(name), cases(recording, HEALTHY, alerts_of(rules), rules), tmp_path)
+    assert [(one.at_s // 60, one.labels["run_id"], one.labels["alertname"]) for one in found] == []
+
+
+def test_of_sick_runs_the_right_alert_arrives_once_with_its_culprit_and_resolves(
+    program: Callable[[str], str],
+    recording: Recording,
+    rules: Sequence[Path],
+    free_port: Callable[[], int],
+    start: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+) -> None:
+    """What arrives of each run, in order, is all that is expected of it; what follows from something worse is not told."""
+    command = alertmanager_command(program("prometheus-alertmanager"))
+    found = evaluated(program("promtool"), cases(recording, SICK, alerts_of(rules), rules), tmp_path)
+    arrived: list[dict[str, Any]] = []
+
+    def webhook(request: BaseHTTPRequestHandler) -> bytes:
+        arrived.append(json.loads(request.rfile.read(int(request.headers["Content-Length"]))))
+        return b""
+
+    with serving(webhook) as receiver:
+        address = start_alertmanager(start, command, tmp_path, free_port(), receiver)
+        wait_until(lambda: accepts(address))
+        deliver(address, active_sets(found), arrived)
+    firing = {run: [(receiver, name) for receiver, name, _ in expected] for run, expected in EXPECTED.items()}
+    seen = {run: [(receiver, name) for receiver, status, names in of_run(arrived, run) if status == "firing" for name in names]
+            for run in EXPECTED}  # fmt: skip
+    assert seen == firing
+    ended = {run: sorted(receiver for receiver, status, _ in of_run(arrived, run) if status == "resolved") for run in EXPECTED}
+    assert ended == {
+        run: sorted({receiver for receiver, _ in expected} - OUTLIVED.get(run, set())) for run, expected in firing.items()
+    }
+    for run, expected in EXPECTED.items():
+        for _, name, culprit in expected:
+            said = [alert["annotations"]["description"] for one in arrived for alert in one["alerts"]
+                    if (alert["labels"].get("run_id"), alert["labels"]["alertname"]) == (run, name)]  # fmt: skip
+            assert said, (run, name)
+            assert all(re.search(culprit, text) for text in said), said
