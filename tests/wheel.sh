@@ -40,8 +40,9 @@ PYTHONPATH=$PWD torchobs run --no-exporter tests/scripts/loops.py low_rank > "$w
 diff -r "$work/dashboards" "$checkout/deploy/grafana/dashboards"
 [ "$(torchobs rules export "$work/rules")" = "5 files in $work/rules" ]
 diff "$work/rules/alertmanager.yml" "$checkout/deploy/alertmanager/alertmanager.yml"
-rm "$work/rules/alertmanager.yml"
-diff -r --exclude=README.md "$work/rules" "$checkout/deploy/prometheus"
+for rules in rules rules-native; do
+  diff -r "$work/rules/$rules" "$checkout/deploy/prometheus/$rules"
+done
 torchobs inspect | grep -q 'rank' || { echo "torchobs inspect says nothing about the rank"; exit 1; }
 unset TORCHOBS_DIR
 "$work/full/bin/python" -m pytest -q -c "$work/pyproject.toml" --rootdir . tests/unit/test_{conventions,settings,integrations}.py
