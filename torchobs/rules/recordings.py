@@ -40,7 +40,8 @@ NO_FAULT = ("finished", "interrupted", "terminated")
 """Exit reasons that are somebody's wish, and no fault."""
 FAULTS = "|".join(reason for reason in catalog.EXIT_REASONS if reason not in NO_FAULT)
 PAST = "7d"
-"""How far back a run's best and its first start are remembered over a gap."""
+"""How far back a run's best and its first start are remembered over a gap; a longer run is judged by so much of its end."""
+_PAST_S = 7 * 86_400
 GONE = "1h"
 """How long a run without a living rank may be restarted: its wall time counts on, as time lost."""
 _STEP_S = 60
@@ -162,7 +163,7 @@ def goodput() -> Group:
             Recording(
                 GOODPUT,
                 f"clamp_max({_STEP_S} * sum {BY_RUN} (sum_over_time({productive}[{PAST}:{_STEP_S}s])) / {ON_RUN} "
-                f"(last_over_time({WORLD_SIZE}[{GONE}]) * {ON_RUN} (time() - {FIRST_START})), 1)",
+                f"(last_over_time({WORLD_SIZE}[{GONE}]) * {ON_RUN} clamp_max(time() - {FIRST_START}, {_PAST_S})), 1)",
             ),
         ),
         interval="1m",
