@@ -16,6 +16,7 @@ from torchobs.rules.promql import ONE_RANK, ONE_RUN
 from torchobs.rules.values import DEFAULT, Thresholds
 
 ALERTS = sorted(path.stem for path in (ROOT / "tests" / "rules").glob("Torchobs*.yml"))
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 PROGRAMS = pytest.mark.parametrize("name", ["promtool", "promtool3"])
 
 
@@ -42,8 +43,8 @@ def written(
     groups = rule_cases.groups_of(files, alert)
     order = [group["name"] for group in groups["groups"]]
     cases = rule_cases.document(checkout / "tests" / "rules" / f"{alert}.yml", interval, only=only)
-    (folder / "rules.yml").write_text(yaml.safe_dump(groups))
-    (folder / "cases.yml").write_text(yaml.safe_dump(cases | {"group_eval_order": order}, width=4096))
+    (folder / "rules.yml").write_text(yaml.dump(groups, Dumper=DUMPER))
+    (folder / "cases.yml").write_text(yaml.dump(cases | {"group_eval_order": order}, Dumper=DUMPER, width=4096))
     return folder / "cases.yml"
 
 
@@ -56,8 +57,7 @@ def test_every_rule_file_is_valid(name: str, program: Callable[[str], str], chec
         check(program(name), "check", "rules", "--lint-fatal", path)
 
 
-@PROGRAMS
-@pytest.mark.parametrize("interval", rule_cases.INTERVALS)
+@pytest.mark.parametrize(("name", "interval"), [("promtool", "15s"), ("promtool", "1m"), ("promtool3", "1m")])
 @pytest.mark.parametrize("alert", ALERTS)
 def test_every_alert_fires_and_stays_quiet(
     name: str, program: Callable[[str], str], checkout: Path, tmp_path: Path, alert: str, interval: str
