@@ -146,9 +146,8 @@ def _ranks_disagree() -> Alert:
         severity="ticket",
         summary="has ranks that do not agree with each other.",
         description=(
-            "Their learning rates have differed for 10 minutes, or the sizes of their process groups or their "
-            "versions of torch "
-            "do: they do not train one model."
+            "Their learning rates have differed for 10 minutes, or the sizes of their process groups or their versions of "
+            "torch do: they do not train one model."
         ),
         culprits=Culprits(
             f"count by ({ONE_RUN}, torch_version) ({select(catalog.RANK_INFO, THIS_RUN)})",

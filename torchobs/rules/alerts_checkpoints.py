@@ -37,8 +37,7 @@ def _failed() -> Alert:
         summary="cannot save its checkpoints.",
         description=(
             '{{ printf "%.0f" $value }} saves raised an exception within ten minutes, and none has succeeded since. '
-            "If the run ends now, "
-            "all since the last checkpoint is lost."
+            "If the run ends now, all since the last checkpoint is lost."
         ),
         culprits=Culprits(
             select(name(catalog.CHECKPOINTS), THIS_RUN, 'result="failed"'), '{{ printf "%.0f" $v }} failed saves', "On"
@@ -65,8 +64,8 @@ def _overdue(values: Values) -> Alert:
         severity="ticket",
         summary="has saved no checkpoint for {{ $value | humanizeDuration }}.",
         description=(
-            f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, "
-            f"all since then is "
+            f"That is more than {values.thresholds.checkpoint_cadences:g} times its usual interval. If it ends now, all since "
+            f"then is "
             "lost."
         ),
     )

@@ -33,8 +33,7 @@ def _disabled() -> Alert:
         summary="is watched by fewer probes.",
         description=(
             '{{ printf "%.0f" $value }} probes raised an exception and were switched off: what they measure is not '
-            "seen in those "
-            "ranks any more. Training is not affected."
+            "seen in those ranks any more. Training is not affected."
         ),
         culprits=Culprits(probes, '{{ $l.probe }} on {{ printf "%.0f" $v }} ranks', "Most", named=False),
     )

@@ -114,9 +114,8 @@ def _run_hung() -> Alert:
         severity="page",
         summary="has stood still for {{ $value | humanizeDuration }}.",
         description=(
-            "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five "
-            "minutes. It will "
-            "not go on by itself: look at the stacks, then restart it."
+            "No rank has finished a step for {{ $value | humanizeDuration }}, and at least one has been hung for five minutes. "
+            "It will not go on by itself: look at the stacks, then restart it."
         ),
         culprits=_behind(),
     )
@@ -171,8 +170,7 @@ def _crash_loop(values: Values) -> Alert:
         summary="crashes again and again.",
         description=(
             'It was restarted {{ printf "%.0f" $value }} times in the last 15 minutes. Each restart repeats the work '
-            "since the last "
-            "checkpoint."
+            "since the last checkpoint."
         ),
         culprits=_faults(LOOP),
     )
@@ -190,8 +188,7 @@ def _missing() -> Alert:
         summary="lacks ranks.",
         description=(
             '{{ printf "%.0f" $value }} of its ranks have not been seen for ten minutes, while others live: they '
-            "never came, or "
-            "their exporter does not answer."
+            "never came, or their exporter does not answer."
         ),
         culprits=Culprits(
             f"count by ({ONE_RUN}, instance) ({select(catalog.RANK_UP, THIS_RUN)} == 1)",

@@ -94,8 +94,7 @@ def _oom_kill() -> Alert:
         summary="had processes killed for want of memory.",
         description=(
             'The kernel killed {{ printf "%.0f" $value }} processes of its containers in the last 10 minutes: ranks, '
-            "or workers of "
-            "their data loaders."
+            "or workers of their data loaders."
         ),
         culprits=Culprits(
             f"increase({select(catalog.CGROUP_MEMORY_OOM_KILLS, THIS_RUN)}[{WINDOW}]) > 0",
@@ -123,9 +122,8 @@ def _gpu_memory(values: Values) -> Alert:
         severity="ticket",
         summary="is near the limit of its GPU memory.",
         description=(
-            "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on "
-            "its device; a "
-            "longer sequence or a larger batch fails."
+            "For 10 minutes tensors have held {{ $value | humanizePercentage }} of the memory that a rank may use on its "
+            "device; a longer sequence or a larger batch fails."
         ),
         culprits=Culprits(f"max by ({ONE_RANK}) ({share(THIS_RUN)})", SHARE),
     )
@@ -169,9 +167,8 @@ def _shared_memory(values: Values) -> Alert:
         severity="ticket",
         summary="has hardly any shared memory left.",
         description=(
-            "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data "
-            "through it; where "
-            "it is full they die of SIGBUS."
+            "{{ $value | humanizePercentage }} of /dev/shm is in use. Workers of data loaders and NCCL pass data through it; "
+            "where it is full they die of SIGBUS."
         ),
         culprits=Culprits(
             f"{select(catalog.MEMORY_SHARED_USED, THIS_RUN)} / ({select(catalog.MEMORY_SHARED_SIZE, THIS_RUN)} > 0)",
@@ -217,9 +214,8 @@ def _cpu(values: Values) -> Alert:
         severity="ticket",
         summary="The processors of {{ $labels.instance }} are busy.",
         description=(
-            "{{ $value | humanizePercentage }} of their time of the last 10 minutes was used: data loaders and "
-            "launches of kernels "
-            "wait for each other."
+            "{{ $value | humanizePercentage }} of their time of the last 10 minutes was used: data loaders and launches of "
+            "kernels wait for each other."
         ),
         of_run=False,
     )
@@ -259,8 +255,7 @@ def _gpu_fault() -> Alert:
         summary="has a faulty GPU.",
         description=(
             'It is lost or asks to be replaced, or had {{ printf "%.0f" $value }} errors of its hardware (XID, '
-            "memory) in the last "
-            "10 minutes."
+            "memory) in the last 10 minutes."
         ),
         culprits=Culprits(
             f"max by ({ONE_RANK}, hw_id, error_type) ({errors_here} or {here} == 1)",
@@ -317,8 +312,7 @@ def _worker() -> Alert:
         summary="lost workers of its data loaders.",
         description=(
             '{{ printf "%.0f" $value }} of them were ended by a signal or an error in the last 10 minutes. The loader '
-            "raises, or waits "
-            "for their batches."
+            "raises, or waits for their batches."
         ),
         culprits=Culprits(select(name(catalog.DATA_WORKERS_DIED), THIS_RUN), '{{ printf "%.0f" $v }} workers', "Most on"),
     )
