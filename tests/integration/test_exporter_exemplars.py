@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client.samples import Timestamp
 
-from tests.integration.test_exporter_page import Exporter
+from tests.exporter_page import Exporter
 from tests.rank_files import BORN_WALL_NS, File, S
 from torchobs.flight.format import span_ids
 

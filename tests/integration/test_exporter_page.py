@@ -11,79 +11,17 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from tests.rank_files import Clock, File, S
+from tests.exporter_page import USER, Exporter, parse_openmetrics, user
+from tests.rank_files import File, S
 from torchobs import catalog
-from torchobs.catalog import Kind, Metric
-from torchobs.exporter.config import ExporterConfig
-from torchobs.exporter.exporter_metrics import ScrapeInput
-from torchobs.exporter.prometheus.exposition import Exposition
-from torchobs.exporter.prometheus.rank_series import SeriesLimits
-from torchobs.exporter.prometheus.text_format import END, Style, pieces
+from torchobs.catalog import Kind
+from torchobs.exporter.prometheus.text_format import Style
 from torchobs.flight.format.layout import BadFlightFileError, Exit
 from torchobs.flight.format.series import Scope
-from torchobs.ranks.scanner import Scanner
-from torchobs.ranks.snapshot import EMPTY
-
-USER = Scope("my.package", "1.0")
-
-
-def parse_openmetrics(page: str) -> Iterator[Family]:
-    """Parse a page; what OpenMetrics does not admit is a `ValueError`."""
-    return openmetrics_parser.text_string_to_metric_families(page)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class Exporter:
-    """Scan and exposition of one directory, by a clock that a test moves."""
-
-    def __init__(self, directory: Path, **given: object) -> None:
-        config = ExporterConfig(flight_dir=str(directory))
-        self.clock = Clock()
-        self._scanner = Scanner(config, self.clock)
-        self._exposition = Exposition(**given)  # type: ignore[arg-type]  # as Exposition takes them
-        self._scrape = ScrapeInput(EMPTY)
-        self.acknowledged = 0
-        self.close = self._scanner.close
-
-    def scan(self, seconds: float = 1.0) -> None:
-        """Take a snapshot at a moment of the clock."""
-        self.clock.seconds = seconds
-        self._scrape = ScrapeInput(self._scanner.scan())
-
-    @property
-    def number(self) -> int:
-        """The snapshot's."""
-        return self._scrape.snapshot.number
-
-    @property
-    def holding(self) -> bool:
-        """Whether the last page has a counter at 0 that has counted."""
-        return self._exposition.is_holding
-
-    def openmetrics(self) -> str:
-        """The page in OpenMetrics."""
-        return self.written(Style(openmetrics=True)).decode()
-
-    def text(self) -> str:
-        """The page in Prometheus' own format."""
-        return self.written(Style(openmetrics=False)).decode()
-
-    def written(self, style: Style) -> bytes:
-        """The page in any style."""
-        foreign = END.encode() if style.openmetrics else b""
-        return b"".join(pieces(style, foreign, self._exposition.families(self._scrape, style, self.acknowledged)))
-
-    def families(self) -> dict[str, Family]:
-        """The parsed page; parsing checks what OpenMetrics demands."""
-        return {family.name: family for family in parse_openmetrics(self.openmetrics())}
-
-    def samples(self, name: str) -> list[Sample]:
-        """The samples of that name."""
-        return [sample for family in self.families().values() for sample in family.samples if sample.name == name]
 
 
 @pytest.fixture
@@ -95,11 +33,6 @@ def exporter(flight_dir: Path) -> Iterator[Exporter]:
 
 
 SHARED = {metric.prometheus.removesuffix("_total") for metric in catalog.METRICS if metric.shared}
-
-
-def user(name: str, kind: Kind = Kind.COUNTER, unit: str = "", brief: str = "", bounds: tuple[float, ...] = ()) -> Metric:
-    """A user's instrument."""
-    return Metric(name, kind, unit, brief, bounds=bounds)
 
 
 def number(sample: Sample) -> float:
@@ -505,101 +438,6 @@ def test_histograms_are_cumulative_and_end_at_infinity(exporter: Exporter, file:
         assert exporter.samples(f"{name}_bucket")
         assert not exporter.samples(f"{name}_sum")
         assert not exporter.samples(f"{name}_count")
-
-
-def test_too_many_series_of_one_rank_are_dropped_and_counted(flight_dir: Path, file: File) -> None:
-    """One rank cannot fill Prometheus; what every rank has is not lost to it."""
-    exporter = Exporter(flight_dir, limits=SeriesLimits(per_rank=100))
-    for index in range(150):
-        file.set(user("my.layers", Kind.GAUGE), index, USER, layer=str(index))
-    file.save()
-    exporter.scan()
-    kept = len(exporter.samples("my_layers"))
-    assert 0 < kept < 100
-    assert f'reason="limit"}} {150 - kept}.0' in exporter.text()
-    assert exporter.samples("torchobs_steps_total")
-    exporter.close()
-
-
-def test_the_ranks_together_have_a_limit_too(flight_dir: Path, file: File) -> None:
-    """Whoever comes last stays outside, is counted, and gets in as soon as another has gone."""
-    other = File(flight_dir, seed=2, rank=1).save()
-    file.save()
-    both = SeriesLimits()
-    exporter = Exporter(flight_dir, limits=both)
-    exporter.scan()
-    exporter.text()
-    exporter.close()
-    exporter = Exporter(flight_dir, limits=(nothing := SeriesLimits(per_rank=0)))
-    exporter.scan()
-    exporter.text()
-    exporter.close()
-    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=both.taken // 2)))
-    exporter.scan()
-    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["0"]
-    assert limits.dropped["total_limit"] == nothing.dropped["limit"] // 2
-    assert {one.labels["rank"] for one in exporter.samples("torchobs_rank_up")} == {"0", "1"}
-    file.path.unlink()
-    exporter.scan(2.0)
-    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
-    assert limits.taken == both.taken // 2
-    exporter.close()
-    assert other.path.exists()
-
-
-def test_a_histogram_takes_the_room_of_its_lines(flight_dir: Path, file: File) -> None:
-    """As Prometheus counts series: the last quarter of the room is for torchobs' own, which no application can fill."""
-    file.set(user("my.time", Kind.HISTOGRAM, bounds=(1.0, 2.0, 4.0)), 1.0, USER)
-    for index in range(200):
-        file.set(user("my.size", Kind.GAUGE), index, USER, path=str(index))
-    file.save()
-    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=160)))
-    exporter.scan()
-    lines = [line for line in exporter.text().splitlines() if 'rank="0"' in line and not line.startswith("#")]
-    assert len([line for line in lines if line.startswith("my_time_")]) == 6
-    assert limits.taken <= 160
-    assert len([line for line in lines if line.startswith("my_")]) <= 120
-    assert limits.dropped["total_limit"] > 0
-    assert exporter.samples("torchobs_steps_total")
-    exporter.close()
-
-
-def test_a_series_that_is_left_out_is_counted_once(flight_dir: Path, file: File) -> None:
-    """Also where all are placed anew, because a rank has gone and others waited for its room."""
-    rest = [File(flight_dir, seed=2, rank=1), File(flight_dir, seed=3, rank=2)]
-    for one in (file, *rest):
-        one.set(user("my.size", Kind.GAUGE), 1, USER, a="1")
-        one.save()
-    alone = SeriesLimits(drop=["my_size"])
-    exporter = Exporter(flight_dir, limits=alone)
-    exporter.scan()
-    exporter.text()
-    exporter.close()
-    exporter = Exporter(flight_dir, limits=(limits := SeriesLimits(total=alone.taken // 3, drop=["my_size"])))
-    exporter.scan()
-    exporter.text()
-    before = dict(limits.dropped)
-    assert before["drop_list"] == 3
-    assert before["total_limit"] > 0
-    file.path.unlink()
-    exporter.scan(2.0)
-    assert [one.labels["rank"] for one in exporter.samples("torchobs_steps_total")] == ["1"]
-    assert limits.dropped == before
-    exporter.close()
-
-
-def test_what_is_on_the_drop_list_is_not_served(flight_dir: Path, file: File) -> None:
-    """By the whole name that it has on the page, or by its beginning; what the exporter says of a rank stays."""
-    file.save()
-    limits = SeriesLimits(drop=["torchobs_steps_total", "torchobs_anomal*", "torchobs_rank_*", "torchobs_step_duration"])
-    exporter = Exporter(flight_dir, limits=limits)
-    exporter.scan()
-    names = {sample.name for family in exporter.families().values() for sample in family.samples}
-    assert not {name for name in names if name.startswith(("torchobs_steps_total", "torchobs_anomal"))}
-    assert {"torchobs_rank_up", "torchobs_step_duration_seconds_sum"} <= names
-    assert f'reason="drop_list"}} {limits.dropped["drop_list"]}.0' in exporter.text()
-    assert limits.dropped["drop_list"] > 1
-    exporter.close()
 
 
 def test_created_samples_are_there_if_asked_for(flight_dir: Path, file: File) -> None:
