@@ -86,15 +86,24 @@ def _series() -> Alert:
 def _push() -> Alert:
     return _of_exporter(
         "TorchobsPushDropped",
-        _growing(catalog.OTLP_DROPPED, 'reason!="shutdown"'),
+        _growing_sum(  # a receiver that takes no logs refuses them all its life, and is no fault
+            select(catalog.OTLP_DROPPED, 'reason!="shutdown"', 'signal!="logs"'),
+            select(catalog.OTLP_DROPPED, 'reason!~"shutdown|refused"', 'signal="logs"'),
+        ),
         "The exporter {{ $labels.instance }} loses what it pushes.",
-        '{{ printf "%.0f" $value }} data points or spans of the last 10 minutes did not reach the receiver and were dropped.',
+        '{{ printf "%.0f" $value }} data points, spans or log records of the last 10 minutes did not reach the receiver and '
+        "were dropped.",
     )
 
 
 def _growing(counter: Metric, *matchers: str) -> str:
     """Return a counter's increase, if there is some."""
-    return f"sum by ({_EXPORTER}) (increase({select(counter, *matchers)}[{WINDOW}])) > 0"
+    return _growing_sum(select(counter, *matchers))
+
+
+def _growing_sum(*counters: str) -> str:
+    """Return the increase of several selections of series, if there is some."""
+    return f"sum by ({_EXPORTER}) ({' or '.join(f'increase({one}[{WINDOW}])' for one in counters)}) > 0"
 
 
 def _of_exporter(alert: str, expr: str, summary: str, description: str) -> Alert:
