@@ -17,8 +17,9 @@ import torchobs
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a package by their path inside it, but for what Python and editors make of them."""
-    found = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    """The files of a package by their path inside it, but for what Python, compilers and editors make of them."""
+    made = ("__pycache__", ".so")
+    found = (path for path in folder.rglob("*") if path.is_file() and not {*path.parts, path.suffix}.intersection(made))
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 

@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
 # tests/wheel.sh VENV: build the sdist and from it the wheel, then test what a user gets, where the checkout cannot be imported:
+#   0. without a compiler the wheel is a pure one and one line says so; installed by itself it records steps, as does the one
+#      with the compiled part, where VENV's Python can make it;
 #   1. the wheel with its three dependencies and nothing else: it imports, and its command names the missing extra;
 #   2. it has the checkout's very files, all modules import, the entry points load (tests/wheel.py);
 #   3. its command trains and looks back, and some unit tests hold, with third-party packages (torch is big) taken from VENV.
@@ -12,6 +14,19 @@ trap 'rm -rf "$work"' EXIT
 "$venv/bin/python" -m build --no-isolation --outdir "$work/dist" . > "$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
 wheel=$(echo "$work"/dist/*.whl)
 echo "built $(basename "$wheel"), $(basename "$work"/dist/*.tar.gz)"
+CC=/nonexistent "$venv/bin/python" -m build --no-isolation --wheel --outdir "$work/pure" "$work"/dist/*.tar.gz > "$work/pure.log" 2>&1 ||
+  { cat "$work/pure.log"; exit 1; }
+[[ $(basename "$work"/pure/*.whl) == *-py3-none-any.whl ]] && [ "$(grep -c 'built without its compiled part' "$work/pure.log")" = 1 ] ||
+  { echo "without a compiler:"; cat "$work/pure.log"; exit 1; }
+
+records() { # WHEEL COMPILED: installed into a bare environment it records a step, by its compiled part if it has one
+  local bare="$work/bare-$2"
+  "$venv/bin/python" -m venv --without-pip "$bare"
+  "$venv/bin/pip" --python "$bare/bin/python" install -q --no-deps "$1"
+  (cd "$work" && "$bare/bin/python" - "$2" < "$checkout/tests/scripts/one_step.py")
+}
+records "$work"/pure/*.whl False
+[[ $wheel == *-py3-none-any.whl ]] || records "$wheel" True
 
 "$venv/bin/python" -m venv --without-pip "$work/plain"
 "$venv/bin/pip" --python "$work/plain/bin/python" install -q "$wheel"

@@ -56,6 +56,10 @@ class Cell:
             return
         self._block.change(words.set_value, self._word, self._type, value)
 
+    def read(self) -> float:
+        """Return a float gauge's value, which is NaN while it is absent."""
+        return float(self._block.totals.floats[self._word])
+
     def observe(self, value: float) -> None:
         """Add one value to a histogram; non-finite values are ignored."""
         if isfinite(value):
@@ -120,6 +124,11 @@ class Table:
 
     def __len__(self) -> int:
         return self._count
+
+    def cells_of(self, metric: Metric) -> dict[str, Cell]:
+        """Return a metric's cells by the value of their single attribute; ``""`` where it has none."""
+        found = [(json.loads(text), cell) for (one, _, text), cell in list(self._cells.items()) if one is metric]
+        return {str(pairs[0][1]) if pairs else "": cell for pairs, cell in found if len(pairs) < 2}  # noqa: PLR2004
 
     def cell(self, metric: Metric, attributes: Mapping[str, Any], group: str = CORE) -> Cell | None:
         """Return the cell of a series, created on first use; ``None`` when there is no room, which is counted.

@@ -8,6 +8,7 @@ a freeze of 2 s); a record is then in the file within 100 ms.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections import deque
 from threading import Lock
@@ -19,6 +20,7 @@ from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from types import ModuleType
 
 
 _WORD = 8
@@ -28,14 +30,23 @@ _LIVE_END = HEADER_SIZE + LIVE_WORDS * _WORD
 class Storage:
     """Stores into the map at once, by the two kinds of store that the format allows (see ``layout``)."""
 
-    __slots__ = ("_view", "_words")
+    __slots__ = ("_compiled", "_words", "map", "view")
 
     def __init__(self, view: memoryview) -> None:
+        self._compiled: ModuleType | None = None
+        self.map: object = None
+        """``view`` for the compiled part of the writer, after :meth:`open_to`; None for those that do more than store"""
         self._attach(view)
+
+    def open_to(self, compiled: ModuleType) -> None:
+        """Let the compiled part of the writer store into the map by itself."""
+        if type(self) is Storage:
+            self._compiled = compiled
+            self._attach(self.view)
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """Store ``data`` by one slice assignment."""
-        self._view[offset : offset + len(data)] = data
+        self.view[offset : offset + len(data)] = data
 
     def word(self, index: int, value: int) -> None:
         """Store the 8-byte word with this index by one aligned item store."""
@@ -46,24 +57,29 @@ class Storage:
 
     def snapshot(self) -> bytes:
         """Return the contents that the file has, or will have after :meth:`flush`."""
-        return bytes(self._view)
+        return bytes(self.view)
 
     def move(self, created: CreatedFile, copied: bytes) -> None:
         """Switch to another file, which was filled with the snapshot ``copied``. Raises ``OSError``.
 
         Stores of other threads between copy and switch are carried over.
         """
-        old, new = self._view, memoryview(created.map)
+        old, new = self.view, memoryview(created.map)
         self._attach(new)
         _carry_over(old, new, copied, range(HEADER_SIZE, _LIVE_END, _WORD))
         _carry_over(old, new, copied, range(_LIVE_END, len(copied), ALIGN))
 
     def detach(self) -> None:
         """Store into private memory only from now on: the file is closed, or belongs to the parent process."""
-        self._attach(memoryview(bytearray(len(self._view))))
+        self._attach(memoryview(bytearray(len(self.view))))
 
     def _attach(self, view: memoryview) -> None:
-        self._view, self._words = view, view.cast("Q")
+        if self._compiled is not None:
+            anchor = ctypes.c_char.from_buffer(view)  # the limited API of Python 3.10 has no buffers
+            self.map = self._compiled.Map(anchor, ctypes.addressof(anchor), len(view))
+        self._words = view.cast("Q")
+        self.view = view
+        """The map, or private memory; another one after :meth:`move` and :meth:`detach`"""
 
 
 def _carry_over(old: memoryview, new: memoryview, copied: bytes, offsets: range) -> None:
@@ -110,7 +126,7 @@ class DeferredStorage(Storage):
 
     def store(self, offset: int, data: bytes | memoryview) -> None:
         """See :class:`Storage`."""
-        self._view[offset : offset + len(data)] = data
+        self.view[offset : offset + len(data)] = data
         self._dirty[offset] = len(data)
 
     def word(self, index: int, value: int) -> None:
@@ -135,7 +151,7 @@ class DeferredStorage(Storage):
             while waiting:
                 offset, length = waiting[0]
                 # a copy: another thread could change the data while pwrite has released the GIL
-                os.pwrite(fd, bytes(self._view[offset : offset + length]), offset)
+                os.pwrite(fd, bytes(self.view[offset : offset + length]), offset)
                 waiting.popleft()
         finally:
             for offset, length in waiting:
@@ -155,7 +171,7 @@ class DeferredStorage(Storage):
         self._close()
         self._fd = fd
         for at in range(HEADER_SIZE, len(copied), ALIGN):
-            if self._view[at : at + ALIGN] != copied[at : at + ALIGN]:
+            if self.view[at : at + ALIGN] != copied[at : at + ALIGN]:
                 self._dirty.setdefault(at, ALIGN)
 
     def detach(self) -> None:

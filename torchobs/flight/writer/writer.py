@@ -17,20 +17,24 @@ from threading import Lock
 from typing import TYPE_CHECKING
 from zlib import crc32
 
+from torchobs import catalog
 from torchobs.flight.files import entries, lock, termination
 from torchobs.flight.files.create import CreatedFile, create, lock_name, new_header, relock
 from torchobs.flight.files.location import FlightDirectory, renew
+from torchobs.flight.format.documents import Document
 from torchobs.flight.format.event_ring import EventRing
 from torchobs.flight.format.layout import DEFAULT_SIZE, EXIT_SET, NO_STEPS, RECORD_SIZE, Header, Live, Region
-from torchobs.flight.format.step_record import CRC, PLAIN, StepRecord, pack, unpack
+from torchobs.flight.format.step_record import CRC, NO_FETCH, PLAIN, PLAIN_CODES, StepRecord, pack, unpack
 from torchobs.flight.metrics import fold as record_fold
 from torchobs.flight.metrics.totals import Anomaly, Word, core_series
+from torchobs.flight.writer.native import compiled
 from torchobs.flight.writer.series_table import Table
 from torchobs.flight.writer.storage import DeferredStorage, Storage
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
+    from types import ModuleType
 
 
 _GAP_NS = 1_000_000_000
@@ -42,9 +46,12 @@ _alive: weakref.WeakSet[FlightWriter] = weakref.WeakSet()
 
 
 class FlightWriter:
-    """Writes one flight file. Created by :func:`open_writer`; without ``created`` it writes memory only (for tests)."""
+    """Writes one flight file. Created by :func:`open_writer`; without ``created`` it writes memory only (for tests).
 
-    def __init__(self, header: Header, memory: Storage, created: CreatedFile | None = None) -> None:
+    ``native``: whether the compiled part is used, if it is there.
+    """
+
+    def __init__(self, header: Header, memory: Storage, created: CreatedFile | None = None, *, native: bool = True) -> None:
         regions = header.regions
         self.header = header
         self.memory = memory
@@ -64,12 +71,20 @@ class FlightWriter:
         self.anomalies: list[Anomaly] = []
         self.taken: deque[tuple[StepRecord, bytes]] | None = None
         """Receives folded records for further analysis, if set: decoded, and raw as in the ring"""
+        self.event_steps: deque[int] = deque(maxlen=100)
+        """Steps with events, for their spans"""
         self._forced_at = regions[Region.STEPS].count // 2
         self._pauses_left = _MAX_PAUSES
         self._full_at = max(self._forced_at, regions[Region.STEPS].count - 2 * _FOLDED_AT_ONCE)
+        module = compiled() if native else None
+        self.append_plain = self._plain_appender(module)
+        self.stamp: Callable[[list[int], int], None] | None = module.stamp if module is not None else None
+        """Appends ``time.monotonic_ns() << 4 | code`` to a list, where that is compiled"""
         self.table = Table(memory, regions, header.seed)
         events = regions[Region.EVENTS]
         self.events = EventRing(memory, events.offset, events.length, header.seed, self._live_at)
+        self.details = Document(memory, regions.get(Region.DETAILS), header.seed)
+        self.history = Document(memory, regions.get(Region.HISTORY), header.seed)
         self.table.core.totals.clear(header.wall_ns - header.monotonic_ns)
         for metric, attributes, word in core_series():
             self.table.claim(metric, attributes, word)
@@ -116,25 +131,50 @@ class FlightWriter:
             self._force()
         return seq
 
-    def append_plain(  # noqa: PLR0913, PLR0917  # see step_record.pack
-        self, step: int, end_ns: int, flags: int, losses: int, fetch: int, fetched: int, backward: int, backward_ends: int,
-        optimizer: int, loss: float, grad_norm: float, learning_rate: float, tokens: int, samples: int, norm_scale: float,
-        begun_ns: int,
-    ) -> int:  # fmt: skip
-        """Write the record of a plain step, like :meth:`append`."""
-        seq = next(self._sequence)
-        # packed inline, not by step_record: with cold caches every call is expensive
-        body = PLAIN.pack(
-            seq, step, end_ns, 3, flags, losses, fetch, loss, grad_norm, learning_rate, fetched, backward, backward_ends,
-            optimizer, tokens, samples, norm_scale, begun_ns, 0,
-        )  # fmt: skip
-        raw = body + CRC.pack(crc32(body, self._seed))
-        self.memory.store(self._steps_at + ((seq - 1) & self._mask) * RECORD_SIZE, raw)
-        recent = self._recent
-        recent.append(raw)
-        if len(recent) >= self._forced_at:
-            self._force()
-        return seq
+    def _plain_appender(self, module: ModuleType | None) -> Callable[..., bool]:
+        """Return :attr:`append_plain`: writes the record of a plain step, like :meth:`append`.
+
+        It is given the boundaries of the step (``step_record.PLAIN_CODES``, or the last three of them without a loader), writes
+        nothing and returns False if they are any others. It has all that it needs at hand: with cold caches every call and
+        every object on the way is expensive. The compiled one does the same, and calls this one for what is unusual.
+        """
+        sequence, pack_body, pack_crc, checksum, seed = self._sequence, PLAIN.pack, CRC.pack, crc32, self._seed
+        at, mask, memory, recent, forced_at = self._steps_at, self._mask, self.memory, self._recent, self._forced_at
+        directly = type(memory) is Storage
+
+        def append_plain(  # noqa: PLR0913, PLR0917  # see step_record.pack
+            boundaries: Sequence[int], step: int, end_ns: int, begun_ns: int, flags: int, losses: int, loss: float,
+            grad_norm: float, learning_rate: float, tokens: int, samples: int, norm_scale: float,
+        ) -> bool:  # fmt: skip
+            if len(boundaries) == 3:  # noqa: PLR2004  # without a loader
+                boundaries = (*NO_FETCH, *boundaries)
+            elif len(boundaries) != 5:  # noqa: PLR2004
+                return False
+            fetch, fetched, backward, backward_ends, optimizer = boundaries
+            if (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15) != PLAIN_CODES:
+                return False
+            seq = next(sequence)
+            body = pack_body(
+                seq, step, end_ns, 3, flags, losses, fetch, loss, grad_norm, learning_rate, fetched, backward, backward_ends,
+                optimizer, tokens, samples, norm_scale, begun_ns, 0,
+            )  # fmt: skip
+            raw = body + pack_crc(checksum(body, seed))
+            offset = at + ((seq - 1) & mask) * RECORD_SIZE
+            if directly:
+                memory.view[offset : offset + RECORD_SIZE] = raw
+            else:
+                memory.store(offset, raw)
+            recent.append(raw)
+            if len(recent) >= forced_at:
+                self._force()
+            return True
+
+        if module is None:
+            return append_plain
+        memory.open_to(module)
+        steps = module.PlainSteps(module.Map, sequence, memory, recent, self._force, append_plain, at, mask, forced_at, seed)
+        made: Callable[..., bool] = steps.append_plain
+        return made
 
     def _force(self) -> None:
         """Fold before unfolded records could be overwritten; while another thread folds, sleep to let it proceed."""
@@ -234,6 +274,8 @@ class FlightWriter:
         fields: dict[str, object] = {"k": "event", "t": time.monotonic_ns(), "name": name, "attrs": dict(attributes)}
         if step is not None:
             fields["step"] = step
+            if name != catalog.EVENT_SCALARS.name:  # these are points of curves
+                self.event_steps.append(step)
         self.events.append(fields)
 
     def publish(self) -> None:
@@ -317,8 +359,10 @@ class FlightWriter:
         self.memory.detach()
 
 
-def open_writer(place: FlightDirectory, resource: Mapping[str, str | int], size: int = DEFAULT_SIZE) -> FlightWriter:
-    """Create and publish a flight file in ``place``.
+def open_writer(
+    place: FlightDirectory, resource: Mapping[str, str | int], size: int = DEFAULT_SIZE, *, native: bool = True
+) -> FlightWriter:
+    """Create and publish a flight file in ``place``. ``native``: see :class:`FlightWriter`.
 
     Raises ``create.NoRoomError`` or ``OSError`` when it cannot be created, ``ValueError`` for a bad size.
     """
@@ -327,7 +371,7 @@ def open_writer(place: FlightDirectory, resource: Mapping[str, str | int], size:
         undo.callback(lock.release, created.lock_fd)
         memory: Storage = Storage(memoryview(created.map)) if place.in_memory else DeferredStorage(created)
         undo.pop_all()
-    return FlightWriter(created.header, memory, created)
+    return FlightWriter(created.header, memory, created, native=native)
 
 
 def _detach_all() -> None:
