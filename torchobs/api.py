@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,16 @@ from torchobs.support import graph_safe
 from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from types import TracebackType
 
+    from torchobs.catalog import Event, Metric
     from torchobs.probes.core.context import ProbeContext
 
 MIN_SPAN_NS = 100_000_000
+_MOST_WATCHED = 64
+"""Models that are kept, the last ones"""
 _PHASES = {**{name: index for index, name in enumerate(PHASE_NAMES)}, "rollout": PHASE_NAMES.index("other")}
 
 
@@ -37,7 +41,15 @@ def step() -> None:
         _call("step", _step)
 
 
-def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int | None = None, **scalars: Any) -> None:
+def log(  # all by keyword
+    *,
+    loss: Any = None,
+    tokens: int = 0,
+    samples: int = 0,
+    total_steps: int | None = None,
+    resumed_from: int | None = None,
+    **scalars: Any,
+) -> None:
     """Record values that only the script knows, for the step in progress or, right after ``optimizer.step()``, for that step.
 
     With :func:`step`, call this before it.
@@ -48,16 +60,35 @@ def log(*, loss: Any = None, tokens: int = 0, samples: int = 0, total_steps: int
         tokens: tokens trained on since the last call, on this rank.
         samples: samples, likewise.
         total_steps: steps that this process will take (after resuming from a checkpoint: the remaining ones); once is enough.
+        resumed_from: steps of the run before this process, where its optimizer does not count them (SGD); once is enough.
         scalars: other numbers by name; each becomes a gauge and a curve. The first 64 names are kept, non-numbers are ignored.
     """
     if not graph_safe.is_compiling():
-        _call("log", _log, loss, tokens, samples, total_steps, scalars)
+        _call("log", _log, loss, tokens, samples, {"total": total_steps, "before": resumed_from}, scalars)
 
 
 def event(name: str, **attributes: Any) -> None:
     """Record an event with the current time and these attributes."""
     if not graph_safe.is_compiling():
         _call("event", _event, name, attributes)
+
+
+def record_event(event: Event, attributes: Mapping[str, Any]) -> None:
+    """Record an event of the catalog. For the toolboxes, as are ``count`` and ``set_gauge``."""
+    if not graph_safe.is_compiling():
+        _call("event", _record_event, event, attributes)
+
+
+def count(metric: Metric, amount: float, **attributes: str) -> None:
+    """Add to a counter of the catalog; 0 makes it exist."""
+    if not graph_safe.is_compiling():
+        _call("debug", _count, metric, amount, attributes)
+
+
+def set_gauge(metric: Metric, value: float, **attributes: str) -> None:
+    """Set a gauge of the catalog."""
+    if not graph_safe.is_compiling():
+        _call("debug", _set_gauge, metric, value, attributes)
 
 
 def watch(model: Any) -> None:
@@ -108,11 +139,15 @@ def _step(context: ProbeContext) -> None:
     context.recorder.end(time.monotonic_ns())
 
 
-def _log(context: ProbeContext, loss: Any, tokens: int, samples: int, total_steps: int | None, scalars: dict[str, Any]) -> None:
+def _log(  # one call hands on all
+    context: ProbeContext, loss: Any, tokens: int, samples: int, steps: dict[str, int | None], scalars: dict[str, Any]
+) -> None:
     if loss is not None or tokens or samples:
         _log_step(context, loss, int(tokens), int(samples))
-    if total_steps is not None:
-        context.scalars.set_total_steps(float(total_steps))
+    if steps["total"] is not None:
+        context.scalars.set_total_steps(float(steps["total"]))
+    if steps["before"] is not None:
+        context.scalars.set_resumed_from(float(steps["before"]))
     for name, value in scalars.items():
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # raised by torch, Python and NumPy for a non-number
             _log_scalar(context, name, value)
@@ -149,6 +184,18 @@ def _event(context: ProbeContext, name: str, attributes: dict[str, Any]) -> None
     context.writer.event(name, attributes, context.recorder.step)
 
 
+def _record_event(context: ProbeContext, event: Event, attributes: Mapping[str, Any]) -> None:
+    context.event(event, attributes)
+
+
+def _count(context: ProbeContext, metric: Metric, amount: float, attributes: dict[str, str]) -> None:
+    context.count(metric, amount, attributes)
+
+
+def _set_gauge(context: ProbeContext, metric: Metric, value: float, attributes: dict[str, str]) -> None:
+    context.set_gauge(metric, value, attributes)
+
+
 def _watch(context: ProbeContext, model: Any) -> None:
     parameters = list(model.parameters())
     attributes = {
@@ -156,9 +203,13 @@ def _watch(context: ProbeContext, model: Any) -> None:
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     }
+    fresh = all(known() is not model for known in context.watched)
+    alive = [known for known in context.watched if known() is not None and known() is not model]
+    context.watched[:] = [*alive[1 - _MOST_WATCHED :], weakref.ref(model)]
     for watch_names in context.hooks.watched.listeners:
         watch_names(model)
-    context.event(catalog.EVENT_MODEL, attributes)
+    if fresh:  # a script that calls this in every step would fill the events with it
+        context.event(catalog.EVENT_MODEL, attributes)
 
 
 def _phase_begins(context: ProbeContext, name: str, now_ns: int) -> None:

@@ -206,8 +206,13 @@ ANOMALY_SEVERITY = dict.fromkeys(ANOMALY_KINDS, Severity.WARNING) | {"nonfinite_
 PHASE = Attribute("phase", "part of a training step", PHASES)
 OWN_PHASES = ("data", "forward", "optimizer", "other")
 OWN_PHASE = Attribute("phase", "part of a step, without backward, in which a rank may wait for the slowest one", OWN_PHASES)
+STALL_PHASES = (*PHASES, "evaluation", "checkpoint", "compile", "idle")
+STALL_PHASE = Attribute("phase", "what the rank does while a rank of its run hangs", STALL_PHASES)
 GOODPUT_STATE = Attribute("state", "use of the wall time", (*GOODPUT_STATES, STARTUP))
 ANOMALY_KIND = Attribute("kind", "kind of anomaly", ANOMALY_KINDS)
+ORIGIN = Attribute(
+    "origin", "where a value that is not finite was born", ("input", "parameter", "operator", "backward", "rank", "unknown")
+)
 RANK_STATE = Attribute("state", "the rank's state; one is 1, the others 0", RANK_STATES)
 EXIT_REASON = Attribute("reason", "how the rank ended", EXIT_REASONS)
 GPU_ID = Attribute("hw.id", "UUID of the GPU, or of the MIG instance")
@@ -310,6 +315,10 @@ TOKENS = _counter("torchobs.tokens", "{token}", quiet=0.0).described("Tokens giv
 STEPS_PLANNED = _gauge("torchobs.steps.planned", "{step}", survives=True).described(
     "Planned number of steps of the run, if known."
 )
+STEPS_RESUMED_FROM = _gauge("torchobs.steps.resumed_from", "{step}").described(
+    "Steps of the run before this process: given to `torchobs.log(resumed_from=...)`, or as the optimizer's state counts them "
+    "before its first step; 0 for one that begins anew. Absent if neither says it, as with SGD."
+)
 EPOCHS = _counter("torchobs.epochs", "{epoch}").described("Passes over the training loader begun on this rank since its start.")
 GOODPUT_TIME = _counter("torchobs.goodput.time", "s", GOODPUT_STATE, quiet=0.0).described(
     "Wall time by use; the states add up to the rank's lifetime. productive: training without waiting for data; startup: "
@@ -336,6 +345,10 @@ GRAD_NORM_RANKS = _gauge("torchobs.grad.norm_ranks", "{rank}", survives=True, qu
 )
 GRAD_LAYER_NORM = _gauge("torchobs.grad.layer.norm", "", LAYER).described(
     "L2 norm of a layer's gradient, of this rank's shard where parameters are sharded."
+)
+GRAD_LAYER_GROWTH = _gauge("torchobs.grad.layer.growth", "1", LAYER, survives=True).described(
+    "How many times its usual norm the gradient of the layer was that had grown most in an explosion or a spike of the last ten"
+    " minutes; absent for all other layers. At most 8 layers of a rank."
 )
 GRAD_LAYERS_FOLDED = _gauge("torchobs.grad.layers_folded", "{layer}", quiet=0.0).described(
     "Layers without series of their own, combined as 'other'."
@@ -530,7 +543,21 @@ CHECKPOINT_SIZE = _gauge("torchobs.checkpoint.size", "By", survives=True).descri
 # --- distributed training -----------------------------------------------------------------------------------------------------
 DISTRIBUTED_WORLD_SIZE = _gauge("torchobs.distributed.world_size", "{rank}").described("Ranks in the default process group.")
 DISTRIBUTED_COPIES = _gauge("torchobs.distributed.copies", "{rank}", quiet=1.0).described(
-    "Ranks that train on the same batch, where the mesh is known: the product of its tensor- and pipeline-parallel dimensions."
+    "Ranks that are given the same batch, where the mesh is known: the product of its tensor-, pipeline- and context-parallel "
+    "dimensions."
+)
+DISTRIBUTED_COORDINATES = _gauge(
+    "torchobs.distributed.coordinates",
+    "",
+    Attribute("dp", "index in data parallelism; shards count first where it is replicated, too"),
+    Attribute("tp", "index in tensor parallelism"),
+    Attribute("pp", "pipeline stage"),
+    Attribute("cp", "index in context parallelism"),
+    Attribute("ep", "index in expert parallelism"),
+    survives=True,
+).described(
+    "Constant 1; its labels are the rank's place, from 0, on each known axis of parallelism: by the names of device-mesh"
+    " dimensions, or by Megatron's or DeepSpeed's parallel state. A join on rank and instance groups other series by them."
 )
 DISTRIBUTED_INFO = _gauge(
     "torchobs.distributed.info",
@@ -620,6 +647,10 @@ RANK_EXCESS = _gauge("torchobs.rank.excess", "s", OWN_PHASE).described(
 RANK_BEHIND = _gauge("torchobs.rank.behind", "{step}").described(
     "Steps by which the rank is behind the furthest rank of the run on this machine."
 )
+RANK_STALL_POSITION = _gauge("torchobs.rank.stall.position", "{step}", STALL_PHASE).described(
+    "Where the rank is while a rank of its run on this machine hangs: steps done, and a fifth for each phase of the next that"
+    " is behind it. The ranks with the lowest are those that the others likely wait for; absent while none hangs."
+)
 RUN_LOCAL_RANKS = _gauge("torchobs.run.local_ranks", "{rank}").described("Ranks of the run that live on this machine.")
 RUN_MISSING_RANKS = _gauge("torchobs.run.missing_ranks", "{rank}").described(
     "Ranks that the launcher started on this machine and that the exporter does not see."
@@ -698,6 +729,93 @@ SYSTEM_NETWORK_ERRORS = _counter("system.network.errors", "{error}", NETWORK_INT
 )
 SYSTEM_NETWORK_DROPPED = _counter("system.network.packet.dropped", "{packet}", NETWORK_INTERFACE, NETWORK_DIRECTION).described(
     "Packets dropped although they had no error."
+)
+
+# --- torchobs.guard -----------------------------------------------------------------------------------------------------------
+GUARD_SEVERITY = Attribute("severity", "how bad it is, see guard.Severity", ("info", "warning", "error"))
+GUARD_VIOLATIONS = _counter(
+    "torchobs.guard.violations",
+    "{violation}",
+    Attribute("what", "what a tensor is not", ("type", "shape", "dtype", "device", "finite", "min", "max", "norm")),
+    Attribute("category", "what it is about", ("contract",)),
+    GUARD_SEVERITY,
+    quiet=0.0,
+).described("Tensors that did not keep their contract, by what is wrong.")
+GUARD_SANITIZED = _counter(
+    "torchobs.guard.sanitized",
+    "{element}",
+    Attribute("policy", "what was done", ("refuse", "clamp", "nan_to_num")),
+    Attribute("category", "what it is about", ("numerics",)),
+    GUARD_SEVERITY,
+    quiet=0.0,
+).described("Elements of outputs that were refused or replaced by torchobs.guard.sanitize_outputs.")
+GUARD_RECOVERIES = _counter(
+    "torchobs.guard.recoveries",
+    "{time}",
+    Attribute("category", "what the error was about", ("memory", "numerics", "data", "io", "other")),
+    Attribute("action", "what was done", ("split", "skip", "restore", "retry", "raise", "return")),
+    GUARD_SEVERITY,
+    quiet=0.0,
+).described(
+    "Errors that torchobs.guard.Recovery went on after, or raised because its budget was spent, and that "
+    "torchobs.guard.safe_inference repeated an inference for, or returned."
+)
+GUARD_EXCEEDED = _counter(
+    "torchobs.guard.exceeded",
+    "{time}",
+    Attribute("resource", "what is used up", ("cpu", "memory", "gpu_memory", "disk")),
+    Attribute("category", "what it is about", ("resources",)),
+    GUARD_SEVERITY,
+    quiet=0.0,
+).described("Times that a resource got above its threshold of torchobs.guard.resources.")
+GUARD_FINDINGS = _counter(
+    "torchobs.guard.findings",
+    "{finding}",
+    Attribute("by", "function that found it", ("scan_file", "load", "verify", "check_model", "check_outputs")),
+    Attribute("category", "what it is about", ("file", "numerics")),
+    GUARD_SEVERITY,
+    quiet=0.0,
+).described("Files, models and outputs in which torchobs.guard found something wrong.")
+
+# --- tune: plans, benchmarks --------------------------------------------------------------------------------------------------
+TUNE_ACTION = Attribute(
+    "action",
+    "what happened; refused: its outputs differ too much from float32; compile_failed: the model runs eagerly",
+    ("applied", "undone", "refused", "compile_failed"),
+)
+TUNE_PLANS = _counter("torchobs.tune.plans", "{plan}", TUNE_ACTION, quiet=0.0).described(
+    "Plans of torchobs.tune that were applied, undone or refused, or whose compilation failed."
+)
+TUNE_SPEEDUP = _gauge(
+    "torchobs.tune.speedup",
+    "{ratio}",
+    Attribute("mode", "mode of tune.optimize()", ("none", "amp", "compile", "memory_efficient", "full", "inference")),
+    survives=True,
+).described("Speed-up of each mode over the first, by the last tune.benchmark().")
+
+# --- torchobs.debug -----------------------------------------------------------------------------------------------------------
+DEBUG_OPERATION = Attribute("operation", "name given to debug.context(), the first 16; the others are 'other'")
+STEP_ANOMALIES = ("gradient_explosion", "gradient_vanishing", "loss_anomaly")
+STEP_ANOMALY = Attribute("kind", "what was found in the step", STEP_ANOMALIES)
+DEBUG_OPERATIONS = _counter("torchobs.debug.operations", "{operation}", DEBUG_OPERATION).described(
+    "Operations that a debug.context() or debug.operation() enclosed; from the first one on, as all of torchobs.debug."
+)
+DEBUG_OPERATION_TIME = _counter("torchobs.debug.operation.time", "s", DEBUG_OPERATION).described("Time that they took.")
+DEBUG_OPERATION_LONGEST = _gauge("torchobs.debug.operation.longest", "s", DEBUG_OPERATION, survives=True).described(
+    "Time that the longest of them took."
+)
+DEBUG_OPERATION_MEMORY = _gauge("torchobs.debug.operation.memory", "By", DEBUG_OPERATION, SPACE, survives=True).described(
+    "Most memory of the process, or of its devices, during one of them."
+)
+DEBUG_OPERATION_ANOMALIES = _counter("torchobs.debug.operation.anomalies", "{operation}", DEBUG_OPERATION).described(
+    "Operations with an anomaly: values that are not finite, or torch's anomaly mode raised."
+)
+DEBUG_STEPS = _counter("torchobs.debug.steps", "{step}").described(
+    "Steps checked by debug.monitor_step() or debug.training_step()."
+)
+DEBUG_ANOMALY_STEPS = _counter("torchobs.debug.anomaly_steps", "{step}").described("Checked steps with an anomaly of any kind.")
+DEBUG_STEP_ANOMALIES = _counter("torchobs.debug.step_anomalies", "{step}", STEP_ANOMALY).described(
+    "Checked steps with an anomaly, by kind: gradient norm above or below debug's thresholds, loss not finite or a spike."
 )
 
 # --- torchobs itself ----------------------------------------------------------------------------------------------------------
@@ -784,6 +902,7 @@ OTLP_UNREAD = _counter("torchobs.exporter.otlp.unread", "By").described(
 )
 
 # --- events -------------------------------------------------------------------------------------------------------------------
+EVIDENCE = Attribute("evidence", "id of the file in the exporter's API")
 EVENT_RUN_START = _info("torchobs.run.start", "torchobs.init() has finished.")
 EVENT_RUN_END = _info("torchobs.run.end", "The rank finished normally.", EXIT_REASON)
 EVENT_TRAINER = _info(
@@ -834,7 +953,70 @@ EVENT_ANOMALY = _warning(
     ANOMALY_KIND,
     Attribute("value", "observed value"),
     Attribute("baseline", "usual value"),
+    ORIGIN,
+    Attribute("module", "module in which a value that is not finite was born"),
+    Attribute("operator", "operator that made it"),
+    Attribute("parameter", "parameter or input that held it"),
     Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
+    Attribute("layer", "layer whose gradient has grown most in that step, of an explosion or a spike in a measured step"),
+    Attribute("layer_norm", "norm of its gradient"),
+    Attribute("layer_usual", "its usual norm: the median of up to 16 measured steps before"),
+)
+_SEVERITY = Attribute("severity", "info: nothing was lost; warning: something was refused or lost; error: it was raised")
+_CATEGORY = Attribute("category", "what it is about: memory, numerics, data, io, contract, resources, file")
+EVENT_GUARD_VIOLATION = _warning(
+    "torchobs.guard.violation",
+    "A tensor did not keep its contract.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("tensor", "names of the tensors"),
+    Attribute("what", "what is wrong with the first"),
+    Attribute("found", "what was found"),
+    Attribute("expected", "what was expected"),
+)
+EVENT_GUARD_RECOVERY = _warning(
+    "torchobs.guard.recovery",
+    "An error that a training or an inference went on after, that was raised because its budget was spent, or returned.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("action", "what was done"),
+    Attribute("error", "class of the exception"),
+)
+EVENT_GUARD_FILE = _warning(
+    "torchobs.guard.file",
+    "A model file would run code that is not known, or do harm, or is not the one that was published.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("verdict", "suspicious, dangerous, refused (by load) or wrong (by verify)"),
+    Attribute("reason", "the first of its reasons"),
+)
+EVENT_GUARD_MODEL = _warning(
+    "torchobs.guard.model",
+    "A model has weights that a sound one does not have.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("layer", "name of the first parameter or buffer"),
+    Attribute("problem", "what is wrong with it"),
+    Attribute("problems", "number of problems"),
+)
+EVENT_GUARD_RESOURCE = _warning(
+    "torchobs.guard.resource",
+    "A resource got above its threshold.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("resource", "what is used up"),
+    Attribute("where", "the container, the machine, a device or a path"),
+    Attribute("percent", "how much of it is used"),
+    Attribute("threshold", "the threshold in percent"),
+)
+EVENT_GUARD_OUTPUTS = _warning(
+    "torchobs.guard.outputs",
+    "A model's outputs were refused, replaced or found suspicious.",
+    _CATEGORY,
+    _SEVERITY,
+    Attribute("output", "its name"),
+    Attribute("problem", "what is wrong with it"),
+    Attribute("policy", "what was done about it"),
 )
 EVENT_SCHEDULER_MISUSED = _warning(
     "torchobs.scheduler.misused",
@@ -871,9 +1053,25 @@ EVENT_MEMORY_GROWTH = _warning(
     Attribute("per_step", "bytes a step"),
     Attribute("time_to_limit", "seconds until then"),
 )
+EVENT_MEMORY_LEAK = _warning(
+    "torchobs.memory.leak",
+    "What grew while memory was leaking: once growth was told, for some ten seconds. Sizes in bytes, the largest first.",
+    SPACE,
+    Attribute("ended", "why it ended early, if it did", ("complete", "memory")),
+    Attribute("seconds", "for which it was watched"),
+    Attribute("steps", "in which it was watched"),
+    Attribute("grown", "growth of the process, or of the device's blocks in use"),
+    Attribute("tensor_bytes", "of it, what tensors known to Python take"),
+    Attribute(
+        "lines", "file:line whose living allocations grew: how many more, and their size; of a tensor on the host the object"
+    ),
+    Attribute("objects", "types of which there are more objects"),
+    Attribute("tensors", "shapes of which there are more tensors, with the size of their memory"),
+    EVIDENCE,
+)
 EVENT_OUT_OF_MEMORY = _error(
     "torchobs.memory.out_of_memory",
-    "The device allocator ran out of memory; recorded before the exception is raised. Sizes in bytes.",
+    "Memory ran out: in a device's allocator, before the exception is raised, or on the host (cpu), when it ends. In bytes.",
     DEVICE,
     Attribute("requested", "requested size"),
     Attribute("limit", "memory that this process may use"),
@@ -885,6 +1083,11 @@ EVENT_OUT_OF_MEMORY = _error(
     Attribute("allocations", "blocks in use"),
     Attribute("alloc_retries", "allocations tried again so far"),
     Attribute("ooms", "such errors so far, without this one"),
+    Attribute("parameters", "of it, what models' parameters take"),
+    Attribute("gradients", "their gradients"),
+    Attribute("optimizer_state", "the state of the optimizers"),
+    Attribute("buffers", "models' buffers"),
+    Attribute("modules", "the modules that take most of these, with their size"),
     Attribute("largest", "where most of it was allocated (file:line, size, blocks), if torch records its history"),
 )
 EVENT_SHARED_MEMORY_FULL = _warning(
@@ -901,13 +1104,32 @@ EVENT_NONFINITE_GRADIENT = _warning(
     Attribute("elements", "how many elements, where they were counted"),
     Attribute("kinds", "nan, inf or both"),
 )
+EVENT_NONFINITE_ORIGIN = _error(
+    "torchobs.nonfinite.origin",
+    "Where a NaN or an infinity was born: at its first occurrence, and for the same place at most once in ten minutes.",
+    ORIGIN,
+    Attribute("operator", "torch's operator that made it, or was the first to be given it"),
+    Attribute("module", "path of the module that called the operator; absent outside of any"),
+    Attribute("parameter", "the parameter's name, or that of the variable with the batch"),
+    Attribute("location", "file:line of the user's code, if known"),
+    Attribute("sample", "index of the sample in the batch"),
+    Attribute("element", "index of the first such element in that tensor"),
+    Attribute("inputs", "statistics of the operator's inputs"),
+    Attribute("note", "how it was found, or what makes such values there"),
+)
+EVENT_STEP_HELD = _warning(
+    "torchobs.step.held",
+    "debug.nan_guard() held an optimizer's step back: gradients were not finite.",
+    Attribute("parameters", "how many had such gradients"),
+    Attribute("held", "steps held back so far"),
+)
 EVENT_UNMOVED_LAYERS = _warning(
     "torchobs.grad.unmoved",
-    "Layers learn nothing: the gradient vanishes before it reaches them, or the units before a layer are dead.",
+    "Layers learn nothing: the gradient vanishes before it reaches them or is cut off, or the units before a layer are dead.",
     Attribute("layers", "which, the first eight in the model's order"),
     Attribute("layers_affected", "how many"),
     Attribute("layers_measured", "of how many"),
-    Attribute("cause", "why", ("vanishing", "dead_units")),
+    Attribute("cause", "why", ("vanishing", "dead_units", "cut_off")),
     Attribute("at", "of the layers without gradient the one nearest to the loss, or the first with only zeros as input"),
 )
 EVENT_PROBE_DISABLED = _warning(
@@ -999,7 +1221,51 @@ EVENT_GRAPH_BREAK = _info(
     COMPILE_BREAK,
     Attribute("message", "the reason's first line, without values"),
 )
-EVIDENCE = Attribute("evidence", "id of the file in the exporter's API")
+EVENT_TUNE_PLAN = _info(
+    "torchobs.tune.plan",
+    "A plan of torchobs.tune changed the model: what is measured before and after it is not comparable.",
+    TUNE_ACTION,
+    Attribute("mode", "its mode"),
+    Attribute("level", "its level"),
+    Attribute("techniques", "names of what it uses"),
+    Attribute("difference", "if refused: relative difference of the outputs"),
+    Attribute("reason", "if the compilation failed: the error's first line"),
+)
+EVENT_TUNE_BENCHMARK = _info(
+    "torchobs.tune.benchmark",
+    "Modes of torchobs.tune were timed against each other.",
+    Attribute("recommended", "mode to use"),
+    Attribute("reason", "why"),
+    Attribute("rounds", "timed steps of each mode"),
+    Attribute("speedups", "each mode's speed-up over the first, with its interval"),
+)
+EVENT_DEBUG_FINDING = _warning(
+    "torchobs.debug.finding",
+    "A function of torchobs.debug found something. Its other attributes are the numbers that go with it.",
+    Attribute("function", "public function that found it"),
+    Attribute("kind", "kind of finding"),
+    Attribute("name", "name of the tensor, parameter or operation"),
+    Attribute("message", "the finding in a sentence"),
+    Attribute("left_out", "number of earlier ones of the kind without an event: of many in a row, one in ten minutes has one"),
+)
+EVENT_DEBUG_EARLY_STOPPING = _info(
+    "torchobs.debug.early_stopping",
+    "A check of debug.early_stopping(), and its decision.",
+    Attribute("monitor", "name of the value"),
+    Attribute("value", "the value"),
+    Attribute("best", "the best value so far"),
+    Attribute("patience_left", "checks without improvement that it still waits for"),
+    Attribute("improved", "whether the value is the best so far"),
+    Attribute("stop", "whether training should stop"),
+)
+EVENT_DEBUG_VALIDATION = _info(
+    "torchobs.debug.validation",
+    "The end of a debug.validation(). Its other attributes are the metrics.",
+    Attribute("name", "name of the validation"),
+    Attribute("samples", "samples added"),
+    Attribute("batches", "batches added"),
+    Attribute("seconds", "its duration"),
+)
 EVENT_STACKS = _info(
     "torchobs.stacks",
     "The stacks of all threads were written, on request or because the GIL was held for seconds.",
@@ -1041,7 +1307,21 @@ EVENT_PROFILE_FAILED = _warning(
 )
 
 # --- spans --------------------------------------------------------------------------------------------------------------------
-SPAN_RUN = _span("torchobs.run", "From init() to the rank's end; the launcher's TRACEPARENT is its parent.")
+SPAN_RUN = _span(
+    "torchobs.run",
+    "From init() to the begin of training (to the rank's end, if it does not train), at most an hour; the launcher's "
+    "TRACEPARENT is its parent. Its trace is the same on all ranks, and the spans of all other traces link to it.",
+    Attribute("reason", "how the rank ended, if within it without saying so itself"),
+)
+SPAN_SEGMENT = _span(
+    "torchobs.segment",
+    "A part of the training: an epoch, epochs of together a minute, an hour of one, or an hour. A trace of its own, the same "
+    "on all ranks; it links to the run and to the previous segment.",
+    Attribute("epoch", "number of the epoch it begins in, from 1; absent without epochs"),
+    Attribute("part", "number of the hour within the epoch, from 0"),
+    Attribute("steps", "steps that ended in it"),
+    Attribute("reason", "how the rank ended, if within it without saying so itself"),
+)
 SPAN_PHASE = _span(
     "torchobs.phase",
     "A region opened by torchobs.phase(), when it lasts 100 ms or longer.",
@@ -1049,7 +1329,7 @@ SPAN_PHASE = _span(
 )
 SPAN_EPOCH = _span(
     "torchobs.epoch",
-    "A pass over the training loader, until the next one begins or the run ends.",
+    "A pass over the training loader, until the next one begins or the run ends. Not sent over OTLP if longer than an hour.",
     Attribute("epoch", "its number, from 1"),
     Attribute("steps", "steps that ended in it"),
 )
@@ -1072,13 +1352,15 @@ SPAN_RESTORE = _span(
 )
 SPAN_STEP = _span(
     "torchobs.step",
-    "A training step, from the end of the last one: one every ten seconds, and some slow and anomalous ones. If a step is not "
-    "one fetch, backward and optimizer in sequence, its phases are sums, in attributes (`forward_s` ...).",
+    "A training step, from the end of the last one: about one in ten seconds, by its number, so that it is the same on all "
+    "ranks; and some slow and anomalous ones, and ones with events. A trace of its own, the same on all ranks; it links to the "
+    "run and to its segment. If a step is not one fetch, backward and optimizer in sequence, its phases are sums, in "
+    "attributes (`forward_s` ...).",
     Attribute("step", "its number"),
     Attribute(
         "reason",
         "why it was recorded: user means that the application began a span in it",
-        ("sampled", "slow", "anomalous", "user"),
+        ("sampled", "slow", "anomalous", "event", "user"),
     ),
     Attribute("duration_s", "as in torchobs.step.duration; absent for the first step, whose start is unknown"),
     Attribute("loss", "its loss"),

@@ -19,7 +19,8 @@ __all__ = ["OPTIONS", "PROBES", "Settings", "SettingsProblem", "environment", "n
 
 PROBES = (
     "step", "phases", "data", "loaders", "epochs", "checkpoint", "loss", "gradients", "optimizer", "schedulers", "amp",
-    "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile",
+    "gpu", "exits", "memory", "cgroup", "distributed", "device_memory", "compile", "nonfinite", "resume",
+    "leak",
 )  # fmt: skip
 """Names of the probes that can be disabled; listed here because this module loads without torch. Append new ones: a command
 refers to a probe by its index (:mod:`torchobs.flight.files.control`)."""
@@ -59,7 +60,10 @@ class Settings:
     layers: int = 16
     overhead_budget: float = 0.005
     disable_probes: frozenset[str] = frozenset()
+    raise_on: frozenset[str] = frozenset()
+    native: bool = True
     watchdog: bool = True
+    run_details: bool = True
     log_level: LogLevel = "WARNING"
     set_global_providers: bool = True
 
@@ -89,7 +93,8 @@ OPTIONS = (
     ),
     Option(
         "summary", kinds.BOOLEAN,
-        "Whether `torchobs run` prints the live page's address first and a summary of the run last, on a terminal.",
+        "Whether `torchobs run` prints the live page's address first and a summary of the run last, on a terminal, and "
+        "`init()` shows a line of status in a notebook.",
         "true", ("TORCHOBS_SUMMARY",),
     ),
     Option(
@@ -128,8 +133,9 @@ OPTIONS = (
         "the value given to `torchobs.log(total_steps=...)`, else unknown", ("TORCHOBS_TOTAL_STEPS",),
     ),
     Option(
-        "trace_steps", kinds.INTERVAL, "Record every N-th step as a span, at most one per second; "
-        "`auto`: one every ten seconds. Slow and anomalous steps are recorded in any case.", "auto", ("TORCHOBS_TRACE_STEPS",),
+        "trace_steps", kinds.INTERVAL, "Record every N-th step as a span, or, so that it is at most one per second, every "
+        "2N-th, 4N-th and so on; `auto`: the power of two that gives one in ten seconds. The same steps on all ranks. Slow and "
+        "anomalous steps, and steps with events, are recorded in any case.", "auto", ("TORCHOBS_TRACE_STEPS",),
     ),
     Option(
         "grad_interval", kinds.INTERVAL, "Compute the gradient norm every N steps; "
@@ -145,8 +151,22 @@ OPTIONS = (
     ),
     Option("disable_probes", kinds.names(PROBES), "Probes not to install.", "none", ("TORCHOBS_DISABLE_PROBES",)),
     Option(
+        "raise_on", kinds.names(("nonfinite",)), "Faults that end the training: `nonfinite` raises `torchobs.NonFiniteError` "
+        "before the optimizer steps. All gradients are then examined in every step, for which a device is waited for.",
+        "none", ("TORCHOBS_RAISE_ON",),
+    ),
+    Option(
+        "native", kinds.BOOLEAN, "Whether a step is recorded by the compiled part of torchobs, where that is installed, or by "
+        "the same in Python.", "true", ("TORCHOBS_NATIVE",),
+    ),
+    Option(
         "watchdog", kinds.BOOLEAN, "Whether the stacks of a rank that holds the GIL for seconds are written to a file, "
         "by a timer and a real-time signal.", "true", ("TORCHOBS_WATCHDOG",),
+    ),
+    Option(
+        "run_details", kinds.BOOLEAN, "Whether the command line, the git commit, versions, device names and the seed of the "
+        "run are kept in the flight file, for `torchobs inspect`, `report` and `compare` alone; secrets are removed.",
+        "true", ("TORCHOBS_RUN_DETAILS",),
     ),
     Option("log_level", kinds.LOG_LEVEL, "Level of the logger `torchobs`.", "WARNING", ("TORCHOBS_LOG_LEVEL",)),
     Option(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import sqrt
 from statistics import median
 from typing import NamedTuple
@@ -47,6 +47,21 @@ FAST_STEADY = 0.85
 """Part of a ramp that slows down looks straighter than the whole: 0.7 and more for a logarithm that is a minute old."""
 FAST_IN_USE = 0.5
 
+# Before these 24 s, only what would fill the machine within minutes: a straight line from the run's first seconds, over a
+# hundred steps, and not in a first epoch, in which a dataset may be cached.
+YOUNG = 12
+"""Least number of points, of which the last two thirds are examined"""
+YOUNG_HORIZON_S = 300.0
+"""What takes longer is found by the other windows in time."""
+YOUNG_STEPS = 100
+YOUNG_BYTES = 64 * 1024**2
+YOUNG_ALIKE = 0.9
+"""Least ratio of the smallest to the largest among the trends of both thirds and of the whole: a root's is 0.77, that of a ramp
+with a time constant of 20 s 0.82."""
+YOUNG_EVEN = 0.6
+"""Least ratio of the smallest to the largest growth a step among the seconds: hundreds of steps of a leak are alike, and a
+random walk is not."""
+
 
 class MemoryPoint(NamedTuple):
     """Memory in use after so many steps, at so many seconds of any steady clock."""
@@ -65,17 +80,24 @@ class Growth(NamedTuple):
     sustained: bool
 
 
-def grows(points: Sequence[MemoryPoint], least_steps: int | None = None, steady: float = STEADY) -> Growth | None:
+def grows(
+    points: Sequence[MemoryPoint],
+    least_steps: int | None = None,
+    steady: float = STEADY,
+    *,
+    least: int = LEAST,
+    alike: float = ALIKE,
+) -> Growth | None:
     """Return the trend over the last two thirds of ``points`` (in order, evenly spaced).
 
-    ``None`` with fewer than ``LEAST`` points or fewer than ``least_steps`` steps, by default one for every other point.
-    ``steady``: see ``STEADY``.
+    ``None`` with fewer than ``least`` points or fewer than ``least_steps`` steps, by default one for every other point.
+    ``steady``, ``alike``: see ``STEADY`` and ``ALIKE``.
     """
     points = list(points)
     third = len(points) // 3
     earlier, last = points[-2 * third : -third], points[-third:]
     looked_at = points[-2 * third :]
-    if len(points) < LEAST or last[-1].step - looked_at[0].step < (third if least_steps is None else least_steps):
+    if len(points) < least or last[-1].step - looked_at[0].step < (third if least_steps is None else least_steps):
         return None
     per_step, before, now = (median(_slopes(part) or [0.0]) for part in (looked_at, earlier, last))
     steps, seconds = last[-1].step - looked_at[0].step, last[-1].seconds - looked_at[0].seconds
@@ -85,7 +107,7 @@ def grows(points: Sequence[MemoryPoint], least_steps: int | None = None, steady:
         per_step,
         grown / seconds if seconds > 0 else 0.0,
         seconds,
-        sustained=matters and now >= steady * before and min(before, now, per_step) >= ALIKE * max(before, now, per_step),
+        sustained=matters and now >= steady * before and min(before, now, per_step) >= alike * max(before, now, per_step),
     )
 
 
@@ -137,8 +159,11 @@ class FastWindow:
         self.growth: Growth | None = None
         """The trend, if it uses up what is left within minutes"""
 
-    def see(self, point: MemoryPoint, left: float, total: float) -> bool:
-        """Add a measurement, with the bytes ``left`` of ``total``; return True if a verdict has begun or ended."""
+    def see(self, point: MemoryPoint, left: float, total: float, *, caching: bool = False) -> bool:
+        """Add a measurement, with the bytes ``left`` of ``total``; return True if a verdict has begun or ended.
+
+        ``caching``: whether growth may be a dataset's that is cached, in the first epoch.
+        """
         points, before = self._points, self.growth
         if points and point.seconds - points[-1].seconds < 1.0:
             points[-1] = points[-1]._replace(used=min(points[-1].used, point.used))
@@ -149,12 +174,27 @@ class FastWindow:
         near = left <= (1.0 - FAST_IN_USE) * total and point.used - points[0].used > least / 2
         found = grows(points, FAST_STEPS, FAST_STEADY) if near else None
         self.growth = found if found and found.sustained and found.per_second * found.seconds >= least else None
+        if self.growth is None and not caching:
+            self.growth = _fills_soon(list(points), left)
         return (self.growth is None) != (before is None)
 
     def begin(self) -> None:
         """Drop all points, since another model is trained, which begins with a ramp of its own."""
         self._points.clear()
         self.growth = None
+
+
+def _fills_soon(points: Sequence[MemoryPoint], left: float) -> Growth | None:
+    """Return the trend of a run's first seconds if it uses up ``left`` within minutes."""
+    examined = points[-(len(points) // 3 * 2) :]
+    if not YOUNG <= len(points) < LEAST or examined[-1].used - examined[0].used < YOUNG_BYTES:
+        return None
+    found = grows(points, YOUNG_STEPS, YOUNG_ALIKE, least=YOUNG, alike=YOUNG_ALIKE)
+    if found is None or not found.sustained or found.per_second <= 0:
+        return None
+    rates = [(b.used - a.used) / max(1, b.step - a.step) for a, b in pairwise(examined)]
+    soon = max(left, 0.0) / found.per_second <= YOUNG_HORIZON_S
+    return found if soon and min(rates) >= YOUNG_EVEN * max(rates) else None
 
 
 def soonest(growths: Sequence[Growth | None], left: float) -> float | None:

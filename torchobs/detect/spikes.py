@@ -52,16 +52,21 @@ def leaves_start(value: float, start: float, seen: int) -> bool:
 
 
 def skewed_reach(mean: float, variance: float) -> float:
-    """Return the distance above ``mean`` of ``Z_LIMIT`` for log-normal values, in their unit; 0 if undefined.
+    """Return the distance above ``mean`` of ``Z_LIMIT`` for log-normal values, in their unit; 0 without variance.
 
     A loss near its floor has a long tail: a classifier that is right on all but a few samples has 144 losses in 5,200 steps
     beyond 6 standard deviations of its recent past, and none beyond this (measured: 16 samples a batch, mean loss 0.005,
     single batches of 1 to 3). With mean m and coefficient of variation c the logarithm's variance is v = ln(1 + c²), its mean
     ln(m) - v / 2 (Aitchison & Brown 1957, "The Lognormal Distribution", ch. 2). For c = 0.03 that is 6.6 standard deviations,
-    close to the normal limit; for c = 1 it is 104. A mean that is not positive has no logarithm.
+    close to the normal limit; for c = 1 it is 104.
+
+    A loss of both signs (a policy gradient: advantages times log-probabilities) has such tails on both sides. For a mean that
+    is not positive the tail is that of its magnitude; where that is less than a standard deviation, c is 1.
     """
-    if mean <= 0.0 or variance <= 0.0:
+    if variance <= 0.0:
         return 0.0
+    if mean <= 0.0:
+        mean = max(-mean, sqrt(variance))
     variation = sqrt(variance) / mean
     spread = min(log1p(variation * variation), Z_LIMIT**2)  # where the exponent is largest, and infinities end
     return mean * (exp(Z_LIMIT * sqrt(spread) - spread / 2) - 1.0)

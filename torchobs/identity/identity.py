@@ -6,13 +6,16 @@ Slurm or Kubernetes restarts the run. Sources of the id, best first:
 1. ``TORCHOBS_RUN_ID``; ``TORCHOBS_K8S_JOB_UID`` from the downward API;
 2. the Slurm job, written as ``squeue`` writes it (``1234``, in an array ``1234_7``): one job is one run, also requeued;
 3. torchrun's ``--rdzv-id`` unless it is the default, ``none``; Open MPI's job name;
-4. several ranks without any of these: the host and what the ranks of one node share (:func:`_shared`). Nodes differ then,
+4. ranks on several nodes that a launcher other than torchrun gives the same ``MASTER_ADDR``, as the Kubeflow training operator
+   and Volcano's pytorch plugin do: that address, its port and the namespace. Reported as weaker: the next run there has it too;
+5. several ranks without any of these: the host and what the ranks of one node share (:func:`_shared`). Nodes differ then,
    which is reported, because nothing can join the parts of a run that has two ids;
-5. one process: host, start time and pid.
+6. one process: host, start time and pid.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -47,6 +50,14 @@ _NODES_DIFFER = SettingsProblem(
     "is not set and the launcher names no run, so that every node reports a run of its own;"
     " give all of them the same one, or torchrun the same --rdzv-id",
 )
+_WEAKER = SettingsProblem(
+    "TORCHOBS_RUN_ID",
+    None,
+    "is not set and nothing names the run, so that it is named after MASTER_ADDR and MASTER_PORT:"
+    " a later run at the same address has the same id; set it, or label the pod torchobs.io/inject",
+)
+# Kubeflow's training operator: NAME-master-0; Volcano's pytorch plugin: NAME-master-0.NAME.
+_MASTER = r"(.+)-master-0(?:\..*)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +133,8 @@ def _job_names(environ: Mapping[str, str], settings: Settings, process: ProcessI
     # The host name of an indexed Job's pod is the Job's name, a dash and the index.
     stem, _, index = process.host.rpartition("-")
     yield stem if index == environ.get("JOB_COMPLETION_INDEX") else None
+    master = re.fullmatch(_MASTER, environ.get("MASTER_ADDR", ""))
+    yield master[1] if master else None
     slurm = environ.get("SLURM_JOB_NAME")
     yield slurm if slurm not in _DEFAULT_JOB_NAMES else None
     yield _script(process.argv0)
@@ -141,6 +154,9 @@ def _run_id(
 ) -> str:
     if named := _first_name(_run_names(environ, settings, place)):
         return named
+    if address := _address(environ, place):
+        problems.append(_WEAKER)
+        return _clean(address)
     if place.world_size is None or place.world_size not in {1, place.local_world_size}:
         problems.append(_NODES_DIFFER)
     start = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(process.start_ns // 1_000_000_000))
@@ -156,6 +172,20 @@ def _run_names(environ: Mapping[str, str], settings: Settings, place: RankPlacem
     elastic = environ.get("TORCHELASTIC_RUN_ID")
     yield elastic if elastic != "none" else None
     yield environ.get("PMIX_NAMESPACE") if place.launcher == "openmpi" else None
+
+
+def _address(environ: Mapping[str, str], place: RankPlacement) -> str | None:
+    """Return an id made of the address that all ranks are given; ``None``: there is none, or it is one node's own.
+
+    Not under torchrun, which chooses another port at each restart unless it is told one.
+    """
+    host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
+    several_nodes = place.world_size is not None and place.world_size not in {1, place.local_world_size}
+    if place.launcher != "env" or not several_nodes or not host or host == "localhost" or host.startswith(("127.", "::1")):
+        return None
+    # The namespace is no part of the operators' host names.
+    namespace = next((environ[name] for name in _KUBERNETES["k8s.namespace.name"] if environ.get(name)), "")
+    return f"{host.partition('.')[0]}-{hashlib.sha256(f'{namespace}/{host}:{port}'.encode()).hexdigest()[:8]}"
 
 
 def _shared(environ: Mapping[str, str], process: ProcessInfo, place: RankPlacement) -> str | None:

@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 from torchobs.config.settings import SettingsProblem
 
-__all__ = ["RankPlacement", "count", "locate", "tasks_on_node"]
+__all__ = ["LAUNCHED_BY", "RankPlacement", "count", "locate", "tasks_on_node"]
+
+LAUNCHED_BY = "launched_by"
+"""Resource attribute of a child's flight file: the incarnation of the process that launched it."""
 
 # Slurm numbers its own steps (batch script, interactive shell) from here: SLURM_INTERACTIVE_STEP is 0xfffffffa.
 _OWN_STEPS = 0xFFFFFFF0

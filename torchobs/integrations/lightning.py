@@ -105,6 +105,8 @@ def _record_start(trainer: Any, model: Any) -> None:
         "strategy": type(trainer.strategy).__name__,
     }
     record_trainer("lightning", _lightning.__version__, settings)
+    if len(trainer.optimizers) == 1:  # else Lightning counts several for what is one step here
+        torchobs.log(resumed_from=trainer.global_step)
     planned = trainer.estimated_stepping_batches
     if isfinite(planned) and planned > 0:
         torchobs.log(total_steps=int(planned) - trainer.global_step)  # after resuming, the remaining steps

@@ -56,7 +56,8 @@ class TorchobsCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             torchobs.watch(model)
         settings = {name: getattr(args, name, None) for name in _SETTINGS}
         record_trainer("transformers", transformers.__version__, settings)
-        torchobs.log(total_steps=max(0, state.max_steps - state.global_step))  # after resuming, the remaining steps
+        done = state.global_step
+        torchobs.log(total_steps=max(0, state.max_steps - done), resumed_from=done)  # after resuming, the remaining steps
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close an open phase at the start of a step, even if another callback canceled it."""

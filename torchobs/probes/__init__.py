@@ -19,11 +19,13 @@ from torchobs.probes.lifecycle.checkpoints import CheckpointProbe
 from torchobs.probes.lifecycle.distributed import DistributedProbe
 from torchobs.probes.memory.cgroup import CgroupProbe
 from torchobs.probes.memory.device_memory import DeviceMemoryProbe
+from torchobs.probes.memory.leak import LeakProbe, Suspicion
 from torchobs.probes.memory.process_memory import MemoryProbe
+from torchobs.probes.nonfinite.probe import NonfiniteProbe
 from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, RateSource
+from torchobs.probes.optimizer.resumed import ResumeProbe
 from torchobs.probes.optimizer.schedulers import SchedulerProbe
 from torchobs.probes.precision.amp import AmpProbe
-from torchobs.probes.precision.loss_scale import LossScaling
 from torchobs.probes.step.loss import LossProbe
 from torchobs.probes.step.phases import PhaseProbe
 from torchobs.probes.step.steps import StepProbe
@@ -32,16 +34,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torchobs.probes.core.context import Probe
+    from torchobs.probes.precision.loss_scale import LossScaling
 
     ProbeFactories = dict[str, Callable[[], Probe]]
 
 
-def factories() -> ProbeFactories:
+def factories(scaling: LossScaling) -> ProbeFactories:
     """Return what makes each probe that needs torch, by name, in the order of installation; for one session.
 
     A probe that is switched off and on again is made anew, with the same objects.
     """
-    scaling, rates, epochs = LossScaling(), RateSource(), EpochCount()
+    rates, epochs, suspicion = RateSource(), EpochCount(), Suspicion()
     return {
         StepProbe.name: partial(StepProbe, scaling, rates),
         PhaseProbe.name: PhaseProbe,
@@ -53,11 +56,14 @@ def factories() -> ProbeFactories:
         AmpProbe.name: partial(AmpProbe, scaling),
         GradientProbe.name: partial(GradientProbe, scaling),
         OptimizerProbe.name: partial(OptimizerProbe, rates),
+        ResumeProbe.name: ResumeProbe,
         SchedulerProbe.name: partial(SchedulerProbe, epochs),
         GpuProbe.name: GpuProbe,
-        MemoryProbe.name: MemoryProbe,
+        MemoryProbe.name: partial(MemoryProbe, suspicion=suspicion),
         CgroupProbe.name: CgroupProbe,
-        DeviceMemoryProbe.name: DeviceMemoryProbe,
+        DeviceMemoryProbe.name: partial(DeviceMemoryProbe, suspicion=suspicion),
+        LeakProbe.name: partial(LeakProbe, suspicion),
         DistributedProbe.name: DistributedProbe,
         CompileProbe.name: CompileProbe,
+        NonfiniteProbe.name: NonfiniteProbe,
     }

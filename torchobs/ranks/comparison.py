@@ -11,11 +11,11 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
-from torchobs.detect import stragglers
+from torchobs.detect import hang, stragglers
 from torchobs.detect.stragglers import Spent
 from torchobs.ranks import labels
 from torchobs.ranks.metric_values import Reader, Readings
-from torchobs.ranks.snapshot import Rank, RankStanding, RunSummary
+from torchobs.ranks.snapshot import Rank, RankStanding, RunSummary, Stalled
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -53,6 +53,11 @@ class RankComparator:
                 histories[incarnation].add(now_ns, readings)
             counted = {rank.incarnation for rank, _ in read if _is_counted(rank)}
             standings |= _compared(living, histories, counted)
+            if any(rank.state == "hung" for rank, _ in read):
+                for rank, readings in read:
+                    if rank.up and rank.incarnation in counted:
+                        own = standings.get(rank.incarnation) or RankStanding(behind=None, slowness=None)
+                        standings[rank.incarnation] = own._replace(stalled=_stalled(rank, readings))
             runs.append(_summarise(read))
         return standings, tuple(runs)
 
@@ -111,6 +116,12 @@ def _compared(
         )
         for incarnation, readings in living.items()
     }
+
+
+def _stalled(rank: Rank, readings: Readings) -> Stalled | None:
+    """Return where the rank is; ``None`` if its phase is unknown."""
+    phase = rank.view.live.phase
+    return None if phase is None else Stalled(phase, hang.place(_steps(readings), phase))
 
 
 def _summarise(read: Sequence[tuple[Rank, Readings]]) -> RunSummary:

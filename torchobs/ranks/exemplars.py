@@ -1,8 +1,8 @@
 """Exemplars of histograms: for each bucket the newest step that has a span.
 
-Only steps with a span in the rank's event ring qualify, for a link must lead to a span that the tracing backend receives: one
-step per ten seconds, and some slow and anomalous ones, which are the interesting ones. Like its bucket, an exemplar stays
-after the ring has been overwritten.
+Only steps with a span in the rank's event ring qualify, for a link must lead to a span that the tracing backend receives: about
+one step in ten seconds, and some slow and anomalous ones, which are the interesting ones. The trace is the step's own, in which
+those of the other ranks are, too. Like its bucket, an exemplar stays after the ring has been overwritten.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Exemplars:
     def __init__(self, header: Header) -> None:
         self.shown = NONE
         self._tail = Tail(header.regions[Region.EVENTS].length, header.seed)
-        self._trace_id, self._run = span_ids.trace_id(header), span_ids.run_span_id(header)
+        self._ids = span_ids.SpanIds(header)
+        self._valid = _TRACE_ID.fullmatch(self._ids.run.trace) is not None
         self._ends: OrderedDict[int, int] = OrderedDict()
 
     def look(self, file: FlightFile, head: int) -> None:
@@ -99,8 +100,7 @@ class Exemplars:
         if not isinstance(values, dict) or not _is_whole(end_ns) or not isinstance(flags, int) or not flags & _SAMPLED:
             return {}
         step = values.get("step")
-        known = fields.get("trace_id") == self._trace_id and _TRACE_ID.fullmatch(self._trace_id) is not None
-        if not known or not _is_whole(step) or fields.get("span_id") != span_ids.step_span_id(self._run, step):
+        if not self._valid or not _is_whole(step) or (fields.get("trace_id"), fields.get("span_id")) != self._ids.step(step):
             return {}
         self._ends[step] = end_ns
         if len(self._ends) > _RECENT:
@@ -111,8 +111,7 @@ class Exemplars:
         index = bisect_left(seen.metric.bounds, seen.value)
         if index in buckets and buckets[index].at_ns >= seen.at_ns:
             return  # Prometheus also rejects one older than the last
-        span_id = span_ids.step_span_id(self._run, seen.step)
-        buckets[index] = Exemplar(self._trace_id, span_id, seen.step, seen.value, seen.at_ns)
+        buckets[index] = Exemplar(*self._ids.step(seen.step), seen.step, seen.value, seen.at_ns)
 
 
 def of(series: Series, shown: Shown) -> Mapping[int, Exemplar]:

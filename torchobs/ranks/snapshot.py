@@ -15,6 +15,15 @@ STATUSES = ("served", "superseded", "expired", "bad")
 REASONS = catalog.EXPORTER_READ_ERRORS.attributes[0].values
 
 
+class Stalled(NamedTuple):
+    """Where a rank is while a rank of its run hangs."""
+
+    phase: str
+    """one of ``catalog.STALL_PHASES``"""
+    place: float
+    """in steps, by ``detect.hang.place``"""
+
+
 class RankStanding(NamedTuple):
     """Comparison of a rank with the living ranks of its run on this machine."""
 
@@ -22,6 +31,8 @@ class RankStanding(NamedTuple):
     """steps behind the rank with the most; None: not all of its own steps were recorded"""
     slowness: Slowness | None
     """by ``detect.stragglers``, as in the page and the commands; None: too few steps yet"""
+    stalled: Stalled | None = None
+    """where it is; None: no rank of its run on this machine hangs, or unknown"""
 
     @property
     def slowdown(self) -> float | None:

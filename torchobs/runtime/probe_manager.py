@@ -10,6 +10,7 @@ import os
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.probes.core.hook_removal import remove_later
 from torchobs.support.error_guard import CircuitBreaker, call
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class ProbeManager:
         self._safe_point.disarm()
         for name in reversed(list(self._probes)):
             self._remove(name)
+        if self._started:
+            call(CircuitBreaker("hooks"), remove_later)
 
     def _has_changes(self) -> bool:
         return any((name in self._off) == (name in self._probes) for name in self._factories)
@@ -95,6 +98,7 @@ class ProbeManager:
             if name not in self._off and name not in self._probes:
                 context.breakers[name] = CircuitBreaker(name)  # hooks that could not be removed stay inert
                 self.install(make())
+        call(CircuitBreaker("hooks"), remove_later)
         if self._probes.keys() & _STEP_PROBES != before:
             call(CircuitBreaker("switches"), context.recorder.restart)
 

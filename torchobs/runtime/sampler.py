@@ -17,18 +17,21 @@ from torchobs.flight.files.headroom import survive_limits
 from torchobs.flight.files.location import remedy
 from torchobs.flight.format.step_record import LIVE_PHASES
 from torchobs.probes.core.timeline import DATA, EVALUATION, FORWARD, OTHER
+from torchobs.probes.gradients.grown_layers import GrownLayers
+from torchobs.support import anomaly_callbacks
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.rank_log import OWN
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from collections import deque
-
+    from torchobs.flight.metrics.totals import Anomaly
     from torchobs.probes.core.context import ProbeContext
     from torchobs.runtime.probe_manager import Callbacks
+    from torchobs.runtime.run_span import RunSpan
 
 INTERVAL_S = 0.1
+_BLOWN_UP = frozenset({"gradient_explosion", "loss_spike"})
 OVERHEAD_INTERVAL_S = 1.0
 NAME_CHECK_INTERVAL_S = 5.0
 OBSERVE_INTERVAL_S = 10.0
@@ -75,16 +78,15 @@ class LimitedLog:
 class Sampler:
     """One daemon thread per session. ``samples`` run every round, ``slow`` after one second and then every ten.
 
-    ``anomalous`` is given the numbers of the steps that the fold finds anomalous.
+    The spans of ``run`` are written after those, when epochs, steps and anomalies of the round are known.
     """
 
-    def __init__(
-        self, context: ProbeContext, pauses: SamplerPauses, anomalous: deque[int], samples: Callbacks, slow: Callbacks
-    ) -> None:
-        self._context, self._pauses, self._anomalous, self._samples, self._slow = context, pauses, anomalous, samples, slow
+    def __init__(self, context: ProbeContext, pauses: SamplerPauses, run: RunSpan, samples: Callbacks, slow: Callbacks) -> None:
+        self._context, self._pauses, self._run_span, self._samples, self._slow = context, pauses, run, samples, slow
         self._busy = threading.Lock()
         renew_in_child(self, _busy=threading.Lock)
         self._breaker, self._anomalies = CircuitBreaker("sampler"), anomaly_limiter()
+        self._grown = GrownLayers(context)
         self._published: dict[str, int] = {}
         now = time.monotonic()
         self._name_checked = self._overhead_published = now
@@ -142,6 +144,8 @@ class Sampler:
             writer.fold(RECORDS_PER_FOLD)
             yield_gil()
         self._report_anomalies()
+        self._grown.forget(time.monotonic())
+        call(context.breaker("spans"), self._run_span.sample_steps)
         self._report_failures()
         now = time.monotonic()
         if last or now - self._overhead_published >= OVERHEAD_INTERVAL_S:
@@ -169,10 +173,12 @@ class Sampler:
         for anomaly in found:
             if self._anomalies.take(now, anomaly.kind):
                 omitted = self._anomalies.held_back(anomaly.kind)
-                more = {"left_out": omitted} if omitted else {}
+                more: dict[str, object] = {"left_out": omitted} if omitted else {}
+                more |= self._origin(anomaly) | self._blown_layer(anomaly)
                 attributes = {"kind": anomaly.kind, "value": anomaly.value, "baseline": anomaly.baseline} | more
                 writer.event(catalog.EVENT_ANOMALY.name, attributes, anomaly.step)
-        self._anomalous.extend(anomaly.step for anomaly in found[:100])
+            self._notify(anomaly)
+        self._run_span.anomalous.extend(anomaly.step for anomaly in found[:100])
         if found:
             first = found[0]
             self._context.warn_limited(
@@ -180,6 +186,31 @@ class Sampler:
                 f"{first.kind.replace('_', ' ')} in step {first.step}: {first.value:.6g}, usual is {first.baseline:.6g}",
                 own="loss" in first.kind,  # each rank has its own batches; the gradients are reduced
             )
+
+    def _origin(self, anomaly: Anomaly) -> dict[str, str]:
+        """Return where the anomaly was born, if it is a value that was traced."""
+        origin = self._context.origins.get(anomaly.step) if anomaly.kind.startswith("nonfinite") else None
+        if origin is None:
+            return {}
+        found = {"origin": origin.kind, "module": origin.module, "operator": origin.operator, "parameter": origin.parameter}
+        return {name: value for name, value in found.items() if value}
+
+    def _blown_layer(self, anomaly: Anomaly) -> dict[str, object]:
+        """Return the layer whose gradient has grown most in that step, if it was measured."""
+        context = self._context
+        found = None
+        for name_layer in context.blown_layer if anomaly.kind in _BLOWN_UP else ():
+            context.yield_gil()
+            found = call(context.breaker("gradients"), name_layer, anomaly.step)
+        if found is not None:
+            self._grown.note(found, time.monotonic())
+        return {} if found is None else {"layer": found.layer, "layer_norm": found.norm, "layer_usual": found.usual}
+
+    def _notify(self, anomaly: Anomaly) -> None:
+        if anomaly_callbacks.wanted():
+            origin = self._context.origins.get(anomaly.step) if anomaly.kind.startswith("nonfinite") else None
+            report = anomaly_callbacks.AnomalyReport(anomaly.kind, anomaly.step, anomaly.value, anomaly.baseline, origin)
+            anomaly_callbacks.notify(report)
 
     def _report_failures(self) -> None:
         context = self._context

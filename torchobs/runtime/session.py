@@ -12,8 +12,9 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs._version import __version__
@@ -34,9 +35,13 @@ from torchobs.probes.core.step_recorder import StepRecorder
 from torchobs.probes.core.training_state import TrainingState
 from torchobs.probes.core.user_scalars import Scalars
 from torchobs.probes.lifecycle.exits import ExitProbe
+from torchobs.probes.precision.loss_scale import LossScaling
 from torchobs.runtime import spawned_ranks
 from torchobs.runtime.command_handler import CommandHandler
+from torchobs.runtime.history import GaugeHistory
+from torchobs.runtime.notebook import NotebookStatus, in_notebook
 from torchobs.runtime.probe_manager import ProbeManager
+from torchobs.runtime.run_details import RunDetails
 from torchobs.runtime.run_span import RunSpan, trace_attributes
 from torchobs.runtime.sampler import LimitedLog, Sampler, SamplerPauses
 from torchobs.runtime.spawned_ranks import SpawnedRanks, hide_launcher_file, launcher_attributes, report_children
@@ -44,6 +49,7 @@ from torchobs.support import graph_safe
 from torchobs.support.after_fork import renew_in_child
 from torchobs.support.error_guard import CircuitBreaker, call, settle
 from torchobs.support.import_hooks import after_import, cancel
+from torchobs.support.log_level import set_level
 from torchobs.support.rank_log import OWN, name_rank, remove_rank
 
 if TYPE_CHECKING:
@@ -76,6 +82,8 @@ class Session:
         self.identity: Identity | None = None
         self.context: ProbeContext | None = None
         self.pid = os.getpid()
+        self.loss_scaling = LossScaling()
+        """What loss scalers are doing, as the AMP probe sees it"""
         self._probe_manager: ProbeManager | None = None
         self._exits = ExitProbe()
         self._dynamo = DynamoRules()
@@ -88,6 +96,10 @@ class Session:
         self.run: RunSpan | None = None
         self._commands: CommandHandler | None = None
         self._children: SpawnedRanks | None = None
+        self._history: GaugeHistory | None = None
+        self._notebook: NotebookStatus | None = None
+        self.recorded_in = ""
+        """Path of the flight file, also after the end; empty if there is none"""
         self._inherited: Session | None = None
         """Parent's session in a forked child, kept alive: freeing pinned memory records CUDA events, which a child must not"""
 
@@ -112,18 +124,24 @@ class Session:
         """Flight file's writer; ``None`` while inactive."""
         return self.context.writer if self.context is not None and self.active else None
 
+    def report(self) -> Any:
+        """Return the report on the run so far, which a notebook shows as a page; ``RuntimeError`` without a flight file."""
+        # by name: the toolboxes stand above the session
+        return import_module("torchobs.debug.reports").live(self)
+
     def open(self, chosen: Settings, found_identity: Identity) -> None:
         """Create the flight file, install the probes, start the sampler. Raises ``NoPlaceError`` without a place to write."""
         self.settings, self.identity = chosen, found_identity
         place = open_place(str(chosen.flight_dir) if chosen.flight_dir else None, settings.environment().get("XDG_RUNTIME_DIR"))
         resource = found_identity.described() | _versions() | trace_attributes(chosen) | launcher_attributes()
         try:
-            writer = open_writer(place, resource, chosen.file_size)
+            writer = open_writer(place, resource, chosen.file_size, native=chosen.native)
         except OSError as error:
             os.close(place.fd)
             what = f"{error.strerror or error}: the flight file cannot be written in {place.path}; {remedy(error)}"
             raise NoPlaceError(what, of_one_rank=True) from error
         writer.event(catalog.EVENT_RUN_START.name, {"launcher": found_identity.launcher, "restart": found_identity.restart})
+        self.recorded_in = writer.path
         self.run = RunSpan(chosen, writer, lambda: self.writer)
         self.run.begin()
         training, pauses, spent_ns = TrainingState(), SamplerPauses(), dict[str, int]()
@@ -134,19 +152,28 @@ class Session:
             yield_gil=pauses.yield_gil, at_backward=safe_point.arm, spent_ns=spent_ns,
         )  # fmt: skip
         self.run.watch(context)
-        self._probe_manager = ProbeManager(context, factories(), safe_point, self._samples, self._slow)
+        self._probe_manager = ProbeManager(context, factories(self.loss_scaling), safe_point, self._samples, self._slow)
         control_dir = str(chosen.control_dir) if chosen.control_dir else None
         self._commands = CommandHandler(context, self._probe_manager, control_directory(control_dir, place.path))
-        self._samples += [("control", self._commands.sample), ("spans", self.run.sample_steps)]
-        self._samples.append(("children", partial(report_children, context)))
+        self._samples += [("control", self._commands.sample), ("children", partial(report_children, context))]
+        self._history = GaugeHistory(context)
+        self._samples.append(("history", self._history.sample))
         self._slow += [
             ("otel", self.run.sample),
             ("children", partial(hide_launcher_file, context)),
             ("patches", PatchWatch(context).observe),
         ]
+        if chosen.summary and in_notebook():
+            self._notebook = NotebookStatus(context, f"{found_identity.job_name} {found_identity.run_id}")
+            call(context.breaker("notebook"), self._notebook.begin)
+            self._samples.append(("notebook", self._notebook.sample))
+        if chosen.run_details:
+            details = RunDetails(context)
+            call(context.breaker("details"), details.begin)
+            self._slow.append(("details", details.sample))
         if chosen.exporter:
             self._slow.append(("exporter", self._ensure_exporter))
-        self._sampler = Sampler(context, pauses, self.run.anomalous, self._samples, self._slow)
+        self._sampler = Sampler(context, pauses, self.run, self._samples, self._slow)
         self._watch_child()
         if self._exits.name not in chosen.disable_probes:
             self._probe_manager.install(self._exits)
@@ -232,16 +259,20 @@ class Session:
             for breaker in context.breakers.values():
                 breaker.is_open = False
             call(CircuitBreaker("sampler"), self._sampler.end)
+            if self._history is not None:
+                call(CircuitBreaker("history"), self._history.record)
+            if self._notebook is not None:
+                call(CircuitBreaker("notebook"), self._notebook.end)
             for breaker in context.breakers.values():
                 breaker.is_open = True
         reason, code = self._exits.ended(self._exit)
         if reason != Exit.FINISHED and context.writer.hidden:
             call(CircuitBreaker("children"), context.writer.show)  # the launching process failed, which no rank's file shows
-        if self.run is not None:
-            self.run.end(failed=reason != Exit.FINISHED)
         if self._commands is not None:
             self._commands.close()
         context.event(catalog.EVENT_RUN_END, {"reason": _EXIT_REASONS[reason], "code": code})
+        if self.run is not None:
+            self.run.end(failed=reason != Exit.FINISHED)
         context.writer.exit(reason, code)
         context.writer.close()
 
@@ -271,7 +302,7 @@ def init(**overrides: object) -> Session:
         # an invalid argument is None here if the default is
         given = {name: getattr(chosen, name) for name, value in overrides.items() if value is not None}
         session.given = {name: option_types.as_text(value) for name, value in given.items() if value is not None}
-        call(CircuitBreaker("init"), _set_level, chosen)
+        call(CircuitBreaker("init"), set_level, logger, chosen.log_level)
         breaker = CircuitBreaker("init")
         call(breaker, _begin, session, chosen, list(problems))
         for failure in breaker.failures:
@@ -284,11 +315,6 @@ def init(**overrides: object) -> Session:
 def unpickle_token(given: dict[str, str], launcher: str) -> object:
     """Unpickle the token of a spawned child (:mod:`torchobs.runtime.spawned_ranks`)."""
     return spawned_ranks.unpickle_token(init, unpickle_token, given, launcher)
-
-
-def _set_level(chosen: Settings) -> None:
-    if logger.level == logging.NOTSET:
-        logger.setLevel(chosen.log_level)
 
 
 def _begin(session: Session, chosen: Settings, problems: list[settings.SettingsProblem]) -> None:

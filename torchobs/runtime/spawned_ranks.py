@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torchobs import catalog
 from torchobs.flight.format.layout import BadFlightFileError
 from torchobs.flight.reader import reader
+from torchobs.identity.launchers import LAUNCHED_BY
 from torchobs.probes.core.patch import Patch
 from torchobs.support.error_guard import CircuitBreaker, call
 from torchobs.support.import_hooks import after_import, cancel
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
     UnpickleToken = Callable[[dict[str, str], str], object]
 
-LAUNCHED_BY = "launched_by"
-"""Resource attribute of a child's flight file: the incarnation of the process that launched it."""
 GROUPS = "torch.distributed.distributed_c10d"
 _KEY = "torchobs"
 _OWN = frozenset({"rank", "local_rank", "world_size", "traceparent", "tracestate"})

@@ -50,12 +50,14 @@ class Memory(NamedTuple):
 
 
 class Cpu(NamedTuple):
-    """A group's CPU: quota in cores (``None``: none); throttled periods and seconds since the group exists."""
+    """A group's CPU: quota in cores (``None``: none); periods and seconds, throttled and used, since the group exists."""
 
     limit: float | None
     periods: int
     throttled: int
     throttled_s: float
+    used_s: float | None = None
+    """``None``: not reported"""
 
 
 class _Mount(NamedTuple):
@@ -138,7 +140,10 @@ def cpu_of(groups: Hierarchy, root: str = "") -> Cpu | None:
     stat = read(f"{root}{level}/cpu.stat")
     name, unit = ("throttled_usec ", 1e6) if groups.v2 else ("throttled_time ", 1e9)
     throttled_s = (field(stat, name) or 0) / unit
-    return Cpu(quotas[level], field(stat, "nr_periods ") or 0, field(stat, "nr_throttled ") or 0, throttled_s)
+    # v1 has it where cpu and cpuacct are mounted together, as they mostly are
+    used = field(stat, "usage_usec ") if groups.v2 else number(read(f"{root}{level}/cpuacct.usage"))
+    used_s = None if used is None else used / unit
+    return Cpu(quotas[level], field(stat, "nr_periods ") or 0, field(stat, "nr_throttled ") or 0, throttled_s, used_s)
 
 
 def pressure(text: str) -> dict[str, float]:

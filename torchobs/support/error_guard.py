@@ -1,4 +1,7 @@
-"""Circuit breakers that keep torchobs' own exceptions out of the training: the only place where they are caught.
+"""Circuit breakers that keep torchobs' own exceptions out of the training: here alone it is decided what becomes of one.
+
+The hooks of every step do without the frame of :meth:`CircuitBreaker.guard`: they look at ``is_open`` themselves, and have an
+``except Exception`` that asks :meth:`CircuitBreaker.takes` and raises again if it does not.
 
 The first exception inside a probe trips its breaker: every guarded function of that probe does nothing from then on, the
 error is counted and published (``torchobs.probe.errors``, ``torchobs.probe.disabled``, an event) and logged once, by the
@@ -52,6 +55,13 @@ class CircuitBreaker:
         location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "unknown"
         self.failures.append(ProbeFailure(self.probe, type(error).__name__, location))
 
+    def takes(self, error: Exception) -> bool:
+        """Record the error and disable the probe; return False for a signal handler's, which has to be raised again."""
+        if _raised_by_signal_handler(error):
+            return False
+        self.trip(error)
+        return True
+
     def guard(self, function: Callable[..., R]) -> Callable[..., R | None]:
         """Return ``function`` for use in a hook: it lets none of our exceptions out, and returns ``None`` once tripped."""
 
@@ -61,9 +71,8 @@ class CircuitBreaker:
             try:
                 return function(*args)
             except Exception as error:  # this is the guard
-                if _raised_by_signal_handler(error):
+                if not self.takes(error):
                     raise
-                self.trip(error)
                 return None
 
         return guarded
@@ -76,9 +85,8 @@ def call(breaker: CircuitBreaker, function: Callable[P, R], /, *args: P.args, **
     try:
         return function(*args, **kwargs)
     except Exception as error:  # this is the guard
-        if _raised_by_signal_handler(error):
+        if not breaker.takes(error):
             raise
-        breaker.trip(error)
         return None
 
 

@@ -56,6 +56,16 @@ def no_hook_in_graphs(watched: Callable[..., Any]) -> Callable[..., None]:
     return unless_compiling
 
 
+def dispatch_modes() -> Callable[[], int]:
+    """Return a function that counts torch's dispatch modes: without any, as in training, no graph is being made.
+
+    For hooks of every step, which save themselves the frame of :func:`graph_being_made` by asking it first.
+    """
+    import torch  # torch is optional until training begins
+
+    return getattr(torch._C, "_len_torch_dispatch_stack", int)  # noqa: SLF001  # as below; ``int()`` is 0
+
+
 def graph_being_made() -> Callable[[], bool]:
     """Return a function that returns True while torch traces a graph: ``torch.export``, ``make_fx``.
 

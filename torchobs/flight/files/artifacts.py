@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchobs.flight.files import entries
 from torchobs.flight.files.create import SUFFIX, TEMPORARY
+from torchobs.flight.files.headroom import shortage
 
 if TYPE_CHECKING:
     from torchobs.flight.files.location import FlightDirectory
 
-STACKS, STUCK, PROFILE = "stacks", "stuck", "profile"
-KINDS = (STACKS, STUCK, PROFILE)
-"""Requested stacks; stacks of a rank that held the GIL for seconds; a profiler's trace."""
-ENDINGS = {STACKS: ".txt", STUCK: ".txt", PROFILE: ".json.gz"}
-LIMITS = {STACKS: 1 << 20, STUCK: 1 << 20, PROFILE: 32 << 20}
+STACKS, STUCK, PROFILE, LEAK = "stacks", "stuck", "profile", "leak"
+KINDS = (STACKS, STUCK, PROFILE, LEAK)
+"""Requested stacks; stacks of a rank that held the GIL for seconds; a profiler's trace; what grew while memory leaked."""
+ENDINGS = {STACKS: ".txt", STUCK: ".txt", PROFILE: ".json.gz", LEAK: ".txt"}
+LIMITS = {STACKS: 1 << 20, STUCK: 1 << 20, PROFILE: 32 << 20, LEAK: 1 << 20}
 """Maximum size in bytes: on tmpfs the file is charged to the trainer's memory."""
-KEPT = {STACKS: 8, STUCK: 4, PROFILE: 2}
+KEPT = {STACKS: 8, STUCK: 4, PROFILE: 2, LEAK: 3}
 """Files of one kind that are kept per rank; the oldest are removed."""
 
 END = b"\n# end of stacks\n"
@@ -39,7 +40,7 @@ _WHY = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "not_permitted"),
 }
 
-_NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile)-([0-9]{1,15})(\.txt|\.json\.gz)")
+_NAME = re.compile(r"(r([0-9]{1,9})-([0-9a-f]{32}))\.(stacks|stuck|profile|leak)-([0-9]{1,15})(\.txt|\.json\.gz)")
 _MAX_FOUND = 4096
 
 
@@ -144,6 +145,25 @@ def finish(place: FlightDirectory, temporary: str, evidence: ArtifactName) -> No
     os.rename(temporary, evidence.name, src_dir_fd=place.fd, dst_dir_fd=place.fd)
     for one in sorted({*alike, evidence}, key=lambda one: one.number)[: -KEPT[evidence.kind]]:
         remove(place, one.name)
+
+
+def write(place: FlightDirectory, evidence: ArtifactName, data: bytes) -> dict[str, str] | None:
+    """Write a whole file; on failure, return why, as :func:`refusal` does."""
+    if (lack := shortage(place.fd, len(data))) is not None:
+        return {"reason": "no_room", "detail": lack}
+    temporary = None
+    try:
+        temporary, fd = create_unfinished(place)
+        try:
+            append(fd, data[: LIMITS[evidence.kind]])
+        finally:
+            os.close(fd)
+        finish(place, temporary, evidence)
+    except OSError as problem:
+        if temporary is not None:
+            remove(place, temporary)
+        return refusal(problem)
+    return None
 
 
 def refusal(problem: OSError) -> dict[str, str]:

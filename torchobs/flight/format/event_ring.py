@@ -71,6 +71,11 @@ class EventRing:
         """Maximum length of a frame's payload in bytes."""
         return min(MAX_PAYLOAD, self._size // 4)
 
+    @property
+    def laps(self) -> float:
+        """How many times the ring's size has been written since its creation."""
+        return self._position / self._size
+
     def append(self, fields: Mapping[str, object]) -> None:
         """Add one frame; it is dropped and counted if too long, or if 1,024 frames are pending."""
         self.put(json.dumps(plain(dict(fields)), separators=(",", ":")).encode())

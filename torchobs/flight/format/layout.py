@@ -9,6 +9,7 @@ offset content
 …      value blocks: ``BLOCK_COUNT`` blocks of two slots, A and B (:data:`SLOT_HEADER`, then up to 512 words)
 …      step ring: 128-byte records (``step_record.py``)
 …      event ring: frames at multiples of 64 bytes (``event_ring.py``)
+…      details and history, since version 1.1: two slots each (``documents.py``)
 ====== =========================================================================================================
 
 **Header**: ``magic[8] major:u16 minor:u16 header_size:u32 file_size:u64 incarnation[16] boot_id[16] monotonic_ns:u64
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAGIC = b"TORCHOBS"
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 1, 1
 ALIGN = 64
 HEADER_SIZE = 4096
 MIN_SIZE = 256 * 1024
@@ -73,9 +74,19 @@ class Region(IntEnum):
     BLOCKS = 3
     STEPS = 4
     EVENTS = 5
+    DETAILS = 6
+    HISTORY = 7
 
 
-_ITEM_SIZES = {Region.LIVE: 8, Region.SERIES: 1, Region.BLOCKS: 2 * SLOT_SIZE, Region.STEPS: RECORD_SIZE, Region.EVENTS: ALIGN}
+_ITEM_SIZES = {
+    Region.LIVE: 8, Region.SERIES: 1, Region.BLOCKS: 2 * SLOT_SIZE, Region.STEPS: RECORD_SIZE, Region.EVENTS: ALIGN,
+    Region.DETAILS: ALIGN, Region.HISTORY: ALIGN,
+}  # fmt: skip
+_ADDED = frozenset({Region.DETAILS, Region.HISTORY})
+"""Regions that files of version 1.0 lack"""
+DETAILS_SIZE = 8 * 1024
+HISTORY_SIZE = 64 * 1024
+"""In a file of the default size or more, else a quarter"""
 
 
 class Live:
@@ -167,11 +178,13 @@ def plan(size: int) -> dict[Region, Extent]:
     records = 1 << ((size // 2 // RECORD_SIZE).bit_length() - 1)
     live = LIVE_WORDS * 8
     blocks = 2 * SLOT_SIZE * (BLOCK_COUNT if size >= DEFAULT_SIZE else BLOCK_COUNT // 4)
-    rest = size - HEADER_SIZE - live - blocks - records * RECORD_SIZE
+    history = HISTORY_SIZE if size >= DEFAULT_SIZE else HISTORY_SIZE // 4
+    rest = size - HEADER_SIZE - live - blocks - records * RECORD_SIZE - DETAILS_SIZE - history
     series = rest // 2 // ALIGN * ALIGN
     events = (rest - series) // ALIGN * ALIGN
     regions, offset = {}, HEADER_SIZE
-    for region, length in zip(Region, (live, series, blocks, records * RECORD_SIZE, events), strict=True):
+    lengths = (live, series, blocks, records * RECORD_SIZE, events, DETAILS_SIZE, history)
+    for region, length in zip(Region, lengths, strict=True):
         regions[region] = Extent(offset, length, _ITEM_SIZES[region])
         offset += length
     return regions
@@ -233,7 +246,7 @@ def _regions(raw: bytes, count: int, size: int) -> dict[Region, Extent]:
 
 
 def _check_regions(found: Mapping[Region, Extent], size: int) -> None:
-    if set(found) != set(Region):
+    if not set(Region) - _ADDED <= set(found):
         raise BadFlightFileError("a region is missing")
     end = HEADER_SIZE
     for kind, span in sorted(found.items(), key=lambda item: item[1].offset):

@@ -1,12 +1,20 @@
-"""Identifiers of the spans of a run and its steps, derived from the flight file's header.
+"""Identifiers of a run's traces and spans, derived from the flight file's header.
 
-Spans are written for few steps only, and long after these ended. A step's span id is a function of the run's and the step's
-number, so that the training thread generates none, a span of the application can name the current step as its parent, and an
-exporter can attach an exemplar to any step's histogram sample:
+Spans are written for few steps only, and long after these ended. An identifier is a function of the run and of what the span is
+about, so that the training thread generates none, a span of the application can name the current step as its parent, an
+exporter can attach an exemplar to any step's histogram sample, and all ranks name a trace alike without a word between them.
 
-* the run's trace id is the launcher's (``TRACEPARENT``; ``trace_id`` in the file's resource), else the incarnation's 16 bytes;
-* the span ids of run, step and phase are the first 8 bytes of BLAKE2b of ``<incarnation>/run``, ``<run's span>/<step>`` and
-  ``<step's span>/<phase>``, in lower-case hexadecimal and decimal digits.
+Traces, 16 bytes, equal on all ranks of a run:
+
+* the run's is the launcher's (``TRACEPARENT``; ``trace_id`` in the file's resource), else BLAKE2b of ``torchobs/<run id>``;
+* that of a segment (an epoch, or an hour of one) is BLAKE2b of ``<run's trace>/<restart>/segment/<epoch>/<part>``;
+* that of a step is BLAKE2b of ``<run's trace>/<restart>/step/<number>``.
+
+Spans, 8 bytes, different on each rank: BLAKE2b of ``<incarnation>/run``, ``<run's span>/segment/<epoch>/<part>``,
+``<run's span>/<step>`` and ``<step's span>/<phase>``.
+
+All in lower-case hexadecimal and decimal digits; ``printf torchobs/1234 | b2sum -l 128`` is the trace of run ``1234``.
+OpenTelemetry allows no identifier of zeros alone: the last digit of such a hash is 1. ``restart`` is the launcher's count.
 """
 
 from __future__ import annotations
@@ -24,6 +32,13 @@ TRACE_ID = "trace_id"
 """Key in the resource, present if the launcher set a trace."""
 
 
+class SpanId(NamedTuple):
+    """A span and its trace, in hexadecimal digits."""
+
+    trace: str
+    span: str
+
+
 class Part(NamedTuple):
     """One phase of a step; CLOCK_MONOTONIC in ns."""
 
@@ -32,10 +47,36 @@ class Part(NamedTuple):
     ended_ns: int
 
 
+class SpanIds:
+    """Identifiers of one incarnation's spans."""
+
+    __slots__ = ("_life", "run")
+
+    def __init__(self, header: Header) -> None:
+        self.run = SpanId(trace_id(header), run_span_id(header))
+        restart = header.resource.get("restart")
+        self._life = f"{self.run.trace}/{restart if isinstance(restart, int) else 0}"
+
+    def segment(self, epoch: int, part: int) -> SpanId:
+        """Return the identifiers of the part (from 0) of an epoch (0: before the first, or without any)."""
+        what = f"segment/{epoch}/{part}"
+        return SpanId(_derived(self._life, what, 16), _derived(self.run.span, what))
+
+    def step(self, number: int) -> SpanId:
+        """Return the identifiers of a step."""
+        return SpanId(self.step_trace(number), step_span_id(self.run.span, number))
+
+    def step_trace(self, number: int) -> str:
+        """Return the trace of a step, the same on all ranks."""
+        return _derived(self._life, f"step/{number}", 16)
+
+
 def trace_id(header: Header) -> str:
-    """Return the run's trace id, 32 hexadecimal digits."""
-    given = header.resource.get(TRACE_ID)
-    return given if isinstance(given, str) else header.incarnation.hex()
+    """Return the run's trace id, 32 hexadecimal digits; the incarnation's in a file that names no run."""
+    given, run_id = header.resource.get(TRACE_ID), header.resource.get("run_id")
+    if isinstance(given, str):
+        return given
+    return _derived("torchobs", run_id, 16) if isinstance(run_id, str) and run_id else header.incarnation.hex()
 
 
 def run_span_id(header: Header) -> str:
@@ -53,8 +94,9 @@ def phase_span_id(step: str, phase: str) -> str:
     return _derived(step, phase)
 
 
-def _derived(parent: str, what: str) -> str:
-    return blake2b(f"{parent}/{what}".encode(), digest_size=8).hexdigest()
+def _derived(parent: str, what: str, size: int = 8) -> str:
+    digits = blake2b(f"{parent}/{what}".encode(errors="replace"), digest_size=size).hexdigest()
+    return digits if digits.strip("0") else f"{digits[:-1]}1"
 
 
 def parts(raw: bytes) -> tuple[int, list[Part]] | None:

@@ -48,6 +48,10 @@ PLAIN = struct.Struct("<QQQHHIQddd4QQIfQI")
 """A plain step's record, without its CRC: seq, step, end_ns, kind, flags, losses, fetch, loss, grad_norm, learning_rate,
 fetched, backward, backward_ends, optimizer, tokens, samples, norm_scale, begun_ns, zero."""
 CRC = struct.Struct("<I")
+PLAIN_CODES = (0, 1, 5, 6, 7)
+"""Codes of a plain step's stamps: ``fetch``, ``fetched``, ``backward``, ``backward_ends``, ``optimizer``"""
+NO_FETCH = PLAIN_CODES[:2]
+"""The first two at 0 ns, for a step without a fetch"""
 
 
 class RecordKind:

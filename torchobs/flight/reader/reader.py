@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.files import entries
 from torchobs.flight.files.create import SUFFIX
-from torchobs.flight.format import event_ring
+from torchobs.flight.format import documents, event_ring
 from torchobs.flight.format.layout import (
     BLOCK_WORDS,
     HEADER_SIZE,
@@ -206,6 +206,18 @@ class FlightFile:
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the position and the fields of each event and span still in the ring, oldest first."""
         return event_ring.scan(self._region(Region.EVENTS), self.header.seed)
+
+    def details(self) -> dict[str, Any]:
+        """Return how the run was started (``documents.DETAILS``); empty if unknown."""
+        return event_ring.fields_of(self._document(Region.DETAILS)) or {}
+
+    def history(self) -> documents.History:
+        """Return the history of gauges since the start; empty if there is none."""
+        return documents.decode_history(self._document(Region.HISTORY))
+
+    def _document(self, region: Region) -> bytes:
+        span = self.header.regions.get(region)
+        return documents.newest(self._read_at(span.offset, span.length), self.header.seed) if span else b""
 
     def fresh_events(self, tail: Tail, head: int) -> list[bytes]:
         """Return the new payloads (:meth:`Tail.take`); ``head``: the event head in the live words."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     FETCH, FETCHED, FETCHED_NO_GRAD, EXHAUSTED, EXHAUSTED_NO_GRAD, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS,
     CLOSURE_BEGINS, CLOSURE_GOES_ON, STEP_ENDS, EVAL, TRAIN, PIN, UNPIN, LOADER_STARTS,
 ) = range(16)  # fmt: skip
-"""Each NO_GRAD code is its plain code + 1. FETCH, EVAL, TRAIN and PIN have an argument, in a separate list, in order."""
+"""Those of a plain step are a part of the flight file's format (``step_record.PLAIN_CODES``). Each NO_GRAD code is its plain
+code + 1. FETCH, EVAL, TRAIN and PIN have an argument, in a separate list, in order."""
 ARGUED = frozenset({FETCH, EVAL, TRAIN, PIN})
 
 PHASE_OF = (
@@ -67,12 +68,6 @@ def exhausted(trace: Iterable[int], arguments: Sequence[int], since_ns: int) -> 
         elif code in (EXHAUSTED, EXHAUSTED_NO_GRAD) and stamp >> 4 >= since_ns:
             found.add(fetching)
     return found
-
-
-PLAIN = (FETCH, FETCHED, BACKWARD_BEGINS, BACKWARD_ENDS, STEP_BEGINS)
-NO_FETCH = (FETCH, FETCHED)
-"""Boundaries at 0 ns for a step without a fetch"""
-NOT_PLAIN = (-1,) * 5
 
 
 def cut_after_backward(trace: list[int], arguments: list[int]) -> tuple[list[int], list[int]]:

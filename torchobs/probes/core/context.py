@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchobs.probes.core.open_step import METER_EVERY
 from torchobs.support.error_guard import CircuitBreaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from weakref import ref
 
     from torchobs.catalog import Event, Metric
     from torchobs.config.settings import Settings
+    from torchobs.detect.blown_layer import BlownLayer
     from torchobs.flight.writer.writer import FlightWriter
     from torchobs.probes.core.device_scalars import DeviceValues
     from torchobs.probes.core.hooks import Hooks
@@ -39,7 +41,7 @@ class Probe(Protocol):
 
 
 class SpanWriter(Protocol):
-    """``RunSpan.write``: records a child span of the run's span; times on CLOCK_MONOTONIC."""
+    """``RunSpan.write``: records a child of the run's or the segment's span; times on CLOCK_MONOTONIC."""
 
     def __call__(self, name: str, started_ns: int, ended_ns: int, attributes: Mapping[str, object], *, failed: bool) -> None:
         """Record the span."""
@@ -73,6 +75,13 @@ class ProbeContext:
     """``SafePoint.arm``: runs a task that cannot raise once in the training thread, when its next backward begins"""
     spent_ns: dict[str, int]
     """torchobs' own time in the training thread, by probe"""
+    origins: dict[int, Any] = field(default_factory=dict)
+    """``NonfiniteOrigin``: where values that were not finite were born, by step; the last ones"""
+    blown_layer: list[Callable[[int], BlownLayer | None]] = field(default_factory=list)
+    """Functions that name the layer whose gradient has grown most in a step, if it was measured lately; for the sampler
+    thread. None, or the gradient probe's"""
+    watched: list[ref[Any]] = field(default_factory=list)
+    """Models given to ``torchobs.watch``"""
     breakers: dict[str, CircuitBreaker] = field(default_factory=dict)
 
     def breaker(self, probe: str) -> CircuitBreaker:

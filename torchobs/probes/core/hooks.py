@@ -28,9 +28,9 @@ class HookList(Generic[P]):
         self.listeners: list[Callable[P, object]] = []
         """For the hot path, which iterates over it itself: always the same list"""
 
-    def register(self, breaker: CircuitBreaker, listener: Callable[P, object]) -> None:
-        """Add a listener of the breaker's probe."""
-        self._by_probe.append((breaker.probe, breaker.guard(listener)))
+    def register(self, breaker: CircuitBreaker, listener: Callable[P, object], *, guarded: bool = False) -> None:
+        """Add a listener of the breaker's probe. ``guarded``: it guards itself by that breaker, for want of a frame."""
+        self._by_probe.append((breaker.probe, listener if guarded else breaker.guard(listener)))
         self._update()
 
     def unregister(self, probe: str) -> None:
@@ -108,8 +108,19 @@ class Hooks:
     """All hook lists of a session; beside each: who calls it, when, and with what. All but ``level`` in the training thread."""
 
     __slots__ = (
-        "after_closure_backward", "before_step", "iterated", "level", "loss_scaled", "manual_step_ended", "steps_within",
-        "takes_loss", "unscales", "watched",
+        "after_closure_backward",
+        "before_step",
+        "iterated",
+        "level",
+        "loss_scaled",
+        "manual_step_ended",
+        "nonfinite_arrived",
+        "nonfinite_gradient",
+        "nonfinite_loss",
+        "steps_within",
+        "takes_loss",
+        "unscales",
+        "watched",
     )  # fmt: skip
 
     def __init__(self, spent_ns: dict[str, int]) -> None:
@@ -120,6 +131,12 @@ class Hooks:
         """Step probe: the outermost backward inside an optimizer's closure has returned"""
         self.takes_loss = TakesLoss(spent_ns)
         """Step probe"""
+        self.nonfinite_loss: HookList[[Any]] = HookList(spent_ns)
+        """Loss probe: a backward pass begins from these tensors, whose loss is not finite"""
+        self.nonfinite_gradient: HookList[[Any]] = HookList(spent_ns)
+        """Gradient probe: this optimizer is about to step with gradients that are not finite"""
+        self.nonfinite_arrived: HookList[[]] = HookList(spent_ns)
+        """Loss probe: a loss that is not finite has arrived from a device; when the next backward begins"""
         self.steps_within: HookList[[int, Any]] = HookList(spent_ns)
         """Step probe: within the step of the optimizer with this id, this other one begins to step"""
         self.manual_step_ended: HookList[[Any, int]] = HookList(spent_ns)

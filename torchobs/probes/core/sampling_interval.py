@@ -22,6 +22,7 @@ class SamplingInterval:
         "due_at",
         "fixed",
         "interval",
+        "most",
         "step",
     )
 
@@ -30,6 +31,8 @@ class SamplingInterval:
         self._cost_ns = 0.0
         self._spent_ns = self._later_ns = self._since_ns = self._since_step = 0
         self.interval = fixed or 1
+        self.most = MAX_INTERVAL
+        """Longest interval for the time being, whatever it costs; for few steps. Set in any thread"""
         self.due_at, self.step = 0, -1
         """The next step to measure and the last one measured, both as the number of steps before it"""
 
@@ -37,7 +40,7 @@ class SamplingInterval:
         """Return True if this step is measured; the answer is the same throughout a step."""
         if step >= self.due_at:
             self._set_interval(step)
-            self.step, self.due_at = step, step + self.interval
+            self.step, self.due_at = step, step + (self.interval if self.fixed else min(self.interval, self.most))
         return step == self.step
 
     def would_be_due(self, step: int) -> bool:

@@ -13,7 +13,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from torchobs.flight.format.step_record import StepFlag
-from torchobs.probes.core.boundaries import FETCHED, LONG_TRACE, NO_FETCH, NOT_PLAIN, PIN, PLAIN, STEP_ENDS, cut_after_backward
+from torchobs.probes.core.boundaries import LONG_TRACE, PIN, STEP_ENDS, cut_after_backward
 from torchobs.probes.core.model_tracker import Models
 from torchobs.probes.core.open_step import METER_EVERY, U32, OpenStep
 from torchobs.probes.core.optimizer_cycle import MOST_WITHOUT, OptimizerCycle, first_gradient
@@ -242,31 +242,27 @@ class StepRecorder(OpenStep):
 
         A plain step is one fetch (or none), one backward and one optimizer step, in this order.
         """
-        trace, values = self.trace, self.values
-        if len(trace) == 3:  # noqa: PLR2004  # without a loader
-            trace[:0] = NO_FETCH
-        fetch, fetched, backward, backward_ends, optimizer = trace if len(trace) == 5 else NOT_PLAIN  # noqa: PLR2004  # its boundaries
-        codes = (fetch & 15, fetched & 15, backward & 15, backward_ends & 15, optimizer & 15)
-        if codes != PLAIN or not self._clean or not self._timed:
-            del trace[: 2 * (fetched == FETCHED)]
-            self.values, backward = StepValues(), self._has_backward()
-            self._relieved = self._merged_backward = False
-            self._write(StepEnd(now_ns, self._times(now_ns), values, backward))
-            return
-        trace.clear()
-        self.arguments.clear()
-        step = self.step + 1
-        values.step = values.step or step
-        self.step, self.metered = step, not step % METER_EVERY
+        values, step = self.values, self.step + 1
         flags = values.flags
-        self._append_plain(
-            step, now_ns, flags, values.losses, fetch, fetched, backward, backward_ends, optimizer, values.loss_sum,
+        if not (self._clean and self._timed) or not self._append_plain(
+            self.trace, step, now_ns, self._begun_ns, flags, values.losses, values.loss_sum,
             sqrt(values.norm_squared) if flags & _GRAD_NORM else 0.0, values.learning_rate, values.tokens, values.samples,
-            values.norm_scale, self._begun_ns,
-        )  # fmt: skip
-        self._begun_ns = now_ns
+            values.norm_scale,
+        ):  # fmt: skip
+            self._end_fully(now_ns)
+            return
+        del self.trace[:], self.arguments[:]
+        self._begun_ns, self.step, self.metered = now_ns, step, not step % METER_EVERY
+        if not values.step:
+            values.step = step
         values.flags = values.losses = values.tokens = values.samples = 0
         values.loss_sum = values.norm_squared = 0.0
+
+    def _end_fully(self, now_ns: int) -> None:
+        """End a step of the only optimizer that is not plain."""
+        values, self.values, backward = self.values, StepValues(), self._has_backward()
+        self._relieved = self._merged_backward = False
+        self._write(StepEnd(now_ns, self._times(now_ns), values, backward))
 
     def _close(self, now_ns: int) -> None:
         backward, occasional = self._has_backward(), self._cycle.are_occasional()

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from threading import get_ident
+from typing import NamedTuple
 
 from torchobs.probes.core.training_loop import TrainingLoop
+
+
+class EpochStart(NamedTuple):
+    """Begin of an epoch, on CLOCK_MONOTONIC, and the last step that had ended by then."""
+
+    number: int
+    begun_ns: int
+    step: int
 
 
 class TrainingState:
     """State of the training thread. The step probe owns it: others read, but for what is named here.
 
     ``thread`` is first set by the session, ``loop`` noted by ``torchobs.step`` as well, and ``idle`` and
-    ``evaluating_since_ns`` belong to the phase probe, which finds them in the sampler thread.
+    ``evaluating_since_ns`` belong to the phase probe, which finds them in the sampler thread. The epoch probe sets ``epoch``
+    and adds to ``epochs``, from which the run's spans take.
     """
 
-    __slots__ = ("backwards", "evaluating_since_ns", "idle", "in_closure", "loop", "thread")
+    __slots__ = ("backwards", "epoch", "epochs", "evaluating_since_ns", "idle", "in_closure", "loop", "thread")
 
     def __init__(self) -> None:
         self.thread = get_ident()
@@ -29,3 +40,7 @@ class TrainingState:
         """Whether the thread has left those loops"""
         self.evaluating_since_ns = 0
         """When a long evaluation in progress began; 0 if none is in progress"""
+        self.epoch = 0
+        """Number of the last epoch that has begun, from 1; 0 before the first"""
+        self.epochs: deque[EpochStart] = deque(maxlen=1024)
+        """Epochs whose begin the run's spans have not been told yet"""

@@ -1,4 +1,4 @@
-"""Gauges for the named values of ``torchobs.log`` and for the planned number of steps."""
+"""Gauges for the named values of ``torchobs.log``, for the planned number of steps and that of the steps before."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Scalars:
         self._logged: dict[str, tuple[int, float]] = {}
         self._written: dict[str, tuple[int, float]] = {}
         """Number of points of each curve so far, and when the next one is due"""
+        self.resumed_from: float | None = None
+        """Steps that were done before this process, if given"""
 
     def has_room(self, name: str) -> bool:
         """Return True if there is room for a series of that name; else count it as dropped."""
@@ -61,6 +63,11 @@ class Scalars:
     def set_total_steps(self, value: float) -> None:
         """Set how many steps this process will take."""
         self._set((catalog.STEPS_PLANNED, ()), value)
+
+    def set_resumed_from(self, value: float) -> None:
+        """Set how many steps were done before this process."""
+        self.resumed_from = value
+        self._set((catalog.STEPS_RESUMED_FROM, ()), value)
 
     def set_left(self) -> None:
         """Write values that had no series when they were given. In the sampler thread."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.span_limit import LONG_NS, span_limiter
+from torchobs.probes.core.training_state import EpochStart
 from torchobs.support.after_fork import renew_in_child
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class EpochProbe:
             self._epoch = latest
             self._epochs.begun += 1
             self._context.count(catalog.EPOCHS, 1)
+            self._context.training.epoch = self._epochs.begun
+            self._context.training.epochs.append(EpochStart(self._epochs.begun, latest.begun_ns, latest.step))
 
     def _end(self, now_ns: int, step: int) -> None:
         epoch, self._epoch = self._epoch, None

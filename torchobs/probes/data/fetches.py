@@ -55,19 +55,22 @@ class DataProbe:
         context, recorder, training = self._context, self._context.recorder, self._context.training
         breaker, grad_enabled = context.breaker(self.name), self._grad_enabled
         trace, note, note_argument = recorder.trace, recorder.trace.append, recorder.arguments.append
-        relieve = breaker.guard(recorder.relieve)
+        relieve, thread_id, clock = breaker.guard(recorder.relieve), get_ident, monotonic_ns
+        stamp = recorder.stamp
 
         @functools.wraps(original)
         def watched(iterator: Any) -> Any:
-            if self._depth or breaker.is_open or get_ident() != training.thread:
+            if self._depth or breaker.is_open or thread_id() != training.thread:
                 return original(iterator)
             # inline, since a call would cost more than its body; nothing here can raise
-            begun_ns = monotonic_ns()
             if trace and len(trace) > LONG_TRACE:  # empty where a plain step begins
                 relieve()
             # the sampler belongs to the loader, so it is the same in every epoch
             note_argument(id(getattr(iterator, "_index_sampler", None)))
-            note(begun_ns << 4 | FETCH)
+            if stamp:
+                stamp(trace, FETCH)
+            else:
+                note(clock() << 4 | FETCH)
             self._depth = 1
             code = EXHAUSTED
             try:
@@ -75,10 +78,14 @@ class DataProbe:
                 code = FETCHED
             finally:
                 self._depth = 0
-                ended_ns = monotonic_ns()
-                note(ended_ns << 4 | code if grad_enabled() else ended_ns << 4 | code + 1)
+                if not grad_enabled():
+                    code += 1
+                if stamp:
+                    stamp(trace, code)
+                else:
+                    note(clock() << 4 | code)
                 if recorder.metered:
-                    context.record_overhead("data", 2 * (monotonic_ns() - ended_ns))  # the part before the fetch is as long
+                    context.record_overhead("data", 2 * (clock() - (trace[-1] >> 4)))  # the part before the fetch is as long
             return batch
 
         return watched

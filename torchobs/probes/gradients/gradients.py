@@ -154,6 +154,8 @@ class GradientProbe:
         if made is not None:
             self._record(made, within=within)
             self._keep(made, optimizer, within=within)
+            if made.faults and not (within or made.arriving):
+                self._context.hooks.nonfinite_gradient.notify(optimizer)
             self._look_for_clamping(gradients)
         self._pace.spend(monotonic_ns() - begun_ns)
 
@@ -180,6 +182,8 @@ class GradientProbe:
         if isinstance(total, float):
             scale = clipping.scale if isinstance(clipping.scale, float) else 1.0
             self._context.recorder.add_norm(total, scale, within_step=False)
+            if total - total:  # NaN, which is true, unless it is finite
+                self._context.hooks.nonfinite_gradient.notify(optimizer)
         elif total is not None:
             self._expect(total, clipping.limit)
         elif each is not None:

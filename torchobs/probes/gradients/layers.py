@@ -115,6 +115,20 @@ class Layers:
         plan = self._plans[keys] = [where.get(key) or self._layer("unknown") for key in keys]
         return plan
 
+    def norms(self, measurements: Sequence[Measurement], *, now: bool = False) -> dict[str, float] | None:
+        """Return one step's norm of each layer, in the model's order; ``None`` while names are still being looked for.
+
+        ``now``: something is wrong in that step, and names are worth a scan that would come later.
+        """
+        norms: dict[str, float] = {}
+        for measurement in measurements:
+            layers = self.find(measurement, now=now)
+            if layers is None:
+                return None
+            for layer, norm in zip(layers, measurement.weighted(), strict=True):
+                norms[layer.name] = hypot(norms.get(layer.name, 0.0), norm)
+        return norms
+
     def show(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> bool:
         """Publish one step's norms; return True if their layers were known."""
         norms: dict[TrackedLayer, float] = {}
@@ -135,6 +149,17 @@ class Layers:
         if self._zero is not None and count:
             self._zero.set(zeros / count)
         return True
+
+    def known(self, parameter: Any) -> str | None:
+        """Return the name of a parameter's layer, if it has been measured."""
+        name = self.names.get(parameter)
+        return layer_of(name) if name is not None and layer_of(name) in self._layers else None
+
+    def trains(self, name: str) -> bool:
+        """Return True if any parameter of a layer requires a gradient."""
+        known = self._layers.get(name)
+        found = (parameter() for parameter in known.parameters.values()) if known else ()
+        return any(parameter is not None and parameter.requires_grad for parameter in found)
 
     def begin_model(self) -> None:
         """Drop the layers of deleted models, and the baselines of all others."""

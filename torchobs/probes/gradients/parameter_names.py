@@ -3,8 +3,8 @@
 The modules are those given to ``torchobs.watch(model)``, those built since ``init()`` (by torch's hooks for the registration of
 parameters and children), and if that is not enough those found by a scan of all objects.
 
-The scan is ``gc.get_objects()``, in the sampler thread: with 320,000 objects it holds the GIL for 20 ms at a stretch, and the
-training thread waits for it. So it is used only for models that were built before, copied, or loaded as a whole, and at most
+The scan is ``gc.get_objects()``, in the sampler thread: with 320,000 objects it holds the GIL for 130 ms, and the training
+thread waits for it. So it is used only for models that were built before, copied, or loaded as a whole, and at most
 eight times in a run. Types are checked by ``__mro__``, never ``isinstance``, which runs code of lazy objects.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import re
-from itertools import islice
+from itertools import chain, compress, islice
 from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -20,7 +20,7 @@ from weakref import ref
 from torchobs.support.graph_safe import no_hook_in_graphs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.support.error_guard import CircuitBreaker
@@ -206,20 +206,29 @@ def layer_of(name: str) -> str:
 
 
 def all_modules(yield_gil: Callable[[], None]) -> list[Any]:
-    """Return all living ``torch.nn.Module`` objects."""
+    """Return all living ``torch.nn.Module`` objects.
+
+    The objects are listed, selected and let go of in one call of C functions, which keeps the GIL: among them are tuples that
+    other threads are still building, whose ``tuple(...)`` raises ``SystemError`` if anything else refers to them later. So no
+    variable may hold the list, and both iterators have to come to its end, since the list contains them.
+    """
     import torch  # torch is optional until training begins
 
-    objects, found = iter(gc.get_objects()), list[Any]()
+    kinds, held, every = set(map(id, _subclasses(torch.nn.Module))), dict[int, list[Any]](), chain.from_iterable
     yield_gil()
-    while chunk := list(islice(objects, _CHUNK)):
-        found += _modules(torch.nn.Module, chunk)
-        yield_gil()
+    objects = chain(every(map(held.setdefault, (0,), map(gc.get_objects, (None,)))), (None,))
+    chosen = map(kinds.__contains__, map(id, map(type, every(map(held.pop, (0,))))))
+    found = list(compress(objects, chosen))
+    yield_gil()
     return found
 
 
-def _modules(base: type, objects: list[Any]) -> list[Any]:
-    kinds = {kind for kind in set(map(type, objects)) if base in kind.__mro__}
-    return [item for item in objects if type(item) in kinds] if kinds else []
+def _subclasses(base: type) -> Iterator[type]:
+    """Yield a class and all that inherit from it, some of them more than once."""
+    yield base
+    children: list[type] = type.__subclasses__(base)
+    for child in children:
+        yield from _subclasses(child)
 
 
 def roots(modules: list[Any]) -> list[Any]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from math import isnan
 from time import monotonic
 from typing import TYPE_CHECKING
 
 from torchobs import catalog
+from torchobs.detect.blown_layer import blown_layer
 from torchobs.probes.gradients.layers import WIDER, Layers
 from torchobs.probes.gradients.stuck_layers import StuckLayersWatch
 from torchobs.support.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
+    from torchobs.detect.blown_layer import BlownLayer
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.sampling_interval import SamplingInterval
     from torchobs.probes.gradients.clipping import ClipWatch
@@ -23,6 +26,10 @@ _SHOW_S, _EVENT_S = 1.0, 60.0
 _MOST_KEPT = 256
 _LAYERS_NAMED = 8
 _SUSPECTED = 16
+_PAST, _COMPARED = 64, 16
+"""Measured steps kept, for the anomalies that the fold finds among them, and those that one is compared with"""
+_MOST_NUMBERS = 1 << 15
+"""Most norms kept: 1 MiB as Python's floats"""
 
 
 class GradientPublisher:
@@ -40,6 +47,9 @@ class GradientPublisher:
         self._shown_s, self._events = 0.0, RateLimiter(_EVENT_S)
         context.count(catalog.GRAD_NONFINITE_ELEMENTS, 0)
         self._gauges: dict[str, float] = {}
+        self._past: deque[tuple[int, list[Measurement]]] = deque(maxlen=_PAST)
+        """The last measured steps, oldest first"""
+        context.blown_layer[:] = [self.blown_layer]
         self.set_level(context.hooks.level.value)
 
     def set_level(self, level: int) -> None:
@@ -59,15 +69,18 @@ class GradientPublisher:
     def show(self, pace: SamplingInterval, clip: ClipWatch, *, now: bool = False) -> None:
         """Process measurements of ended steps; once a second, or ``now``, update the series from the last one."""
         self._set(catalog.GRAD_INTERVAL, float(pace.interval))
+        self._begin_model()
         self._receive()
+        pace.most = self._stuck_layers.wanted_interval()
+        self._stuck_layers.check_zeros()
         time_s = monotonic()
         if self._latest is None or not (now or time_s - self._shown_s >= _SHOW_S):
             return
         self._shown_s = time_s
         step, parts = self._latest
-        self._begin_model()
         if not self.layers.show(parts, step, now=now):
             return
+        self._stuck_layers.check_zeros(now=now)  # they are earlier, and may have waited for the layers' names
         self._stuck_layers.check(parts, step, now=now)
         self._latest = None
         self._set(catalog.GRAD_NORM_RANKS, float(self._ranks(parts)))
@@ -76,10 +89,11 @@ class GradientPublisher:
                 self._set(metric, limit)
 
     def _begin_model(self) -> None:
-        """Reset the layers if the model has changed."""
+        """Reset the layers if the model has changed; before the measurements of the new one are received."""
         changes = self._context.recorder.models.changes
         if self._model != changes:
             self._model = changes
+            self._past.clear()
             self.layers.begin_model()
             self._stuck_layers.begin()
 
@@ -91,11 +105,29 @@ class GradientPublisher:
                 return
             del self._steps[step]
             self._latest = (step, parts)
+            self._remember(step, parts)
+            self._stuck_layers.note(parts, step)
             if any(part.faults for part in parts):
                 self._report_faults(step, parts)
             elif self._suspected:
                 self._suspected -= 1
                 self.suspects = self.suspects if self._suspected else frozenset()
+
+    def _remember(self, step: int, parts: list[Measurement]) -> None:
+        numbers = sum(len(part.keys) for part in parts)
+        while self._past and (len(self._past) + 1) * numbers > _MOST_NUMBERS:
+            self._past.popleft()
+        self._past.append((step, parts))
+
+    def blown_layer(self, step: int) -> BlownLayer | None:
+        """Return the layer whose gradient has grown most in that step; ``None`` if it was not measured lately, or none has."""
+        self._receive()  # the step may have ended since :meth:`show`
+        found = next((parts for at, parts in self._past if at == step), None)
+        norms = self.layers.norms(found, now=True) if found is not None else None
+        if norms is None:
+            return None
+        before = [self.layers.norms(parts) for at, parts in self._past if at < step]
+        return blown_layer(norms, [one for one in before[-_COMPARED:] if one is not None])
 
     def _report_faults(self, step: int, parts: list[Measurement]) -> None:
         """Count non-finite elements and report their layers: at once, then at most once a minute."""

@@ -8,12 +8,14 @@ initialisations have (LeCun 1998; Glorot & Bengio 2010; He et al. 2015) up to a 
 
 from __future__ import annotations
 
+from collections import deque
 from math import inf, isfinite, sqrt
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchobs import catalog
-from torchobs.detect.stuck_layers import LASTING_SAMPLES, LayerSample, StuckLayerDetector, StuckLayers
+from torchobs.detect.stuck_layers import LASTING_SAMPLES, LASTING_STEPS, LayerSample, StuckLayerDetector, StuckLayers, leading
+from torchobs.probes.core.sampling_interval import MAX_INTERVAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,10 +27,102 @@ if TYPE_CHECKING:
 _QUIET_S = 60.0
 _RELAXED_S = 10.0
 """Between two measurements without any doubt. One takes 12 µs a layer: 0.25 % of the time for 200 of them every second"""
+_ZEROS_S = 0.001
+"""Time for zero gradients in one round of the sampler, which come every 100 ms"""
+_APART, _LONG = LASTING_STEPS // 4, 2 * LASTING_STEPS
+_MOST_DUE = 8
+_PRESENT, _ABSENT = 4, 5
+"""Measured steps with, and then without, the gradient of a parameter that has lost it"""
 _NAMED = 8
 _MATRIX = 2
 """Least dimensions of a weight: gates, biases and scales have fewer"""
 _MOST_PLANS = 64
+
+
+class ZeroWatch:
+    """Chooses the steps to judge because of zero gradients, by those that an optimizer's norms begin with: 0.3 µs a step."""
+
+    __slots__ = ("_last", "_number", "_step", "begun", "due", "whole")
+
+    def __init__(self) -> None:
+        self._number, self._step, self._last = 0, 0, -_LONG
+        self.begun = -_LONG
+        """The step in which their number last changed"""
+        self.due: deque[tuple[int, Sequence[Measurement]]] = deque(maxlen=_MOST_DUE)
+        """Steps to judge, oldest first"""
+        self.whole = -_LONG
+        """The last step in which no first gradient was zero"""
+
+    def note(self, measurements: Sequence[Measurement], step: int, missing: int = 0) -> None:
+        """See a step: of those within 200 steps of a change every 25th is due. ``missing``: first parameters without any."""
+        self._step = step
+        number = missing + sum(_leading_zeros(measurement.norms) for measurement in measurements)
+        if not number:
+            self.whole = step
+        if number != self._number:
+            self._number, self.begun = number, step
+        if step - self.begun <= _LONG and step - self._last >= _APART:
+            self._last = step
+            self.due.append((step, measurements))
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether first gradients have been zero for no more than 200 steps."""
+        return self._number > 0 and self._step - self.begun <= _LONG
+
+
+def _leading_zeros(norms: Sequence[float]) -> int:
+    return next((index for index, norm in enumerate(norms) if norm), 0)
+
+
+class MissingGradients:
+    """First parameters of an optimizer that had a gradient and now have none, as after ``detach()`` or in ``no_grad()``.
+
+    Others may be used in some steps only (an expert, a second input), and not every step is measured: a parameter counts that
+    had a gradient in the first ``_PRESENT`` measured steps and in every one until it lost it, and has had none in ``_ABSENT``
+    since. One used in a random half of the steps looks like that in one run of 500.
+    """
+
+    __slots__ = ("_absences", "_had", "_noted")
+
+    def __init__(self) -> None:
+        self._had: dict[int, set[int]] = {}
+        self._noted: dict[int, int] = {}
+        self._absences: dict[int, int] = {}
+
+    def note(self, measurement: Measurement) -> int:
+        """See a step's measurement; return how many such parameters there are, certain or not."""
+        optimizer = measurement.optimizer() if measurement.optimizer is not None else None
+        if optimizer is None or not measurement.keys:
+            return 0
+        key = id(optimizer)
+        if self._noted.get(key, 0) < _PRESENT:
+            self._noted[key] = self._noted.get(key, 0) + 1
+            keys = set(measurement.keys)
+            self._had[key] = self._had.get(key, keys) & keys
+            return 0
+        missing = self.of(measurement, optimizer)
+        if missing:
+            self._absences[key] = self._absences.get(key, 0) + 1
+        elif self._absences.pop(key, 0):
+            self._had[key] = set()  # they come and go
+        return len(missing)
+
+    def of(self, measurement: Measurement, optimizer: Any) -> list[Any]:
+        """Return them, in the optimizer's order."""
+        if self._noted.get(id(optimizer), 0) < _PRESENT:
+            return []
+        found, had, first = [], self._had[id(optimizer)], measurement.keys[:1]
+        for parameter in (each for group in list(optimizer.param_groups) for each in group["params"]):
+            if [id(parameter)] == first:
+                break
+            if id(parameter) in had and parameter.requires_grad:
+                found.append(parameter)
+        return found
+
+    def certain(self, optimizer: Any) -> bool:
+        """Return True if they have had none for long enough."""
+        return self._absences.get(id(optimizer), 0) >= _ABSENT
 
 
 class _Part(NamedTuple):
@@ -57,12 +151,40 @@ class StuckLayersWatch:
         self._plans: dict[tuple[tuple[int, ...], tuple[int, ...]], list[_Part]] = {}
         self._reported: frozenset[str] = frozenset()
         self._reported_s = self._due_s = -inf
+        self._zeros, self._missing, self._judged = ZeroWatch(), MissingGradients(), -1
+        self._hurried, self._hurried_s = -inf, -inf
         context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, 0.0)
 
     def begin(self) -> None:
         """Reset for another model."""
         self._judge, self._reported, self._due_s = StuckLayerDetector(), frozenset(), -inf
+        self._zeros, self._missing, self._judged = ZeroWatch(), MissingGradients(), -1
         self._plans.clear()
+
+    def note(self, measurements: Sequence[Measurement], step: int) -> None:
+        """See the measurements of every step, which in a fast run are too many to be judged each."""
+        self._zeros.note(measurements, step, sum(map(self._missing.note, measurements)))
+
+    def wanted_interval(self) -> int:
+        """Return the longest interval between measurements for now: short while first gradients have just become zero.
+
+        A fast training is measured every 50th or 100th step. That is hurried once a minute at most, for they may come and go.
+        """
+        if self._zeros.doubtful and self._zeros.begun != self._hurried and monotonic() - self._hurried_s >= _QUIET_S:
+            self._hurried, self._hurried_s = self._zeros.begun, monotonic()
+        return _APART if self._zeros.doubtful and self._zeros.begun == self._hurried else MAX_INTERVAL
+
+    def check_zeros(self, *, now: bool = False) -> None:
+        """Judge the steps in which other gradients are zero than before; ``now``: all that wait."""
+        until_s = inf if now else monotonic() + _ZEROS_S
+        while self._zeros.due and monotonic() < until_s:
+            step, measurements = self._zeros.due[0]
+            if any(self._layers.find(measurement) is None for measurement in measurements):
+                return
+            self._zeros.due.popleft()
+            self._context.yield_gil()
+            self._check(measurements, step)
+            self._due_s = -inf
 
     def check(self, measurements: Sequence[Measurement], step: int, *, now: bool = False) -> None:
         """Judge a measured step with known layers, if due or ``now``; set the gauge and report new findings."""
@@ -73,19 +195,32 @@ class StuckLayersWatch:
             self._due_s = monotonic() + _RELAXED_S * calm
 
     def _check(self, measurements: Sequence[Measurement], step: int) -> None:
+        if step <= self._judged:
+            return  # one step is one sample
+        self._judged = step
         seen: dict[str, LayerSample] = {}
+        unsure: set[str] = set()
         for measurement in measurements:
             optimizer = measurement.optimizer() if measurement.optimizer is not None else None
             if optimizer is None or not all(map(isfinite, measurement.norms)):
                 return
             groups = list(optimizer.param_groups)  # the training thread may change them meanwhile
-            seen.update(
-                _layer_samples(self._plan(measurement, groups), measurement.weighted(), _update_scales(optimizer, groups))
-            )
-        found = self._judge.judge(step, seen)
+            plan = self._plan(measurement, groups)
+            missing = [layer for each in self._missing.of(measurement, optimizer) if (layer := self._layers.known(each))]
+            if missing and not self._missing.certain(optimizer):
+                unsure.update(missing)
+            seen.update(_layer_samples(plan, measurement.weighted(), _update_scales(optimizer, groups), missing))
+        found = self._judge.judge(step, seen, self._zeros.whole)
+        found = self._without_frozen(found._replace(cut=tuple(name for name in found.cut if name not in unsure)))
         self._context.set_gauge(catalog.GRAD_UNMOVED_LAYERS, len(found.all))
         if set(found.all) - self._reported and monotonic() - self._reported_s >= _QUIET_S:
             self._report(found, step, len(seen))
+
+    def _without_frozen(self, found: StuckLayers) -> StuckLayers:
+        """Return the findings without layers cut off on purpose: frozen after ``zero_grad(set_to_none=False)``."""
+        if not found.cut:
+            return found
+        return found._replace(cut=tuple(name for name in found.cut if self._layers.trains(name)))
 
     def _plan(self, measurement: Measurement, param_groups: Sequence[dict[str, Any]]) -> list[_Part]:
         keys = tuple(measurement.keys), tuple(len(group["params"]) for group in param_groups)
@@ -99,13 +234,23 @@ class StuckLayersWatch:
 
     def _report(self, found: StuckLayers, step: int, layers: int) -> None:
         self._reported, self._reported_s = frozenset(found.all), monotonic()
-        cause, at = ("dead_units", found.unfed[0]) if found.unfed else ("vanishing", found.lost[-1])
+        cause, at = (
+            ("dead_units", found.unfed[0])
+            if found.unfed
+            else ("vanishing", found.lost[-1])
+            if found.lost
+            else ("cut_off", found.cut[-1])
+        )
         attributes = {
             "layers": list(found.all[:_NAMED]), "layers_affected": len(found.all), "layers_measured": layers, "cause": cause,
             "at": at,
         }  # fmt: skip
         self._context.writer.event(catalog.EVENT_UNMOVED_LAYERS.name, attributes, step)
-        why = f"only zeros come into {at}" if found.unfed else f"the gradient has all but vanished in {at}"
+        why = {
+            "dead_units": f"only zeros come into {at}",
+            "vanishing": f"the gradient has all but vanished in {at}",
+            "cut_off": f"no gradient at all comes to {at} (saturated units, or a part that is cut off from the loss)",
+        }[cause]
         self._context.warn_limited("unmoved layers", f"{len(found.all)} of {layers} layers learn nothing: {why}")
 
 
@@ -120,10 +265,13 @@ def _part(layer: Any, key: int, group: int | None, layers: Layers) -> _Part:
 
 
 def _layer_samples(
-    plan: Sequence[_Part], norms: Sequence[float], scales: Sequence[_UpdateScale | None]
+    plan: Sequence[_Part], norms: Sequence[float], scales: Sequence[_UpdateScale | None], missing: Sequence[str] = ()
 ) -> dict[str, LayerSample]:
-    """Return a sample of each layer, in the model's order. ``scales`` by group (see ``_update_scale``)."""
-    moves: dict[str, float | None] = {}
+    """Return a sample of each layer, in the model's order. ``scales`` by group (see ``_update_scale``).
+
+    ``missing``: first layers that have lost their gradient; the same to a weight as one of zero.
+    """
+    moves: dict[str, float | None] = dict.fromkeys(missing)
     weights: dict[str, float] = {}
     others: dict[str, float] = {}
     for part, norm in zip(plan, norms, strict=False):
@@ -136,11 +284,11 @@ def _layer_samples(
             mean = norm * part.share
             moved = rate * part.inputs * (mean / (mean + eps) if eps is not None and mean else mean)
             moves[part.layer] = max(moves[part.layer] or 0.0, moved)
+    zeros = {layer: not (weights.get(layer) or others.get(layer)) for layer in moves}
+    first = leading(list(zeros.values()))
     return {
-        layer: LayerSample(
-            move, weights.get(layer) == 0.0 < others.get(layer, 0.0), not (weights.get(layer) or others.get(layer))
-        )
-        for layer, move in moves.items()
+        layer: LayerSample(move, weights.get(layer) == 0.0 < others.get(layer, 0.0), zeros[layer], index < first)
+        for index, (layer, move) in enumerate(moves.items())
     }
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.core.patch import Patch
+from torchobs.probes.lifecycle.coordinates import AXES, group_count
 from torchobs.probes.lifecycle.parallelism import Parallelism, recognise
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class DistributedProbe:
                 self._set(catalog.DISTRIBUTED_WORLD_SIZE, nan)
             return
         optimizers = self._context.recorder.optimizers()
-        kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()}
+        kinds = {id(optimizer) for optimizer in optimizers} | {id(model) for model in self._living()} | {group_count()}
         if kinds != self._seen or "torch.distributed.fsdp" in sys.modules:
             self._seen = kinds
             self._parallelism = recognise(optimizers, ddp=bool(self._living()))
@@ -122,6 +123,10 @@ class DistributedProbe:
         parallelism, mesh = "+".join(spread.kinds), ",".join(f"{name}={size}" for name, size in spread.mesh)
         self._set(catalog.DISTRIBUTED_WORLD_SIZE, float(world_size))
         self._set(catalog.DISTRIBUTED_COPIES, float(spread.copies))
+        if spread.coordinates:
+            self._describe(
+                catalog.DISTRIBUTED_COORDINATES, dict.fromkeys(AXES, "") | {a: str(i) for a, i in spread.coordinates}
+            )
         if self._published != (backend, world_size, parallelism, mesh):
             self._published = (backend, world_size, parallelism, mesh)
             described = {"backend": backend, "parallelism": parallelism, "mesh": mesh}

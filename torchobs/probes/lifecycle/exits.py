@@ -18,7 +18,8 @@ from torchobs import catalog
 from torchobs.flight.format.layout import Exit
 from torchobs.identity.process import exit_status
 from torchobs.probes.core.patch import Patch
-from torchobs.probes.lifecycle.exceptions import describe
+from torchobs.probes.lifecycle.exceptions import describe, root_cause
+from torchobs.probes.memory.oom import host_shortage
 from torchobs.support.error_guard import call, settle
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ class ExitProbe:
             self._recorded = id(error)
             attributes = describe(error) | ({"thread": thread} if thread else {})
             context.writer.event(catalog.EVENT_EXCEPTION.name, attributes, context.recorder.last_complete)
+            shortage = call(context.breaker("oom"), host_shortage, context, root_cause(error))
+            if shortage is not None:
+                context.event(catalog.EVENT_OUT_OF_MEMORY, shortage)
         if fatal:
             self._fatal = (Exit.INTERRUPTED, INTERRUPTED) if isinstance(error, KeyboardInterrupt) else (Exit.EXCEPTION, 1)
             context.writer.exit(*self._fatal)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchobs.detect.growth import Growth
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.memory.allocators import DeviceMemory
+    from torchobs.probes.memory.leak import Suspicion
 
 ROUNDS = 10
 """Sampler rounds between two readings: one takes some 30 µs a device."""
@@ -31,9 +32,13 @@ class DeviceMemoryProbe:
     name = "device_memory"
 
     def __init__(
-        self, read_devices: Callable[[], list[DeviceMemory]] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        read_devices: Callable[[], list[DeviceMemory]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        suspicion: Suspicion | None = None,
     ) -> None:
-        """``read_devices`` returns the devices in use, by default torch's."""
+        """``read_devices`` returns the devices in use, by default torch's. ``suspicion``: what the leak probe is told by."""
+        self._suspicion = suspicion
         self._read_devices, self._clock = read_devices, clock
         self._oom = OomObserver()
 
@@ -69,7 +74,9 @@ class DeviceMemoryProbe:
         self._show_growth()
 
     def _show_growth(self) -> None:
-        self._gauges.show([device.verdict() for device in self._devices.values()])
+        told = self._gauges.show([device.verdict() for device in self._devices.values()])
+        if told and self._suspicion is not None:
+            self._suspicion.device = True
 
     def _update(self) -> None:
         self._rounds, recorder, changed = 0, self._context.recorder, False

@@ -63,18 +63,22 @@ class GrowthGauges:
         self._context, self._attributes = context, {"space": space}
         self._reported = False
 
-    def show(self, verdicts: Sequence[GrowthVerdict]) -> None:
-        """Publish the fastest growth and the earliest limit of these spaces (several devices, for example)."""
+    def show(self, verdicts: Sequence[GrowthVerdict]) -> bool:
+        """Publish the fastest growth and the earliest limit of these spaces (several devices, for example).
+
+        Return True if a limit that is near has just been told of.
+        """
         per_step = max((one.growth.per_step for one in verdicts if one.growth is not None), default=None)
         if per_step is None:
-            return
+            return False
         seconds = min((found for one in verdicts if (found := one.time_to_limit_s()) is not None), default=None)
         for metric, value in ((catalog.MEMORY_GROWTH_PER_STEP, per_step), (catalog.MEMORY_TIME_TO_LIMIT, seconds)):
             self._context.set_gauge(metric, nan if value is None else value, self._attributes)
         near = seconds is not None and seconds <= EVENT_WITHIN_S
-        if near and not self._reported:
+        fresh, self._reported = near and not self._reported, near
+        if fresh:
             attributes = {**self._attributes, "per_step": per_step, "time_to_limit": seconds}
             self._context.event(catalog.EVENT_MEMORY_GROWTH, attributes)
             what = f"{self._attributes['space']} memory grows by {per_step / 2**20:.3g} MiB a step"
             self._context.warn_limited("memory growth", f"{what}, and would reach its limit in {seconds:.0f} s", own=True)
-        self._reported = near
+        return fresh

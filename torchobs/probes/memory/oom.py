@@ -1,4 +1,6 @@
-"""Records a device out-of-memory error in the allocator, before torch raises the exception, which stays untouched.
+"""Records out-of-memory errors: of a device in the allocator, before torch raises; of the host where the exception ends.
+
+What takes the memory is told by component and module, and by line where torch records the allocator's history.
 
 torch calls an observer with the allocator's lock released (``CUDACachingAllocator.cpp``, ``malloc``), so it may read
 statistics and a snapshot. An observer cannot be detached, and attaching needs CUDA to be initialized: one function is
@@ -8,19 +10,25 @@ attached once per process, by CUDA's own initialization, and does nothing while 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from torchobs import catalog
 from torchobs.probes.memory.allocators import of_stats
+from torchobs.probes.memory.components import components
+from torchobs.support.error_guard import call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from torchobs.probes.core.context import ProbeContext
 
+_ASKED = re.compile(r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d{1,18}) bytes)?")
 MAX_LOCATIONS = 8
+MOST_BLOCKS = 50_000
+"""Blocks in use up to which a snapshot is taken: it lists them all, with their stacks, some 10 µs each"""
 MIN_INTERVAL_S = 1.0
 """At most one event a second: a script that halves the batch until it fits fails often, and the ring is small."""
 
@@ -63,16 +71,44 @@ class OomObserver:
             return
         self._last = now
         stats = self._torch.cuda.memory_stats_as_nested_dict(device)
-        attributes = {"device": f"cuda:{device}", "requested": requested, "limit": limit, "free": free, **summary(stats)}
-        if self._has_history():
+        attributes: dict[str, Any] = {
+            "device": f"cuda:{device}",
+            "requested": requested,
+            "limit": limit,
+            "free": free,
+            **summary(stats),
+        }
+        attributes |= held(self._context, f"cuda:{device}")
+        if has_history(self._torch) and attributes.get("allocations", 0) <= MOST_BLOCKS:
             package = os.path.dirname(self._torch.__file__)
             attributes["largest"] = largest_allocations(self._torch.cuda.memory._snapshot(), device, package)
         self._context.event(catalog.EVENT_OUT_OF_MEMORY, attributes)
 
-    def _has_history(self) -> bool:
-        """Return True if torch records where each block was allocated."""
-        enabled = getattr(self._torch._C, "_cuda_isHistoryEnabled", None)
-        return bool(enabled is not None and enabled())
+
+def has_history(torch: Any) -> bool:
+    """Return True if torch records where each block was allocated."""
+    enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return bool(enabled is not None and enabled())
+
+
+def held(context: ProbeContext, device: str) -> dict[str, Any]:
+    """Return what takes the memory of that device, as attributes of the event; empty if it cannot be told."""
+    found = call(context.breaker("oom"), components, context, device)
+    if found is None or not any(found.sizes.values()):
+        return {}
+    return {**found.sizes, **({"modules": found.modules} if found.modules else {})}
+
+
+def host_shortage(context: ProbeContext, error: BaseException) -> dict[str, Any] | None:
+    """Return the event's attributes if the host's memory ran out; ``None`` for another error.
+
+    That is a ``MemoryError`` (numpy's, too), or the ``RuntimeError`` of torch's CPU allocator, which has no class of its own.
+    """
+    found = _ASKED.search(str(error)) if type(error) is RuntimeError else None
+    if found is None and not isinstance(error, MemoryError):
+        return None
+    asked = {"requested": int(found[1])} if found is not None and found[1] else {}
+    return {"device": "cpu", **asked, **held(context, "cpu")}
 
 
 def summary(stats: Mapping[str, Any]) -> dict[str, int]:
@@ -99,16 +135,22 @@ def largest_allocations(snapshot: Mapping[str, Any], device: int, package: str) 
     ``snapshot`` is from ``torch.cuda.memory._snapshot``; a block's location is its innermost Python frame outside torch's
     ``package``.
     """
+    sizes, blocks = blocks_by_location(snapshot, device, package)
+    return [f"{location} {size} B in {blocks[location]} blocks" for location, size in sizes.most_common(MAX_LOCATIONS)]
+
+
+def blocks_by_location(snapshot: Mapping[str, Any], device: int | None, package: str) -> tuple[Counter[str], Counter[str]]:
+    """Return bytes and number of the blocks in use, by code location; ``device``: its index, or ``None`` for all."""
     sizes, blocks = Counter[str](), Counter[str]()
     for segment in snapshot["segments"]:
-        if segment.get("device", device) != device:
+        if device is not None and segment.get("device", device) != device:
             continue
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 location = _location(block.get("frames", ()), package)
                 sizes[location] += block["size"]
                 blocks[location] += 1
-    return [f"{location} {size} B in {blocks[location]} blocks" for location, size in sizes.most_common(MAX_LOCATIONS)]
+    return sizes, blocks
 
 
 def _location(frames: Iterable[Mapping[str, Any]], package: str) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from torchobs.detect.growth import Growth
     from torchobs.probes.core.context import ProbeContext
+    from torchobs.probes.memory.leak import Suspicion
 
     Trends = tuple[Growth | None, Growth | None]
 
@@ -38,8 +39,18 @@ class MemoryProbe:
 
     name = "memory"
 
-    def __init__(self, root: str = "", shared: str = SHARED, clock: Callable[[], float] = time.monotonic) -> None:
-        """``root`` is put before the paths of ``/proc`` and ``/sys/fs/cgroup`` that describe cgroups."""
+    def __init__(
+        self,
+        root: str = "",
+        shared: str = SHARED,
+        clock: Callable[[], float] = time.monotonic,
+        suspicion: Suspicion | None = None,
+    ) -> None:
+        """``root`` is put before the paths of ``/proc`` and ``/sys/fs/cgroup`` that describe cgroups.
+
+        ``suspicion``: what the leak probe is told by.
+        """
+        self._suspicion = suspicion
         self._root, self._shared, self._clock = root, shared, clock
         self._shows_pss = self._full = False
 
@@ -99,7 +110,11 @@ class MemoryProbe:
             for past in (self._anonymous, self._cgroup_floor, self._fast):
                 past.begin()
         point = MemoryPoint(recorder.step, self._clock(), used)
-        if limits.left is not None and limits.total is not None and self._fast.see(point, limits.left, limits.total):
+        if (
+            limits.left is not None
+            and limits.total is not None
+            and self._fast.see(point, limits.left, limits.total, caching=self._context.training.epoch == 1)
+        ):
             self._show_growth()
 
     def _evaluate_growth(self) -> None:
@@ -114,7 +129,9 @@ class MemoryProbe:
 
     def _show_growth(self) -> None:
         fast = self._fast.growth
-        self._gauges.show([GrowthVerdict(fast or self._own_trends[0], (*self._limit_trends, fast), self._limits.left)])
+        told = self._gauges.show([GrowthVerdict(fast or self._own_trends[0], (*self._limit_trends, fast), self._limits.left)])
+        if told and self._suspicion is not None:
+            self._suspicion.host = True
 
     def _show_pss(self) -> None:
         shows, self._shows_pss = self._shows_pss, self._context.hooks.level.value >= _ADVANCED

@@ -12,6 +12,7 @@ import functools
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
+from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.patch import Patch
 from torchobs.probes.precision.autocast import AutocastWatch
 from torchobs.probes.precision.loss_scale import LossScales
@@ -68,7 +69,7 @@ class AmpProbe:
         if self._handle is not None:
             cancel(self._handle)
         if self._hook is not None:
-            self._hook.remove()
+            remove_hooks([self._hook])
         self._autocast.remove()
         for patch in reversed(self._patches):
             patch.undo()
@@ -158,7 +159,7 @@ class AmpProbe:
 
     def _before_optimizer(self, optimizer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         del args, kwargs
-        if self._in_scaler_step and not self._optimizer_called:  # a subclass's step calls its parent's
+        if self._in_scaler_step and not self._optimizer_called and not self._removed:  # a subclass's step calls its parent's
             self._optimizer_called = True
             self._note_called_safely(optimizer)
 
@@ -172,7 +173,7 @@ class AmpProbe:
 
     def _after_step(self, optimizer: Any) -> None:
         # without torch's hooks a skip cannot be told from a step
-        if self._optimizer_called or not getattr(type(optimizer).step, "hooked", False):
+        if self._optimizer_called or self._removed or not getattr(type(optimizer).step, "hooked", False):
             return
         recorder = self._context.recorder
         recorder.optimizer_begins(optimizer)

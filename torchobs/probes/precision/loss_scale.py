@@ -96,6 +96,8 @@ class LossScales:
         context = self._context
         attributes = {"scaler": str(state.index), "scale": state.scale}
         context.event(catalog.EVENT_AMP_SCALE_COLLAPSED, attributes)
+        # a scaler that skips does not call the optimizer, before which gradients are looked at: where are they made?
+        context.hooks.nonfinite_arrived.notify()
         finds = "the gradients are not finite at any scale, and steps are skipped"
         context.warn_limited(
             "amp scale", f"the loss scale has fallen to {state.scale:g} by step {context.recorder.step}: {finds}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchobs.probes.core.boundaries import BACKWARD_BEGINS, BACKWARD_ENDS, CLOSURE_GOES_ON
 from torchobs.probes.core.patch import Patch
-from torchobs.support.graph_safe import graph_being_made
+from torchobs.support.graph_safe import dispatch_modes, graph_being_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,18 +50,22 @@ class BackwardWatch:
     def _watched(self, original: Any) -> Any:
         training, breaker, manual_steps, hooks = self._training, self._breaker, self._manual_steps, self._context.hooks
         trace, note = self._context.recorder.trace, self._context.recorder.trace.append
-        takes_loss, is_made = hooks.takes_loss.listeners, graph_being_made()
-        notify = breaker.guard(hooks.after_closure_backward.notify)
+        takes_loss, modes, is_made = hooks.takes_loss.listeners, dispatch_modes(), graph_being_made()
+        notify, thread_id, clock = breaker.guard(hooks.after_closure_backward.notify), get_ident, monotonic_ns
+        stamp = self._context.recorder.stamp
 
         @functools.wraps(original)
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if training.backwards or breaker.is_open or get_ident() != training.thread or is_made():
+            if training.backwards or breaker.is_open or thread_id() != training.thread or (modes() and is_made()):
                 return original(*args, **kwargs)  # nested (reentrant checkpointing), in another thread, or traced
             # inline, since a call would cost more; nothing here can raise
             manual: bool | None = manual_steps.active
             if not manual and trace and (len(trace) > 2 or trace[0] & 15):  # noqa: PLR2004  # more than a fetch
                 manual = manual_steps.second_backward()
-            note(monotonic_ns() << 4 | BACKWARD_BEGINS)
+            if stamp:
+                stamp(trace, BACKWARD_BEGINS)
+            else:
+                note(clock() << 4 | BACKWARD_BEGINS)
             if manual:
                 manual_steps.begins(args, kwargs)
             for take_loss in takes_loss:
@@ -73,10 +77,13 @@ class BackwardWatch:
             finally:
                 training.backwards = 0
                 if training.in_closure:
-                    note(monotonic_ns() << 4 | CLOSURE_GOES_ON)
+                    note(clock() << 4 | CLOSURE_GOES_ON)
                     notify()
                 else:
-                    note(monotonic_ns() << 4 | BACKWARD_ENDS)
+                    if stamp:
+                        stamp(trace, BACKWARD_ENDS)
+                    else:
+                        note(clock() << 4 | BACKWARD_ENDS)
                     if manual:
                         manual_steps.ends(args, kwargs)
 

@@ -21,12 +21,13 @@ from torchobs.flight.format.step_record import StepFlag
 from torchobs.probes.core.step_values import GONE, is_left_out, resolve_step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from torchobs.probes.core.context import ProbeContext
     from torchobs.probes.core.step_values import StepValues
+    from torchobs.support.error_guard import CircuitBreaker
 
 
 _LOSS = StepFlag.LOSS
@@ -60,7 +61,8 @@ class LossProbe:
 
         self._context, self._tensor, self._undisturbed = context, torch.Tensor, torch._C.DisableTorchFunctionSubclass
         breaker, self._training = context.breaker(self.name), context.training
-        context.hooks.takes_loss.register(breaker, self._take)
+        self._nonfinite = context.hooks.nonfinite_loss.notify
+        context.hooks.takes_loss.register(breaker, self._taker(breaker), guarded=True)
         context.hooks.loss_scaled.register(breaker, self._note_scaled)
 
     def remove(self) -> None:
@@ -88,13 +90,46 @@ class LossProbe:
         ones = gradient is None or (type(gradient) is self._tensor and gradient.numel() == 1 and _is_one(gradient))
         return tensor if ones else None
 
-    def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+    def _taker(self, breaker: CircuitBreaker) -> Callable[[Any, Any, bool], None]:
+        """Return the listener: the loss of nearly every step inline, a plain tensor on the CPU; others go to ``_take``."""
+        recorder, training, kind, take = self._context.recorder, self._training, self._tensor, self._take
+
+        def take_loss(tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+            if breaker.is_open:
+                return
+            try:
+                if (
+                    gradients is not None or type(tensors) is not kind or not tensors.is_cpu or not accumulates
+                    or recorder.metered or training.in_closure or recorder.log_wins
+                    or self._scaled is not None or self._autograd_grad_only is not None
+                ):  # fmt: skip
+                    take(tensors, gradients, accumulates)
+                    return
+                try:
+                    number = tensors.item()
+                except RuntimeError:
+                    if tensors.numel() == 1:
+                        raise
+                    return  # no loss, as torch is about to say, too
+                values = recorder.values
+                values.loss_sum += number
+                values.losses += 1
+                values.flags |= _LOSS
+                if number - number:  # NaN, which is true, unless it is finite
+                    self._nonfinite(tensors)
+            except Exception as error:
+                if not breaker.takes(error):
+                    raise
+
+        return take_loss
+
+    def _take(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: C901, FBT001  # inline; as a listener
         """Take the loss of a backward pass that begins. ``accumulates``: False for ``torch.autograd.grad``."""
         recorder, in_closure = self._context.recorder, self._training.in_closure
         begun_ns = monotonic_ns() if recorder.metered else 0
         if recorder.log_wins:
             return
-        whole = tensors
+        whole = given = tensors
         if type(tensors) in {tuple, list}:
             tensors, gradients = self._sum(tensors, gradients)
             whole = whole[0] if len(whole) == 1 else None
@@ -108,14 +143,22 @@ class LossProbe:
         if not value.is_cpu:
             self._take_later(value.detach(), within=in_closure, accumulates=accumulates)
         elif in_closure:
-            recorder.add_loss(value.item(), within_step=True)
+            number = value.item()
+            recorder.add_loss(number, within_step=True)
+            if number - number:
+                self._nonfinite(given)
         elif accumulates and self._autograd_grad_only is None:
-            values = recorder.values
-            values.loss_sum += value.item()
+            values, number = recorder.values, value.item()
+            values.loss_sum += number
             values.losses += 1
             values.flags |= _LOSS
+            if number - number:  # NaN, which is true, unless it is finite
+                self._nonfinite(given)
         else:
-            self._add_from_autograd_grad(value.item(), accumulates=accumulates)
+            number = value.item()
+            self._add_from_autograd_grad(number, accumulates=accumulates)
+            if number - number:
+                self._nonfinite(given)
         if begun_ns:
             self._context.record_overhead(self.name, monotonic_ns() - begun_ns)
 
@@ -203,7 +246,10 @@ class LossProbe:
                 break
             del pending[:count]
             if parts and step != GONE:
-                recorder.late(step, StepFlag.LOSS, sum(part[0] for part in parts), 0.0)
+                loss = sum(part[0] for part in parts)
+                recorder.late(step, StepFlag.LOSS, loss, 0.0)
+                if loss - loss:
+                    self._context.hooks.nonfinite_arrived.notify()
 
 
 def _is_one(gradient: torch.Tensor) -> bool:

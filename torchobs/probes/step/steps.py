@@ -23,6 +23,7 @@ from torchobs.probes.core.boundaries import (
     LONG_TRACE,
     STEP_BEGINS,
 )
+from torchobs.probes.core.hook_removal import remove_hooks
 from torchobs.probes.core.model_tracker import ModelChanges
 from torchobs.probes.optimizer.hyperparameters import OptimizerProbe, number_of
 from torchobs.probes.step.backward import BackwardWatch
@@ -30,7 +31,7 @@ from torchobs.probes.step.cuda_graphs import CudaGraphs
 from torchobs.probes.step.manual_steps import ManualSteps
 from torchobs.probes.step.other_threads import OtherThreads
 from torchobs.support.error_guard import call
-from torchobs.support.graph_safe import graph_being_made
+from torchobs.support.graph_safe import dispatch_modes, graph_being_made
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ class StepProbe:
 
         self._context, self._recorder, self._training = context, context.recorder, context.training
         self._before_step, self._steps_within = context.hooks.before_step, context.hooks.steps_within.listeners
-        breaker, self._graph_being_made = context.breaker(self.name), graph_being_made()
+        breaker, self._modes, self._graph_being_made = context.breaker(self.name), dispatch_modes(), graph_being_made()
         self._changes = ModelChanges(context.recorder.models, context.writer)
         self._relieve = breaker.guard(self._recorder.relieve)
         self._others, self._graphs = OtherThreads(context), CudaGraphs(context, breaker, self._rates)
@@ -85,9 +86,9 @@ class StepProbe:
 
     def remove(self) -> None:
         """See :class:`~torchobs.probes.core.context.Probe`."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        handles, self._handles = self._handles, []
+        if handles:
+            remove_hooks(handles)
         self._backward.remove()
         self._graphs.remove()
 
@@ -109,28 +110,36 @@ class StepProbe:
         recorder, rates, before_step, trace = self._recorder, self._rates, self._before_step, self._recorder.trace
         before, notify = breaker.guard(self._before), breaker.guard(before_step.notify)
         note, pending = trace.append, recorder.pending
-        number_safely, is_made, learning_rate = self._number_safely, self._graph_being_made, StepFlag.LEARNING_RATE
+        number_safely, clock, learning_rate = self._number_safely, monotonic_ns, StepFlag.LEARNING_RATE
+        modes, is_made, stamp = self._modes, self._graph_being_made, recorder.stamp
 
-        def plain_before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def plain_before(  # noqa: C901  # as above
+            optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        ) -> Any:
             key = id(optimizer)
             if key != recorder.sole and key in pending and len(pending) > 1:  # one of hundreds within the backward pass
                 pending.discard(key)
                 if recorder.step >= before_step.due_at or recorder.step == before_step.last:
                     notify(optimizer, False)  # noqa: FBT003  # a listener
                 return None
-            if is_made():
+            if modes() and is_made():
                 return None
-            now_ns = monotonic_ns()
             # metered steps take the full path, which also detects a change of thread
-            if key != recorder.sole or self._depth or recorder.metered or len(args) > 1 or kwargs or breaker.is_open:
-                return before(now_ns, optimizer, args, kwargs)
-            if not trace or trace[-1] & 15 != BACKWARD_ENDS:
-                return before(now_ns, optimizer, args, kwargs)
+            if (
+                key != recorder.sole or self._depth or recorder.metered or kwargs or len(args) > 1 or breaker.is_open
+                or not trace or trace[-1] & 15 != BACKWARD_ENDS
+            ):  # fmt: skip
+                return before(clock(), optimizer, args, kwargs)
             self._depth, self._outer = 1, key
-            note(now_ns << 4 | STEP_BEGINS)
+            if stamp:
+                stamp(trace, STEP_BEGINS)
+            else:
+                note(clock() << 4 | STEP_BEGINS)
             if key == rates.key:
-                groups = optimizer.param_groups
-                rate = groups[0].get("lr") if groups else None
+                try:
+                    rate = optimizer.param_groups[0]["lr"]
+                except (AttributeError, LookupError, TypeError):  # groups of another kind
+                    rate = None
                 if type(rate) is not float:
                     rate = number_safely(rate)
                 if rate is not None:
@@ -144,13 +153,30 @@ class StepProbe:
         return plain_before
 
     def _plain_after(self, breaker: CircuitBreaker) -> Callable[..., None]:
-        """Return the post hook; a step that the pre hook took on the fast path of an optimizer-in-backward needs nothing."""
-        after, pending, is_made = breaker.guard(self._after), self._recorder.pending, self._graph_being_made
+        """Return the post hook: the fast path of nearly every step, inline; other steps call ``_after``.
 
-        def plain_after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            del args, kwargs
-            if (not pending or self._depth) and not is_made():
-                after(optimizer)
+        A step that the pre hook took on the fast path of an optimizer-in-backward needs nothing.
+        """
+        recorder, training, running, manual_steps = self._recorder, self._training, self._others.running, self._manual_steps
+        after, pending, end_plainly, clock = self._after, self._recorder.pending, self._recorder.end_plainly, monotonic_ns
+        modes, is_made = self._modes, self._graph_being_made
+
+        def plain_after(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
+            if (pending and not self._depth) or breaker.is_open or (modes() and is_made()):
+                return
+            try:
+                now_ns = clock()
+                if (
+                    id(optimizer) != recorder.sole or self._depth != 1 or self._given or recorder.metered
+                    or training.backwards or running or manual_steps.active
+                ):  # fmt: skip
+                    after(now_ns, optimizer)
+                else:
+                    self._depth = 0
+                    end_plainly(now_ns)
+            except Exception as error:
+                if not breaker.takes(error):
+                    raise
 
         return plain_after
 
@@ -231,8 +257,8 @@ class StepProbe:
 
         return ((args[0], evaluate, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluate})
 
-    def _after(self, optimizer: torch.optim.Optimizer) -> None:
-        now_ns, running = monotonic_ns(), self._others.running
+    def _after(self, now_ns: int, optimizer: torch.optim.Optimizer) -> None:
+        running = self._others.running
         if running and (ident := get_ident()) in running:
             running[ident] -= 1
             if not running[ident]:
@@ -246,10 +272,7 @@ class StepProbe:
         self._depth = 0
         if self._given:
             self._closure_ends(optimizer)
-        if id(optimizer) == recorder.sole:
-            recorder.end_plainly(now_ns)
-        else:
-            recorder.optimizer_ends(optimizer, now_ns, within_backward=bool(training.backwards))
+        recorder.optimizer_ends(optimizer, now_ns, within_backward=bool(training.backwards))
         if self._manual_steps.active:
             self._manual_steps.optimizer_stepped()
         if training.backwards:

@@ -1,0 +1,54 @@
+"""Which line of a traceback is named: the innermost one that is neither torch's, numpy's, Python's nor ours."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tracemalloc import Traceback
+
+_OURS = f"{Path(__file__).resolve().parents[2]}/"
+_LIBRARIES = ("torch", "numpy")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def innermost(made: Traceback) -> str | None:
+    """Return ``file:line`` of that frame; ``None`` for an allocation of ours.
+
+    Where all frames are of libraries it is the innermost one. torch that is called by a wrapper of ours is the user's.
+    """
+    frames, package = list(made)[::-1], False  # tracemalloc puts the innermost last
+    for frame in frames:
+        file = frame.filename
+        if file.startswith(_OURS):
+            if not package:
+                return None
+        elif file.startswith(_packages()):
+            package = True
+        elif not is_standard(file):
+            return f"{file}:{frame.lineno}"
+    return f"{frames[0].filename}:{frames[0].lineno}"
+
+
+@lru_cache(maxsize=4096)
+def is_standard(file: str) -> bool:
+    """Return True for a file of Python's, and for code without one."""
+    if file.startswith(("<frozen", "<string>", "<__array")):
+        return True
+    return file.startswith(_standard()) and not any(part in file for part in _INSTALLED)
+
+
+@lru_cache(maxsize=1)
+def _packages() -> tuple[str, ...]:
+    known = (getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)
+    return tuple(f"{Path(file).parent}/" for file in known if file)
+
+
+@lru_cache(maxsize=1)
+def _standard() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({f"{paths[name]}/" for name in ("stdlib", "platstdlib")})

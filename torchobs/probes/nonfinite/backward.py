@@ -1,0 +1,113 @@
+"""Find the node whose derivative made gradients non-finite of a finite loss: ``sqrt`` or ``norm`` at 0, ``log`` behind a mask.
+
+After the backward pass its values are gone, but not its graph: the gradient turned at a node below which all parameters got
+non-finite gradients, and above which none did. Of the nodes there whose derivative can be infinite the likeliest is named.
+With hooks on the nodes, in the next backward pass, it is seen (:class:`BackwardWatch`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torchobs.probes.nonfinite.operators import RISKY_BACKWARD
+from torchobs.probes.nonfinite.values import Condition, condition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torchobs.probes.nonfinite.graph import GraphNode
+    from torchobs.support.error_guard import CircuitBreaker
+
+LEAST_AGREEMENT = 0.6
+"""A node explains the gradients if those below it and those that are not finite have this share in common"""
+_KEPT_AT_ZERO = {"sqrt": "result", "linalg_vector_norm": "result", "norm": "result", "std": "result", "pow": "self",
+                 "log": "self", "div": "other", "cdist": "result", "reciprocal": "result"}  # fmt: skip
+
+
+def likely_node(nodes: Sequence[GraphNode], bad: Collection[int]) -> GraphNode | None:
+    """Return the node that most likely made the gradients of these parameters (ids) non-finite; ``None`` for none."""
+    order = {id(node.parameter): 1 << place for place, node in enumerate(n for n in nodes if n.parameter is not None)}
+    target = sum(order[key] for key in bad if key in order)
+    if not target:
+        return None
+    below: dict[GraphNode, int] = {}
+    best: tuple[float, ...] | None = None
+    found = None
+    for node in nodes:  # leaves first, then in the order of the forward pass
+        if node.parameter is not None:
+            below[node] = order[id(node.parameter)]
+            continue
+        reached = 0
+        for producer, _ in node.inputs:
+            reached |= below.get(producer, 0) if producer is not None else 0
+        below[node] = reached
+        risk = RISKY_BACKWARD.get(node.operator)
+        if risk is None or not reached or _is_harmless(node):
+            continue
+        agreement = (reached & target).bit_count() / (reached | target).bit_count()
+        rank = (-agreement, 0 if _at_zero(node) else 1, risk, node.number)
+        if agreement >= LEAST_AGREEMENT and (best is None or rank < best):
+            best, found = rank, node
+    return found
+
+
+def _is_harmless(node: GraphNode) -> bool:
+    """Return True for a power whose derivative is finite everywhere, and for a division by a constant."""
+    exponent = node.settings().get("exponent") if node.operator == "pow" else None
+    constant = node.operator == "div" and len(node.inputs) > 1 and node.inputs[1][0] is None
+    return constant or (isinstance(exponent, (int, float)) and exponent >= 1)
+
+
+def _at_zero(node: GraphNode) -> bool:
+    """Return True if a kept value shows the node where its derivative is infinite. Values are gone after the backward."""
+    value = node.kept.get(_KEPT_AT_ZERO.get(node.operator, ""))
+    return value is not None and value.is_cpu and bool((value == 0).any())
+
+
+class BackwardWatch:
+    """Hooks on every node of a graph, for one backward pass: the first that makes a non-finite gradient of finite ones."""
+
+    def __init__(self, nodes: Sequence[GraphNode], found: Callable[[GraphNode], object], breaker: CircuitBreaker) -> None:
+        """Install the hooks.
+
+        Args:
+            nodes: of the graph.
+            found: called with that node at once, while it still has the values that it has kept.
+            breaker: whatever fails in a hook trips it; the hooks are removed then.
+        """
+        self._tell: Callable[[GraphNode], object] | None = found
+        self._queued, self._breaker = False, breaker
+        self._handles = [node.function.register_hook(self._hook(node)) for node in nodes if node.parameter is None]
+
+    def _hook(self, node: GraphNode) -> Any:
+        look = self._breaker.guard(partial(self._look, node))
+
+        def see(made: Sequence[Any], given: Sequence[Any]) -> None:
+            look(made, given)
+            if self._breaker.is_open:
+                self.remove()
+
+        return see
+
+    def _look(self, node: GraphNode, made: Sequence[Any], given: Sequence[Any]) -> None:
+        import torch  # torch is optional until training begins
+
+        if not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.remove)
+        tell = self._tell
+        if tell is not None and any(_odd(each) for each in made) and not any(_odd(each) for each in given):
+            self._tell = None
+            tell(node)
+
+    def remove(self) -> None:
+        """Remove the hooks, which would keep the graph alive. Idempotent; the end of the backward pass does it."""
+        self._tell = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _odd(gradient: Any) -> bool:
+    return gradient is not None and condition(gradient) in {Condition.BAD, Condition.MASKED}

@@ -1,0 +1,210 @@
+"""Find the first node of a graph whose result is not finite although its operands are, on the way to a loss that is not.
+
+Every node's result is looked at as it was kept, by itself or by a node that used it, or is computed again. From the loss the
+search follows operands that are not finite, back to where all are. Negative infinity that masks attention is not a fault by
+itself: a softmax that gives NaN of it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torchobs.probes.nonfinite.evaluate import RESULTS, argument_names, compute
+from torchobs.probes.nonfinite.operators import ADDITIVE, MASKABLE, PASSING, RESHAPING, STRONG
+from torchobs.probes.nonfinite.values import Condition, condition
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torchobs.probes.nonfinite.graph import GraphNode
+
+LONGEST_S = 5.0
+"""After this time nothing is computed again; kept values alone decide"""
+_MOST_BIRTHS = 64
+_SOUND = frozenset({Condition.FINITE, Condition.MASKED})
+
+
+@dataclass(frozen=True, slots=True)
+class Birth:
+    """Where values that are not finite came from. ``operand``: the tensor that was so before the node used it."""
+
+    node: GraphNode
+    certain: bool
+    operand: Any = None
+    is_leaf: bool = False
+    is_constant: bool = False
+    """A sum's operand without a gradient, which nobody kept; ``operand`` is the first result of it that was"""
+
+
+class ForwardTrace:
+    """The values of one graph, its nodes in the order of the forward pass."""
+
+    def __init__(self, nodes: Sequence[GraphNode]) -> None:
+        self._nodes, self._until_s = nodes, monotonic() + LONGEST_S
+        self._conditions: dict[tuple[GraphNode, int], Condition] = {}
+        self._values: dict[tuple[GraphNode, int], Any] = {}
+        self._names = {node: argument_names(node) for node in nodes if node.parameter is None}
+        self._uses: dict[GraphNode, int] = {}
+        self._outputs: dict[GraphNode, set[int]] = {}
+        self._guessed: set[GraphNode] = set()
+        """Sums with a constant that nobody kept, taken for 0"""
+        self._at_birth: dict[GraphNode, dict[str, Any]] = {}
+        for node in nodes:
+            for producer, index in node.inputs:
+                if producer is not None:
+                    self._outputs.setdefault(producer, set()).add(index)
+            for producer in {producer for producer, _ in node.inputs if producer is not None}:
+                self._uses[producer] = self._uses.get(producer, 0) + 1
+        self._take_kept()
+        for node in nodes:
+            self._judge(node)
+
+    def _take_kept(self) -> None:
+        for node in self._nodes:
+            for name, edge in zip(self._names.get(node, ()), node.inputs, strict=False):
+                value = node.kept.get(name)
+                if value is not None and edge[0] is not None:
+                    self._values[edge] = value  # type: ignore[index]  # checked
+            result = next((node.kept[name] for name in RESULTS if node.kept.get(name) is not None), None)
+            if result is not None:
+                self._values.setdefault((node, 0), result)
+
+    def _judge(self, node: GraphNode) -> None:
+        if node.parameter is not None:
+            self._values[node, 0] = node.parameter
+        elif (node, 0) not in self._values and monotonic() < self._until_s:
+            constants = [name for name, edge in zip(self._names[node], node.inputs, strict=False) if edge[0] is None]
+            made = compute(node, self.operands(node), constants if node.operator in ADDITIVE else ())
+            if constants and node.operator in ADDITIVE:
+                self._guessed.add(node)
+            for index, value in enumerate(made if isinstance(made, (tuple, list)) else [made] * (made is not None)):
+                self._values.setdefault((node, index), value)
+        outputs = self._outputs.get(node, {0}) | ({0} if (node, 0) in self._values else set())
+        for index in outputs:
+            known = condition(self._values.get((node, index)))
+            self._conditions[node, index] = self._inherited(node) if known is Condition.UNKNOWN else known
+        if len(self._at_birth) < _MOST_BIRTHS and self._begins(node, outputs):
+            self._at_birth[node] = self.operands(node)
+        self._release(node)
+
+    def _inherited(self, node: GraphNode) -> Condition:
+        """Return what follows from the operands for a result that is not known."""
+        given = {self.of(edge) if edge[0] is not None else Condition.UNKNOWN for edge in node.inputs}  # type: ignore[arg-type]  # checked
+        kept = len(given) == 1 and (node.operator in RESHAPING or (node.operator in PASSING and given == {Condition.FINITE}))
+        return given.pop() if kept else Condition.UNKNOWN
+
+    def _begins(self, node: GraphNode, outputs: Iterable[int]) -> bool:
+        """Return True if the node may have made non-finite values of finite ones."""
+        if node.parameter is not None or all(self._conditions[node, index] is Condition.FINITE for index in outputs):
+            return False
+        return all(edge[0] is None or self.of(edge) is not Condition.BAD for edge in node.inputs)  # type: ignore[arg-type]  # checked
+
+    def _release(self, node: GraphNode) -> None:
+        """Drop the values that no later node uses, as the forward pass itself did."""
+        for producer in {producer for producer, _ in node.inputs if producer is not None}:
+            self._uses[producer] -= 1
+            if not self._uses[producer]:
+                for index in self._outputs[producer]:
+                    self._values.pop((producer, index), None)
+
+    def operands(self, node: GraphNode) -> dict[str, Any]:
+        """Return the values of the node's tensor arguments that are known, by name."""
+        if node in self._at_birth:
+            return self._at_birth[node]
+        found = {name: value for name, value in node.kept.items() if value is not None and name not in RESULTS}
+        for name, edge in zip(self._names.get(node, ()), node.inputs, strict=False):
+            if name not in found and edge[0] is not None and edge in self._values:
+                found[name] = self._values[edge]
+        return found
+
+    def of(self, edge: tuple[GraphNode, int]) -> Condition:
+        """Return what came out of a node."""
+        return self._conditions.get(edge, Condition.UNKNOWN)
+
+    def births(self, root: GraphNode) -> Iterator[Birth]:
+        """Yield where the values came from that made the root's result non-finite."""
+        waiting, seen = [(root, True, None)], {root}
+        while waiting:
+            node, certain, result = waiting.pop()
+            own = list(self._bad_operands(node, certain=certain))
+            yield from own
+            following = self._origins(node)
+            if not own and not following:
+                yield Birth(node, certain, result if node in self._guessed else None, is_constant=node in self._guessed)
+            for each, sure in following:
+                if each not in seen:
+                    seen.add(each)
+                    waiting.append((each, certain and sure, self._kept_result(node, each, result)))
+
+    def _kept_result(self, node: GraphNode, producer: GraphNode, before: Any) -> Any:
+        """Return the producer's result as the node has kept it, or else what came of it later."""
+        for name, edge in zip(self._names.get(node, ()), node.inputs, strict=False):
+            if edge[0] is producer and node.kept.get(name) is not None:
+                return node.kept[name]
+        return before
+
+    def _bad_operands(self, node: GraphNode, *, certain: bool) -> Iterator[Birth]:
+        """Yield operands that no node of the graph made: the batch, a constant, a parameter."""
+        names = self._names.get(node, ())
+        for index, (producer, _) in enumerate(node.inputs):
+            if producer is None:
+                value = node.kept.get(names[index]) if index < len(names) else None
+                if value is not None and condition(value) is Condition.BAD:
+                    yield Birth(node, certain, value)
+            elif producer.parameter is not None and self.of((producer, 0)) not in _SOUND:
+                yield Birth(node, certain, producer.parameter, is_leaf=True)
+        for name, value in node.kept.items():  # operands without a gradient: the target of a loss
+            if name in {"target", "weight"} and name not in names and value is not None and condition(value) is Condition.BAD:
+                yield Birth(node, certain, value)
+
+    def _origins(self, node: GraphNode) -> list[tuple[GraphNode, bool]]:
+        """Return the nodes that the node's non-finite result comes from, and whether that is certain; none if it began here."""
+        made = [(producer, index) for producer, index in node.inputs if producer is not None and producer.parameter is None]
+        bad = [edge for edge in made if self.of(edge) is Condition.BAD]
+        masked = [edge for edge in made if self.of(edge) is Condition.MASKED]
+        unknown = [edge for edge in made if self.of(edge) is Condition.UNKNOWN]
+        if bad or (masked and node.operator not in MASKABLE):
+            return [(producer, True) for producer, _ in bad or masked]
+        guessed = [edge for edge in made if edge[0] in self._guessed]
+        if guessed and not unknown and node.operator not in STRONG:
+            return [(producer, True) for producer, _ in guessed]
+        if node.operator in PASSING and unknown:
+            return [(producer, len(unknown) == 1) for producer, _ in unknown]
+        strong = node.operator in STRONG
+        return [(producer, False) for producer, _ in unknown if self._may_begin(producer, only_bad=strong)]
+
+    def _may_begin(self, node: GraphNode, *, only_bad: bool) -> bool:
+        """Return True if the fault may lie in those before it whose results are unknown.
+
+        There is a non-finite value, or (unless ``only_bad``) an operator that makes NaN of finite values.
+        """
+        waiting, seen = [node], {node}
+        while waiting:
+            one = waiting.pop()
+            if not only_bad and (one.operator in STRONG or not (self._names.get(one) or one.parameter is not None)):
+                return True
+            odd = {Condition.BAD} if one.operator in MASKABLE else {Condition.BAD, Condition.MASKED}
+            if any(edge[0] is not None and self.of(edge) in odd for edge in one.inputs):  # type: ignore[arg-type]  # checked
+                return True
+            for producer, index in one.inputs:
+                if producer is not None and producer not in seen and self.of((producer, index)) is Condition.UNKNOWN:
+                    seen.add(producer)
+                    waiting.append(producer)
+        return False
+
+
+def first_birth(nodes: Sequence[GraphNode], root: GraphNode, *, earliest: bool) -> tuple[Birth, dict[str, Any]]:
+    """Return where the root's non-finite result was born, and the operands of that node by name.
+
+    ``earliest``: the first in the forward pass, even if another one is more certain.
+    """
+    trace = ForwardTrace(nodes)
+    births = list(trace.births(root)) or [Birth(root, certain=False)]
+
+    def rank(each: Birth) -> tuple[bool, bool, int]:
+        return not (each.certain or earliest), not earliest and each.node.operator in PASSING, each.node.number
+
+    birth = min(births, key=rank)
+    return birth, trace.operands(birth.node)

@@ -1,0 +1,109 @@
+"""Read the autograd graph of a loss: its nodes in the order of the forward pass, and the values that they have kept.
+
+The values are those of the very forward pass that went wrong: nothing is run again. Values kept through hooks (non-reentrant
+checkpointing, ``save_on_cpu``) are left alone: checkpointing raises if they are read twice.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    import torch
+
+MOST_NODES = 100_000
+_RAW, _SAVED = "_raw_saved_", "_saved_"
+_NUMBERED = re.compile(r"Backward\d*$")
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_LEAF = "AccumulateGrad"
+_fields: dict[type, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+
+
+class GraphNode:
+    """One node: an operator of the forward pass, or a leaf (``parameter``)."""
+
+    __slots__ = ("function", "inputs", "kept", "number", "operator", "parameter")
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.number: int = -1
+        """Place in the forward pass"""
+        name = function.name()
+        self.operator = operator_of(name)
+        self.parameter: torch.Tensor | None = function.variable if _LEAF in name else None
+        self.inputs: list[tuple[GraphNode | None, int]] = []
+        """For each differentiable tensor argument the node that made it and which of its outputs; ``None``: no gradient"""
+        self.kept: dict[str, Any] = {}
+        """Tensors kept for the backward pass, by the names of the operator's arguments and results"""
+
+    def take_kept(self) -> None:
+        """Read the kept tensors, which the backward pass frees."""
+        self.kept = dict(_kept(self.function))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments that are not tensors and were kept."""
+        function, found = self.function, {}
+        for name in _names(function)[1]:
+            value = getattr(function, name)
+            if value is not None:
+                found[name.removeprefix(_SAVED)] = value
+        return found
+
+
+def operator_of(name: str) -> str:
+    """Return the operator's name as torch spells it: ``LogSoftmaxBackward0`` → ``log_softmax``."""
+    return _HUMP.sub("_", _NUMBERED.sub("", name.rpartition("::")[2])).lower()
+
+
+def read_graph(roots: Iterable[Any]) -> list[GraphNode]:
+    """Return the nodes below these ``grad_fn``, leaves first, then in the order of the forward pass; at most 100,000."""
+    nodes: dict[Any, GraphNode] = {}
+    waiting = [root for root in roots if root is not None]
+    while waiting and len(nodes) < MOST_NODES:
+        function = waiting.pop()
+        if function in nodes:
+            continue
+        nodes[function] = node = GraphNode(function)
+        if node.parameter is None:
+            node.number = function._sequence_nr()
+        waiting += [following for following, _ in function.next_functions if following is not None]
+    for function, node in nodes.items():
+        node.inputs = [(nodes.get(following), index) for following, index in function.next_functions]
+        if node.parameter is None:
+            node.take_kept()
+    return sorted(nodes.values(), key=lambda node: node.number)
+
+
+def _names(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the attributes of kept tensors, and of other kept arguments."""
+    kind = type(function)
+    if kind not in _fields:
+        names = dir(kind)
+        raw = tuple(name for name in names if name.startswith(_RAW))
+        kept = {_SAVED + name.removeprefix(_RAW) for name in raw}
+        _fields[kind] = raw, tuple(name for name in names if name.startswith(_SAVED) and name not in kept)
+    return _fields[kind]
+
+
+def _kept(function: Any) -> Iterator[tuple[str, Any]]:
+    for name in _names(function)[0]:
+        try:
+            raw = getattr(function, name)
+        except RuntimeError:  # freed by an earlier backward pass
+            continue
+        for index, each in enumerate(raw if isinstance(raw, tuple) else ()):
+            yield f"{name.removeprefix(_RAW)}[{index}]", _value(each)
+        if not isinstance(raw, tuple):
+            yield name.removeprefix(_RAW), _value(raw)
+
+
+def _value(raw: Any) -> Any:
+    if getattr(raw, "unpack_hook", raw) is not None:  # hooks, or a torch version that does not say
+        return None
+    try:
+        return raw.data
+    except RuntimeError:
+        return None

@@ -1,0 +1,256 @@
+"""What is told about the birth of a value that is not finite, and how it is put together from a loss's graph."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchobs.probes.gradients.parameter_names import roots
+from torchobs.probes.nonfinite.backward import likely_node
+from torchobs.probes.nonfinite.code import is_users, locals_of
+from torchobs.probes.nonfinite.forward import first_birth
+from torchobs.probes.nonfinite.graph import GraphNode, read_graph
+from torchobs.probes.nonfinite.locate import Locator, ModuleNames, Place
+from torchobs.probes.nonfinite.operators import MASKABLE, OPAQUE
+from torchobs.probes.nonfinite.values import Condition, TensorStatistics, bad_elements, condition, statistics
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import FrameType
+
+OriginKind = Literal["input", "parameter", "operator", "backward", "rank", "unknown"]
+ANOTHER_RANK = "; averaged gradients may bring it from another rank"
+_MOST_INPUTS = 6
+_MOST_NAMED = 8
+_SHARE_OF_STEP = 2
+"""From so many non-finite parameters on they are what an optimizer made of non-finite gradients, not one bad weight"""
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteOrigin(Result):
+    """Where a NaN or an infinity first appeared."""
+
+    kind: OriginKind
+    """``input``: the batch held it; ``parameter``: so did a weight, before the step; ``operator``: the forward pass made it;
+    ``backward``: a derivative did, of a finite loss; ``rank``: averaged gradients brought it from another rank; ``unknown``"""
+    operator: str
+    """The operator that made it, or was given it"""
+    module: str
+    """Path of the module that called the operator; empty outside of any module"""
+    module_class: str
+    line: str
+    """``file:line`` of the user's code"""
+    parameter: str
+    """Name of the parameter or buffer, or of the variable that holds the input"""
+    inputs: tuple[TensorStatistics, ...]
+    """Statistics of the operator's inputs, of those that are known"""
+    elements: tuple[tuple[int, ...], ...]
+    """Indices of the first non-finite elements of the input, parameter or result"""
+    sample: int | None
+    """Index of the sample in the batch, for an input"""
+    step: int | None
+    note: str
+
+    def sentence(self) -> str:
+        """Return the finding in one sentence."""
+        where = f"{self.module} ({self.module_class})" if self.module and self.module_class else self.module or "no module"
+        at = f", at {self.line}" if self.line else ""
+        if self.kind == "input":
+            sample = "" if self.sample is None else f" in sample {self.sample}"
+            what = (
+                f"The input {self.parameter}"
+                if self.parameter
+                else "An input (the batch, or what was made of it without gradient)"
+            )
+            return f"{what} held values that are not finite{sample}; they reached {self.operator} in {where}{at}."
+        if self.kind == "parameter":
+            return f"The parameter {self.parameter} held values that are not finite before the step."
+        if self.kind == "rank":
+            return f"The averaged gradients brought them from {self.note}; this rank's own loss was finite."
+        if self.kind == "operator":
+            return f"The operator {self.operator} in {where} made them of finite inputs{at}."
+        if self.kind == "backward":
+            likely = "most likely " if self.note else ""  # by the graph alone; one that was seen at work has no note
+            rank = ", on this rank or another" if self.note.endswith(ANOTHER_RANK) else ""
+            return f"The derivative of {self.operator} in {where} {likely}made them, of finite values{at}{rank}."
+        return f"Where they began was not found; they passed {self.operator} in {where}{at}."
+
+
+def from_rank(rank: int, step: int) -> NonfiniteOrigin:
+    """Return the origin of gradients that another rank, whose loss was not finite, brought into their average."""
+    return NonfiniteOrigin("rank", "", "", "", "", "", (), (), None, step, f"rank {rank}, whose loss was not finite")
+
+
+def user_frames(frame: FrameType | None) -> list[FrameType]:
+    """Return the frames of the user's code from this one on, innermost first."""
+    found = []
+    while frame is not None:
+        if is_users(frame.f_code):
+            found.append(frame)
+        frame = frame.f_back
+    return found[:_MOST_NAMED]
+
+
+class GraphTracer:
+    """Traces non-finite values in the graph of one loss. Reads only; nothing is run again."""
+
+    def __init__(
+        self, losses: Iterable[Any], frames: Sequence[FrameType], step: int | None, known: Iterable[Any] = (),
+        others: Iterable[Any] = (), variables: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
+        """``known``: models. ``others``: parameters of other models that are trained.
+
+        ``variables``: where to look for an input, instead of the variables of the functions that run.
+        """
+        losses = [loss for loss in losses if getattr(loss, "grad_fn", None) is not None]
+        self.nodes = read_graph(loss.grad_fn for loss in losses)
+        self._frames, self._step, self._variables = frames, step, variables
+        parameters = [node.parameter for node in self.nodes if node.parameter is not None]
+        self.names = ModuleNames([*parameters, *others], [*known, *_models(frames)])
+        self.locator = Locator(self.nodes, self.names, frames)
+        self.node: GraphNode | None = None
+        """Of the origin found"""
+        by_function = {node.function: node for node in self.nodes}
+        self._root = next((by_function[loss.grad_fn] for loss in losses if condition(loss) is not Condition.FINITE), None)
+
+    def forward(self, *, earliest: bool = False) -> NonfiniteOrigin | None:
+        """Return the origin of a loss that is not finite; ``None`` without one that has a graph.
+
+        ``earliest``: parameters are known to be what an optimizer made of an earlier loss; what came first is the cause.
+        """
+        if self._root is None:
+            return None
+        birth, operands = first_birth(self.nodes, self._root, earliest=earliest)
+        node = birth.node
+        self.node = self._user_of(node)
+        bad = {
+            id(n.parameter) for n in self.nodes if n.parameter is not None and condition(n.parameter) is not Condition.FINITE
+        }
+        if birth.is_leaf and not earliest and len(bad) >= _SHARE_OF_STEP:
+            found = likely_node(self.nodes, bad)
+            if found is not None:
+                return self._backward(found, f"{len(bad)} parameters are not finite since the last step")
+        place, inputs = self.locator.place(self._user_of(node)), _described(operands)
+        if birth.operand is not None or birth.is_constant:
+            return self._operand(birth.operand, self._user_of(node), place, inputs, is_leaf=birth.is_leaf)
+        kind: OriginKind = "operator" if birth.certain or node.operator not in {"mean", "sum"} else "unknown"
+        return self._made("operator" if kind == "operator" else kind, node, place, inputs, _remark(node))
+
+    def _user_of(self, node: GraphNode) -> GraphNode:
+        """Return the operator that a view or cast of a parameter is made for."""
+        while self.locator.is_preparation(node):
+            following = next((n for n in self.nodes if any(producer is node for producer, _ in n.inputs)), None)
+            if following is None:
+                break
+            node = following
+        return node
+
+    def gradients(self, bad: set[int]) -> NonfiniteOrigin | None:
+        """Return the origin of non-finite gradients of these parameters (ids), of a finite loss."""
+        node = likely_node(self.nodes, bad)
+        note = f"from the graph's structure: the values were freed by the backward{_ranks()}"
+        return None if node is None else self._backward(node, note)
+
+    def release(self) -> None:
+        """Drop the kept values, so that the backward pass frees them as ever."""
+        for node in self.nodes:
+            node.kept = {}
+
+    def seen(self, node: GraphNode, note: str = "") -> NonfiniteOrigin:
+        """Return the origin for a node that was seen to make a non-finite gradient; its kept values are still there."""
+        node.take_kept()
+        return self._backward(node, note)
+
+    def _backward(self, node: GraphNode, note: str) -> NonfiniteOrigin:
+        return self._made("backward", node, self.locator.place(node), _described(node.kept), note)
+
+    def _made(
+        self, kind: OriginKind, node: GraphNode, place: Place, inputs: tuple[TensorStatistics, ...], note: str
+    ) -> NonfiniteOrigin:
+        result = next((v for name, v in node.kept.items() if name.startswith(("result", "output")) and v is not None), None)
+        elements = bad_elements(result) if result is not None else ()
+        return NonfiniteOrigin(
+            kind, node.operator, place.module, place.kind, place.line, "", inputs, elements, None, self._step, note
+        )
+
+    def _operand(
+        self, tensor: Any, node: GraphNode, place: Place, inputs: tuple[TensorStatistics, ...], *, is_leaf: bool
+    ) -> NonfiniteOrigin:
+        """Return the origin for a tensor that was not finite before the first operator used it."""
+        name = self.names.of(tensor)
+        if name or is_leaf:
+            module = self.names.owner(name)
+            kind = type(self.names.modules[module]).__name__ if module in self.names.modules else ""
+            return NonfiniteOrigin(
+                "parameter", node.operator, module, kind, place.line, name or "unnamed", inputs, bad_elements(tensor), None,
+                self._step, "",
+            )  # fmt: skip
+        if tensor is None:
+            return self._made("input", node, place, inputs, "")
+        name, whole = _variable(tensor, self._variables if self._variables is not None else map(locals_of, self._frames))
+        elements = bad_elements(whole)
+        sample = elements[0][0] if elements and elements[0] and whole.dim() > 1 else None
+        sample = elements[0][0] if sample is None and elements and elements[0] else sample
+        return NonfiniteOrigin(
+            "input", node.operator, place.module, place.kind, place.line, name, inputs, elements,
+            sample, self._step, "",
+        )  # fmt: skip
+
+
+def _ranks() -> str:
+    """Return what may be otherwise where gradients are averaged over ranks: all have the NaN of one."""
+    import torch  # torch is optional until training begins
+
+    group = torch.distributed
+    shared = group.is_available() and group.is_initialized() and group.get_world_size() > 1
+    return ANOTHER_RANK if shared else ""
+
+
+def _remark(node: GraphNode) -> str:
+    if node.operator in OPAQUE:
+        return "born within; torchobs.debug.trace_nan(model, batch) looks inside"
+    if node.operator in MASKABLE:
+        return "a row in which everything is masked (negative infinity) gives NaN"
+    return ""
+
+
+def _described(operands: dict[str, Any]) -> tuple[TensorStatistics, ...]:
+    described = [statistics(name, value) for name, value in operands.items() if value is not None]
+    return tuple(each for each in described if each is not None)[:_MOST_INPUTS]
+
+
+def _variable(tensor: Any, scopes: Iterable[Mapping[str, Any]]) -> tuple[str, Any]:
+    """Return the variable that holds this tensor, or the first one with values that are not finite; else only the tensor."""
+    found = [each for scope in scopes for name, value in scope.items() for each in _tensors(name, value)]
+    whole = tensor._base if getattr(tensor, "_base", None) is not None else tensor
+    pointer = whole.untyped_storage().data_ptr()
+    for path, item in found:
+        if item is whole or item.untyped_storage().data_ptr() == pointer:
+            return path, item
+    bad = ((path, item) for path, item in found if condition(item) is Condition.BAD)  # before it was copied, or cast
+    return next(bad, ("", whole))
+
+
+def _models(frames: Sequence[FrameType]) -> list[Any]:
+    """Return the modules that variables of the user's running functions hold, or attributes of their ``self``."""
+    torch = sys.modules["torch"]
+    values = []
+    for frame in frames:
+        variables = locals_of(frame)
+        values += [*variables.values(), *getattr(variables.get("self"), "__dict__", {}).values()]
+    found = {id(value): value for value in values if torch.nn.Module in type(value).__mro__}
+    return roots(list(found.values()))
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    torch = sys.modules["torch"]
+    items: Iterable[tuple[str, Any]] = [(name, value)]
+    if type(value) in {list, tuple}:
+        items = [(f"{name}[{index}]", each) for index, each in enumerate(value[:64])]
+    elif isinstance(value, dict) and len(value) <= 64:  # noqa: PLR2004  # a batch, not a state
+        items = [(f"{name}[{key!r}]", each) for key, each in value.items()]
+    for path, item in items:
+        if isinstance(item, torch.Tensor) and item.grad_fn is None and item.layout == torch.strided and not item.is_meta:
+            yield path, item

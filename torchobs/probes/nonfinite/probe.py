@@ -1,0 +1,286 @@
+"""Traces each loss or gradient that is not finite to its birth, from the autograd graph of the step it happened in.
+
+Nothing is done until the loss probe or the gradient probe has met such a value: a training that stays finite pays nothing. A
+loss is traced when its backward begins, before anything has stepped. Gradients are seen when the optimizer is about to step;
+their graph has lost its values by then, so that the node is inferred, and the next backward pass is watched (``armed``). On a
+device nobody waits for the loss: the one that arrives non-finite arms the next backward, which then waits for its own once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.probes.core.hook_removal import remove_hooks
+from torchobs.probes.core.patch import Patch
+from torchobs.probes.nonfinite import rank_notices
+from torchobs.probes.nonfinite.backward import BackwardWatch
+from torchobs.probes.nonfinite.code import locals_of
+from torchobs.probes.nonfinite.errors import NonFiniteError
+from torchobs.probes.nonfinite.gradients import bad_gradients
+from torchobs.probes.nonfinite.origin import GraphTracer, NonfiniteOrigin, from_rank, user_frames
+from torchobs.probes.nonfinite.values import Condition, condition
+from torchobs.support.rate_limit import RateLimiter
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from torch.utils.hooks import RemovableHandle
+
+    from torchobs.probes.core.context import ProbeContext
+
+_log = logging.getLogger("torchobs")
+TRACE_EVERY_S, TRACES_AT_ONCE = 60.0, 3
+SAME_EVERY_S = 600.0
+"""An origin is reported again after this time"""
+WATCHED_BACKWARDS = 3
+_MOST_KEPT = 64
+
+
+class NonfiniteProbe:
+    """Finds where NaN and infinity are born."""
+
+    name = "nonfinite"
+
+    def __init__(self) -> None:
+        self._traces = RateLimiter(TRACE_EVERY_S, TRACES_AT_ONCE)
+        self._reports = RateLimiter(SAME_EVERY_S)
+        self._lost_step = -9
+        """Last step with a loss or a gradient that was not finite: what follows from it is no other birth"""
+        self._found: NonfiniteOrigin | None = None
+        self._held: NonfiniteOrigin | None = None
+        """An origin that the graph of the next loss may explain"""
+        self._armed = 0
+        self._watch: BackwardWatch | None = None
+        self._pending: NonFiniteError | None = None
+        self._told: list[str] = []
+        self._patches: list[Patch] = []
+        self._handles: list[RemovableHandle] = []
+
+    def install(self, context: ProbeContext) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._context, self._breaker = context, context.breaker(self.name)
+        context.hooks.nonfinite_loss.register(self._breaker, self._loss)
+        context.hooks.nonfinite_gradient.register(self._breaker, self._gradient)
+        context.hooks.nonfinite_arrived.register(
+            self._breaker, partial(context.at_backward, self._breaker.guard(self._arrived))
+        )
+        if "nonfinite" in context.settings.raise_on:
+            self._install_raising()
+
+    def remove(self) -> None:
+        """See :class:`~torchobs.probes.core.context.Probe`."""
+        self._breaker.guard(self._release)()
+        if self._handles:
+            remove_hooks(self._handles)
+        for patch in reversed(self._patches):
+            patch.undo()
+        self._handles, self._patches = [], []
+        self._disarm()
+
+    def sample(self) -> None:
+        """Log what was found; what was held back, once the training is two steps on."""
+        held = self._held  # the training thread may take it at any time
+        if held is not None and self._context.recorder.step > (held.step or 0):
+            self._release()
+        while self._told:
+            _log.info("%s", self._told.pop(0))  # no warning: standard error is the script's own
+
+    # -- in the training thread --------------------------------------------------------------------------------------------
+
+    def _loss(self, tensors: Any) -> None:
+        """Trace a loss that is not finite; its backward pass begins."""
+        step = self._context.recorder.step + 1
+        follows = step - self._lost_step <= 1 and self._found is not None  # parameters are what the last step made of it
+        self._lost_step = step
+        self._found = self._found if follows else None
+        if not follows:
+            rank_notices.post(step)
+        held, self._held = self._held, None
+        if (not follows or held is not None) and self._traces.take(monotonic(), "loss"):
+            origin = GraphTracer(_listed(tensors), user_frames(sys._getframe()), step, *self._known()).forward(
+                earliest=held is not None
+            )
+            if origin is not None and origin.kind in {"parameter", "backward"}:  # what the last step has made of the weights
+                other = rank_notices.another(step - 1)
+                origin = from_rank(other, step - 1) if other is not None else origin
+            if held is not None:
+                self._report(origin if origin is not None and origin.kind != "unknown" else held)
+            elif origin is not None and origin.kind == "input" and not origin.parameter:
+                self._found = self._held = origin  # a detached tensor, whose own graph may come next: a GAN's generator
+            else:
+                self._report(origin)
+        self._expect_error(f"The loss is not finite in step {step}.")
+
+    def _release(self) -> None:
+        """Report an origin that was held back."""
+        held, self._held = self._held, None
+        self._report(held)
+
+    def _gradient(self, optimizer: Any) -> None:
+        """Trace gradients that are not finite, of a finite loss; the optimizer is about to step."""
+        step = self._context.recorder.step + 1
+        if step == self._lost_step or skips_by_itself(optimizer):
+            return
+        follows, self._lost_step = step - self._lost_step == 1 and self._found is not None, step
+        if not follows and self._traces.take(monotonic(), "gradient"):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            bad = {id(parameter) for parameter in bad_gradients(parameters)}
+            if bad:
+                self._found, other = None, rank_notices.another(step)
+                if other is not None:
+                    self._report(from_rank(other, step))
+                else:
+                    self._report(self._inferred(bad, user_frames(sys._getframe()), step))
+                    self._arm()
+        self._expect_error(f"Gradients are not finite in step {step}, of a finite loss.")
+
+    def _inferred(self, bad: set[int], frames: list[FrameType], step: int) -> NonfiniteOrigin | None:
+        """Return the origin by the graph of a loss that a running function of the user's still holds."""
+        import torch
+
+        for frame in frames:
+            values = locals_of(frame).values()
+            losses = [
+                each for each in values if isinstance(each, torch.Tensor) and each.grad_fn is not None and each.numel() == 1
+            ]
+            for loss in losses:
+                origin = GraphTracer([loss], frames, step, *self._known()).gradients(bad)
+                if origin is not None:
+                    return origin
+        return None
+
+    def _arrived(self) -> None:
+        """Watch after a loss of a device, as seldom as traces are made: each look at such a loss waits for the device."""
+        if self._traces.take(monotonic(), "arrived"):
+            self._arm()
+
+    def _arm(self) -> None:
+        """Watch the next backward passes."""
+        if not self._armed:
+            self._context.hooks.takes_loss.register(self._breaker, self._watch_backward)
+        self._armed = WATCHED_BACKWARDS
+
+    def _disarm(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+        self._armed, self._watch = 0, None
+
+    def _watch_backward(self, tensors: Any, gradients: Any, accumulates: bool) -> None:  # noqa: FBT001  # a listener
+        """Hook the nodes of a backward pass that begins, and trace a loss on a device."""
+        del gradients
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+        if self._armed <= 0 or not accumulates:
+            self._context.hooks.takes_loss.unregister(self.name)
+            self._armed = 0
+            return
+        self._armed -= 1
+        losses = [loss for loss in _listed(tensors) if getattr(loss, "grad_fn", None) is not None]
+        if not losses or self._context.device.cuda.capturing():
+            return
+        if any(condition(loss) is not Condition.FINITE for loss in losses):
+            if not losses[0].is_cpu:
+                self._loss(losses)
+            return
+        step, frames = self._context.recorder.step + 1, user_frames(sys._getframe())
+        tracer = GraphTracer(losses, frames, step, *self._known())
+        tracer.release()
+        self._watch = BackwardWatch(tracer.nodes, partial(self._seen, tracer), self._breaker)
+
+    def _seen(self, tracer: GraphTracer, node: Any) -> None:
+        self._armed = 0
+        self._lost_step = self._context.recorder.step + 1
+        self._report(tracer.seen(node))
+
+    def _known(self) -> tuple[list[Any], list[Any]]:
+        """Return the models given to ``torchobs.watch`` and all parameters that are trained."""
+        models = [model for known in self._context.watched if (model := known()) is not None]
+        groups = [group for optimizer in self._context.recorder.optimizers() for group in optimizer.param_groups]
+        return models, [parameter for group in groups for parameter in group["params"]]
+
+    def _report(self, origin: NonfiniteOrigin | None) -> None:
+        if origin is None:
+            return
+        self._found = origin
+        context, step = self._context, origin.step or 0
+        origins = context.origins
+        if len(origins) >= _MOST_KEPT:
+            origins.pop(next(iter(origins)), None)
+        origins[step] = origin
+        if self._reports.take(monotonic(), (origin.kind, origin.operator, origin.module, origin.parameter)):
+            context.writer.event(catalog.EVENT_NONFINITE_ORIGIN.name, attributes_of(origin), step)
+            self._told.append(f"where the NaN or infinity of step {step} was born: {origin.sentence()}")
+
+    # -- ``raise_on`` ------------------------------------------------------------------------------------------------------
+
+    def _expect_error(self, what: str) -> None:
+        if self._patches:
+            self._pending = NonFiniteError(what, self._found)
+
+    def _look_at_gradients(self, optimizer: Any) -> None:
+        if self._pending is not None or skips_by_itself(optimizer) or self._context.device.cuda.capturing():
+            return
+        if bad_gradients(parameter for group in optimizer.param_groups for parameter in group["params"]):
+            self._gradient(optimizer)
+
+    def _install_raising(self) -> None:
+        """Raise when the backward of such a loss returns, and before an optimizer steps with such gradients."""
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        def raise_pending() -> None:
+            error, self._pending = self._pending, None
+            if error is not None:
+                raise error
+
+        def watched(original: Any) -> Any:
+            def backward(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                raise_pending()
+                return result
+
+            return backward
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            del args, kwargs
+            look(optimizer)
+            raise_pending()
+
+        look = self._breaker.guard(self._look_at_gradients)
+        self._patches = [Patch(torch.autograd, "backward", watched)]
+        self._handles = [register_optimizer_step_pre_hook(before)]
+
+
+def skips_by_itself(optimizer: Any) -> bool:
+    """Return True for a fused step that a loss scaler has told whether to skip: its overflow is no fault."""
+    import torch  # torch is optional until training begins
+
+    return isinstance(getattr(optimizer, "found_inf", None), torch.Tensor)
+
+
+def attributes_of(origin: NonfiniteOrigin) -> dict[str, Any]:
+    """Return the attributes of the event: names, places and numbers, no data of the user's."""
+    found: dict[str, Any] = {
+        "origin": origin.kind, "operator": origin.operator, "module": origin.module, "parameter": origin.parameter,
+        "location": origin.line, "note": origin.note,
+    }  # fmt: skip
+    found = {name: value for name, value in found.items() if value}
+    if origin.sample is not None:
+        found["sample"] = origin.sample
+    if origin.elements:
+        found["element"] = list(origin.elements[0])
+    inputs = [
+        f"{each.name} {list(each.shape)} {each.dtype}: {each.min:.4g} to {each.max:.4g}, {each.nans} NaN,"
+        f" {each.infinities} inf, {each.zeros} zeros" for each in origin.inputs
+    ]  # fmt: skip
+    return found | ({"inputs": inputs} if inputs else {})
+
+
+def _listed(tensors: Any) -> list[Any]:
+    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]

@@ -1,0 +1,104 @@
+"""Run a forward pass while noting which module and line each node of its graph comes from, and leave all state as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.overrides import TorchFunctionMode
+
+from torchobs.probes.nonfinite.code import is_users
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from torch import nn
+
+
+class CallSite(NamedTuple):
+    """Where nodes ``first`` to ``last`` (exclusive) of the graph were made."""
+
+    first: int
+    last: int
+    module: str
+    kind: str
+    line: str
+
+
+class CallSites(TorchFunctionMode):
+    """Notes each call of a torch function, with the module that is running and the line of the user's code."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.sites: list[CallSite] = []
+        self._running: list[tuple[str, str]] = []
+        self._handles = []
+        for path, module in model.named_modules():
+            told = (path or type(module).__name__, type(module).__name__)
+            self._handles += [
+                module.register_forward_pre_hook(self._entering(told), prepend=True),
+                module.register_forward_hook(self._leaving, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Remove the modules' hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _entering(self, told: tuple[str, str]) -> Callable[..., None]:
+        return lambda *_: self._running.append(told)
+
+    def _leaving(self, *_: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import torch
+
+        number = torch._C._autograd._get_sequence_nr
+        first = number()
+        result = function(*args, **(kwargs or {}))
+        if number() > first:
+            path, kind = self._running[-1] if self._running else ("", "")
+            self.sites.append(CallSite(first, number(), path, kind, _user_line()))
+        return result
+
+    def find(self, number: int) -> CallSite | None:
+        """Return the innermost call that made the node with this sequence number."""
+        fitting = [site for site in self.sites if site.first <= number < site.last]
+        return min(fitting, key=lambda site: site.last - site.first, default=None)
+
+
+def _user_line() -> str:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_users(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@contextmanager
+def state_kept(model: nn.Module) -> Iterator[None]:
+    """Restore the random states, the model's buffers and its gradients when the block ends."""
+    import torch
+
+    host, own = torch.get_rng_state(), random.getstate()
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+    devices = torch.cuda.get_rng_state_all() if on_gpu else []
+    numpy = sys.modules.get("numpy")
+    legacy = numpy.random.get_state() if numpy is not None else None
+    buffers = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, before in buffers:
+                if buffer._version != version:
+                    buffer.data.copy_(before)  # which raises no version that a graph of the user's relies on
+        torch.set_rng_state(host)
+        random.setstate(own)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        if numpy is not None:
+            numpy.random.set_state(legacy)

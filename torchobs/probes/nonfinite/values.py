@@ -1,0 +1,104 @@
+"""Examine a tensor: is it finite, where is it not, and its statistics. No gradient, no collective, nothing that is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any
+
+from torchobs.support.result import Result
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_ELEMENTS = 3
+_NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics(Result):
+    """Statistics of one tensor. ``min``, ``max`` and ``mean`` are of the finite elements; NaN if there are none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nans: int
+    infinities: int
+    zeros: int
+    min: float
+    max: float
+    mean: float
+
+
+def plain(tensor: Any) -> torch.Tensor | None:
+    """Return floating-point values that can be read here, without autograd; ``None`` if there are none.
+
+    Of a DTensor it is this rank's part: the whole would take a collective.
+    """
+    import torch  # torch is optional until training begins
+
+    local = getattr(tensor, "_local_tensor", tensor)
+    if not isinstance(local, torch.Tensor) or local.is_meta or local.is_sparse or local.is_quantized or local.is_nested:
+        return None
+    if type(local).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or local.layout != torch.strided:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        local = local.detach()
+        local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
+    if not local.is_floating_point():
+        return None
+    return local.float() if local.dtype.itemsize == 1 else local
+
+
+class Condition(Enum):
+    """What a tensor holds."""
+
+    FINITE = "finite"
+    MASKED = "masked"
+    """Negative infinity, as in an attention mask, and nothing else that is not finite"""
+    BAD = "bad"
+    UNKNOWN = "unknown"
+
+
+def condition(tensor: Any) -> Condition:
+    """Return what a tensor holds. It waits for a device."""
+    import torch  # torch is optional until training begins
+
+    values = plain(tensor)
+    if values is None:
+        return Condition.UNKNOWN
+    if not values.numel():
+        return Condition.FINITE
+    least, most = (bound.item() for bound in torch.aminmax(values))  # one pass, nothing allocated; NaN if any element is
+    if isfinite(least) and isfinite(most):
+        return Condition.FINITE
+    return Condition.MASKED if least == -inf and most != inf and most == most else Condition.BAD  # noqa: PLR0124  # NaN
+
+
+def bad_elements(tensor: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of the first three elements that are not finite."""
+    import torch  # torch is optional until training begins
+
+    values = plain(tensor)
+    if values is None:
+        return ()
+    found = torch.nonzero(~torch.isfinite(values))[:MOST_ELEMENTS].tolist()
+    return tuple(tuple(index[: tensor.dim()]) for index in found)
+
+
+def statistics(name: str, tensor: Any) -> TensorStatistics | None:
+    """Return the statistics of a tensor of floating-point or complex numbers; ``None`` for any other."""
+    import torch  # torch is optional until training begins
+
+    values = plain(tensor)
+    if values is None:
+        return None
+    finite = values[torch.isfinite(values)]
+    nans, some = int(values.isnan().sum()), bool(finite.numel())
+    return TensorStatistics(
+        name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."), nans=nans,
+        infinities=int(values.numel() - finite.numel()) - nans, zeros=int((finite == 0).sum()),
+        min=float(finite.min()) if some else _NAN, max=float(finite.max()) if some else _NAN,
+        mean=float(finite.double().mean()) if some else _NAN,
+    )  # fmt: skip

@@ -1,0 +1,93 @@
+"""A line of status in a Jupyter notebook that updates itself while the training runs; nothing anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from html import escape
+from importlib import import_module
+from math import isfinite, isnan
+from typing import TYPE_CHECKING, Any
+
+from torchobs import catalog
+from torchobs.flight.format.step_record import LIVE_PHASES
+from torchobs.flight.metrics.totals import Word
+
+if TYPE_CHECKING:
+    from torchobs.probes.core.context import ProbeContext
+
+INTERVAL_S = 1.0
+_STYLE = "font:13px/1.5 system-ui,sans-serif;border:1px solid #8886;border-radius:6px;padding:.35em .8em;display:inline-block"
+
+
+def in_notebook() -> bool:
+    """Return True in a Jupyter kernel, whose shell has a ``kernel``; IPython in a terminal has none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookStatus:
+    """The line, shown below the cell that called ``init()``; the sampler thread updates it once a second."""
+
+    def __init__(self, context: ProbeContext, name: str) -> None:
+        self._context, self._name = context, name
+        self._handle: Any = None
+        self._shown, self._due_s = "", 0.0
+        self._before: tuple[float, int] | None = None
+
+    def begin(self) -> None:
+        """Show the line."""
+        self._handle = _display().display(self._html("waiting for the first step"), display_id=True)
+
+    def sample(self) -> None:
+        """Update the line, if it has changed."""
+        now_s = time.monotonic()
+        if now_s >= self._due_s:
+            self._due_s = now_s + INTERVAL_S
+            self.update(self._state(now_s))
+
+    def end(self) -> None:
+        """Show that recording has ended."""
+        self.update(f"ended after step {self._context.recorder.step:,}; <code>session.report()</code> shows the report")
+
+    def update(self, words: str) -> None:
+        """Replace what the line says."""
+        if self._handle is not None and words != self._shown:
+            self._shown = words
+            self._handle.update(self._html(words))
+
+    def _html(self, words: str) -> Any:
+        return _display().HTML(self._line(words))
+
+    def _line(self, words: str) -> str:
+        return f'<div role="status" style="{_STYLE}"><b>torchobs</b> {escape(self._name)} · {words}</div>'
+
+    def _state(self, now_s: float) -> str:
+        totals, step = self._context.writer.table.core.totals, self._context.recorder.step
+        parts = [f"step {step:,}"]
+        for word, name in ((Word.LOSS, "loss"), (Word.GRAD_NORM, "gradient norm")):
+            if totals.ints[word] and not isnan(value := totals.floats[word]):
+                parts.append(f"{name} {value:.4g}")
+        if self._before is not None and step > self._before[1]:
+            parts.append(f"{(step - self._before[1]) / (now_s - self._before[0]):.3g} steps/s")
+        self._before = now_s, step
+        phase, _ = self._context.recorder.phase()
+        parts.append("idle" if self._context.training.idle else LIVE_PHASES[phase])
+        odd = [
+            kind
+            for index, kind in enumerate(catalog.ANOMALY_KINDS)
+            if _counted(totals.ints[Word.ACTIVE + index], totals.floats[Word.ACTIVE + index])
+        ]
+        parts += [f"<b>⚠ {escape(kind.replace('_', ' '))}</b>" for kind in odd]
+        return " · ".join(parts)
+
+
+def _display() -> Any:
+    """Return IPython's module, which has no types."""
+    return import_module("IPython.display")
+
+
+def _counted(bits: int, value: float) -> bool:
+    """Return True for a gauge that is 1; absent ones are NaN."""
+    return bool(bits) and isfinite(value) and value > 0

@@ -1,0 +1,129 @@
+"""How the run was started: command line, git commit, versions, devices, settings and seed, kept in the flight file.
+
+They are for ``torchobs inspect``, ``report`` and ``compare`` alone; no metric, event or span holds them. Secrets are removed
+(:mod:`torchobs.identity.redaction`), and the setting ``run_details`` turns it off.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import struct
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchobs.config import option_types, settings
+from torchobs.config.settings import Settings
+from torchobs.identity.git import checkout
+from torchobs.identity.redaction import redacted, redacted_value
+from torchobs.support.error_guard import call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torchobs.probes.core.context import ProbeContext
+
+_GIT_WAIT_S = 0.05
+_LONGEST = 1000
+_MOST_ARGUMENTS = 200
+_UNTOLD = frozenset({"traceparent", "tracestate", "resource_attributes", "run_details"})
+_VARIABLES = ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE")
+_GIVEN_UP = ("arguments", "command", "settings", "environment")
+"""What is left out, in this order, where all of it does not fit"""
+
+
+class RunDetails:
+    """Writes the details at the start, and again when more is known: git soon after, torch's state when it is there."""
+
+    def __init__(self, context: ProbeContext) -> None:
+        self._context = context
+        self._found: dict[str, Any] = {}
+        self._written: dict[str, Any] = {}
+        self._reader = threading.Thread(target=self._read_git, name="torchobs-git", daemon=True)
+
+    def begin(self) -> None:
+        """Write what costs nothing to know."""
+        self._found = {
+            "command": _shortened(redacted(sys.orig_argv)),
+            "arguments": _shortened(redacted(sys.argv)[1:]),
+            "settings": _settings(self._context.settings),
+            "environment": {name: text[:_LONGEST] for name in _VARIABLES if (text := settings.environment().get(name))},
+            "platform": f"{platform.system()} {platform.machine()}",
+        }
+        self._write()
+        self._reader.start()  # a file system may hang: not in the sampler thread
+
+    def sample(self) -> None:
+        """Add what is known by now. In the sampler thread, every ten seconds and at the end."""
+        self._reader.join(_GIT_WAIT_S)  # a run of a second is at its end
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            self._found["torch"] = _torch(torch)
+        self._write()
+
+    def _read_git(self) -> None:
+        call(self._context.breaker("details"), self._add_git)
+
+    def _add_git(self) -> None:
+        main = getattr(sys.modules.get("__main__"), "__file__", None)
+        with suppress(OSError, ValueError, struct.error):  # an index that is cut off
+            if found := checkout(Path(main).resolve().parent if main else Path.cwd()):
+                self._found["git"] = found._asdict()  # one store: the sampler thread adds to the same dictionary
+
+    def _write(self) -> None:
+        told = dict(self._found)
+        if told == self._written:
+            return
+        document = self._context.writer.details
+        for name in (None, *_GIVEN_UP):
+            if name is not None:
+                told.pop(name, None)
+            payload = json.dumps(told, separators=(",", ":"), default=str).encode(errors="replace")
+            if len(payload) <= document.room:
+                if document.replace(payload):
+                    self._written = dict(self._found)
+                return
+
+
+def _shortened(arguments: list[str]) -> list[str]:
+    return [text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…" for text in arguments[:_MOST_ARGUMENTS]]
+
+
+def _settings(chosen: Settings) -> dict[str, str]:
+    """Return the settings that are not the defaults, as text."""
+    usual = Settings()
+    found = {}
+    for option in settings.OPTIONS:
+        value = getattr(chosen, option.name)
+        if value is not None and value != getattr(usual, option.name) and option.name not in _UNTOLD:
+            found[option.name] = redacted_value(option.name, option_types.as_text(value))[:_LONGEST]
+    return found
+
+
+def _torch(torch: Any) -> dict[str, Any]:
+    """Return versions, devices, and what decides whether a run can be repeated. Nothing of it initializes a device."""
+    found: dict[str, Any] = {}
+    readers: dict[str, Callable[[], Any]] = {
+        "version": lambda: str(torch.__version__),
+        "cuda": lambda: torch.version.cuda,
+        "hip": lambda: getattr(torch.version, "hip", None),
+        "seed": lambda: str(torch.initial_seed()),
+        "deterministic": lambda: torch.are_deterministic_algorithms_enabled(),  # noqa: PLW0108  # looked up when called
+        "matmul_precision": lambda: torch.get_float32_matmul_precision(),  # noqa: PLW0108  # as above
+        "default_dtype": lambda: str(torch.get_default_dtype()),
+        "threads": lambda: torch.get_num_threads(),  # noqa: PLW0108  # as above
+        "cudnn_benchmark": lambda: torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": lambda: torch.backends.cudnn.deterministic,
+    }
+    for name, read in readers.items():
+        with suppress(AttributeError, RuntimeError):  # torch is still being imported, or lacks it; mixed settings raise
+            if (value := read()) is not None:
+                found[name] = value
+    with suppress(AttributeError, RuntimeError):
+        if torch.cuda.is_initialized():
+            found["devices"] = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
+            found["cudnn"] = torch.backends.cudnn.version()
+    return found

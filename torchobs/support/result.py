@@ -1,0 +1,105 @@
+"""What the toolboxes' functions return: frozen data that prints well in a terminal and in a notebook and becomes JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+from html import escape
+from math import isfinite
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Result:
+    """Base of the toolboxes' results: a frozen, slotted dataclass whose fields are numbers, texts, results or tuples of these.
+
+    ``repr()`` stays the dataclass's own unless a subclass says ``repr=False``; ``str()`` is a table for people.
+    """
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data that ``json.dumps`` takes; numbers that are not finite become their names."""
+        return {name: _plain(value) for name, value in _items(self)}
+
+    def __str__(self) -> str:
+        return "\n".join([type(self).__name__, *_lines(self, indent="  ")])
+
+    def _repr_html_(self) -> str:
+        return f"<div><b>{escape(type(self).__name__)}</b>{_html(self)}</div>"
+
+
+def _items(result: Result) -> list[tuple[str, Any]]:
+    return [(field.name, getattr(result, field.name)) for field in fields(result) if not field.name.startswith("_")]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Result):
+        return value.to_dict()
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if isfinite(value) else str(value)
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={_text(item)}" for key, item in value.items()) or "-"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return ", ".join(map(_text, value)) or "-"
+    return str(value)
+
+
+def _table(value: Any) -> tuple[list[str], list[list[str]]] | None:
+    """Return header and rows of a sequence of results of one class; None for anything else."""
+    if not isinstance(value, (list, tuple)) or not value or not isinstance(value[0], Result):
+        return None
+    if any(type(item) is not type(value[0]) for item in value):
+        return None
+    return [name for name, _ in _items(value[0])], [[_text(item) for _, item in _items(row)] for row in value]
+
+
+def _lines(result: Result, indent: str) -> list[str]:
+    items = _items(result)
+    width = max((len(name) for name, _ in items), default=0)
+    lines = []
+    for name, value in items:
+        table = _table(value)
+        if table is not None:
+            lines += [f"{indent}{name}:", *(f"{indent}  {line}" for line in _aligned(*table))]
+        elif isinstance(value, Result):
+            lines += [f"{indent}{name}:", *_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name:<{width}}  {_text(value)}")
+    return lines
+
+
+def _aligned(header: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]]
+
+
+def _html(value: Any) -> str:
+    if isinstance(value, Result):
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td>{_html(item)}</td></tr>" for name, item in _items(value)
+        )
+        return f"<table>{rows}</table>"
+    table = _table(value)
+    if table is None:
+        return escape(_text(value))
+    header, rows_of_text = table
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows_of_text)
+    return f"<table><tr>{head}</tr>{body}</table>"
